@@ -1,0 +1,434 @@
+"""Hugging Face directories: config <-> Shape, lazy tensors, atomic writes, provenance."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftlab.errors import UserError, did_you_mean
+from draftlab.shape import Shape
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and only two functions here need it
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RECORD_FILE = "draftlab.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+EMBEDDED = Path(__file__).parent / "models"
+SHARD_BYTES = 5_000_000_000
+
+
+class Record(BaseModel):
+    """What made a directory: draftlab.json beside every output."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: str
+    arguments: dict[str, object]
+    inputs: dict[str, str]  # path -> sha256 of its weights or text
+    versions: dict[str, str]
+    created: str
+    seconds: float
+    peak_memory_bytes: int
+    notes: dict[str, object] = {}
+
+
+def locate(name: str | Path) -> Path:
+    """The directory of a checkpoint: an embedded name (``tiny``), a directory, or a hub id that can be had.
+
+    Raises:
+        UserError: none of these; says what was tried.
+    """
+    path = Path(name)
+    embedded = sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir())
+    if str(name) in embedded:
+        return EMBEDDED / str(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{path} is not a checkpoint: it has no config.json")
+        return path
+    if path.exists() or str(name).count("/") != 1 or path.is_absolute():
+        raise UserError(f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}")
+    return _from_hub(str(name))
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    try:
+        return json.loads((directory / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{directory}/config.json cannot be read: {error}") from None
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of a checkpoint's safetensors files, read one at a time when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            found = sorted(p.name for p in directory.glob("*.bin"))
+            hint = f" (found {found[0]}: convert it first, pickles are not read)" if found else ""
+            raise UserError(f"{directory} holds no *.safetensors{hint}")
+        self._files = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{file} is not a readable safetensors file: {error}") from None
+            self._files |= dict.fromkeys(handle.keys(), handle)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def read_shape(directory: Path) -> Shape:
+    """Shape of a checkpoint, from its config and the names and sizes of its tensors; no tensor is read.
+
+    Families are recognised by structure: biases and q/k norms are seen in the tensors' names.
+
+    Raises:
+        UserError: not LLaMA-like (says which tensor), or config and tensors disagree.
+    """
+    weights, config = Weights(directory), read_config(directory)
+    shape = shape_of(config, frozenset(weights))
+    expected = shape.axes()
+    held = set(weights) - ({"lm_head.weight"} if shape.tied else set())
+    odd = sorted(held - set(expected))[:1] or sorted(set(expected) - held)[:1]
+    if odd:
+        kind = "an unknown" if odd[0] in held else "no"
+        raise UserError(f"{directory} ({config.get('model_type')}) is not LLaMA-like: it has {kind} tensor {odd[0]!r}")
+    for name, axes in expected.items():
+        if weights.shape(name) != shape.dims(axes):
+            found, want = weights.shape(name), shape.dims(axes)
+            raise UserError(f"{directory}: {name} is {found}, its config.json says {want}")
+    return shape
+
+
+def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
+    """Shape from a config's numbers and the names of the tensors that exist."""
+
+    def number(key: str, default: int | None = None) -> int:
+        value = config.get(key, default)
+        value = default if value is None else value
+        if not isinstance(value, int):
+            raise UserError(f"config.json of a {config.get('model_type')} model has no {key}: not LLaMA-like")
+        return value
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    first = "model.layers.0."
+    return Shape(
+        layers=number("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", hidden // heads),
+        ffn=number("intermediate_size"),
+        vocab=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=first + "self_attn.q_proj.bias" in names,
+        o_bias=first + "self_attn.o_proj.bias" in names,
+        mlp_bias=first + "mlp.down_proj.bias" in names,
+        qk_norm=first + "self_attn.q_norm.weight" in names,
+    )
+
+
+def config_for(shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None) -> dict[str, object]:
+    """base rewritten to shape: sizes, explicit head_dim, and every per-layer list sliced to the kept layers."""
+    config = {k: v for k, v in base.items() if k not in ("_name_or_path", "transformers_version")}
+    kept = kept_layers if kept_layers is not None else list(range(shape.layers))
+    length = base.get("num_hidden_layers")
+    for key, value in base.items():
+        if isinstance(value, list) and len(value) == length and key != "architectures":
+            config[key] = [value[i] for i in kept]
+    return config | {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+    }
+
+
+def llama_config(shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None) -> dict[str, object]:
+    """A LlamaConfig for a model made from a shape alone.
+
+    Raises:
+        UserError: the shape has rows that LLaMA does not (q/k norms, q/k/v biases without an output bias).
+    """
+    if shape.qk_norm or shape.qkv_bias != shape.o_bias:
+        raise UserError("a new model is made as LLaMA, which has no q/k norms and biases q, k, v and o together")
+    base: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "max_position_embeddings": context,
+        "attention_bias": shape.qkv_bias,
+        "mlp_bias": shape.mlp_bias,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    return config_for(shape, base)
+
+
+def write_checkpoint(
+    directory: Path, config: dict[str, object], weights: dict[str, Tensor], tokenizer_from: Path | None
+) -> None:
+    """config.json, safetensors (sharded above 5 GB) and the tokenizer's files, copied verbatim."""
+    dtypes = {str(w.dtype).removeprefix("torch.") for w in weights.values()}
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True))
+    _save_sharded(directory, weights)
+    if tokenizer_from is not None:
+        for name in TOKENIZER_FILES:
+            if (tokenizer_from / name).is_file():
+                shutil.copyfile(tokenizer_from / name, directory / name)
+
+
+def load_model(directory: Path, dtype: torch.dtype) -> "PreTrainedModel":
+    """The checkpoint as a transformers model, with every weight accounted for.
+
+    Raises:
+        UserError: it cannot be built, or weights are missing or left over.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"{directory} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+    if wrong:
+        raise UserError(f"{directory} does not fit its config.json: {wrong}")
+    return model
+
+
+def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
+    """A randomly initialised fp32 model of that config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(str(config["model_type"]), **fields), dtype=torch.float32
+    )
+
+
+def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"{directory} holds no usable tokenizer: {' '.join(str(error).split())[:200]}") from error
+
+
+def model_weights(model: "PreTrainedModel", dtype: torch.dtype) -> dict[str, Tensor]:
+    """Named parameters as dtype on the CPU; a tied head is left out, as in any Hugging Face checkpoint."""
+    return {name: p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary sibling that becomes out when the block ends well, and vanishes when it does not.
+
+    Raises:
+        UserError: out exists with something in it and force is off, or it cannot be written.
+    """
+    check_free(out, force=force)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        work.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    try:
+        yield work
+        _replace(work, out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise UserError(f"cannot write {out}: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def check_free(out: Path, *, force: bool) -> None:
+    """Refuse to overwrite what is finished; said before the expensive part.
+
+    Raises:
+        UserError: out is a file, or a non-empty directory and force is off.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} exists and is not a directory")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise UserError(f"{out} exists and is not empty; choose another --out, or --force to replace it")
+    parent = next(p for p in out.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write {out}: {parent} is not a writable directory")
+
+
+def write_record(
+    directory: Path, command: str, arguments: dict[str, object], inputs: list[Path], began: float, **notes: object
+) -> Record:
+    """Provenance of directory, as draftlab.json. began: time.time() when the command started."""
+    record = Record(
+        command=command,
+        arguments=plain(arguments),
+        inputs={str(path): fingerprint(path) for path in inputs},
+        versions=versions(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        seconds=round(time.time() - began, 2),
+        peak_memory_bytes=peak_memory_bytes(),
+        notes=notes,
+    )
+    (directory / RECORD_FILE).write_text(record.model_dump_json(indent=2))
+    return record
+
+
+def read_record(directory: Path) -> Record | None:
+    """The record beside an output, or None where there is none."""
+    try:
+        return Record.model_validate_json((directory / RECORD_FILE).read_text())
+    except OSError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{directory / RECORD_FILE} is not a draftlab record: {error}") from None
+
+
+def plain(arguments: dict[str, object]) -> dict[str, object]:
+    """Arguments as JSON has them, so that a record read back compares equal."""
+    return json.loads(json.dumps(arguments, default=str))
+
+
+def fingerprint(path: Path) -> str:
+    """sha256 over what a path holds that decides a result: config and weights of a checkpoint, else every file."""
+    digest = hashlib.sha256()
+    names = ("config.json", "tokenizer.json", "score.json")
+    if path.is_dir():
+        files = [f for f in sorted(path.iterdir()) if f.suffix == ".safetensors" or f.name in names]
+    else:
+        files = [path]
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("draftlab", "torch", "transformers", "accelerate", "peft", "lm_eval"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return found | ({"git": git.stdout.strip()} if git.returncode == 0 else {})
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def layer_of(name: str) -> int | None:
+    """The layer a tensor belongs to, None for embedding, final norm and head."""
+    parts = name.split(".")
+    return int(parts[2]) if name.startswith("model.layers.") else None
+
+
+def _siblings(path: Path) -> list[str]:
+    parent = path.parent
+    return [str(p) for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # offline, unknown, gated, no disk: the hub client has a class for each
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(
+            f"{name} is no directory here and could not be fetched from the hub ({type(error).__name__}: {reason}); "
+            "for the embedded models run: draftlab init --preset tiny"
+        ) from None
+
+
+def _save_sharded(directory: Path, weights: dict[str, Tensor]) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        if size + tensor.nbytes > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.contiguous()
+        size += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    total = sum(w.nbytes for w in weights.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
+def _replace(work: Path, out: Path) -> None:
+    """Move work to out; a directory that was there goes only after the new one has its name."""
+    if not out.exists():
+        work.rename(out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+    out.rename(old / "was")
+    work.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+

@@ -1,0 +1,50 @@
+"""What people see while they wait: progress and notes on stderr. Results are printed by cli.py alone."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Advance = Callable[[int, str], None]
+
+
+def note(text: str) -> None:
+    """One line on stderr, not part of the result."""
+    Console(stderr=True, soft_wrap=True).print(text, style="dim", highlight=False, markup=False)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Advance]:
+    """A bar with time left; call the yielded function with how many are done in all and a word on how it goes.
+
+    Where stderr is no terminal the word is printed as a plain line, ten times in all.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_lines(what, total)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[word]}"),
+    )
+    with Progress(*columns, console=console) as bars:
+        task = bars.add_task(what, total=total, word="")
+        yield lambda done, word: bars.update(task, completed=done, word=word)
+
+
+def _plain_lines(what: str, total: int) -> Advance:
+    printed = -1
+
+    def advance(done: int, word: str) -> None:
+        nonlocal printed
+        tenth = 10 * done // max(1, total)
+        if tenth > printed:
+            printed = tenth
+            note(f"{what} {done}/{total}  {word}".rstrip())
+
+    return advance

@@ -1,0 +1,1 @@
+"""Decoding: the verify rule, drafters, plain and speculative generation."""

@@ -1,0 +1,55 @@
+"""The verify rule: which drafted tokens stand, and what the next token is drawn from. Pure functions.
+
+K drafted tokens, V vocab. Greedy decoding is the same rule with one-hot distributions.
+"""
+
+import torch
+from torch import Tensor
+
+
+def distribution(logits: Tensor, temperature: float) -> Tensor:
+    """Next-token probabilities, [..., V], fp32. Temperature 0 is one-hot on the largest logit, the lowest id of a tie."""
+    if temperature == 0:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.softmax(logits.float() / temperature, -1)
+
+
+def draw(probabilities: Tensor, u: Tensor) -> Tensor:
+    """Inverse-CDF sample: the first id whose cumulative probability exceeds u. [..., V], [...] -> ids [...].
+
+    Exactly the distribution given, so q in the verify rule is what the draft sampled from. An id of probability 0 is
+    never drawn, also when u lies at an edge of a cumulative sum that falls short of 1 by rounding.
+    """
+    cumulative = probabilities.double().cumsum(-1)
+    edge = u.to(cumulative).unsqueeze(-1) * cumulative[..., -1:]
+    past = torch.searchsorted(cumulative, edge, right=True).squeeze(-1)
+    return past.clamp_max(_last_possible(probabilities))
+
+
+def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tensor]:
+    """Accept a prefix of the drafted tokens, losslessly.
+
+    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
+
+    Args:
+        p: target probabilities, [K + 1, V].
+        q: probabilities the drafted tokens were drawn from, [K, V].
+        drafted: token ids, [K].
+        u: uniform draws in [0, 1), [K].
+
+    Returns: number accepted, and the distribution [V] of the next token.
+    """
+    at = drafted.unsqueeze(-1)
+    p_drafted, q_drafted = p[:-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
+    accepted = int((u.to(q) * q_drafted < p_drafted).long().cumprod(0).sum())  # u < p / q, without dividing
+    if accepted == len(drafted):
+        return accepted, p[accepted]
+    residual = (p[accepted] - q[accepted]).clamp_min(0)
+    total = residual.sum()
+    # p and q agree up to rounding: rejection had no real chance, and p itself is the right distribution
+    return accepted, residual / total if total > 0 else p[accepted]
+
+
+def _last_possible(probabilities: Tensor) -> Tensor:
+    """Largest id with probability above 0, [...]."""
+    return probabilities.shape[-1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)

@@ -1,0 +1,15 @@
+"""The one error a user is meant to read."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user can fix. The message says what is wrong, with the value, and what would be right."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A closing '; did you mean X?' for the nearest known name, or the list of known names."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"

@@ -1,0 +1,206 @@
+"""The fast decoder: LLaMA-like models with a static cache, built from Hugging Face tensors by their names.
+
+B rows, T new tokens, S cached + new, H query heads, K kv heads, C head_dim, D hidden, V vocab. All rows of a batch
+stand at the same length. Rolling back is moving ``Cache.used``: what lies behind it is overwritten, never read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftlab import checkpoint
+from draftlab.errors import UserError
+from draftlab.shape import Shape
+
+# Families whose forward pass is exactly the one below; others share the layout but scale or gate something.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values, [layers, B, K, capacity, C] each; the first ``used`` positions count."""
+
+    keys: Tensor
+    values: Tensor
+    used: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Weights of one layer; q, k, v and gate, up are stacked, so that each is one product."""
+
+    input_norm: Tensor  # [D]
+    qkv: Tensor  # [(H + 2K) C, D]
+    qkv_bias: Tensor | None
+    qk_norm: tuple[Tensor, Tensor] | None  # [C] each
+    o: Tensor  # [D, H C]
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor  # [2 ffn, D]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [D, ffn]
+    down_bias: Tensor | None
+
+
+class Llama:
+    """A decoder for inference: weights, the rotary tables, and one forward pass over a static cache."""
+
+    def __init__(
+        self, shape: Shape, weights: Mapping[str, Tensor], inv_freq: Tensor, rope_scale: float, eps: float, context: int
+    ) -> None:
+        """inv_freq: rotary frequencies, [C / 2]; rope_scale multiplies both tables; context: longest S."""
+        self.shape, self.eps, self.context = shape, eps, context
+        self.embed = weights["model.embed_tokens.weight"]
+        self.head = self.embed if shape.tied else weights["lm_head.weight"]
+        self.norm = weights["model.norm.weight"]
+        self.blocks = [_block(shape, weights, layer) for layer in range(shape.layers)]
+        angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
+        angles = torch.cat([angles, angles], -1)  # [context, C]
+        # the sign of rotate_half is put into the sine table: x cos + swap_halves(x) sin
+        sign = torch.ones(shape.head_dim)
+        sign[: shape.head_dim // 2] = -1
+        self.cos = (angles.cos() * rope_scale).to(self.embed)
+        self.sin = (angles.sin() * rope_scale * sign).to(self.embed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    def new_cache(self, rows: int, capacity: int) -> Cache:
+        """An empty cache for rows sequences of at most capacity tokens.
+
+        Raises:
+            UserError: capacity is more than the model's context.
+        """
+        if capacity > self.context:
+            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
+        s = self.shape
+        size = (s.layers, rows, s.kv_heads, capacity, s.head_dim)
+        return Cache(torch.zeros(size).to(self.embed), torch.zeros(size).to(self.embed))
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, cache: Cache, last: int = 0) -> Tensor:
+        """Feed ids [B, T] behind what the cache holds; logits [B, T, V], or of the last tokens only, [B, last, V].
+
+        Raises:
+            ValueError: they do not fit the cache.
+        """
+        began, end = cache.used, cache.used + ids.shape[1]
+        if end > cache.capacity:
+            raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
+        width = ids.shape[1]
+        cos, sin = self.cos[began:end], self.sin[began:end]  # [T, C]
+        mask = None
+        if width > 1:
+            mask = torch.ones(width, end, dtype=torch.bool, device=ids.device).tril(began)
+        x = F.embedding(ids, self.embed)  # [B, T, D]
+        for layer, block in enumerate(self.blocks):
+            keys, values = cache.keys[layer], cache.values[layer]
+            x = x + self._attention(block, _rms_norm(x, block.input_norm, self.eps), cos, sin, keys, values, mask, end)
+            gate, up = F.linear(_rms_norm(x, block.post_norm, self.eps), block.gate_up, block.gate_up_bias).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, block.down, block.down_bias)
+        cache.used = end
+        return F.linear(_rms_norm(x[:, -last:], self.norm, self.eps), self.head)
+
+    def _attention(
+        self,
+        block: Block,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        end: int,
+    ) -> Tensor:
+        s = self.shape
+        began = end - x.shape[1]
+        qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)  # [B, H+2K, T, C]
+        qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
+        if block.qk_norm is not None:
+            q, k = qk[:, : s.heads], qk[:, s.heads :]
+            qk = torch.cat([_rms_norm(q, block.qk_norm[0], self.eps), _rms_norm(k, block.qk_norm[1], self.eps)], 1)
+        qk = qk * cos + qk.roll(s.head_dim // 2, -1) * sin
+        keys[:, :, began:end] = qk[:, s.heads :]
+        values[:, :, began:end] = v
+        out = F.scaled_dot_product_attention(
+            qk[:, : s.heads],
+            keys[:, :, :end],
+            values[:, :, :end],
+            attn_mask=mask,
+            enable_gqa=s.heads != s.kv_heads,
+        )  # [B, H, T, C]
+        return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
+
+
+def load(directory: Path, dtype: torch.dtype, device: str = "cpu") -> Llama:
+    """The checkpoint as a Llama.
+
+    Raises:
+        UserError: an architecture or rotary scheme that this decoder does not compute.
+    """
+    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise UserError(f"{directory} is a {kind} model; the engine knows {', '.join(MODEL_TYPES)}")
+    if config.get("hidden_act") != "silu":
+        raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; the engine computes silu")
+    context = int(str(config.get("max_position_embeddings", 2048)))
+    window = config.get("sliding_window")
+    if isinstance(window, int) and config.get("use_sliding_window", True):
+        context = min(context, window)  # inside the window attention is full
+    inv_freq, scale = _rotary(directory, shape)
+    weights = {name: tensor.to(device, dtype) for name, tensor in checkpoint.Weights(directory).items()}
+    return Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
+
+
+def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
+    prefix = f"model.layers.{layer}."
+
+    def stack(*names: str) -> Tensor:
+        return torch.cat([weights[prefix + name] for name in names]) if len(names) > 1 else weights[prefix + names[0]]
+
+    attention, mlp = "self_attn.", "mlp."
+    qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+    norms = (attention + "q_norm.weight", attention + "k_norm.weight")
+    return Block(
+        input_norm=stack("input_layernorm.weight"),
+        qkv=stack(*(f"{attention}{n}.weight" for n in qkv)),
+        qkv_bias=stack(*(f"{attention}{n}.bias" for n in qkv)) if shape.qkv_bias else None,
+        qk_norm=(stack(norms[0]), stack(norms[1])) if shape.qk_norm else None,
+        o=stack(attention + "o_proj.weight"),
+        o_bias=stack(attention + "o_proj.bias") if shape.o_bias else None,
+        post_norm=stack("post_attention_layernorm.weight"),
+        gate_up=stack(*(f"{mlp}{n}.weight" for n in gate_up)),
+        gate_up_bias=stack(*(f"{mlp}{n}.bias" for n in gate_up)) if shape.mlp_bias else None,
+        down=stack(mlp + "down_proj.weight"),
+        down_bias=stack(mlp + "down_proj.bias") if shape.mlp_bias else None,
+    )
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _rotary(directory: Path, shape: Shape) -> tuple[Tensor, float]:
+    """Rotary frequencies [C / 2] and the scale of the tables, by transformers' own rules."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = AutoConfig.from_pretrained(directory)
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    if kind not in ("linear", "llama3", "yarn"):  # the others change with the length of the text
+        raise UserError(f"{directory}: rotary scaling {kind!r}; the engine computes default, linear, llama3 and yarn")
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

@@ -1,0 +1,320 @@
+"""Shape and the axis table: what every weight of a LLaMA-like model measures, and what that costs. No torch.
+
+Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x head_dim; head_dim; ffn.
+"""
+
+import math
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+from draftlab.errors import UserError
+
+Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
+Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"]
+
+
+class Row(NamedTuple):
+    """One weight: its name with {} for the layer, the axis of each dimension, and the option that brings it."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    when: Option | None = None
+
+
+BLOCK = "model.layers.{}."
+TABLE: tuple[Row, ...] = (
+    Row("model.embed_tokens.weight", ("vocab", "hidden")),
+    Row(BLOCK + "self_attn.q_proj.weight", ("q", "hidden")),
+    Row(BLOCK + "self_attn.q_proj.bias", ("q",), "qkv_bias"),
+    Row(BLOCK + "self_attn.k_proj.weight", ("kv", "hidden")),
+    Row(BLOCK + "self_attn.k_proj.bias", ("kv",), "qkv_bias"),
+    Row(BLOCK + "self_attn.v_proj.weight", ("kv", "hidden")),
+    Row(BLOCK + "self_attn.v_proj.bias", ("kv",), "qkv_bias"),
+    Row(BLOCK + "self_attn.q_norm.weight", ("head_dim",), "qk_norm"),
+    Row(BLOCK + "self_attn.k_norm.weight", ("head_dim",), "qk_norm"),
+    Row(BLOCK + "self_attn.o_proj.weight", ("hidden", "q")),
+    Row(BLOCK + "self_attn.o_proj.bias", ("hidden",), "o_bias"),
+    Row(BLOCK + "mlp.gate_proj.weight", ("ffn", "hidden")),
+    Row(BLOCK + "mlp.gate_proj.bias", ("ffn",), "mlp_bias"),
+    Row(BLOCK + "mlp.up_proj.weight", ("ffn", "hidden")),
+    Row(BLOCK + "mlp.up_proj.bias", ("ffn",), "mlp_bias"),
+    Row(BLOCK + "mlp.down_proj.weight", ("hidden", "ffn")),
+    Row(BLOCK + "mlp.down_proj.bias", ("hidden",), "mlp_bias"),
+    Row(BLOCK + "input_layernorm.weight", ("hidden",)),
+    Row(BLOCK + "post_attention_layernorm.weight", ("hidden",)),
+    Row("model.norm.weight", ("hidden",)),
+    Row("lm_head.weight", ("vocab", "hidden"), "untied"),
+)
+
+
+class Shape(BaseModel):
+    """Everything that decides a model's size and cost; the options name the rows of the table that it has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    ffn: PositiveInt
+    vocab: PositiveInt
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """Length of each axis."""
+        return {
+            "vocab": self.vocab,
+            "hidden": self.hidden,
+            "q": self.heads * self.head_dim,
+            "kv": self.kv_heads * self.head_dim,
+            "head_dim": self.head_dim,
+            "ffn": self.ffn,
+        }
+
+    @property
+    def options(self) -> frozenset[Option]:
+        flags: dict[Option, bool] = {
+            "untied": not self.tied,
+            "qkv_bias": self.qkv_bias,
+            "o_bias": self.o_bias,
+            "mlp_bias": self.mlp_bias,
+            "qk_norm": self.qk_norm,
+        }
+        return frozenset(name for name, on in flags.items() if on)
+
+    def axes(self) -> dict[str, tuple[Axis, ...]]:
+        """Every weight's name -> the axis of each of its dimensions, in the order transformers registers them."""
+        rows = [row for row in TABLE if row.when is None or row.when in self.options]
+        first = next(i for i, row in enumerate(rows) if row.name.startswith(BLOCK))
+        last = max(i for i, row in enumerate(rows) if row.name.startswith(BLOCK)) + 1
+        blocks = [(row.name.format(layer), row.axes) for layer in range(self.layers) for row in rows[first:last]]
+        ends = [(row.name, row.axes) for row in rows]
+        return dict(ends[:first] + blocks + ends[last:])
+
+    def dims(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+        return tuple(self.sizes[axis] for axis in axes)
+
+    def params(self) -> int:
+        """Weights in all, a tied head counted once."""
+        return sum(math.prod(self.dims(axes)) for axes in self.axes().values())
+
+    def body_params(self) -> int:
+        """Weights of the blocks alone: without embedding, head and final norm."""
+        return sum(math.prod(self.dims(a)) for name, a in self.axes().items() if name.startswith("model.layers."))
+
+    def flops_per_token(self, context: int) -> int:
+        """Floating-point operations to decode one token after context tokens: 2 per multiply-add.
+
+        Matrices count once (the embedding is a look-up, a tied head is still a product); attention adds
+        4 x heads x head_dim for every cached token and the new one, per layer.
+        """
+        embedding = self.vocab * self.hidden
+        matrices = sum(math.prod(self.dims(axes)) for axes in self.axes().values() if len(axes) == 2)
+        products = matrices - embedding + (embedding if self.tied else 0)
+        return 2 * products + 4 * self.layers * self.sizes["q"] * (context + 1)
+
+    def weight_bytes(self, bytes_per_weight: float = 2) -> int:
+        return int(self.params() * bytes_per_weight)
+
+    def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
+        """Cache growth per token: one key and one value of kv_heads x head_dim per layer."""
+        return int(2 * self.layers * self.sizes["kv"] * bytes_per_value)
+
+    def describe(self) -> str:
+        head = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads} heads"
+        return (
+            f"{self.layers} x {self.hidden}, {head} of {self.head_dim}, ffn {self.ffn}, "
+            f"{count_text(self.params())} parameters"
+        )
+
+
+def read_shape_file(path: Path) -> Shape:
+    """A shape file: the fields of Shape as YAML and nothing else.
+
+    Raises:
+        UserError: no such file, not YAML, unknown or missing fields.
+    """
+    try:
+        return Shape.model_validate(yaml.safe_load(path.read_text()))
+    except OSError as error:
+        raise UserError(f"shape file {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"shape file {path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        raise UserError(f"shape file {path}: {validation_text(error)}") from None
+
+
+def write_shape_file(shape: Shape, path: Path, note: str) -> None:
+    """Options that are off are left out; note becomes the comment on the first line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = {name: value for name, value in shape.model_dump().items() if value is not False}
+    path.write_text(f"# {note}\n" + yaml.safe_dump(fields, sort_keys=False))
+
+
+def check(shape: Shape, *, llama: bool = True) -> None:
+    """Refuse a shape that transformers cannot build, with the nearest legal ones.
+
+    llama: the config is a LlamaConfig, whose validator (transformers 5) wants heads to divide hidden even when
+    head_dim is given.
+
+    Raises:
+        UserError: kv_heads does not divide heads, or heads does not divide hidden.
+    """
+    if shape.heads % shape.kv_heads:
+        raise UserError(
+            f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads}); "
+            f"nearest heads: {_join(multiples_near(shape.heads, shape.kv_heads))}, "
+            f"nearest kv_heads: {_join(divisors_near(shape.kv_heads, shape.heads))}"
+        )
+    if llama and shape.hidden % shape.heads:
+        raise UserError(
+            f"width ({shape.hidden}) is not a multiple of heads ({shape.heads}), which LLaMA configs require; "
+            f"nearest widths: {_join(multiples_near(shape.hidden, shape.heads))}, "
+            f"nearest heads: {_join(divisors_near(shape.heads, shape.hidden))}"
+        )
+
+
+def check_within(shape: Shape, source: Shape) -> None:
+    """Refuse a shape that cannot be cut out of source.
+
+    Raises:
+        UserError: an axis is longer than the source's, or head_dim, vocab or an option differs.
+    """
+    names = {"layers": "layers", "hidden": "width", "heads": "heads", "kv_heads": "kv-heads", "ffn": "ffn"}
+    for field, option in names.items():
+        wanted, have = getattr(shape, field), getattr(source, field)
+        if wanted > have:
+            raise UserError(f"--{option} {wanted} is more than the source has ({have}); at most --{option} {have}")
+    for field in ("head_dim", "vocab", "tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+        wanted, have = getattr(shape, field), getattr(source, field)
+        if wanted != have:
+            raise UserError(f"{field} {wanted} differs from the source's {have}; pruning keeps {field}, use {have}")
+    if shape.heads // shape.kv_heads > source.heads // source.kv_heads:
+        group = source.heads // source.kv_heads
+        raise UserError(
+            f"{shape.heads} heads on {shape.kv_heads} kv-heads is more per group than the source's {group}; "
+            f"try --kv-heads {-(-shape.heads // group)} or more, or --heads {group * shape.kv_heads} or fewer"
+        )
+
+
+def resolve(
+    source: Shape,
+    *,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    ffn: int | None = None,
+    params: int | None = None,
+    multiple_of: int = 16,
+) -> Shape:
+    """The shape to cut from source: what is not given keeps the source's proportions.
+
+    heads defaults to width / head_dim (at least 1), kv_heads to the source's group size, ffn to the source's ratio
+    rounded up to multiple_of or, with params, to whatever comes nearest to that total.
+
+    Raises:
+        UserError: an illegal shape, or params that no ffn within the source reaches.
+    """
+    layers, hidden = layers or source.layers, hidden or source.hidden
+    group = source.heads // source.kv_heads
+    natural = source.heads if hidden == source.hidden else max(1, hidden // source.head_dim)
+    heads = heads or min(natural, source.heads)
+    kv_heads = kv_heads or max(1, heads // group)
+    scaled = -(-source.ffn * hidden // source.hidden)
+    shape = source.model_copy(
+        update={
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ffn": ffn or min(source.ffn, round_up(scaled, multiple_of)),
+        }
+    )
+    if params is not None and ffn is None:
+        shape = solve_ffn(shape, params, most=source.ffn, multiple_of=multiple_of)
+    check_within(shape, source)
+    return shape
+
+
+def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) -> Shape:
+    """shape with the ffn, a multiple of multiple_of, that brings its total nearest to params.
+
+    Raises:
+        UserError: no ffn from multiple_of to most comes within 1 %.
+    """
+    base = shape.model_copy(update={"ffn": multiple_of}).params()
+    per_unit = (shape.model_copy(update={"ffn": 2 * multiple_of}).params() - base) / multiple_of
+    wanted = multiple_of + (params - base) / per_unit
+    ffn = max(multiple_of, min(most, multiple_of * round(wanted / multiple_of)))
+    solved = shape.model_copy(update={"ffn": ffn})
+    if abs(solved.params() - params) > 0.01 * params:
+        low, high = base, shape.model_copy(update={"ffn": most}).params()
+        raise UserError(
+            f"{shape.layers} layers x {shape.hidden} cannot have {count_text(params)} parameters: "
+            f"ffn {multiple_of} to {most} gives {count_text(low)} to {count_text(high)}"
+        )
+    return solved
+
+
+def parse_count(text: str) -> int:
+    """'1.3b', '796M', '350k' or a plain number -> a count.
+
+    Raises:
+        UserError: anything else.
+    """
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower(), 1)
+    try:
+        count = int(float(text if scale == 1 else text[:-1]) * scale)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise UserError(f"{text!r} is not a count; write 1.3b, 796m, 350k or a whole number above 0")
+    return count
+
+
+def count_text(count: float) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g}{unit}"
+    return str(int(count))
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def multiples_near(value: int, base: int) -> list[int]:
+    """The multiples of base on either side of value, none below base."""
+    below = value // base * base
+    return sorted({max(base, below), below + base})
+
+
+def divisors_near(value: int, of: int) -> list[int]:
+    """The divisors of ``of`` nearest to value from below and from above."""
+    divisors = [d for d in range(1, of + 1) if of % d == 0]
+    below, above = [d for d in divisors if d <= value], [d for d in divisors if d > value]
+    return below[-1:] + above[:1]
+
+
+def validation_text(error: ValidationError) -> str:
+    """A pydantic error as one line: field, complaint, value."""
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "top level"
+        given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
+        parts.append(f"{where}: {item['msg'].lower()}{given}")
+    return "; ".join(parts)
+
+
+def _join(values: list[int]) -> str:
+    return " or ".join(map(str, values))

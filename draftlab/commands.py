@@ -1,16 +1,89 @@
 """What users can do: one typed function per command. Typer and recipes call these same functions."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Option
+from typer import Argument, Option
 
+from draftlab import workspace
+from draftlab.console import note
 from draftlab.errors import UserError
+from draftlab.shape import Shape
+
+if TYPE_CHECKING:
+    from draftlab.distill.run import Fitted
 
 Force = Annotated[bool, Option("--force", help="Replace an output that exists.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Show what would be done, and do nothing.")]
 Seed = Annotated[int, Option(help="Seed of everything random.")]
+Out = Annotated[Path | None, Option(help="Directory to write; a name under the workspace's runs if left out.")]
+Data = Annotated[str | None, Option(help="Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT; the workspace's if left out.")]
+TargetName = Annotated[str | None, Option(help="Checkpoint of the target; the workspace's if left out.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="bfloat16: autocast with fp32 weights.")]
+Optimizer = Annotated[Literal["adamw", "muon"], Option(help="muon: Muon on the blocks' matrices, AdamW on the rest.")]
+Compile = Annotated[bool, Option("--compile", help="torch.compile: a minute to start, then faster.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a command made: the path, what a person reads (strings and rich tables), what a program reads."""
+
+    path: Path | None
+    show: list[object]
+    data: dict[str, object]
+    missed: list[str] = field(default_factory=list)  # bars the user set that were not reached
+
+
+def init(
+    preset: Annotated[str, Option(help="tiny, llama-65b, llama-2-70b, llama-3-70b, or a checkpoint directory.")],
+    force: Force = False,
+) -> Outcome:
+    """Write draftlab.yaml here: target, source and data for the commands that follow."""
+    chosen = workspace.preset(preset)
+    if workspace.FILE.exists() and not force:
+        raise UserError(f"{workspace.FILE} exists; edit it, or --force to replace it")
+    path = workspace.write(chosen)
+    return Outcome(path=path, show=[str(path)], data=chosen.model_dump(mode="json"))
+
+
+def design(
+    params: Annotated[str | None, Option(help="Budget in parameters of each shape: 1.3b, 796m, 4m.")] = None,
+    kv_kib: Annotated[float | None, Option(help="Or a budget of KV cache: KiB per token in bf16.")] = None,
+    body: Annotated[bool, Option("--body", help="Count the blocks only, not embedding and head.")] = False,
+    layers: Annotated[str, Option(help="Depths to try, as 2,4,8 or 1-8.")] = "1-12",
+    source: Annotated[str | None, Option(help="Checkpoint to cut from; the workspace's if left out.")] = None,
+    multiple_of: Annotated[int, Option(min=1, help="ffn is a multiple of this.")] = 64,
+    out: Annotated[Path | None, Option(help="Folder for one shape file per depth; none: only show.")] = None,
+    force: Force = False,
+) -> Outcome:
+    """Shapes of equal budget from deep and narrow to shallow and wide."""
+    from draftlab import checkpoint, family
+    from draftlab.report import shape_table
+    from draftlab.shape import parse_count, write_shape_file
+
+    if (params is None) == (kv_kib is None):
+        raise UserError("give one budget: --params 1.3b or --kv-kib 120")
+    directory = checkpoint.locate(source or workspace.load().source)
+    kind: family.Budget = "kv" if kv_kib is not None else "body" if body else "total"
+    budget = parse_count(params) if params is not None else int((kv_kib or 0) * 1024)
+    shapes = family.family(
+        checkpoint.read_shape(directory),
+        budget=budget,
+        kind=kind,
+        depths=parse_numbers(layers),
+        multiple_of=multiple_of,
+    )
+    named = {family.shape_name(s): s for s in shapes}
+    for name, shape in named.items() if out else ():
+        file = Path(str(out)) / f"{name}.yaml"
+        if file.exists() and not force:
+            raise UserError(f"{file} exists; --force to replace it")
+        write_shape_file(shape, file, f"draftlab design: {kind} budget {params or kv_kib}, cut from {directory.name}")
+    rows = {name: s.model_dump() | {"params": s.params()} for name, s in named.items()}
+    return Outcome(path=out, show=[shape_table(named)], data={"shapes": rows})
 
 
 def tokenizer(
@@ -19,22 +92,20 @@ def tokenizer(
     vocab: Annotated[int, Option(min=260, help="Token ids, special tokens included.")] = 4096,
     megabytes: Annotated[float, Option(help="Text read in all.")] = 24.0,
     force: Force = False,
-) -> Path:
+) -> Outcome:
     """Train a byte-level BPE tokenizer for source code."""
+    arguments, began = _arguments(locals())
     from draftlab import checkpoint
     from draftlab.data import documents, parse_mixture, take_bytes
     from draftlab.tokenizer import train_tokenizer
 
-    arguments, began = dict(locals()), time.time()
     checkpoint.check_free(out, force=force)
-    weights = parse_mixture(data)
-    texts = [
-        d.text for name, w in weights.items() for d in take_bytes(documents(name, "train"), int(megabytes * 1e6 * w))
-    ]
+    limits = {name: int(megabytes * 1e6 * weight) for name, weight in parse_mixture(data).items()}
+    texts = [d.text for name, most in limits.items() for d in take_bytes(documents(name, "train"), most)]
     with checkpoint.new_directory(out, force=force) as work:
         train_tokenizer(texts, vocab, work)
         checkpoint.write_record(work, "tokenizer", arguments, [], began)
-    return out
+    return Outcome(path=out, show=[str(out)], data={"path": str(out), "vocab": vocab})
 
 
 def train(
@@ -45,52 +116,352 @@ def train(
     tokenizer: Annotated[str | None, Option(help="Checkpoint or directory with the tokenizer of a new model.")] = None,
     steps: Annotated[int, Option(min=1, help="Optimiser steps.")] = 1000,
     rows: Annotated[int, Option(min=1, help="Sequences per step.")] = 16,
+    micro_rows: Annotated[int, Option(min=0, help="Sequences per forward; 0: all at once.")] = 0,
     seq_len: Annotated[int, Option(min=8, help="Tokens per sequence.")] = 512,
-    context: Annotated[int, Option(help="Longest context of a new model.")] = 2048,
+    context: Annotated[int, Option(min=8, help="Longest context of a new model.")] = 2048,
     lr: Annotated[float, Option(help="Peak learning rate.")] = 1.0e-3,
-    optimizer: Annotated[Literal["adamw", "muon"], Option(help="Muon: blocks' matrices; AdamW: the rest.")] = "adamw",
-    weight_decay: Annotated[float, Option(help="Decoupled weight decay of matrices.")] = 0.1,
-    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="bfloat16: autocast, fp32 weights.")] = "bfloat16",
-    compile: Annotated[bool, Option("--compile", help="torch.compile: a minute more, then faster.")] = False,
+    optimizer: Optimizer = "adamw",
+    weight_decay: Annotated[float, Option(min=0, help="Decoupled weight decay of matrices.")] = 0.1,
+    dtype: Dtype = "bfloat16",
+    compile: Compile = False,
     eval_every: Annotated[int, Option(min=1, help="Steps between held-out evaluations.")] = 200,
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints to resume from.")] = 200,
     seed: Seed = 0,
     force: Force = False,
     dry_run: DryRun = False,
-) -> Path:
+) -> Outcome:
     """Train with cross-entropy on text: a new model, or continued pretraining after pruning."""
+    arguments, began = _arguments(locals())
     import torch
 
     from draftlab import checkpoint
     from draftlab.data import open_batches, open_heldout, parse_mixture
+    from draftlab.distill import run
     from draftlab.distill.loop import Settings
-    from draftlab.distill.run import DTYPES, fit, write_trained
     from draftlab.shape import read_shape_file
 
-    arguments, began = dict(locals()), time.time()
     checkpoint.check_free(out, force=force)
     if model is not None:
         source = checkpoint.locate(model)
         tok, config = checkpoint.load_tokenizer(source), checkpoint.read_config(source)
-        student = checkpoint.load_model(source, torch.float32)
+        start = checkpoint.read_shape(source)
     elif shape is not None and tokenizer is not None:
         source = Path(tokenizer) if Path(tokenizer).is_dir() else checkpoint.locate(tokenizer)
-        tok = checkpoint.load_tokenizer(source)
+        tok, start = checkpoint.load_tokenizer(source), read_shape_file(shape)
         ids = {"bos": tok.bos_token_id, "eos": tok.eos_token_id, "pad": tok.pad_token_id}
-        config = checkpoint.llama_config(read_shape_file(shape), context=context, **ids)
-        student = checkpoint.new_model(config, seed)
+        config = checkpoint.llama_config(start, context=context, **ids)
     else:
         raise UserError("say what to train: --model CHECKPOINT, or --shape FILE with --tokenizer DIR for a new model")
-    settings = Settings(
-        loss="ce", steps=steps, lr=lr, optimizer=optimizer, weight_decay=weight_decay, dtype=dtype, compile=compile,
-        eval_every=eval_every, save_every=save_every, seed=seed,
-    )
+    if dry_run:
+        return _plan(out, {"train": start.describe(), "tokens": f"{steps * rows * seq_len:,}"})
+    student = checkpoint.load_model(source, torch.float32) if model else checkpoint.new_model(config, seed)
     batches = open_batches(data, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
     heldout = open_heldout(next(iter(parse_mixture(data))), tok, rows=rows, seq_len=seq_len, most_rows=512)
-    state = out.with_name(out.name + ".state")
-    fitted = fit(student, None, batches, heldout, settings, state=state, what="train")
+    settings = Settings(
+        loss="ce",
+        steps=steps,
+        lr=lr,
+        optimizer=optimizer,
+        weight_decay=weight_decay,
+        micro_rows=micro_rows,
+        dtype=dtype,
+        compile=compile,
+        eval_every=eval_every,
+        save_every=save_every,
+        seed=seed,
+    )
+    fitted = run.fit_and_write(
+        student, None, batches, heldout, settings, out=out, command="train", arguments=arguments,
+        inputs=[source], like=source, config=config, began=began, force=force,
+    )  # fmt: skip
+    return _trained(out, fitted)
+
+
+def prune(
+    layers: Annotated[int | None, Option(min=1, help="Layers to keep.")] = None,
+    width: Annotated[int | None, Option(min=1, help="Hidden dimensions to keep.")] = None,
+    heads: Annotated[int | None, Option(min=1, help="Query heads to keep; width / head_dim if left out.")] = None,
+    kv_heads: Annotated[int | None, Option(min=1, help="Key-value heads to keep.")] = None,
+    ffn: Annotated[int | None, Option(min=1, help="Neurons to keep; the source's ratio if left out.")] = None,
+    params: Annotated[str | None, Option(help="Total parameters: solves for ffn, as in 1.3b.")] = None,
+    shape: Annotated[Path | None, Option(help="Shape file instead of the numbers above.")] = None,
+    source: Annotated[str | None, Option(help="Checkpoint to cut; the workspace's if left out.")] = None,
+    data: Data = None,
+    tokens: Annotated[int, Option(min=1, help="Calibration tokens.")] = 32768,
+    seq_len: Annotated[int, Option(min=8, help="Tokens per calibration sequence.")] = 512,
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Cut a LLaMA-like checkpoint to an exact shape, by activation importance."""
+    arguments, began = _arguments(locals())
+    from draftlab import checkpoint, family
+    from draftlab.prune import run
+    from draftlab.shape import check, parse_count
+
+    space = workspace.load()
+    directory = checkpoint.locate(source or space.source)
+    have = checkpoint.read_shape(directory)
+    wanted, preset = family.wanted_shape(
+        have,
+        layers=layers,
+        hidden=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        params=parse_count(params) if params else None,
+        file=shape,
+    )
+    if preset is not None:
+        note(f"shape {preset}: {wanted.describe()}")
+    check(wanted, llama=checkpoint.read_config(directory).get("model_type") == "llama")
+    out = out or space.runs / f"prune-{family.shape_name(wanted)}"
+    checkpoint.check_free(out, force=force)
+    if dry_run:
+        return _plan(out, {"source": have.describe(), "draft": wanted.describe(), "kv": _kv_saving(have, wanted)})
+    spec = data or space.data
+    keep, disk_bytes = run.prune(
+        directory, wanted, out=out, data=spec, tokens=tokens, seq_len=seq_len, seed=seed, device=space.device,
+        arguments=arguments, began=began, force=force,
+    )  # fmt: skip
+    facts = {"path": str(out), "shape": wanted.model_dump(), "params": wanted.params(), "layers": keep.layers}
+    text = f"{out}\n{wanted.describe()}, {disk_bytes / 1e6:.1f} MB; {_kv_saving(have, wanted)}; layers {keep.layers}"
+    return Outcome(path=out, show=[text], data=facts)
+
+
+def distill(
+    draft: Annotated[str | None, Option(help="Checkpoint to train; the newest pruned one if left out.")] = None,
+    target: TargetName = None,
+    data: Data = None,
+    text: Annotated[
+        Literal["data", "target"], Option(help="Train on the data itself, or on what the target writes after its prompts.")
+    ] = "data",
+    loss: Annotated[str, Option(help="fkl, rkl, jsd(0.5), or ce (no target).")] = "fkl",
+    temperature: Annotated[float, Option(min=0.01, help="Softens both distributions in the loss.")] = 1.0,
+    sample_temperature: Annotated[float, Option(min=0, help="With --text target: how the target samples.")] = 1.0,
+    prompt_tokens: Annotated[int, Option(min=1, help="With --text target: tokens of each prompt.")] = 32,
+    steps: Annotated[int, Option(min=1, help="Optimiser steps.")] = 500,
+    rows: Annotated[int, Option(min=1, help="Sequences per step.")] = 16,
+    micro_rows: Annotated[int, Option(min=0, help="Sequences per forward; 0: all at once.")] = 0,
+    seq_len: Annotated[int, Option(min=8, help="Tokens per sequence.")] = 256,
+    lr: Annotated[float, Option(help="Peak learning rate.")] = 1.0e-3,
+    optimizer: Optimizer = "adamw",
+    weight_decay: Annotated[float, Option(min=0, help="Decoupled weight decay of matrices.")] = 0.0,
+    dtype: Dtype = "bfloat16",
+    compile: Compile = False,
+    eval_every: Annotated[int, Option(min=1, help="Steps between held-out evaluations.")] = 100,
+    save_every: Annotated[int, Option(min=1, help="Steps between checkpoints to resume from.")] = 100,
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Train a draft to agree with the target."""
+    arguments, began = _arguments(locals())
+    import torch
+
+    from draftlab import checkpoint
+    from draftlab.data import open_batches, open_heldout, parse_mixture
+    from draftlab.distill import run
+    from draftlab.distill.losses import parse_loss
+    from draftlab.distill.loop import Settings
+    from draftlab.tokenizer import check_same_vocabulary
+
+    space = workspace.load()
+    needs_target = parse_loss(loss).divergence is not None or text == "target"
+    source = checkpoint.locate(draft or _newest(space, ("prune",), "prune"))
+    teacher_dir = checkpoint.locate(target or space.target) if needs_target else None
+    out = out or space.runs / f"distill-{source.name.removeprefix('prune-')}"
+    checkpoint.check_free(out, force=force)
+    if teacher_dir is not None:
+        check_same_vocabulary(source, teacher_dir)
+    facts = {"draft": checkpoint.read_shape(source).describe(), "tokens": f"{steps * rows * seq_len:,}"}
+    if dry_run:
+        return _plan(out, facts | ({"target": checkpoint.read_shape(teacher_dir).describe()} if teacher_dir else {}))
+    spec, tok = data or space.data, checkpoint.load_tokenizer(source)
+    state = run.state_of(out)
+    settings = Settings(
+        loss=loss,
+        steps=steps,
+        lr=lr,
+        temperature=temperature,
+        optimizer=optimizer,
+        weight_decay=weight_decay,
+        micro_rows=micro_rows,
+        dtype=dtype,
+        compile=compile,
+        eval_every=eval_every,
+        save_every=save_every,
+        seed=seed,
+    )
+    heldout = open_heldout(next(iter(parse_mixture(spec))), tok, rows=rows, seq_len=seq_len, most_rows=64)
+    batches = open_batches(spec, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
+    if text == "target" and teacher_dir is not None:
+        batches = run.target_text(
+            batches, teacher_dir, state, steps=steps, prompt=prompt_tokens, temperature=sample_temperature,
+            device=space.device, eos_id=tok.eos_token_id,
+        )  # fmt: skip
+    teacher_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    teacher = checkpoint.load_model(teacher_dir, teacher_dtype) if parse_loss(loss).divergence and teacher_dir else None
+    fitted = run.fit_and_write(
+        checkpoint.load_model(source, torch.float32), teacher, batches, heldout, settings, out=out, command="distill",
+        arguments=arguments, inputs=[source, *([teacher_dir] if teacher_dir else [])], like=source,
+        config=checkpoint.read_config(source), began=began, force=force,
+    )  # fmt: skip
+    return _trained(out, fitted)
+
+
+def score(
+    draft: Annotated[list[str] | None, Option(help="Draft to score, again for each; the newest one if left out.")] = None,
+    target: TargetName = None,
+    data: Annotated[str | None, Option(help="Prompts: held-out text of this source; the workspace's if left out.")] = None,
+    k: Annotated[str, Option(help="Numbers of drafted tokens to try, as 1-6 or 2,4,8.")] = "1-6",
+    prompts: Annotated[int, Option(min=1, help="Number of prompts.")] = 16,
+    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of each prompt.")] = 64,
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens decoded after each prompt.")] = 128,
+    repeats: Annotated[int, Option(min=1, help="Times every prompt is decoded in every way.")] = 3,
+    temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
+    tasks: Annotated[str, Option(help="lm-eval tasks, by comma; 'none' for none.")] = "code_next_line,code_bits_per_byte",
+    task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
+    seed: Seed = 0,
+    min_speedup: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
+    min_acceptance_length: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
+    out: Out = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Measure drafts against the target: accuracy, acceptance, tokens per second with and without, in one process."""
+    arguments, began = _arguments(locals())
+    from draftlab import checkpoint
+    from draftlab.report import json_rows, score_table
+    from draftlab.score import run
+    from draftlab.tokenizer import check_same_vocabulary
+
+    space = workspace.load()
+    names = draft or [str(_newest(space, ("distill", "prune"), "distill"))]
+    target_dir = checkpoint.locate(target or space.target)
+    drafts = _by_name([checkpoint.locate(name) for name in names])
+    out = out or space.runs / ("score-" + "-".join(name.split("-", 1)[-1] for name in drafts))
+    checkpoint.check_free(out, force=force)
+    for directory in drafts.values():
+        check_same_vocabulary(directory, target_dir)
+    plan = run.Plan(
+        target=target_dir,
+        drafts=drafts,
+        data=data or space.data,
+        ks=parse_numbers(k),
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        temperature=temperature,
+        tasks=[] if tasks == "none" else tasks.split(","),
+        task_limit=task_limit,
+        dtype=dtype or space.dtype,
+        device=space.device,
+        threads=threads,
+        seed=seed,
+    )
+    if dry_run:
+        shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
+        return _plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes})
+    scores = run.score(plan, out=out, arguments=arguments, began=began, force=force)
+    verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
+    missed = [text for s in scores for text in run.missed_bars(s, min_speedup, min_acceptance_length)]
+    return Outcome(
+        path=out, show=[score_table(scores), *verdicts, str(out)], data={"scores": json_rows(scores)}, missed=missed
+    )
+
+
+def report(
+    scores: Annotated[list[Path] | None, Argument(help="score.json files or folders; the workspace's runs if left out.")] = None,
+    out: Annotated[Path | None, Option(help="Directory for report.html and report.md.")] = None,
+    force: Force = False,
+) -> Outcome:
+    """Tables and one self-contained HTML page with plots, from scores."""
+    arguments, began = _arguments(locals())
+    from draftlab import checkpoint
+    from draftlab.record import read_score
+    from draftlab.report import html, json_rows, markdown, score_table
+
+    space = workspace.load()
+    files = _score_files(scores or [space.runs])
+    read = [read_score(file) for file in files]
+    out = out or space.runs / "report"
+    command = "draftlab report " + " ".join(str(path) for path in scores or [space.runs])
     with checkpoint.new_directory(out, force=force) as work:
-        write_trained(student, work, like=source, dtype=DTYPES["bfloat16"], config=config, state=state)
-        checkpoint.write_record(work, "train", arguments, [source], began, bits_per_byte=fitted.bits_per_byte,
-            tokens=fitted.tokens, seconds=fitted.seconds)
-    return out
+        (work / "report.html").write_text(html(read, command))
+        (work / "report.md").write_text(markdown(read))
+        checkpoint.write_record(work, "report", arguments, files, began)
+    page = out / "report.html"
+    return Outcome(path=page, show=[score_table(read), str(page)], data={"path": str(page), "scores": json_rows(read)})
+
+
+COMMANDS: dict[str, Callable[..., Outcome]] = {
+    f.__name__: f for f in (init, design, prune, distill, score, report, train, tokenizer)
+}
+
+
+def parse_numbers(text: str) -> list[int]:
+    """'1-4' or '2,4,8' or '1-3,8' -> ascending numbers.
+
+    Raises:
+        UserError: anything else, or a number below 1.
+    """
+    numbers: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if not low.strip().isdigit() or (high and not high.strip().isdigit()):
+            raise UserError(f"{text!r} is not a list of numbers; write 1-6 or 2,4,8")
+        numbers |= set(range(int(low), int(high or low) + 1))
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"{text!r} holds no number from 1 on; write 1-6 or 2,4,8")
+    return sorted(numbers)
+
+
+def _arguments(given: dict[str, object]) -> tuple[dict[str, object], float]:
+    """A command's arguments as recorded, and now; what does not change the result is left out."""
+    return {name: value for name, value in given.items() if name not in ("force", "dry_run")}, time.time()
+
+
+def _plan(out: Path, facts: dict[str, object]) -> Outcome:
+    lines = [f"{name}: {value}" for name, value in facts.items()]
+    return Outcome(path=None, show=[*lines, f"would write {out}"], data={"out": str(out), **facts})
+
+
+def _trained(out: Path, fitted: "Fitted") -> Outcome:
+    lines = [str(out), f"{fitted.tokens:,} tokens in {fitted.seconds:.0f} s; {fitted.bits_per_byte:.3f} bits per byte held out"]
+    before, after = fitted.before.acceptance, fitted.after.acceptance
+    if before is not None and after is not None:
+        lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}")
+    return Outcome(path=out, show=lines, data={"path": str(out), **fitted.as_dict()})
+
+
+def _kv_saving(have: Shape, wanted: Shape) -> str:
+    saved = 1 - wanted.kv_bytes_per_token() / have.kv_bytes_per_token()
+    return f"KV cache {wanted.kv_bytes_per_token() / 1024:.3g} KiB per token in bf16 ({saved:.1%} less than the source)"
+
+
+def _newest(space: workspace.Workspace, commands: tuple[str, ...], hint: str) -> Path:
+    found = workspace.newest(space.runs, commands)
+    if found is None:
+        raise UserError(f"no draft given and none in {space.runs}; run draftlab {hint} first, or name one with --draft")
+    note(f"draft: {found}")
+    return found
+
+
+def _by_name(directories: list[Path]) -> dict[str, Path]:
+    named = {directory.name: directory for directory in directories}
+    if len(named) < len(directories):
+        raise UserError("two drafts have the same directory name; rename one: " + ", ".join(map(str, directories)))
+    return named
+
+
+def _score_files(paths: list[Path]) -> list[Path]:
+    files = [f for path in paths for f in (sorted(path.rglob("score.json")) if path.is_dir() else [path])]
+    if not files:
+        raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
+    return files

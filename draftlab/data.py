@@ -100,6 +100,29 @@ def tokenize(docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: in
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """Token ids [B, T + 1] and mask [B, T]: 1 where the token after this position is trained on or scored."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+
+    def split(self, rows: int) -> "list[Batch]":
+        """Parts of at most rows rows."""
+        starts = range(0, len(self.ids), rows)
+        return [Batch(self.ids[i : i + rows], self.mask[i : i + rows]) for i in starts]
+
+    def part(self, index: int, count: int) -> "Batch":
+        """Every count-th row from index on: one process's share."""
+        return Batch(self.ids[index::count], self.mask[index::count])
+
+
+def text_batch(rows: list[np.ndarray]) -> Batch:
+    """Rows of T + 1 ids, all of which count."""
+    ids = np.stack(rows).astype(np.int64)
+    return Batch(ids, np.ones((len(ids), ids.shape[1] - 1), dtype=np.float32))
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatches:
     """Batches of a weighted mixture of token streams; step t is a pure function of (seed, t).
 
@@ -120,10 +143,8 @@ class TokenBatches:
             rows[name] += 1
         return rows
 
-    def batch(self, step: int) -> np.ndarray:
-        """Token ids of one step, [rows, seq_len + 1]: the last column is only predicted."""
-        picked = [self._row(name, step * n + i) for name, n in self.rows_of().items() for i in range(n)]
-        return np.stack(picked).astype(np.int64)
+    def batch(self, step: int) -> Batch:
+        return text_batch([self._row(name, step * n + i) for name, n in self.rows_of().items() for i in range(n)])
 
     def _row(self, name: str, index: int) -> np.ndarray:
         stream = self.streams[name]
@@ -152,7 +173,7 @@ def open_batches(
 class HeldOut:
     """Held-out text as consecutive windows that overlap by one token, so that each token but one is predicted."""
 
-    batches: list[np.ndarray]  # token ids [B, T + 1] each
+    batches: list[Batch]
     bytes_per_token: float
 
     def bits_per_byte(self, cross_entropy: float) -> float:
@@ -173,8 +194,8 @@ def open_heldout(
     count = min(most_rows, (len(stream) - 1) // seq_len)
     if count < 1:
         raise UserError(f"data {source!r}: its held-out split has {len(stream)} tokens, less than {seq_len} in a row")
-    windows = [stream[i * seq_len : (i + 1) * seq_len + 1].astype(np.int64) for i in range(count)]
-    batches = [np.stack(windows[i : i + rows]) for i in range(0, count, rows)]
+    windows = [stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)]
+    batches = [text_batch(windows[i : i + rows]) for i in range(0, count, rows)]
     return HeldOut(batches, sum(len(d.text.encode()) for d in docs) / len(stream))
 
 

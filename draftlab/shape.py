@@ -33,10 +33,10 @@ TABLE: tuple[Row, ...] = (
     Row(BLOCK + "self_attn.k_proj.bias", ("kv",), "qkv_bias"),
     Row(BLOCK + "self_attn.v_proj.weight", ("kv", "hidden")),
     Row(BLOCK + "self_attn.v_proj.bias", ("kv",), "qkv_bias"),
-    Row(BLOCK + "self_attn.q_norm.weight", ("head_dim",), "qk_norm"),
-    Row(BLOCK + "self_attn.k_norm.weight", ("head_dim",), "qk_norm"),
     Row(BLOCK + "self_attn.o_proj.weight", ("hidden", "q")),
     Row(BLOCK + "self_attn.o_proj.bias", ("hidden",), "o_bias"),
+    Row(BLOCK + "self_attn.q_norm.weight", ("head_dim",), "qk_norm"),
+    Row(BLOCK + "self_attn.k_norm.weight", ("head_dim",), "qk_norm"),
     Row(BLOCK + "mlp.gate_proj.weight", ("ffn", "hidden")),
     Row(BLOCK + "mlp.gate_proj.bias", ("ffn",), "mlp_bias"),
     Row(BLOCK + "mlp.up_proj.weight", ("ffn", "hidden")),
@@ -53,7 +53,7 @@ TABLE: tuple[Row, ...] = (
 class Shape(BaseModel):
     """Everything that decides a model's size and cost; the options name the rows of the table that it has."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)  # else YAML's yes is 1 layer
 
     layers: PositiveInt
     hidden: PositiveInt
@@ -144,7 +144,7 @@ def read_shape_file(path: Path) -> Shape:
         UserError: no such file, not YAML, unknown or missing fields.
     """
     try:
-        return Shape.model_validate(yaml.safe_load(path.read_text()))
+        return Shape.model_validate(yaml.safe_load(path.read_bytes()))
     except OSError as error:
         raise UserError(f"shape file {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -200,9 +200,10 @@ def check_within(shape: Shape, source: Shape) -> None:
             raise UserError(f"{field} {wanted} differs from the source's {have}; pruning keeps {field}, use {have}")
     if shape.heads // shape.kv_heads > source.heads // source.kv_heads:
         group = source.heads // source.kv_heads
+        fewest = fewest_kv_heads(shape.heads, group)
         raise UserError(
             f"{shape.heads} heads on {shape.kv_heads} kv-heads is more per group than the source's {group}; "
-            f"try --kv-heads {-(-shape.heads // group)} or more, or --heads {group * shape.kv_heads} or fewer"
+            f"try --kv-heads {fewest} or more, or --heads {group * shape.kv_heads} or fewer"
         )
 
 
@@ -219,17 +220,19 @@ def resolve(
 ) -> Shape:
     """The shape to cut from source: what is not given keeps the source's proportions.
 
-    heads defaults to width / head_dim (at least 1), kv_heads to the source's group size, ffn to the source's ratio
-    rounded up to multiple_of or, with params, to whatever comes nearest to that total.
+    heads defaults to width / head_dim (at least 1), kv_heads to the fewest that keep to the source's group size,
+    ffn to the source's ratio rounded up to multiple_of or, with params, to whatever comes nearest to that total.
 
     Raises:
-        UserError: an illegal shape, or params that no ffn within the source reaches.
+        UserError: a shape that source does not hold, params that no ffn within it reaches, or params and ffn both.
     """
+    if params is not None and ffn is not None:
+        raise UserError(f"--params solves for the ffn, and --ffn {ffn} fixes it; give one of the two")
     layers, hidden = layers or source.layers, hidden or source.hidden
     group = source.heads // source.kv_heads
     natural = source.heads if hidden == source.hidden else max(1, hidden // source.head_dim)
     heads = heads or min(natural, source.heads)
-    kv_heads = kv_heads or max(1, heads // group)
+    kv_heads = kv_heads or fewest_kv_heads(heads, group)
     scaled = -(-source.ffn * hidden // source.hidden)
     shape = source.model_copy(
         update={
@@ -240,7 +243,7 @@ def resolve(
             "ffn": ffn or min(source.ffn, round_up(scaled, multiple_of)),
         }
     )
-    if params is not None and ffn is None:
+    if params is not None:
         shape = solve_ffn(shape, params, most=source.ffn, multiple_of=multiple_of)
     check_within(shape, source)
     return shape
@@ -274,8 +277,8 @@ def parse_count(text: str) -> int:
     """
     scale = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower(), 1)
     try:
-        count = int(float(text if scale == 1 else text[:-1]) * scale)
-    except ValueError:
+        count = round(float(text if scale == 1 else text[:-1]) * scale)
+    except (ValueError, OverflowError):
         count = 0
     if count < 1:
         raise UserError(f"{text!r} is not a count; write 1.3b, 796m, 350k or a whole number above 0")
@@ -284,13 +287,18 @@ def parse_count(text: str) -> int:
 
 def count_text(count: float) -> str:
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
+        if count >= 0.9995 * scale:  # three digits of 999.5M and more are 1B
             return f"{count / scale:.3g}{unit}"
     return str(int(count))
 
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def fewest_kv_heads(heads: int, group: int) -> int:
+    """The fewest KV heads that divide heads with at most group heads on each."""
+    return next(n for n in range(-(-heads // group), heads + 1) if heads % n == 0)
 
 
 def multiples_near(value: int, base: int) -> list[int]:

@@ -5,6 +5,9 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from draftlab.checkpoint import load_tokenizer, read_config
+from draftlab.errors import UserError
+
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
 # A word with what is glued to its front; up to three digits; punctuation with the line break and the indentation
 # that follow; blank lines with the next indentation. Indentation is most of Python's white space: one token for it.
@@ -34,3 +37,22 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
         tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=False
     )
     wrapped.save_pretrained(out)
+
+
+def check_same_vocabulary(draft: Path, target: Path) -> None:
+    """Speculation compares token ids, so every id must mean the same to both.
+
+    Raises:
+        UserError: the first id that differs, or vocabularies of different size in config.json.
+    """
+    ours, theirs = load_tokenizer(draft).get_vocab(), load_tokenizer(target).get_vocab()
+    if ours != theirs:
+        mine, its = {i: t for t, i in ours.items()}, {i: t for t, i in theirs.items()}
+        first = min(i for i in mine.keys() | its.keys() if mine.get(i) != its.get(i))
+        raise UserError(
+            f"draft {draft.name} and target {target.name} have different tokenizers: id {first} is "
+            f"{mine.get(first)!r} and {its.get(first)!r}; speculation needs the same vocabulary"
+        )
+    sizes = read_config(draft)["vocab_size"], read_config(target)["vocab_size"]
+    if sizes[0] != sizes[1]:
+        raise UserError(f"draft {draft.name} has {sizes[0]} logits, target {target.name} {sizes[1]}; pad or trim the draft")

@@ -4,21 +4,21 @@ B rows, T predicted tokens per row, V vocabulary. A step is a pure function of (
 so a run that was killed goes on bit for bit.
 """
 
-import json
 import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftlab.data import Batch
 from draftlab.distill.losses import Loss, acceptance, log_probs, parse_loss
 from draftlab.errors import UserError
 
@@ -26,9 +26,9 @@ OptimizerName = Literal["adamw", "muon"]
 
 
 class Batches(Protocol):
-    """Token ids [B, T + 1] of each step, and how many leading predictions are prompt and not trained on."""
+    """The rows of each step, a pure function of its index."""
 
-    def batch(self, step: int) -> np.ndarray: ...
+    def batch(self, step: int) -> Batch: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,6 @@ class Settings:
     steps: int
     lr: float
     temperature: float = 1.0
-    prompt: int = 0  # leading predictions left out of the loss (the prompt of target-generated text)
     warmup_share: float = 0.03
     optimizer: OptimizerName = "adamw"
     weight_decay: float = 0.1
@@ -54,11 +53,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimiser step. loss in nats per token; acceptance is sum min(p, q), nan without a teacher."""
+    """One optimiser step. loss in nats per token; acceptance is sum min(p, q), None without a teacher."""
 
     step: int
     loss: float
-    acceptance: float
+    acceptance: float | None
     grad_norm: float
     lr: float
     tokens: int
@@ -67,14 +66,17 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """Held-out means over tokens, teacher-forced. agreement: share where both top tokens are the same."""
+    """Held-out means over tokens, teacher-forced. agreement: share where both top tokens are the same.
+
+    acceptance and agreement are None without a teacher.
+    """
 
     step: int
     tokens: int
+    loss: float
     cross_entropy: float
-    divergence: float
-    acceptance: float
-    agreement: float
+    acceptance: float | None
+    agreement: float | None
 
 
 class DistillStep(nn.Module):
@@ -86,38 +88,38 @@ class DistillStep(nn.Module):
         self.loss = loss
         self.temperature = temperature
 
-    def forward(self, ids: Tensor, teacher_logits: Tensor | None, prompt: int) -> Tensor:
-        """Sums over the predicted tokens after the prompt: objective, cross-entropy, acceptance, agreement: [4].
+    def forward(self, ids: Tensor, mask: Tensor, teacher_logits: Tensor | None) -> Tensor:
+        """Sums over the tokens of mask: objective, cross-entropy, acceptance, agreement: [4].
 
-        ids: [B, T + 1]. teacher_logits: [B, T, V] or None.
+        ids: [B, T + 1]. mask: [B, T], 1 where the next token counts. teacher_logits: [B, T, V] or None.
         """
-        logits = self.student(input_ids=ids[:, :-1], use_cache=False).logits[:, prompt:].float()  # [B, T', V]
-        ce = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, prompt + 1 :].flatten(), reduction="sum")
+        logits = self.student(input_ids=ids[:, :-1], use_cache=False).logits.float()  # [B, T, V]
+        ce = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        ce = (ce * mask.flatten()).sum()
         if teacher_logits is None or self.loss.divergence is None:
-            missing = torch.full_like(ce, math.nan)
-            return torch.stack([ce, ce.detach(), missing, missing])
-        log_p = log_probs(teacher_logits[:, prompt:], self.temperature)
+            return torch.stack([ce, ce.detach(), torch.zeros_like(ce), torch.zeros_like(ce)])
+        log_p = log_probs(teacher_logits, self.temperature)
         log_q = log_probs(logits, self.temperature)
-        agree = (log_p.argmax(-1) == log_q.argmax(-1)).sum().float()
-        objective = self.loss.divergence(log_p, log_q).sum()
-        return torch.stack([objective, ce.detach(), acceptance(log_p, log_q.detach()).sum(), agree])
+        objective = (self.loss.divergence(log_p, log_q) * mask).sum()
+        alpha = (acceptance(log_p, log_q.detach()) * mask).sum()
+        agree = ((log_p.argmax(-1) == log_q.argmax(-1)) * mask).sum()
+        return torch.stack([objective, ce.detach(), alpha, agree])
 
 
 def train(
     student: PreTrainedModel,
     teacher: PreTrainedModel | None,
     batches: Batches,
-    heldout: list[np.ndarray],
+    heldout: list[Batch],
     settings: Settings,
     state: Path,
 ) -> Iterator[StepRecord | EvalRecord]:
     """Train student in place; yields a record per optimiser step and per held-out evaluation (before, during, after).
 
     state: where checkpoints go while training; a checkpoint found there is gone on from.
-    heldout: batches of token ids [B, T + 1].
 
     Raises:
-        UserError: the loss needs a teacher and there is none, the loss is not finite, or state is another run's.
+        UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
     """
     loss = parse_loss(settings.loss)
     if loss.divergence is not None and teacher is None:
@@ -133,16 +135,16 @@ def train(
         accelerator.unwrap_model(step_module).compile()
         if teacher is not None:
             teacher.compile()
-    began_at = _restore(accelerator, state, settings)
+    began_at = _restore(accelerator, state)
     if began_at == 0:
-        yield evaluate(accelerator, step_module, teacher, heldout, settings, 0)
+        yield evaluate(accelerator, step_module, teacher, heldout, 0)
     for step in range(began_at, settings.steps):
         yield _step(accelerator, step_module, optimizers, teacher, batches, settings, step)
         done = step + 1
         if done % settings.eval_every == 0 or done == settings.steps:
-            yield evaluate(accelerator, step_module, teacher, heldout, settings, done)
+            yield evaluate(accelerator, step_module, teacher, heldout, done)
         if done % settings.save_every == 0 and done < settings.steps:
-            _save(accelerator, state, settings, done)
+            _save(accelerator, state, done)
     accelerator.free_memory()
 
 
@@ -150,28 +152,26 @@ def evaluate(
     accelerator: Accelerator,
     step_module: nn.Module,
     teacher: PreTrainedModel | None,
-    heldout: list[np.ndarray],
-    settings: Settings,
+    heldout: list[Batch],
     step: int,
 ) -> EvalRecord:
     step_module.eval()
     totals, tokens = torch.zeros(4, dtype=torch.float64), 0
     with torch.no_grad():
-        for rows in heldout[accelerator.process_index :: accelerator.num_processes]:
-            ids = torch.from_numpy(rows).to(accelerator.device)
-            totals += step_module(ids, _teacher_logits(teacher, ids), settings.prompt).double().cpu()
-            tokens += _predicted(rows, settings.prompt)
+        for batch in heldout[accelerator.process_index :: accelerator.num_processes]:
+            totals += _sums(accelerator, step_module, teacher, batch).double().cpu()
+            tokens += int(batch.mask.sum())
     step_module.train()
     totals = accelerator.reduce(totals.to(accelerator.device))
     tokens = int(accelerator.reduce(torch.tensor(tokens, device=accelerator.device)))
-    divergence, cross_entropy, alpha, agreement = (totals / tokens).tolist()
+    loss, cross_entropy, alpha, agreement = (totals / tokens).tolist()
     return EvalRecord(
         step=step,
         tokens=tokens,
+        loss=loss,
         cross_entropy=cross_entropy,
-        divergence=divergence,
-        acceptance=alpha,
-        agreement=agreement,
+        acceptance=None if teacher is None else alpha,
+        agreement=None if teacher is None else agreement,
     )
 
 
@@ -191,14 +191,13 @@ def _step(
     step: int,
 ) -> StepRecord:
     began = time.perf_counter()
-    rows = batches.batch(step)[accelerator.process_index :: accelerator.num_processes]
-    tokens = int(accelerator.reduce(torch.tensor(_predicted(rows, settings.prompt), device=accelerator.device)))
+    rows = batches.batch(step).part(accelerator.process_index, accelerator.num_processes)
+    tokens = int(accelerator.reduce(torch.tensor(int(rows.mask.sum()), device=accelerator.device)))
     totals = torch.zeros(4, dtype=torch.float64)
-    for start in range(0, len(rows), settings.micro_rows or len(rows)):
-        ids = torch.from_numpy(rows[start : start + (settings.micro_rows or len(rows))]).to(accelerator.device)
-        sums = step_module(ids, _teacher_logits(teacher, ids), settings.prompt)
+    for micro in rows.split(settings.micro_rows or len(rows.ids)):
+        sums = _sums(accelerator, step_module, teacher, micro)
         # DDP averages over processes; the token count is that of the whole step, so scale back
-        accelerator.backward(sums[0] * accelerator.num_processes / tokens)
+        accelerator.backward(sums[0] * accelerator.num_processes / max(1, tokens))
         totals += sums.detach().double().cpu()
     norm = accelerator.clip_grad_norm_(step_module.parameters(), settings.clip)
     lr = learning_rate(step, settings)
@@ -207,13 +206,13 @@ def _step(
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-    objective, _, alpha, _ = (accelerator.reduce(totals.to(accelerator.device)) / tokens).tolist()
+    objective, _, alpha, _ = (accelerator.reduce(totals.to(accelerator.device)) / max(1, tokens)).tolist()
     if not math.isfinite(objective):
         raise UserError(f"loss is {objective} at step {step}: lower the learning rate ({settings.lr:g})")
     return StepRecord(
         step=step + 1,
         loss=objective,
-        acceptance=alpha,
+        acceptance=None if teacher is None else alpha,
         grad_norm=float(norm),
         lr=lr,
         tokens=tokens,
@@ -221,15 +220,14 @@ def _step(
     )
 
 
-def _teacher_logits(teacher: PreTrainedModel | None, ids: Tensor) -> Tensor | None:
-    if teacher is None:
-        return None
-    with torch.no_grad():
-        return teacher(input_ids=ids[:, :-1], use_cache=False).logits
-
-
-def _predicted(rows: np.ndarray, prompt: int) -> int:
-    return rows.shape[0] * (rows.shape[1] - 1 - prompt)
+def _sums(accelerator: Accelerator, step_module: nn.Module, teacher: PreTrainedModel | None, batch: Batch) -> Tensor:
+    ids = torch.from_numpy(batch.ids).to(accelerator.device)
+    mask = torch.from_numpy(batch.mask).to(accelerator.device)
+    logits = None
+    if teacher is not None:
+        with torch.no_grad():
+            logits = teacher(input_ids=ids[:, :-1], use_cache=False).logits  # [B, T, V]
+    return step_module(ids, mask, logits)
 
 
 def _optimizers(student: PreTrainedModel, settings: Settings) -> list[torch.optim.Optimizer]:
@@ -253,12 +251,15 @@ def _optimizers(student: PreTrainedModel, settings: Settings) -> list[torch.opti
     return [muon, adamw([], ends + vectors)]
 
 
-def _save(accelerator: Accelerator, state: Path, settings: Settings, step: int) -> None:
+def _save(accelerator: Accelerator, state: Path, step: int) -> None:
     """Write step-N under a temporary name, then rename and drop the older one: always one whole checkpoint."""
     work = state / "writing"
-    accelerator.save_state(str(work))
+    try:
+        accelerator.save_state(str(work))
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors say a full disk their own way
+        shutil.rmtree(work, ignore_errors=True)
+        raise UserError(f"cannot write a checkpoint to {state}: {' '.join(str(error).split())[:200]}") from error
     if accelerator.is_main_process:
-        (work / "progress.json").write_text(json.dumps({"step": step, "settings": asdict(settings)}))
         older = _checkpoints(state)
         work.rename(state / f"step-{step:08d}")
         for checkpoint in older:
@@ -266,23 +267,14 @@ def _save(accelerator: Accelerator, state: Path, settings: Settings, step: int) 
     accelerator.wait_for_everyone()
 
 
-def _restore(accelerator: Accelerator, state: Path, settings: Settings) -> int:
+def _restore(accelerator: Accelerator, state: Path) -> int:
     """Load the newest checkpoint into what was prepared; the step to go on from, 0 when there is none."""
-    state.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(state / "writing", ignore_errors=True)
     found = _checkpoints(state)
     if not found:
         return 0
-    progress = json.loads((found[-1] / "progress.json").read_text())
-    differing = [k for k, v in asdict(settings).items() if progress["settings"].get(k) != v]
-    if differing:
-        key = differing[0]
-        raise UserError(
-            f"{state} holds an unfinished run with {key} = {progress['settings'].get(key)!r}, this one has "
-            f"{asdict(settings)[key]!r}; use the same settings to go on, or --force to start again"
-        )
     accelerator.load_state(str(found[-1]))
-    return progress["step"]
+    return int(found[-1].name.removeprefix("step-"))
 
 
 def _checkpoints(state: Path) -> list[Path]:

@@ -5,13 +5,16 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from draftlab import checkpoint
+from draftlab import checkpoint, llama
 from draftlab.console import progress
 from draftlab.data import HeldOut
 from draftlab.distill.loop import Batches, EvalRecord, Settings, StepRecord, train
+from draftlab.distill.teacher import GeneratedRows, cached_rows, generate_rows
+from draftlab.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,6 +29,9 @@ class Fitted:
     seconds: float
     bits_per_byte: float
 
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
 
 def fit(
     student: PreTrainedModel,
@@ -35,9 +41,17 @@ def fit(
     settings: Settings,
     *,
     state: Path,
+    identity: dict[str, object],
     what: str,
 ) -> Fitted:
-    """Train student in place; state keeps checkpoints and log.jsonl until the caller has written the model."""
+    """Train student in place; state keeps checkpoints and log.jsonl until the caller has written the model.
+
+    identity: what makes this run this run; an unfinished one in state with another identity is refused.
+
+    Raises:
+        UserError: state is another run's or cannot be written, or training fails.
+    """
+    _claim(state, identity)
     log = state / "log.jsonl"
     with progress(what, settings.steps) as advance:
         for record in train(student, teacher, batches, heldout.batches, settings, state):
@@ -60,12 +74,67 @@ def fit(
     )
 
 
-def write_trained(
-    student: PreTrainedModel, work: Path, *, like: Path, dtype: torch.dtype, config: dict[str, object], state: Path
-) -> None:
-    """The trained weights as a Hugging Face directory, with the tokenizer of like and the run's log."""
-    checkpoint.write_checkpoint(work, config, checkpoint.model_weights(student, dtype), like)
-    shutil.copyfile(state / "log.jsonl", work / "log.jsonl")
+def fit_and_write(
+    student: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    batches: Batches,
+    heldout: HeldOut,
+    settings: Settings,
+    *,
+    out: Path,
+    command: str,
+    arguments: dict[str, object],
+    inputs: list[Path],
+    like: Path,
+    config: dict[str, object],
+    began: float,
+    force: bool,
+) -> Fitted:
+    """fit, then out: the trained model with the weights' dtype of like (bf16 for a new one), log.jsonl and record."""
+    state = state_of(out)
+    identity = arguments | {"command": command, "inputs": [checkpoint.fingerprint(path) for path in inputs]}
+    fitted = fit(student, teacher, batches, heldout, settings, state=state, identity=identity, what=command)
+    dtype = DTYPES.get(str(checkpoint.read_config(like).get("dtype")), torch.bfloat16) if _is_model(like) else torch.bfloat16
+    with checkpoint.new_directory(out, force=force) as work:
+        checkpoint.write_checkpoint(work, config, checkpoint.model_weights(student, dtype), like)
+        shutil.copyfile(state / "log.jsonl", work / "log.jsonl")
+        checkpoint.write_record(work, command, arguments, inputs, began, **fitted.as_dict())
+    shutil.rmtree(state)
+    return fitted
+
+
+def state_of(out: Path) -> Path:
+    """Where an unfinished run for out keeps its checkpoints and log."""
+    return out.with_name(f".{out.name}.state")
+
+
+def target_text(
+    batches: Batches,
+    target: Path,
+    state: Path,
+    *,
+    steps: int,
+    prompt: int,
+    temperature: float,
+    device: str,
+    eos_id: int | None,
+) -> GeneratedRows:
+    """Rows that begin as those of batches do and go on as the target samples; made once and kept in state."""
+    first = batches.batch(0).ids
+    rows, length = first.shape[0], first.shape[1] - prompt
+    if length < 1:
+        raise UserError(f"--prompt-tokens {prompt} leaves nothing to write in sequences of {first.shape[1] - 1} tokens")
+
+    def make() -> np.ndarray:
+        model = llama.load(target, torch.float32, device)
+        prompts = np.concatenate([batches.batch(step).ids[:, :prompt] for step in range(steps)])
+        with progress("target writes", len(prompts)) as advance:
+            return generate_rows(
+                model, prompts, length=length, temperature=temperature, seed=0, rows=64, advance=lambda n: advance(n, "")
+            )
+
+    state.mkdir(parents=True, exist_ok=True)
+    return GeneratedRows(cached_rows(state / "target_text.safetensors", make), prompt, eos_id, rows)
 
 
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
@@ -78,10 +147,33 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
 
+def _is_model(directory: Path) -> bool:
+    return (directory / "config.json").is_file()
+
+
+def _claim(state: Path, identity: dict[str, object]) -> None:
+    wanted, file = checkpoint.plain(identity), state / "run.json"
+    if file.exists():
+        held = json.loads(file.read_text())
+        differing = sorted(k for k in held.keys() | wanted.keys() if held.get(k) != wanted.get(k))
+        if differing:
+            key = differing[0]
+            raise UserError(
+                f"{state} holds an unfinished run with {key} = {held.get(key)!r}, this one has {wanted.get(key)!r}; "
+                "repeat that command to go on with it, or remove the directory to start again"
+            )
+        return
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(wanted, indent=2))
+    except OSError as error:
+        raise UserError(f"cannot write {state}: {error.strerror}") from None
+
+
 def _append(log: Path, record: StepRecord | EvalRecord) -> None:
     with log.open("a") as stream:
         stream.write(json.dumps(asdict(record)) + "\n")
 
 
-def _alpha_text(alpha: float) -> str:
-    return "" if alpha != alpha else f", acceptance {alpha:.3f}"
+def _alpha_text(alpha: float | None) -> str:
+    return "" if alpha is None else f", acceptance {alpha:.3f}"

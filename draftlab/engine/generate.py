@@ -5,7 +5,7 @@ last one, which is fed first in the next pass.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from draftlab.engine.verify import distribution, draw, verify
 from draftlab.llama import Llama
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +77,27 @@ class ModelDrafter:
         return torch.stack(drafted), torch.stack(q)
 
 
-def plain(target: Llama, prompt: list[int], sampling: Sampling) -> Iterator[Step]:
+def clock_for(device: torch.device) -> Clock:
+    """Seconds, read after all work queued on device is done."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read
+
+
+def plain(target: Llama, prompt: list[int], sampling: Sampling, clock: Clock = time.perf_counter) -> Iterator[Step]:
     """One token per target pass; yields the prefill's step first (its time is prefill), then the others."""
     rng = torch.Generator().manual_seed(sampling.seed)
     cache = target.new_cache(1, len(prompt) + sampling.max_new_tokens)
     fed, produced = prompt, 0
     while produced < sampling.max_new_tokens:
-        began = time.perf_counter()
+        began = clock()
         logits = target.forward(torch.tensor([fed], device=target.device), cache, last=1)[0, -1]
-        passed = time.perf_counter()
+        passed = clock()
         token = int(draw(distribution(logits, sampling.temperature), torch.rand((), generator=rng)))
         fed, produced = [token], produced + 1
         yield Step(
@@ -92,13 +106,20 @@ def plain(target: Llama, prompt: list[int], sampling: Sampling) -> Iterator[Step
             tokens=fed,
             draft_seconds=0.0,
             verify_seconds=passed - began,
-            host_seconds=time.perf_counter() - passed,
+            host_seconds=clock() - passed,
         )
         if token == sampling.eos_id:
             return
 
 
-def speculative(target: Llama, drafter: Drafter, prompt: list[int], k: int, sampling: Sampling) -> Iterator[Step]:
+def speculative(
+    target: Llama,
+    drafter: Drafter,
+    prompt: list[int],
+    k: int,
+    sampling: Sampling,
+    clock: Clock = time.perf_counter,
+) -> Iterator[Step]:
     """Draft k tokens, verify them in one target pass, emit what stands and one more; lossless.
 
     The first step is the prefill: it emits one token and drafts nothing, as in engines with a separate prefill.
@@ -112,12 +133,12 @@ def speculative(target: Llama, drafter: Drafter, prompt: list[int], k: int, samp
         room = limit - len(tokens) - 1  # the target adds one itself
         count = 0 if cache.used == 0 else min(k, room)
         uniform = torch.rand(2 * count + 1, generator=rng)
-        began = time.perf_counter()
+        began = clock()
         drafted, q = _propose(drafter, tokens, count, sampling, uniform[:count])
-        proposed = time.perf_counter()
+        proposed = clock()
         fed = torch.cat([torch.tensor(tokens[cache.used :], device=target.device), drafted])
         logits = target.forward(fed.unsqueeze(0), cache, last=len(drafted) + 1)[0]
-        verified = time.perf_counter()
+        verified = clock()
         p = distribution(logits, sampling.temperature)
         accepted, rest = verify(p, q, drafted, uniform[count : count + len(drafted)]) if count else (0, p[0])
         emitted = [*drafted[:accepted].tolist(), int(draw(rest, uniform[-1]))]
@@ -131,7 +152,7 @@ def speculative(target: Llama, drafter: Drafter, prompt: list[int], k: int, samp
             tokens=emitted,
             draft_seconds=proposed - began,
             verify_seconds=verified - proposed,
-            host_seconds=time.perf_counter() - verified,
+            host_seconds=clock() - verified,
         )
         if emitted[-1] == sampling.eos_id:
             return

@@ -1,0 +1,203 @@
+"""What a report draws: each plot is one SVG to put inside a page, readable on light, dark and paper."""
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+
+from draftlab.record import Interval, Score, TaskResult
+
+# Okabe and Ito (2008) without black and yellow, each lost on one of the two backgrounds; then wine and olive.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#aa4499", "#999933")
+MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
+PHASES = {"draft": "#d55e00", "verify": "#0072b2", "host": "#8c8c8c"}
+STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a $ in a name is a $
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+LABEL_LENGTH = 24
+CHARACTER_WIDTH = 0.017  # of a label, in widths of the axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A draft at its rank, and how every table and plot marks it."""
+
+    score: Score
+    rank: int  # 0 is the fastest
+    k: int
+    gains: dict[int, Interval]  # speed-up by K; only the best K where no other is shown
+    accuracy: TaskResult | None
+
+    @property
+    def gain(self) -> Interval:
+        return self.gains[self.k]
+
+    @property
+    def length(self) -> float:
+        return self.score.acceptance(self.k).mean_acceptance_length
+
+    @property
+    def label(self) -> str:
+        """The end of the name, where names of one family differ."""
+        name = self.score.name
+        return name if len(name) <= LABEL_LENGTH else "…" + name[1 - LABEL_LENGTH :]
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.rank % len(COLOURS)]
+
+    @property
+    def marker(self) -> str:
+        return MARKERS[self.rank % len(MARKERS)][0]
+
+    @property
+    def glyph(self) -> str:
+        """The marker as a character, for the key beside a plot."""
+        return MARKERS[self.rank % len(MARKERS)][1]
+
+
+def plot_speedup(entries: list[Entry]) -> Markup:
+    def draw(ax: Axes) -> None:
+        ax.axhline(1, color="black", linewidth=1, linestyle="--")
+        for entry in entries:
+            ks, gains = list(entry.gains), list(entry.gains.values())
+            low, high = [g.low for g in gains], [g.high for g in gains]
+            ax.plot(ks, [g.value for g in gains], color=entry.colour, marker=entry.marker)
+            ax.fill_between(ks, low, high, color=entry.colour, alpha=0.15, linewidth=0)
+            if len(ks) == 1:  # a band over one K has no width
+                ax.vlines(ks, low, high, color=entry.colour)
+        _count_axis(ax, [k for e in entries for k in e.gains])
+        ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up")
+
+    return _svg(draw, "Speed-up against K")
+
+
+def plot_latency(entries: list[Entry]) -> Markup:
+    """The target's latency is the fastest draft's own measurement of it."""
+    target = entries[0].score.target
+    largest = max(e.score.draft.shape.params() for e in entries)
+    models = [(target, "black", "*", 200.0)]
+    for entry in entries:
+        draft = entry.score.draft
+        models.append((draft, entry.colour, entry.marker, 25 + 175 * draft.shape.params() / largest))
+
+    def draw(ax: Axes) -> None:
+        for model, colour, marker, area in models:
+            x, t = model.shape.layers, model.latency[0]
+            ax.vlines(x, t.low_ms, t.high_ms, color=colour)
+            ax.scatter(x, t.median_ms, s=area, color=colour, marker=marker)
+        xs, ys = [m[0].shape.layers for m in models], [m[0].latency[0].median_ms for m in models]
+        _scale(ax, xs, ys)
+        _label(ax, xs, ys, ["target", *(e.label for e in entries)])
+        ax.set(xlabel="layers", ylabel="ms per token")
+
+    return _svg(draw, "Latency of one pass over one token against layers")
+
+
+def plot_accuracy(entries: list[Entry]) -> Markup | None:
+    """None where no draft has an accuracy."""
+    scored = [(e, e.accuracy) for e in entries if e.accuracy]
+
+    def draw(ax: Axes) -> None:
+        for entry, accuracy in scored:
+            ax.errorbar(
+                accuracy.value, entry.length, xerr=accuracy.stderr or 0, color=entry.colour, marker=entry.marker
+            )
+        ax.margins(0.2)
+        names = [f"{e.label}, K = {e.k}" for e, _ in scored]
+        _label(ax, [a.value for _, a in scored], [e.length for e, _ in scored], names)
+        ax.set(xlabel=f"accuracy of the draft, {scored[0][1].task}", ylabel="tokens per target pass")
+
+    return _svg(draw, "Tokens per target pass against accuracy of the draft") if scored else None
+
+
+def plot_positions(entries: list[Entry]) -> Markup:
+    def draw(ax: Axes) -> None:
+        for entry in entries:
+            shares = entry.score.acceptance(entry.k).per_position_acceptance
+            ax.plot(range(1, len(shares) + 1), shares, color=entry.colour, marker=entry.marker)
+        _count_axis(ax, [1, *(e.k for e in entries)])
+        ax.set(xlabel="position in the draft", ylabel="share of steps", ylim=(0, 1.02))
+
+    return _svg(draw, "Acceptance by position")
+
+
+def plot_time(entries: list[Entry]) -> Markup:
+    rows = range(len(entries))
+    step_ms = [1000 * e.score.break_even_length(e.k) / e.score.output_tps(0) for e in entries]
+
+    def draw(ax: Axes) -> None:
+        left = [0.0] * len(entries)
+        for phase, colour in PHASES.items():
+            widths = [ms * e.score.time_split(e.k)[phase] for ms, e in zip(step_ms, entries, strict=True)]
+            ax.barh(rows, widths, left=left, height=0.4, color=colour, label=phase)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for row, entry in enumerate(entries):
+            ax.text(0, row - 0.28, f"{entry.label}, K = {entry.k}: {entry.length:.2f} tokens", va="bottom")
+        ax.set(xlabel="ms per step", xlim=(0, 1.05 * max(step_ms)), ylim=(len(entries) - 0.7, -0.8), yticks=[])
+        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PHASES), frameon=False)
+
+    return _svg(draw, "Time per step: draft, verify, host")
+
+
+def _count_axis(ax: Axes, counts: Sequence[int]) -> None:
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlim(min(counts) - 0.5, max(counts) + 0.5)
+
+
+def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
+    """From zero, where proportion shows; logarithmic where a large target would squeeze the drafts together."""
+    ax.margins(0.2)
+    if max(xs) <= 8 * min(xs) and max(ys) <= 8 * min(ys):
+        ax.set(xlim=(0, 1.15 * max(xs)), ylim=(0, 1.15 * max(ys)))
+        return
+    ax.set(xscale="log", yscale="log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _label(ax: Axes, xs: Sequence[float], ys: Sequence[float], names: Sequence[str]) -> None:
+    """Names beside points, on the side with more room, moved up past points and names already there."""
+    ax.autoscale_view()  # limits are otherwise set when drawing, after the transform below
+    at = ax.transAxes.inverted().transform(ax.transData.transform(list(zip(xs, ys, strict=True)))).tolist()
+    taken = [(x - 0.025, x + 0.025, y) for x, y in at]
+    for (x, y), name in sorted(zip(at, names, strict=True), key=lambda item: item[0][1]):
+        width, side = CHARACTER_WIDTH * len(name), 1 if x < 0.5 else -1
+        left, right = sorted((x + 0.035 * side, x + (0.035 + width) * side))
+        height = y
+        while any(left < end and start < right and abs(height - other) < 0.06 for start, end, other in taken):
+            height += 0.01
+        taken.append((left, right, height))
+        line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4} if height - y > 0.04 else None
+        where = {"xycoords": ax.transAxes, "textcoords": ax.transAxes, "arrowprops": line}
+        align = {"ha": "left" if side == 1 else "right", "va": "center"}
+        ax.annotate(name, (x, y), (x + 0.035 * side, height), in_layout=False, **where, **align)
+
+
+def _svg(draw: Callable[[Axes], None], alt: str) -> Markup:
+    """One plot without addresses or ids that another plot could have; its ink is the page's own colour."""
+    with rc_context({**STYLE, "svg.hashsalt": alt}):
+        figure = Figure(figsize=(5.2, 3.5), layout="constrained")
+        ax = figure.subplots()
+        ax.grid(color="black", alpha=0.12)
+        ax.set_axisbelow(True)
+        draw(ax)
+        file = io.StringIO()
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    body = file.getvalue().partition("</style>\n </defs>")[2]
+    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href").replace(": #000000", ": currentColor")
+    width, height = (round(72 * inches) for inches in figure.get_size_inches())
+    return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(alt)}">{body}')

@@ -1,0 +1,271 @@
+"""What a score holds: measurements as they were taken; every statistic is derived from them. No torch.
+
+Names are vLLM's (0.32, per-request speculative metrics). A step is one target pass after the prefill and the drafting
+before it; K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, less only where EOS or the length limit cuts).
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from draftlab.errors import UserError
+from draftlab.shape import Shape, validation_text
+
+BOOTSTRAP_SAMPLES = 2000
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Generation(_Frozen):
+    """One prompt decoded once. The lists have one entry per step after the prefill, which emits the first token."""
+
+    prompt: int  # index into the score's prompts
+    tokens: int  # emitted in all, the prefill's included
+    drafted: list[int]
+    accepted: list[int]
+    emitted: list[int]
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    host_seconds: float
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time after the prefill: the same counter for plain and speculative decoding."""
+        return self.draft_seconds + self.verify_seconds + self.host_seconds
+
+
+class Acceptance(_Frozen):
+    """Acceptance over all steps of some generations; always read rate and length together."""
+
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    draft_acceptance_rate: float  # accepted / drafted
+    mean_acceptance_length: float  # tokens per target pass, the target's own included; the paper's TAR
+    per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
+    conditional_acceptance: list[float]  # share accepted at i of those steps that drafted and reached it
+    acceptance_histogram: list[int]  # steps by accepted tokens, 0..K
+    n_truncated_steps: int  # cut by EOS or the length limit
+
+
+class Interval(_Frozen):
+    """A ratio with its 95 % bootstrap interval over prompts."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+class Latency(_Frozen):
+    """Time of one forward pass in milliseconds: median, quartiles, how many."""
+
+    width: int  # tokens fed at once
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    n: int
+
+
+class TaskResult(_Frozen):
+    """One lm-eval metric of one task. stderr is None where lm-eval gives none."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    higher_is_better: bool
+
+
+class Model(_Frozen):
+    """A model that took part: its directory or name, its shape, what it costs to run, and its lm-eval results."""
+
+    name: str
+    sha256: str
+    shape: Shape
+    latency: list[Latency]
+    tasks: list[TaskResult]
+
+
+class Conditions(_Frozen):
+    """What the numbers depend on."""
+
+    device: str
+    dtype: str
+    mode: Literal["eager", "compiled", "graphs"]
+    threads: int
+    temperature: float
+    data: str
+    prompts: int
+    prompt_tokens: int
+    max_new_tokens: int
+    repeats: int
+    context: int  # cached tokens at which latency was measured
+    seed: int
+
+
+class Score(_Frozen):
+    """One draft against one target, in one process and one engine. score.json."""
+
+    version: Literal[1] = 1
+    name: str
+    target: Model
+    draft: Model
+    conditions: Conditions
+    plain: list[Generation]
+    speculative: dict[int, list[Generation]]  # by K
+    identical: bool | None  # greedy: speculative tokens equal plain ones; None when sampling
+    distinct_4grams: float  # of the target's output; low means a repetition loop, which flatters every draft
+    command: str
+    versions: dict[str, str]
+    created: str
+
+    def acceptance(self, k: int) -> Acceptance:
+        return acceptance(self.speculative[k], k)
+
+    def speedup(self, k: int) -> Interval:
+        """Tokens per second, speculative over plain: ratio of sums, prefill left out of both."""
+        return bootstrap_ratio(
+            _by_prompt(self.speculative[k]), _by_prompt(self.plain), lambda fast, slow: _tps(fast) / _tps(slow)
+        )
+
+    @property
+    def best_k(self) -> int:
+        return max(self.speculative, key=lambda k: self.speedup_value(k))
+
+    def speedup_value(self, k: int) -> float:
+        return _tps(self.speculative[k]) / _tps(self.plain)
+
+    def output_tps(self, k: int) -> float:
+        """Tokens per second after the prefill; K = 0 is plain decoding."""
+        return _tps(self.speculative[k] if k else self.plain)
+
+    def time_split(self, k: int) -> dict[str, float]:
+        """Shares of decode time: drafting, verifying, host (accepting, sampling, bookkeeping)."""
+        runs = self.speculative[k] if k else self.plain
+        total = sum(g.decode_seconds for g in runs)
+        return {
+            "draft": sum(g.draft_seconds for g in runs) / total,
+            "verify": sum(g.verify_seconds for g in runs) / total,
+            "host": sum(g.host_seconds for g in runs) / total,
+        }
+
+    @property
+    def draft_step_ms(self) -> float:
+        """Median time of one draft pass over one token."""
+        return self.draft.latency[0].median_ms
+
+    @property
+    def cost_ratio(self) -> float:
+        """c: one draft pass over one target pass."""
+        return self.draft_step_ms / self.target.latency[0].median_ms
+
+    def break_even_length(self, k: int) -> float:
+        """Acceptance length at which this K would neither win nor lose: measured time per step over plain per token."""
+        runs = self.speculative[k]
+        per_step = sum(g.decode_seconds for g in runs) / sum(len(g.drafted) for g in runs)
+        return per_step * _tps(self.plain)
+
+    def verdict(self) -> str:
+        """One sentence: what it gains, and what holds it back most."""
+        k = self.best_k
+        speedup, length = self.speedup(k), self.acceptance(k).mean_acceptance_length
+        split = self.time_split(k)
+        needed = self.break_even_length(k)
+        gain = (
+            f"K = {k} gives {speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}): {length:.2f} tokens per "
+            f"target pass, break-even {needed:.2f}"
+        )
+        if speedup.low > 1:
+            gain = "Faster. " + gain
+        elif speedup.high < 1:
+            gain = "Slower than no draft. " + gain
+        else:
+            gain = "No clear difference. " + gain
+        passes = self.draft_step_ms * k / self.target.latency[0].median_ms
+        limit = (
+            f"drafting takes {split['draft']:.0%} of the time ({passes:.2f} target passes per step): fewer layers would help most"
+            if split["draft"] > split["verify"]
+            else f"verifying takes {split['verify']:.0%} of the time: more accepted tokens would help most"
+        )
+        return f"{gain}; {limit}."
+
+
+def acceptance(generations: list[Generation], k: int) -> Acceptance:
+    """Counts over the steps that drafted something; the self-checks of the metrics hold by construction or raise.
+
+    Raises:
+        ValueError: the lists contradict each other.
+    """
+    steps = [
+        (d, a, e)
+        for g in generations
+        for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True)
+        if d > 0
+    ]
+    if any(not 0 <= a <= d <= k or not 1 <= e <= a + 1 for d, a, e in steps):
+        raise ValueError(f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1")
+    n = len(steps)
+    reached = [sum(a >= i for _, a, _ in steps) for i in range(k + 1)]
+    eligible = [sum(a >= i - 1 and d >= i for d, a, _ in steps) for i in range(1, k + 1)]
+    drafted, accepted = sum(d for d, _, _ in steps), sum(a for _, a, _ in steps)
+    return Acceptance(
+        num_spec_steps=n,
+        num_draft_tokens=drafted,
+        num_accepted_draft_tokens=accepted,
+        draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+        mean_acceptance_length=1 + accepted / n if n else 1.0,
+        per_position_acceptance=[r / n if n else 0.0 for r in reached[1:]],
+        conditional_acceptance=[r / e if e else 0.0 for r, e in zip(reached[1:], eligible, strict=True)],
+        acceptance_histogram=[sum(a == i for _, a, _ in steps) for i in range(k + 1)],
+        n_truncated_steps=sum(e < a + 1 for _, a, e in steps),
+    )
+
+
+def bootstrap_ratio(
+    fast: list[list[Generation]],
+    slow: list[list[Generation]],
+    ratio: Callable[[list[Generation], list[Generation]], float],
+) -> Interval:
+    """ratio over all prompts with its 95 % interval: prompts are drawn anew, both arms together. Seeded."""
+    rng = random.Random(0)
+    n = len(fast)
+
+    def of(chosen: list[int]) -> float:
+        return ratio([g for i in chosen for g in fast[i]], [g for i in chosen for g in slow[i]])
+
+    values = sorted(of(rng.choices(range(n), k=n)) for _ in range(BOOTSTRAP_SAMPLES))
+    low, high = values[int(0.025 * len(values))], values[int(0.975 * len(values)) - 1]
+    return Interval(value=of(list(range(n))), low=low, high=high, n=n)
+
+
+def read_score(path: Path) -> Score:
+    """score.json, from its path or the directory that holds it.
+
+    Raises:
+        UserError: no such file, or not a score.
+    """
+    file = path / "score.json" if path.is_dir() else path
+    try:
+        return Score.model_validate_json(file.read_text())
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    except ValidationError as error:
+        raise UserError(f"{file} is not a score: {validation_text(error)[:200]}") from None
+
+
+def _by_prompt(generations: list[Generation]) -> list[list[Generation]]:
+    groups: dict[int, list[Generation]] = {}
+    for g in generations:
+        groups.setdefault(g.prompt, []).append(g)
+    return [groups[i] for i in sorted(groups)]
+
+
+def _tps(generations: list[Generation]) -> float:
+    return sum(g.tokens - 1 for g in generations) / sum(g.decode_seconds for g in generations)

@@ -1,0 +1,372 @@
+"""Scores as people and programs read them: terminal tables, Markdown, one self-contained HTML page, flat JSON rows."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from draftlab import plots
+from draftlab.errors import UserError
+from draftlab.plots import Entry
+from draftlab.record import Interval, Latency, Model, Score, TaskResult
+from draftlab.shape import count_text
+
+FEW_PROMPTS = 8
+LOOPING_4GRAMS = 0.5
+MUCH_TRUNCATED = 0.1
+
+BOARD_HEADS = (
+    "draft",
+    "layers x hidden",
+    "parameters",
+    "draft ms per token (quartiles)",
+    "c",
+    "K",
+    "acceptance rate",
+    "tokens per target pass",
+    "tokens/s plain",
+    "tokens/s speculative",
+    "speed-up (95% interval)",
+    "accuracy",
+    "KV bytes per token",
+)
+TERMINAL_HEADS = (
+    "draft\nshape, size",
+    "draft ms\nc",
+    "K",
+    "accept\nrate",
+    "tokens per\ntarget pass",
+    "tok/s\nplain",
+    "speed-up\n95%",
+    "acc",
+    "KV\nbytes",
+)
+K_HEADS = (
+    "K",
+    "accept\nrate",
+    "tokens\nper\ntarget\npass",
+    "break-\neven",
+    "speed-up\n(95% interval)",
+    "draft /\nverify /\nhost, %",
+    "steps",
+    "accepted\nat least\n1, 2, ... K",
+)
+
+Rows = list[list[str]]
+
+
+def score_table(scores: list[Score]) -> Table:
+    """One row per draft at its best K, fastest first and marked; any width from 80 columns shows every number."""
+    entries, task = _rank(scores), _accuracy_task(scores)
+    table = _terminal_table(TERMINAL_HEADS, [_terminal_row(e) for e in entries], best=0, flexible=0)
+    prompts = _span([e.gain.n for e in entries])
+    table.caption = Text(
+        "* fastest, each at its best K. c: one draft pass over one target pass. plain: tok/s without a draft. "
+        f"Speed-up: 95% bootstrap interval over prompts, n = {prompts}. KV bytes: per token."
+        + (f" acc: {task}." if task else "")
+    )
+    return table
+
+
+def k_table(score: Score) -> Table:
+    """One row per K of one draft, the best marked."""
+    entry = _entry(score, 0, None, every_k=True)
+    best = list(entry.gains).index(entry.k)
+    table = _terminal_table(K_HEADS, _k_rows(entry), best=best, flexible=len(K_HEADS) - 1)
+    table.caption = Text(f"{score.name}. * fastest K. Intervals: 95% bootstrap over prompts, n = {entry.gain.n}.")
+    return table
+
+
+def markdown(scores: list[Score]) -> str:
+    """The leaderboard as a Markdown table, then verdicts, warnings and conditions."""
+    entries = _rank(scores)
+    parts = [
+        _plain(_answer(entries)),
+        _markdown_table(_board_heads(scores), [_board_row(e) for e in entries]),
+        "\n".join(f"- **{_plain(e.score.name)}**: {e.score.verdict()}" for e in entries),
+        "\n".join(f"- Warning: {_plain(text)}" for text in cautions(scores)),
+        _markdown_table(["condition", "value"], _conditions([e.score for e in entries])),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def html(scores: list[Score], command: str) -> str:
+    """One page that loads nothing: styles and plots are inside. command: what made the page."""
+    entries = _rank(scores, every_k=True)
+    ordered = [e.score for e in entries]
+    environment = Environment(loader=PackageLoader("draftlab"), autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    return environment.get_template("report.html.j2").render(
+        targets=sorted({s.target.name for s in scores}),
+        answer=_answer(entries),
+        cautions=cautions(scores),
+        entries=entries,
+        board=(_board_heads(scores), [_board_row(e) for e in entries]),
+        plots=plots,
+        k_heads=K_HEADS,
+        k_rows=_k_rows,
+        models=_models,
+        conditions=_conditions(ordered),
+        versions=_agreement(ordered, [s.versions for s in ordered]),
+        command=command,
+    )
+
+
+def json_rows(scores: list[Score]) -> list[dict[str, Any]]:
+    """One flat row per draft and K, in the order given; metrics have vLLM's names."""
+    task = _accuracy_task(scores)
+    entries = [_entry(score, 0, task, every_k=True) for score in scores]
+    return [_json_row(entry, k) for entry in entries for k in entry.gains]
+
+
+def cautions(scores: list[Score]) -> list[str]:
+    """What a reader must know before trusting the numbers, each naming its draft."""
+    found = [f"{score.name}: {text}" for score in scores for text in _cautions_of(score)]
+    facts = [s.conditions.model_dump() | {"target": s.target.sha256} for s in scores]
+    differing = [name.replace("_", " ") for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)]
+    if differing:
+        found.append(f"the drafts were measured with different {', '.join(differing)}: their speed-ups do not compare")
+    return found
+
+
+def _cautions_of(score: Score) -> list[str]:
+    k, prompts = score.best_k, score.conditions.prompts
+    cut, steps = score.acceptance(k).n_truncated_steps, score.acceptance(k).num_spec_steps
+    found = []
+    if score.identical is False:
+        found.append("its output differs from the target's own, so decoding was not lossless and no speed-up counts")
+    if score.distinct_4grams < LOOPING_4GRAMS:
+        share = f"{score.distinct_4grams:.0%}"
+        found.append(f"only {share} of the output's 4-grams are distinct; a repetition loop flatters every draft")
+    if prompts < FEW_PROMPTS:
+        found.append(f"number of prompts: {prompts}; below {FEW_PROMPTS} the interval means little")
+    if cut > MUCH_TRUNCATED * steps:
+        found.append(
+            f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
+            "what was cut; let each prompt generate more"
+        )
+    return found
+
+
+def _rank(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
+    """Fastest first, but a draft that changed the output behind every draft that did not."""
+    if not scores:
+        raise UserError("no scores to report; make one with draftlab score")
+    task = _accuracy_task(scores)
+    ordered = sorted(scores, key=lambda s: (s.identical is not False, s.speedup_value(s.best_k)), reverse=True)
+    return [_entry(score, rank, task, every_k) for rank, score in enumerate(ordered)]
+
+
+def _entry(score: Score, rank: int, task: str | None, every_k: bool) -> Entry:
+    """Takes the speed-ups once: the bootstrap is not free."""
+    ks = sorted(score.speculative) if every_k else [score.best_k]
+    gains = {k: score.speedup(k) for k in ks}
+    return Entry(score=score, rank=rank, k=score.best_k, gains=gains, accuracy=_accuracy(score.draft, task))
+
+
+def _accuracy_task(scores: Sequence[Score]) -> str | None:
+    """The first task that any draft has an acc of; one for all, so that a column never mixes tasks."""
+    return next((r.task for score in scores for r in score.draft.tasks if r.metric == "acc"), None)
+
+
+def _accuracy(model: Model, task: str | None) -> TaskResult | None:
+    return next((r for r in model.tasks if r.task == task and r.metric == "acc"), None)
+
+
+def _answer(entries: list[Entry]) -> str:
+    """Which draft is fastest, by how much, what limits it, and whether the runner-up is really behind."""
+    best, *others = entries
+    name, target, gain = best.score.name, best.score.target.name, best.gain
+    if gain.low > 1:
+        lead = f"With {name} as its draft, {target} writes {gain.value:.2f} times as many tokens per second as alone."
+    elif gain.high < 1:
+        lead = f"No draft here helps {target}: even with the best, {name}, it keeps {gain.value:.0%} of its own speed."
+    else:
+        lead = f"No draft here makes {target} clearly faster; {name} comes nearest."
+    parts = [lead, best.score.verdict()]
+    if others:
+        second = others[0].gain
+        near = "; the two intervals overlap, so this run does not tell them apart" if second.high >= gain.low else ""
+        parts.append(f"Next of {len(entries)} drafts is {others[0].score.name} at {_gain_text(second)}{near}.")
+    return " ".join(parts)
+
+
+def _board_heads(scores: Sequence[Score]) -> list[str]:
+    task = _accuracy_task(scores)
+    return [f"acc, {task}" if head == "accuracy" and task else head for head in BOARD_HEADS]
+
+
+def _board_row(entry: Entry) -> list[str]:
+    score, accuracy = entry.score, entry.accuracy
+    return [
+        score.name,
+        f"{score.draft.shape.layers} x {score.draft.shape.hidden}",
+        count_text(score.draft.shape.params()),
+        _latency_text(score.draft.latency[0]),
+        f"{score.cost_ratio:.3f}",
+        str(entry.k),
+        f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
+        f"{entry.length:.2f}",
+        _digits(score.output_tps(0)),
+        _digits(score.output_tps(entry.k)),
+        _gain_text(entry.gain),
+        _task_text(accuracy) if accuracy else "–",
+        f"{_kv_bytes(score):,}",
+    ]
+
+
+def _terminal_row(entry: Entry) -> list[str]:
+    """The leaderboard's cells in half the width: two lines each, as in their heads, and no quartiles."""
+    score, shape, gain = entry.score, entry.score.draft.shape, entry.gain
+    interval = f"{gain.low:.2f}-{gain.high:.2f}" if gain.n > 1 else "n = 1"
+    return [
+        f"{score.name}\n{shape.layers}x{shape.hidden}, {count_text(shape.params())}",
+        f"{_digits(score.draft_step_ms)}\n{score.cost_ratio:.3f}",
+        str(entry.k),
+        f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
+        f"{entry.length:.2f}",
+        f"{_digits(score.output_tps(entry.k))}\n{_digits(score.output_tps(0))}",
+        f"{gain.value:.2f}x\n{interval}",
+        f"{entry.accuracy.value:.3f}" if entry.accuracy else "–",
+        count_text(_kv_bytes(score)),
+    ]
+
+
+def _k_rows(entry: Entry) -> Rows:
+    rows = []
+    for k, gain in entry.gains.items():
+        acceptance, split = entry.score.acceptance(k), entry.score.time_split(k)
+        rows.append(
+            [
+                str(k),
+                f"{acceptance.draft_acceptance_rate:.1%}",
+                f"{acceptance.mean_acceptance_length:.2f}",
+                f"{entry.score.break_even_length(k):.2f}",
+                _gain_text(gain),
+                " / ".join(f"{100 * split[phase]:.0f}" for phase in plots.PHASES),
+                f"{acceptance.num_spec_steps:,}",
+                " ".join(f"{share:.2f}" for share in acceptance.per_position_acceptance),
+            ]
+        )
+    return rows
+
+
+def _json_row(entry: Entry, k: int) -> dict[str, Any]:
+    score, shape, gain, accuracy = entry.score, entry.score.draft.shape, entry.gains[k], entry.accuracy
+    return {
+        "draft": score.name,
+        "target": score.target.name,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "params": shape.params(),
+        "kv_bytes_per_token": _kv_bytes(score),
+        "draft_ms": score.draft_step_ms,
+        "cost_ratio": score.cost_ratio,
+        "num_speculative_tokens": k,
+        "best": k == entry.k,
+        **score.acceptance(k).model_dump(),
+        "speedup": gain.value,
+        "speedup_low": gain.low,
+        "speedup_high": gain.high,
+        "speedup_n": gain.n,
+        "output_tps": score.output_tps(k),
+        "plain_output_tps": score.output_tps(0),
+        "break_even_length": score.break_even_length(k),
+        **{f"{phase}_share": share for phase, share in score.time_split(k).items()},
+        "accuracy_task": accuracy and accuracy.task,
+        "accuracy": accuracy and accuracy.value,
+        "accuracy_stderr": accuracy and accuracy.stderr,
+        "identical": score.identical,
+        "distinct_4grams": score.distinct_4grams,
+        **score.conditions.model_dump(),
+        "created": score.created,
+    }
+
+
+def _models(score: Score) -> Rows:
+    """Draft and target side by side: what they are, how long a pass takes, what they score."""
+    draft, target = (
+        {"model": model.name, "shape": model.shape.describe(), "sha256": model.sha256[:12]}
+        | {f"ms, tokens fed: {x.width}": f"{_latency_text(x)}, n = {x.n}" for x in model.latency}
+        | {f"{r.task}, {r.metric}": _task_text(r) for r in model.tasks}
+        for model in (score.draft, score.target)
+    )
+    return [[name, draft.get(name, "–"), target.get(name, "–")] for name in dict.fromkeys([*draft, *target])]
+
+
+def _conditions(scores: Sequence[Score]) -> Rows:
+    identical = {True: "yes", False: "NO", None: "not comparable when sampling"}
+    facts = [
+        {"target": s.target.name}
+        | {name.replace("_", " "): str(value) for name, value in s.conditions.model_dump().items()}
+        | {"output equals the target's own": identical[s.identical], "distinct 4-grams": f"{s.distinct_4grams:.2f}"}
+        for s in scores
+    ]
+    return _agreement(scores, facts)
+
+
+def _agreement(scores: Sequence[Score], facts: Sequence[dict[str, str]]) -> Rows:
+    """Each fact with its value or, where drafts differ, with every value and the drafts that have it."""
+    rows = []
+    for name in dict.fromkeys(name for column in facts for name in column):
+        holders: dict[str, list[str]] = {}
+        for score, column in zip(scores, facts, strict=True):
+            holders.setdefault(column.get(name, "–"), []).append(score.name)
+        values = list(holders) if len(holders) == 1 else [f"{v} ({', '.join(who)})" for v, who in holders.items()]
+        rows.append([name, "; ".join(values)])
+    return rows
+
+
+def _terminal_table(heads: Sequence[str], rows: Rows, best: int, flexible: int) -> Table:
+    """flexible: the one column that gives way on a narrow terminal."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, caption_justify="left")
+    for i, head in enumerate(heads):
+        justify = "left" if i == flexible else "right"
+        table.add_column(head, justify=justify, no_wrap=i != flexible, overflow="fold", vertical="top")
+    for i, cells in enumerate(rows):
+        first = f"* {cells[0]}" if i == best else cells[0]
+        table.add_row(*map(Text, (first, *cells[1:])), style="bold green" if i == best else None)
+    return table
+
+
+def _markdown_table(heads: Sequence[str], rows: Rows) -> str:
+    rule = ["---"] + ["---:"] * (len(heads) - 1)
+    return "\n".join("| " + " | ".join(map(_plain, row)) + " |" for row in (heads, rule, *rows))
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is: no HTML, no new cell, no new line."""
+    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
+
+def _gain_text(gain: Interval) -> str:
+    """One prompt has no spread to resample."""
+    return f"{gain.value:.2f}x " + (f"({gain.low:.2f} to {gain.high:.2f})" if gain.n > 1 else "(n = 1)")
+
+
+def _latency_text(latency: Latency) -> str:
+    return f"{_digits(latency.median_ms)} ({_digits(latency.low_ms)} to {_digits(latency.high_ms)})"
+
+
+def _task_text(result: TaskResult) -> str:
+    return f"{result.value:.3f}" + ("" if result.stderr is None else f" ± {result.stderr:.3f}")
+
+
+def _kv_bytes(score: Score) -> int:
+    """The cache has the dtype of the run, whose name ends in its bits."""
+    bits = re.search(r"\d+", score.conditions.dtype)
+    return score.draft.shape.kv_bytes_per_token(int(bits[0]) / 8 if bits else 2)
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never an exponent."""
+    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
+
+
+def _span(values: Sequence[int]) -> str:
+    return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"

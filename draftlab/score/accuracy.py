@@ -1,0 +1,362 @@
+"""Accuracy of a checkpoint by lm-eval: two tasks made from held-out code on this disk, and every task lm-eval knows.
+
+``code_next_line``: which of four lines of real code comes next. ``code_bits_per_byte``: how well text is predicted.
+"""
+
+import contextlib
+import difflib
+import functools
+import itertools
+import logging
+import numbers
+import os
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftlab.checkpoint import load_model, load_tokenizer
+from draftlab.data import Document, documents
+from draftlab.errors import UserError, did_you_mean
+from draftlab.record import TaskResult
+
+if TYPE_CHECKING:  # lm-eval takes seconds to import, and who scores without tasks does not need it
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NEXT_LINE = "code_next_line"
+BITS_PER_BYTE = "code_bits_per_byte"
+OWN_TASKS = (NEXT_LINE, BITS_PER_BYTE)
+ITEMS = 256  # of code_next_line where no limit is set
+CONTEXT_CHARACTERS = (200, 700)
+LINE_CHARACTERS = (12, 120)  # least and most of an answer, indentation left out
+LENGTH_RATIO = (0.7, 1.3)  # of a distractor to the answer
+DISTRACTORS = 3
+DOCUMENT_CHARACTERS = 4000  # of each document of code_bits_per_byte
+BOOTSTRAP_SAMPLES = 1000  # for the few metrics without a closed form; lm-eval's 100,000 take minutes
+NOISY_LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
+
+Tasks = dict[str, dict[str, Any]]  # what lm-eval's loader gives and its evaluate takes: "tasks" and "groups" by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineItem:
+    """One question of code_next_line; context and choices end with a line break."""
+
+    context: str
+    choices: list[str]
+    answer: int
+
+
+def evaluate_tasks(
+    directory: Path,
+    tasks: list[str],
+    *,
+    limit: int | None,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    batch_size: int = 16,
+    seed: int = 0,
+    data: str = "stdlib",
+    context: int = 512,
+) -> list[TaskResult]:
+    """Every metric of every task, for one checkpoint.
+
+    Args:
+        tasks: code_next_line, code_bits_per_byte, names that lm-eval registers, or paths to its YAML files.
+        limit: items per task; the first ones, so that a smaller limit asks a part of the same questions.
+        data: source of the two code tasks; its held-out split is used.
+        context: window of the two code tasks in tokens, at most the model's own, which lm-eval's tasks get.
+
+    Raises:
+        UserError: an unknown task, data that cannot be had, or a checkpoint that cannot be loaded.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"task limit {limit}: want at least 1 item per task")
+    with _quiet(), _seeded(seed):
+        own = _own_tasks([name for name in tasks if name in OWN_TASKS], data, limit, seed)
+        registered = _registered_tasks([name for name in tasks if name not in OWN_TASKS])
+        model = load_model(directory, dtype).to(torch.device(device)).eval()
+        tokenizer = load_tokenizer(directory)
+        window = min(context, model.config.max_position_embeddings)
+        results: list[TaskResult] = []
+        if own["tasks"]:
+            results += _evaluate(_code_lm(model, tokenizer, batch_size, window), own, limit, seed)
+        if registered["tasks"]:
+            results += _evaluate(_plain_lm(model, tokenizer, batch_size), registered, limit, seed)
+    return results
+
+
+def next_line_items(docs: list[Document], *, count: int, seed: int) -> list[LineItem]:
+    """Up to count questions, of which the first n are the same for every count from n on.
+
+    A distractor is a line of these documents as deep as the answer and about as long, and does not occur in the context.
+    """
+    rng = random.Random(seed)
+    lines = [doc.text.split("\n") for doc in docs]
+    places = [(document, number) for document, of in enumerate(lines) for number in range(1, len(of) - 1)]
+    rng.shuffle(places)
+    pool = _by_indentation(lines)
+    items = (_item(lines[document], number, pool, rng) for document, number in places)
+    return list(itertools.islice((item for item in items if item is not None), count))
+
+
+@torch.no_grad()
+def continuation_log_probs(
+    model: "PreTrainedModel", prefix: list[int], continuations: list[list[int]]
+) -> list[tuple[float, bool]]:
+    """Log-probability of each continuation of prefix, and whether greedy decoding would give it.
+
+    The prefix, of two tokens or more, is run once for all; the four choices of an item cost little more than one.
+    """
+    ids = [torch.tensor(c, device=model.device) for c in continuations]
+    head = torch.tensor(prefix, device=model.device)
+    cache = model.base_model(head[None, :-1], use_cache=True).past_key_values
+    cache.batch_repeat_interleave(len(ids))
+    rows = pad_sequence([torch.cat([head[-1:], i[:-1]]) for i in ids], batch_first=True)  # [N, T]
+    log_probs = model(rows, past_key_values=cache).logits.float().log_softmax(-1)  # [N, T, V]
+    return [_chosen(row[: len(i)], i) for row, i in zip(log_probs, ids, strict=True)]
+
+
+def _chosen(log_probs: Tensor, ids: Tensor) -> tuple[float, bool]:
+    picked = log_probs.gather(-1, ids[:, None])  # [T, 1]
+    return float(picked.sum()), bool((log_probs.argmax(-1) == ids).all())
+
+
+def _by_indentation(lines: list[list[str]]) -> dict[str, list[str]]:
+    """Every line that may be asked for, once, under its indentation; last lines may be cut off and are left out."""
+    fit = dict.fromkeys(line for of in lines for line in of[:-1] if _within(len(line.strip()), LINE_CHARACTERS))
+    pool: dict[str, list[str]] = {}
+    for line in fit:
+        pool.setdefault(_indentation(line), []).append(line)
+    return pool
+
+
+def _item(lines: list[str], number: int, pool: dict[str, list[str]], rng: random.Random) -> LineItem | None:
+    """The question what line number is; None where it is too short or long, comes too early, or has no like."""
+    answer, context = lines[number], _context(lines[:number])
+    alike = pool.get(_indentation(answer), [])
+    least, most = (ratio * len(answer.strip()) for ratio in LENGTH_RATIO)
+    others = [
+        line
+        for line in alike
+        if _within(len(line.strip()), (least, most)) and line != answer and line.strip() not in context
+    ]
+    asked = _within(len(answer.strip()), LINE_CHARACTERS) and len(context) >= CONTEXT_CHARACTERS[0]
+    if not asked or len(others) < DISTRACTORS:
+        return None
+    choices = rng.sample(others, DISTRACTORS)
+    at = rng.randrange(DISTRACTORS + 1)
+    choices.insert(at, answer)
+    return LineItem(context=context, choices=[line + "\n" for line in choices], answer=at)
+
+
+def _context(before: list[str]) -> str:
+    """As many whole lines from the end of before as fit."""
+    sizes = itertools.accumulate(len(line) + 1 for line in reversed(before))
+    kept = sum(1 for _ in itertools.takewhile(lambda size: size <= CONTEXT_CHARACTERS[1], sizes))
+    return "".join(line + "\n" for line in before[len(before) - kept :])
+
+
+def _indentation(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
+
+
+def _own_tasks(names: list[str], data: str, limit: int | None, seed: int) -> Tasks:
+    if not names:
+        return {"tasks": {}, "groups": {}}
+    docs = documents(data, "heldout")
+    makers = {
+        NEXT_LINE: lambda: _next_line_task(next_line_items(docs, count=limit or ITEMS, seed=seed), data),
+        BITS_PER_BYTE: lambda: _bits_per_byte_task(docs),
+    }
+    return {"tasks": {name: makers[name]() for name in names}, "groups": {}}
+
+
+def _next_line_task(items: list[LineItem], data: str) -> "ConfigurableTask":
+    if not items:
+        raise UserError(f"data {data!r}: its held-out split is too short, or too uniform, for {NEXT_LINE}")
+    config = {
+        "task": NEXT_LINE,
+        "output_type": "multiple_choice",
+        "doc_to_text": "context",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [_metric("acc", "mean", True), _metric("acc_norm", "mean", True)],
+    }
+    return _task(config, [asdict(item) for item in items])
+
+
+def _bits_per_byte_task(docs: list[Document]) -> "ConfigurableTask":
+    config = {
+        "task": BITS_PER_BYTE,
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [
+            _metric("bits_per_byte", "bits_per_byte", False),
+            _metric("byte_perplexity", "weighted_perplexity", False),
+        ],
+    }
+    return _task(config, [{"text": doc.text[:DOCUMENT_CHARACTERS]} for doc in docs])
+
+
+def _metric(name: str, aggregation: str, higher_is_better: bool) -> dict[str, object]:
+    return {"metric": name, "aggregation": aggregation, "higher_is_better": higher_is_better}
+
+
+def _task(config: dict[str, Any], rows: list[dict[str, object]]) -> "ConfigurableTask":
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    made = {"custom_dataset": lambda **_: {"test": Dataset.from_list(rows)}, "test_split": "test"}
+    return ConfigurableTask(config=config | made | {"target_delimiter": "", "num_fewshot": 0, "metadata": {"version": 1}})
+
+
+def _registered_tasks(names: list[str]) -> Tasks:
+    """lm-eval's own tasks with their data, or one line on which cannot be had."""
+    loaded: Tasks = {"tasks": {}, "groups": {}}
+    for name in names:
+        if not Path(name).is_file() and name not in _registry().all_tasks:
+            near = difflib.get_close_matches(name, [*OWN_TASKS, *_registry().all_tasks], n=1)
+            hint = did_you_mean(name, near) if near else f"; known: {', '.join(OWN_TASKS)}, and what `lm-eval ls tasks` lists"
+            raise UserError(f"unknown task {name!r}: neither a task of draftlab or lm-eval nor a YAML file here{hint}")
+    for name in names:
+        found = _load(name)
+        loaded["tasks"] |= found["tasks"]
+        loaded["groups"] |= found["groups"]
+    return loaded
+
+
+@functools.cache
+def _registry() -> "TaskManager":
+    """All of lm-eval's tasks; ten seconds, for it reads every one of its YAML files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def _load(name: str) -> Tasks:
+    try:
+        found = _registry().load([name])
+    except Exception as error:  # offline, unknown split, missing package, bad YAML: each has classes of its own
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"lm-eval task {name!r} cannot be loaded here ({type(error).__name__}: {reason}); "
+            "its data must be in the Hugging Face cache, or be reachable"
+        ) from error
+    for task in found["tasks"].values():
+        if any(task.get_config(key) for key in ("unsafe_code", "doc_to_image", "doc_to_audio")):
+            raise UserError(f"lm-eval task {name!r} runs generated code, or asks about more than text; draftlab does neither")
+    return {"tasks": found["tasks"], "groups": found["groups"]}
+
+
+def _code_lm(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int, window: int) -> "HFLM":
+    """lm-eval's model, set right for code: tokens are split where they are, and bos stands once in front.
+
+    HFLM encodes a context alone, without its closing white space, and counts its tokens off the whole. Where a token
+    holds punctuation, line break and indentation at once, as code tokenizers have it, the model would then not see the
+    line break at all. And a tokenizer that puts bos in front would have it twice before a perplexity window.
+    """
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    class CodeLM(HFLM):
+        def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            groups = itertools.groupby((request.args for request in requests), key=lambda pair: pair[0])
+            return [score for text, pairs in groups for score in self.choices(text, [pair[1] for pair in pairs])]
+
+        def choices(self, text: str, choices: list[str]) -> list[tuple[float, bool]]:
+            wholes = [self.tok_encode(text + choice) for choice in choices]
+            shared = len(os.path.commonprefix([self.tok_encode(text), *wholes]))
+            longest = max(len(whole) for whole in wholes) - shared
+            if longest >= window:
+                raise UserError(f"a window of {window} tokens is too short for {NEXT_LINE}: a line here has {longest}")
+            prefix = [self.prefix_token_id, *wholes[0][max(0, shared - window + longest) : shared]]
+            return continuation_log_probs(self.model, prefix, [whole[shared:] for whole in wholes])
+
+    return CodeLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=window, add_bos_token=False)
+
+
+def _plain_lm(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> "HFLM":
+    """lm-eval's model as it is, so that numbers compare with published ones."""
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(model, tokenizer=tokenizer, batch_size=batch_size)  # given to simple_evaluate, batch_size is ignored
+
+
+def _evaluate(lm: "HFLM", tasks: Tasks, limit: int | None, seed: int) -> list[TaskResult]:
+    """What simple_evaluate does with loaded tasks, without its three seconds of listing the environment."""
+    from lm_eval.evaluator import evaluate
+
+    for task in tasks["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(seed)
+    found = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=False)
+    if found is None:
+        raise RuntimeError("lm-eval gives results to the first process only; run accuracy in one process")
+    better = found["higher_is_better"]
+    return [r for name, measured in found["results"].items() for r in _results(name, measured, better.get(name, {}))]
+
+
+def _results(task: str, measured: dict[str, Any], higher_is_better: dict[str, bool]) -> Iterator[TaskResult]:
+    """lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; a filter is named unless it is none."""
+    for key, value in measured.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, numbers.Real):
+            continue
+        stderr = measured.get(f"{metric}_stderr,{filtered}")
+        yield TaskResult(
+            task=task,
+            metric=metric if filtered == "none" else key,
+            value=float(value),
+            stderr=float(stderr) if isinstance(stderr, numbers.Real) else None,
+            higher_is_better=higher_is_better[metric],
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval's prints go to stderr, its logging and, unless someone watches, its bars nowhere; only within the block."""
+    loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with contextlib.ExitStack() as stack:
+        if not sys.stderr.isatty():
+            stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds of python, numpy and torch, as simple_evaluate sets them, put back at the end."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(before_numpy)

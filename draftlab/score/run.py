@@ -1,0 +1,173 @@
+"""Score drafts against a target: everything in one process, then one score.json per draft."""
+
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from draftlab import checkpoint, llama
+from draftlab.console import note, progress
+from draftlab.data import parse_mixture
+from draftlab.data import prompts as read_prompts
+from draftlab.engine.generate import Sampling
+from draftlab.record import Conditions, Latency, Model, Score, TaskResult
+from draftlab.score.accuracy import evaluate_tasks
+from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_latency, measure_throughput
+
+LATENCY_PASSES = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to measure and how."""
+
+    target: Path
+    drafts: dict[str, Path]
+    data: str
+    ks: list[int]
+    prompts: int
+    prompt_tokens: int
+    max_new_tokens: int
+    repeats: int
+    temperature: float
+    tasks: list[str]
+    task_limit: int
+    dtype: str
+    device: str
+    threads: int | None
+    seed: int
+
+
+def score(
+    plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool
+) -> list[Score]:
+    """Measure, write out/NAME/score.json for every draft, and return the scores, in the order of the drafts.
+
+    Raises:
+        UserError: too few prompts, a model that the engine does not know, an unknown task.
+    """
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    directories = {"": plan.target, **plan.drafts}
+    dtype = getattr(torch, plan.dtype)
+    models = {name: llama.load(path, dtype, plan.device) for name, path in directories.items()}
+    latency = _latency(models, plan)
+    measured = _throughput(models, plan)
+    tasks = {name: _tasks(path, plan) for name, path in directories.items()}
+    described = {
+        name: Model(
+            name=path.name,
+            sha256=checkpoint.fingerprint(path),
+            shape=models[name].shape,
+            latency=latency[name],
+            tasks=tasks[name],
+        )
+        for name, path in directories.items()
+    }
+    scores = [_score(name, described, measured, plan) for name in plan.drafts]
+    with checkpoint.new_directory(out, force=force) as work:
+        for result in scores:
+            (work / result.name).mkdir()
+            (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
+        checkpoint.write_record(work, "score", arguments, list(directories.values()), began)
+    return scores
+
+
+def missed_bars(result: Score, min_speedup: float | None, min_acceptance_length: float | None) -> list[str]:
+    """What the best K falls short of, in words."""
+    k = result.best_k
+    length = max(result.acceptance(k).mean_acceptance_length for k in result.speculative)
+    missed = []
+    if min_speedup is not None and result.speedup_value(k) < min_speedup:
+        missed.append(f"{result.name}: speed-up {result.speedup_value(k):.3f} is below --min-speedup {min_speedup}")
+    if min_acceptance_length is not None and length < min_acceptance_length:
+        missed.append(f"{result.name}: acceptance length {length:.3f} is below the wanted {min_acceptance_length}")
+    return missed
+
+
+def _latency(models: dict[str, llama.Llama], plan: Plan) -> dict[str, list[Latency]]:
+    widths = [1, *(k + 1 for k in plan.ks)]
+    note(f"latency of {len(models)} models at widths {widths[0]} to {widths[-1]}")
+    return measure_latency(models, widths=widths, context=_context(plan), passes=LATENCY_PASSES)
+
+
+def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
+    tokenizer = checkpoint.load_tokenizer(plan.target)
+    source = next(iter(parse_mixture(plan.data)))
+    texts = read_prompts(source, tokenizer, count=plan.prompts, length=plan.prompt_tokens, seed=plan.seed)
+    sampling = Sampling(
+        temperature=plan.temperature,
+        max_new_tokens=plan.max_new_tokens,
+        seed=plan.seed,
+        eos_id=tokenizer.eos_token_id,
+    )
+    drafts = {name: model for name, model in models.items() if name}
+    with progress("decode", plan.prompts * plan.repeats) as advance:
+        return measure_throughput(
+            models[""],
+            drafts,
+            texts,
+            ks=plan.ks,
+            sampling=sampling,
+            repeats=plan.repeats,
+            advance=lambda done: advance(done, f"{1 + len(drafts) * len(plan.ks)} ways each"),
+        )
+
+
+def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
+    if not plan.tasks:
+        return []
+    note(f"lm-eval on {directory.name}: {', '.join(plan.tasks)}")
+    return evaluate_tasks(
+        directory, plan.tasks, limit=plan.task_limit, dtype=getattr(torch, plan.dtype), device=plan.device, seed=plan.seed
+    )
+
+
+def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan) -> Score:
+    plain_tokens = measured.tokens[PLAIN]
+    greedy = plan.temperature == 0
+    same = all(measured.tokens[name, k] == plain_tokens for k in plan.ks)
+    return Score(
+        name=name,
+        target=models[""],
+        draft=models[name],
+        conditions=Conditions(
+            device=_device_name(plan.device),
+            dtype=plan.dtype,
+            mode="eager",
+            threads=torch.get_num_threads(),
+            temperature=plan.temperature,
+            data=plan.data,
+            prompts=plan.prompts,
+            prompt_tokens=plan.prompt_tokens,
+            max_new_tokens=plan.max_new_tokens,
+            repeats=plan.repeats,
+            context=_context(plan),
+            seed=plan.seed,
+        ),
+        plain=measured.generations[PLAIN],
+        speculative={k: measured.generations[name, k] for k in plan.ks},
+        identical=same if greedy else None,
+        distinct_4grams=distinct_ngrams(plain_tokens, 4),
+        command="draftlab score",
+        versions=checkpoint.versions(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _context(plan: Plan) -> int:
+    """The middle of what is decoded."""
+    return plan.prompt_tokens + plan.max_new_tokens // 2
+
+
+def _device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return _cpu_name() or device
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

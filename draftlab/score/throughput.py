@@ -1,0 +1,119 @@
+"""Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
+
+An arm is plain decoding or one draft at one K. Every repeat goes through all arms for each prompt, in turning order,
+so that drift of the machine falls on all alike.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from draftlab.engine.generate import Clock, ModelDrafter, Sampling, Step, clock_for, plain, speculative
+from draftlab.llama import Llama
+from draftlab.record import Generation, Latency
+
+Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
+PLAIN: Arm = ("", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the arms produced; tokens are those of the first repeat."""
+
+    generations: dict[Arm, list[Generation]]
+    tokens: dict[Arm, list[list[int]]]
+
+
+def measure_throughput(
+    target: Llama,
+    drafts: dict[str, Llama],
+    prompts: list[list[int]],
+    *,
+    ks: list[int],
+    sampling: Sampling,
+    repeats: int,
+    advance: Callable[[int], None],
+) -> Measured:
+    """Decode every prompt in every arm, repeats times; one generation per arm beforehand is thrown away."""
+    arms = [PLAIN, *((name, k) for name in drafts for k in ks)]
+    decode = _decoder(target, drafts, sampling)
+    for arm in arms:
+        list(decode(arm, prompts[0]))
+    generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
+    tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
+    done = 0
+    for repeat in range(repeats):
+        for index, prompt in enumerate(prompts):
+            turned = (repeat + index) % 2
+            for arm in reversed(arms) if turned else arms:
+                steps = list(decode(arm, prompt))
+                generations[arm].append(_generation(index, steps))
+                if repeat == 0:
+                    tokens[arm].append([t for step in steps for t in step.tokens])
+            done += 1
+            advance(done)
+    return Measured(generations=generations, tokens=tokens)
+
+
+def measure_latency(
+    models: dict[str, Llama], *, widths: list[int], context: int, passes: int
+) -> dict[str, list[Latency]]:
+    """Milliseconds of one forward pass over width tokens behind context cached ones, models taking turns."""
+    caches = {name: model.new_cache(1, context + max(widths)) for name, model in models.items()}
+    samples: dict[tuple[str, int], list[float]] = {(name, width): [] for name in models for width in widths}
+    for number in range(passes + 3):
+        for (name, width), times in samples.items():
+            model, cache, clock = models[name], caches[name], clock_for(models[name].device)
+            ids = torch.ones(1, width, dtype=torch.long, device=model.device)
+            cache.used = context
+            began = clock()
+            model.forward(ids, cache, last=width)
+            if number >= 3:  # warm-up
+                times.append((clock() - began) * 1e3)
+    return {name: [_latency(width, samples[name, width]) for width in widths] for name in models}
+
+
+def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
+    """Share of n-grams that occur once only counted, of all, averaged over texts weighted by length; 1 is no repeats."""
+    grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in tokens]
+    total = sum(len(g) for g in grams)
+    return sum(len(set(g)) for g in grams) / total if total else 1.0
+
+
+def _decoder(
+    target: Llama, drafts: dict[str, Llama], sampling: Sampling
+) -> Callable[[Arm, list[int]], Iterator[Step]]:
+    drafters = {name: ModelDrafter(model) for name, model in drafts.items()}
+    clock: Clock = clock_for(target.device)
+
+    def decode(arm: Arm, prompt: list[int]) -> Iterator[Step]:
+        name, k = arm
+        if arm == PLAIN:
+            return plain(target, prompt, sampling, clock)
+        return speculative(target, drafters[name], prompt, k, sampling, clock)
+
+    return decode
+
+
+def _generation(prompt: int, steps: list[Step]) -> Generation:
+    prefill, decode = steps[0], steps[1:]
+    return Generation(
+        prompt=prompt,
+        tokens=sum(len(s.tokens) for s in steps),
+        drafted=[s.drafted for s in decode],
+        accepted=[s.accepted for s in decode],
+        emitted=[len(s.tokens) for s in decode],
+        prefill_seconds=prefill.verify_seconds + prefill.host_seconds,
+        draft_seconds=sum(s.draft_seconds for s in decode),
+        verify_seconds=sum(s.verify_seconds for s in decode),
+        host_seconds=sum(s.host_seconds for s in decode),
+    )
+
+
+def _latency(width: int, times: list[float]) -> Latency:
+    ordered = sorted(times)
+    n = len(ordered)
+    return Latency(
+        width=width, median_ms=ordered[n // 2], low_ms=ordered[n // 4], high_ms=ordered[3 * n // 4], n=n
+    )

@@ -1,0 +1,101 @@
+"""draftlab.yaml: what commands take when the command line does not say; and where earlier outputs are."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from draftlab.errors import UserError, did_you_mean
+from draftlab.shape import validation_text
+
+FILE = Path("draftlab.yaml")
+
+
+class Workspace(BaseModel):
+    """Names or directories of checkpoints, a data mixture, and where and how to run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    source: str
+    data: str
+    runs: Path = Path("runs")
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+# hub names; the paper's are the default where there is no workspace file
+PRESETS: dict[str, Workspace] = {
+    "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
+    "llama-65b": Workspace(
+        target="huggyllama/llama-65b",
+        source="huggyllama/llama-7b",
+        data="hf:DKYoon/SlimPajama-6B",
+        device="cuda",
+        dtype="bfloat16",
+    ),
+    "llama-2-70b": Workspace(
+        target="meta-llama/Llama-2-70b-hf",
+        source="meta-llama/Llama-2-7b-hf",
+        data="hf:DKYoon/SlimPajama-6B",
+        device="cuda",
+        dtype="bfloat16",
+    ),
+    "llama-3-70b": Workspace(
+        target="meta-llama/Llama-3.1-70B",
+        source="meta-llama/Llama-3.1-8B",
+        data="hf:DKYoon/SlimPajama-6B",
+        device="cuda",
+        dtype="bfloat16",
+    ),
+}
+DEFAULT = PRESETS["llama-65b"]
+
+
+def preset(name: str) -> Workspace:
+    """A preset, or a workspace around a checkpoint directory: target and source are that checkpoint.
+
+    Raises:
+        UserError: neither.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if (Path(name) / "config.json").is_file():
+        return Workspace(target=name, source=name, data="stdlib")
+    raise UserError(f"no preset and no checkpoint directory {name!r}{did_you_mean(name, PRESETS)}")
+
+
+def load(folder: Path = Path()) -> Workspace:
+    """The workspace file of folder, or the paper's defaults where there is none.
+
+    Raises:
+        UserError: the file has unknown keys or wrong values.
+    """
+    file = folder / FILE
+    if not file.exists():
+        return DEFAULT
+    try:
+        return Workspace.model_validate(yaml.safe_load(file.read_text()))
+    except (yaml.YAMLError, OSError) as error:
+        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        raise UserError(f"{file}: {validation_text(error)}") from None
+
+
+def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
+    """The newest output directly under runs of the first of these commands that has any."""
+    records = {file.parent: json.loads(file.read_text()) for file in runs.glob("*/draftlab.json")}
+    for command in commands:
+        made = {path: str(record["created"]) for path, record in records.items() if record["command"] == command}
+        if made:
+            return max(made, key=lambda path: made[path])
+    return None
+
+
+def write(workspace: Workspace, folder: Path = Path()) -> Path:
+    file = folder / FILE
+    fields = workspace.model_dump(mode="json")
+    file.write_text("# what draftlab commands use when the command line does not say\n" + yaml.safe_dump(fields, sort_keys=False))
+    return file

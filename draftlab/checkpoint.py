@@ -1,24 +1,15 @@
-"""Hugging Face directories: config <-> Shape, lazy tensors, atomic writes, provenance."""
+"""Hugging Face directories: config <-> Shape, lazy tensors, atomic writes."""
 
 import contextlib
-import hashlib
 import json
 import os
-import platform
-import resource
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,7 +20,6 @@ from draftlab.shape import Shape
 if TYPE_CHECKING:  # transformers takes seconds to import, and only two functions here need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RECORD_FILE = "draftlab.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,22 +32,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 EMBEDDED = Path(__file__).parent / "models"
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5_000_000_000
-
-
-class Record(BaseModel):
-    """What made a directory: draftlab.json beside every output."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    command: str
-    arguments: dict[str, object]
-    inputs: dict[str, str]  # path -> sha256 of its weights or text
-    versions: dict[str, str]
-    created: str
-    seconds: float
-    peak_memory_bytes: int
-    notes: dict[str, object] = {}
 
 
 def locate(name: str | Path) -> Path:
@@ -170,7 +147,7 @@ def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
 
 def config_for(shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None) -> dict[str, object]:
     """base rewritten to shape: sizes, explicit head_dim, and every per-layer list sliced to the kept layers."""
-    config = {k: v for k, v in base.items() if k not in ("_name_or_path", "transformers_version")}
+    config = {k: v for k, v in base.items() if k not in ("_name_or_path", "transformers_version", "torch_dtype")}
     kept = kept_layers if kept_layers is not None else list(range(shape.layers))
     length = base.get("num_hidden_layers")
     for key, value in base.items():
@@ -226,22 +203,53 @@ def write_checkpoint(
                 shutil.copyfile(tokenizer_from / name, directory / name)
 
 
-def load_model(directory: Path, dtype: torch.dtype) -> "PreTrainedModel":
-    """The checkpoint as a transformers model, with every weight accounted for.
+def resolve_device(name: str) -> torch.device:
+    """auto: the GPU where there is one.
+
+    Raises:
+        UserError: a device that this machine or this torch does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: what a device decodes fastest in with plain kernels, bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device = CPU) -> "PreTrainedModel":
+    """The checkpoint as a transformers model on device, with every weight accounted for.
 
     Raises:
         UserError: it cannot be built, or weights are missing or left over.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{directory} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    model, info = loaded
     wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
     if wrong:
         raise UserError(f"{directory} does not fit its config.json: {wrong}")
-    return model
+    return model.to(device)
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """Of the weights themselves: configs name it in two ways or not at all."""
+    return Weights(directory)["model.norm.weight"].dtype
 
 
 def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
@@ -262,6 +270,12 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
         raise UserError(f"{directory} holds no usable tokenizer: {' '.join(str(error).split())[:200]}") from error
+
+
+def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
+    """bos, eos and pad; None for what the tokenizer does not have."""
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+    return {name: value if isinstance(value, int) else None for name, value in ids.items()}
 
 
 def model_weights(model: "PreTrainedModel", dtype: torch.dtype) -> dict[str, Tensor]:
@@ -307,72 +321,6 @@ def check_free(out: Path, *, force: bool) -> None:
     parent = next(p for p in out.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write {out}: {parent} is not a writable directory")
-
-
-def write_record(
-    directory: Path, command: str, arguments: dict[str, object], inputs: list[Path], began: float, **notes: object
-) -> Record:
-    """Provenance of directory, as draftlab.json. began: time.time() when the command started."""
-    record = Record(
-        command=command,
-        arguments=plain(arguments),
-        inputs={str(path): fingerprint(path) for path in inputs},
-        versions=versions(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        seconds=round(time.time() - began, 2),
-        peak_memory_bytes=peak_memory_bytes(),
-        notes=notes,
-    )
-    (directory / RECORD_FILE).write_text(record.model_dump_json(indent=2))
-    return record
-
-
-def read_record(directory: Path) -> Record | None:
-    """The record beside an output, or None where there is none."""
-    try:
-        return Record.model_validate_json((directory / RECORD_FILE).read_text())
-    except OSError:
-        return None
-    except ValueError as error:
-        raise UserError(f"{directory / RECORD_FILE} is not a draftlab record: {error}") from None
-
-
-def plain(arguments: dict[str, object]) -> dict[str, object]:
-    """Arguments as JSON has them, so that a record read back compares equal."""
-    return json.loads(json.dumps(arguments, default=str))
-
-
-def fingerprint(path: Path) -> str:
-    """sha256 over what a path holds that decides a result: config and weights of a checkpoint, else every file."""
-    digest = hashlib.sha256()
-    names = ("config.json", "tokenizer.json", "score.json")
-    if path.is_dir():
-        files = [f for f in sorted(path.iterdir()) if f.suffix == ".safetensors" or f.name in names]
-    else:
-        files = [path]
-    for file in files:
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("draftlab", "torch", "transformers", "accelerate", "peft", "lm_eval"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return found | ({"git": git.stdout.strip()} if git.returncode == 0 else {})
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def layer_of(name: str) -> int | None:
@@ -431,4 +379,3 @@ def _replace(work: Path, out: Path) -> None:
     out.rename(old / "was")
     work.rename(out)
     shutil.rmtree(old, ignore_errors=True)
-

@@ -1,7 +1,8 @@
 """What users can do: one typed function per command. Typer and recipes call these same functions."""
 
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +12,7 @@ from typer import Argument, Option
 from draftlab import workspace
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.shape import Shape
+from draftlab.shape import Shape, parse_numbers
 
 if TYPE_CHECKING:
     from draftlab.distill.run import Fitted
@@ -32,7 +33,7 @@ class Outcome:
     """What a command made: the path, what a person reads (strings and rich tables), what a program reads."""
 
     path: Path | None
-    show: list[object]
+    show: Sequence[object]
     data: dict[str, object]
     missed: list[str] = field(default_factory=list)  # bars the user set that were not reached
 
@@ -95,7 +96,7 @@ def tokenizer(
 ) -> Outcome:
     """Train a byte-level BPE tokenizer for source code."""
     arguments, began = _arguments(locals())
-    from draftlab import checkpoint
+    from draftlab import checkpoint, provenance
     from draftlab.data import documents, parse_mixture, take_bytes
     from draftlab.tokenizer import train_tokenizer
 
@@ -104,7 +105,7 @@ def tokenizer(
     texts = [d.text for name, most in limits.items() for d in take_bytes(documents(name, "train"), most)]
     with checkpoint.new_directory(out, force=force) as work:
         train_tokenizer(texts, vocab, work)
-        checkpoint.write_record(work, "tokenizer", arguments, [], began)
+        provenance.write_record(work, "tokenizer", arguments, [], began)
     return Outcome(path=out, show=[str(out)], data={"path": str(out), "vocab": vocab})
 
 
@@ -148,8 +149,7 @@ def train(
     elif shape is not None and tokenizer is not None:
         source = Path(tokenizer) if Path(tokenizer).is_dir() else checkpoint.locate(tokenizer)
         tok, start = checkpoint.load_tokenizer(source), read_shape_file(shape)
-        ids = {"bos": tok.bos_token_id, "eos": tok.eos_token_id, "pad": tok.pad_token_id}
-        config = checkpoint.llama_config(start, context=context, **ids)
+        config = checkpoint.llama_config(start, context=context, **checkpoint.special_ids(tok))
     else:
         raise UserError("say what to train: --model CHECKPOINT, or --shape FILE with --tokenizer DIR for a new model")
     if dry_run:
@@ -157,19 +157,7 @@ def train(
     student = checkpoint.load_model(source, torch.float32) if model else checkpoint.new_model(config, seed)
     batches = open_batches(data, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
     heldout = open_heldout(next(iter(parse_mixture(data))), tok, rows=rows, seq_len=seq_len, most_rows=512)
-    settings = Settings(
-        loss="ce",
-        steps=steps,
-        lr=lr,
-        optimizer=optimizer,
-        weight_decay=weight_decay,
-        micro_rows=micro_rows,
-        dtype=dtype,
-        compile=compile,
-        eval_every=eval_every,
-        save_every=save_every,
-        seed=seed,
-    )
+    settings = Settings.of(arguments, loss="ce")
     fitted = run.fit_and_write(
         student, None, batches, heldout, settings, out=out, command="train", arguments=arguments,
         inputs=[source], like=source, config=config, began=began, force=force,
@@ -222,8 +210,8 @@ def prune(
         return _plan(out, {"source": have.describe(), "draft": wanted.describe(), "kv": _kv_saving(have, wanted)})
     spec = data or space.data
     keep, disk_bytes = run.prune(
-        directory, wanted, out=out, data=spec, tokens=tokens, seq_len=seq_len, seed=seed, device=space.device,
-        arguments=arguments, began=began, force=force,
+        directory, wanted, out=out, data=spec, tokens=tokens, seq_len=seq_len, seed=seed,
+        device=checkpoint.resolve_device(space.device), arguments=arguments, began=began, force=force,
     )  # fmt: skip
     facts = {"path": str(out), "shape": wanted.model_dump(), "params": wanted.params(), "layers": keep.layers}
     text = f"{out}\n{wanted.describe()}, {disk_bytes / 1e6:.1f} MB; {_kv_saving(have, wanted)}; layers {keep.layers}"
@@ -235,7 +223,8 @@ def distill(
     target: TargetName = None,
     data: Data = None,
     text: Annotated[
-        Literal["data", "target"], Option(help="Train on the data itself, or on what the target writes after its prompts.")
+        Literal["data", "target"],
+        Option(help="Train on the data itself, or on what the target writes after its prompts."),
     ] = "data",
     loss: Annotated[str, Option(help="fkl, rkl, jsd(0.5), or ce (no target).")] = "fkl",
     temperature: Annotated[float, Option(min=0.01, help="Softens both distributions in the loss.")] = 1.0,
@@ -264,8 +253,8 @@ def distill(
     from draftlab import checkpoint
     from draftlab.data import open_batches, open_heldout, parse_mixture
     from draftlab.distill import run
-    from draftlab.distill.losses import parse_loss
     from draftlab.distill.loop import Settings
+    from draftlab.distill.losses import parse_loss
     from draftlab.tokenizer import check_same_vocabulary
 
     space = workspace.load()
@@ -281,26 +270,13 @@ def distill(
         return _plan(out, facts | ({"target": checkpoint.read_shape(teacher_dir).describe()} if teacher_dir else {}))
     spec, tok = data or space.data, checkpoint.load_tokenizer(source)
     state = run.state_of(out)
-    settings = Settings(
-        loss=loss,
-        steps=steps,
-        lr=lr,
-        temperature=temperature,
-        optimizer=optimizer,
-        weight_decay=weight_decay,
-        micro_rows=micro_rows,
-        dtype=dtype,
-        compile=compile,
-        eval_every=eval_every,
-        save_every=save_every,
-        seed=seed,
-    )
+    settings = Settings.of(arguments)
     heldout = open_heldout(next(iter(parse_mixture(spec))), tok, rows=rows, seq_len=seq_len, most_rows=64)
     batches = open_batches(spec, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
     if text == "target" and teacher_dir is not None:
         batches = run.target_text(
             batches, teacher_dir, state, steps=steps, prompt=prompt_tokens, temperature=sample_temperature,
-            device=space.device, eos_id=tok.eos_token_id,
+            device=checkpoint.resolve_device(space.device), eos_id=checkpoint.special_ids(tok)["eos"],
         )  # fmt: skip
     teacher_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     teacher = checkpoint.load_model(teacher_dir, teacher_dtype) if parse_loss(loss).divergence and teacher_dir else None
@@ -313,16 +289,22 @@ def distill(
 
 
 def score(
-    draft: Annotated[list[str] | None, Option(help="Draft to score, again for each; the newest one if left out.")] = None,
+    draft: Annotated[
+        list[str] | None, Option(help="Draft to score, again for each; the newest one if left out.")
+    ] = None,
     target: TargetName = None,
-    data: Annotated[str | None, Option(help="Prompts: held-out text of this source; the workspace's if left out.")] = None,
+    data: Annotated[
+        str | None, Option(help="Prompts: held-out text of this source; the workspace's if left out.")
+    ] = None,
     k: Annotated[str, Option(help="Numbers of drafted tokens to try, as 1-6 or 2,4,8.")] = "1-6",
     prompts: Annotated[int, Option(min=1, help="Number of prompts.")] = 16,
     prompt_tokens: Annotated[int, Option(min=1, help="Tokens of each prompt.")] = 64,
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens decoded after each prompt.")] = 128,
     repeats: Annotated[int, Option(min=1, help="Times every prompt is decoded in every way.")] = 3,
     temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
-    tasks: Annotated[str, Option(help="lm-eval tasks, by comma; 'none' for none.")] = "code_next_line,code_bits_per_byte",
+    tasks: Annotated[
+        str, Option(help="lm-eval tasks, by comma; 'none' for none.")
+    ] = "code_next_line,code_bits_per_byte",
     task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
@@ -348,6 +330,7 @@ def score(
     checkpoint.check_free(out, force=force)
     for directory in drafts.values():
         check_same_vocabulary(directory, target_dir)
+    device = checkpoint.resolve_device(space.device)
     plan = run.Plan(
         target=target_dir,
         drafts=drafts,
@@ -360,10 +343,11 @@ def score(
         temperature=temperature,
         tasks=[] if tasks == "none" else tasks.split(","),
         task_limit=task_limit,
-        dtype=dtype or space.dtype,
-        device=space.device,
+        dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
+        device=device,
         threads=threads,
         seed=seed,
+        command=_command_line("score", arguments),
     )
     if dry_run:
         shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
@@ -377,13 +361,15 @@ def score(
 
 
 def report(
-    scores: Annotated[list[Path] | None, Argument(help="score.json files or folders; the workspace's runs if left out.")] = None,
+    scores: Annotated[
+        list[Path] | None, Argument(help="score.json files or folders; the workspace's runs if left out.")
+    ] = None,
     out: Annotated[Path | None, Option(help="Directory for report.html and report.md.")] = None,
     force: Force = False,
 ) -> Outcome:
     """Tables and one self-contained HTML page with plots, from scores."""
     arguments, began = _arguments(locals())
-    from draftlab import checkpoint
+    from draftlab import checkpoint, provenance
     from draftlab.record import read_score
     from draftlab.report import html, json_rows, markdown, score_table
 
@@ -391,11 +377,11 @@ def report(
     files = _score_files(scores or [space.runs])
     read = [read_score(file) for file in files]
     out = out or space.runs / "report"
-    command = "draftlab report " + " ".join(str(path) for path in scores or [space.runs])
+    command = shlex.join(["draftlab", "report", *map(str, scores or [space.runs])])
     with checkpoint.new_directory(out, force=force) as work:
         (work / "report.html").write_text(html(read, command))
         (work / "report.md").write_text(markdown(read))
-        checkpoint.write_record(work, "report", arguments, files, began)
+        provenance.write_record(work, "report", arguments, files, began)
     page = out / "report.html"
     return Outcome(path=page, show=[score_table(read), str(page)], data={"path": str(page), "scores": json_rows(read)})
 
@@ -405,35 +391,31 @@ COMMANDS: dict[str, Callable[..., Outcome]] = {
 }
 
 
-def parse_numbers(text: str) -> list[int]:
-    """'1-4' or '2,4,8' or '1-3,8' -> ascending numbers.
-
-    Raises:
-        UserError: anything else, or a number below 1.
-    """
-    numbers: set[int] = set()
-    for part in text.split(","):
-        low, _, high = part.partition("-")
-        if not low.strip().isdigit() or (high and not high.strip().isdigit()):
-            raise UserError(f"{text!r} is not a list of numbers; write 1-6 or 2,4,8")
-        numbers |= set(range(int(low), int(high or low) + 1))
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{text!r} holds no number from 1 on; write 1-6 or 2,4,8")
-    return sorted(numbers)
-
-
 def _arguments(given: dict[str, object]) -> tuple[dict[str, object], float]:
     """A command's arguments as recorded, and now; what does not change the result is left out."""
     return {name: value for name, value in given.items() if name not in ("force", "dry_run")}, time.time()
 
 
-def _plan(out: Path, facts: dict[str, object]) -> Outcome:
+def _command_line(command: str, arguments: dict[str, object]) -> str:
+    """What to type for these arguments; flags that are off and options that were left out do not appear."""
+    words = ["draftlab", command]
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        for item in value if isinstance(value, list) else [value]:
+            words += [] if item is None or item is False else [flag] if item is True else [flag, str(item)]
+    return shlex.join(words)
+
+
+def _plan(out: Path, facts: Mapping[str, object]) -> Outcome:
     lines = [f"{name}: {value}" for name, value in facts.items()]
     return Outcome(path=None, show=[*lines, f"would write {out}"], data={"out": str(out), **facts})
 
 
 def _trained(out: Path, fitted: "Fitted") -> Outcome:
-    lines = [str(out), f"{fitted.tokens:,} tokens in {fitted.seconds:.0f} s; {fitted.bits_per_byte:.3f} bits per byte held out"]
+    lines = [
+        str(out),
+        f"{fitted.tokens:,} tokens in {fitted.seconds:.0f} s; {fitted.bits_per_byte:.3f} bits per byte held out",
+    ]
     before, after = fitted.before.acceptance, fitted.after.acceptance
     if before is not None and after is not None:
         lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}")
@@ -461,7 +443,7 @@ def _by_name(directories: list[Path]) -> dict[str, Path]:
 
 
 def _score_files(paths: list[Path]) -> list[Path]:
-    files = [f for path in paths for f in (sorted(path.rglob("score.json")) if path.is_dir() else [path])]
+    files = [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
     if not files:
         raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
     return files

@@ -225,7 +225,9 @@ def _read(source: str) -> Iterator[Document]:
         raise UserError(f"data {source!r}: neither a built-in source nor a file or folder here{hint}")
     files = [f for f in sorted(path.rglob("*")) if f.suffix in READERS] if path.is_dir() else [path]
     if path.is_file() and path.suffix not in READERS:
-        raise UserError(f"data {source!r}: cannot read {path.suffix or 'a file without suffix'}; want {sorted(READERS)}")
+        raise UserError(
+            f"data {source!r}: cannot read {path.suffix or 'a file without suffix'}; want {sorted(READERS)}"
+        )
     return (doc for file in files for doc in READERS[file.suffix](file))
 
 

@@ -125,9 +125,7 @@ def wanted_shape(
     elif layers is not None and hidden is not None and all(n is None for n in details):
         named = matching_preset(layers, hidden, source.vocab, source.head_dim, widths_folder())
     if named is None:
-        wanted = resolve(
-            source, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, params=params
-        )
+        wanted = resolve(source, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, params=params)
         return wanted, None
     check_within(named[1], source)
     return named[1], named[0]

@@ -141,7 +141,7 @@ class Llama:
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
 
-def load(directory: Path, dtype: torch.dtype, device: str = "cpu") -> Llama:
+def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
     """The checkpoint as a Llama.
 
     Raises:
@@ -200,7 +200,7 @@ def _rotary(directory: Path, shape: Shape) -> tuple[Tensor, float]:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+        return 1.0 / torch.pow(float(str(rope["rope_theta"])), exponents), 1.0
     if kind not in ("linear", "llama3", "yarn"):  # the others change with the length of the text
         raise UserError(f"{directory}: rotary scaling {kind!r}; the engine computes default, linear, llama3 and yarn")
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

@@ -5,12 +5,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from draftlab.record import Interval, Score, TaskResult
 
@@ -18,13 +19,13 @@ from draftlab.record import Interval, Score, TaskResult
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#aa4499", "#999933")
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
 PHASES = {"draft": "#d55e00", "verify": "#0072b2", "host": "#8c8c8c"}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a $ in a name is a $
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-LABEL_LENGTH = 24
+LABEL_LENGTH = 22
 CHARACTER_WIDTH = 0.017  # of a label, in widths of the axes
 
 
@@ -76,8 +77,8 @@ def plot_speedup(entries: list[Entry]) -> Markup:
             ax.fill_between(ks, low, high, color=entry.colour, alpha=0.15, linewidth=0)
             if len(ks) == 1:  # a band over one K has no width
                 ax.vlines(ks, low, high, color=entry.colour)
-        _count_axis(ax, [k for e in entries for k in e.gains])
-        ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up")
+        ks = sorted({k for e in entries for k in e.gains})
+        ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up", xticks=ks, xlim=(ks[0] - 0.5, ks[-1] + 0.5))
 
     return _svg(draw, "Speed-up against K")
 
@@ -98,7 +99,7 @@ def plot_latency(entries: list[Entry]) -> Markup:
             ax.scatter(x, t.median_ms, s=area, color=colour, marker=marker)
         xs, ys = [m[0].shape.layers for m in models], [m[0].latency[0].median_ms for m in models]
         _scale(ax, xs, ys)
-        _label(ax, xs, ys, ["target", *(e.label for e in entries)])
+        _label(ax, xs, ys, ["target", *(e.label for e in entries)], [0.0] * len(models))
         ax.set(xlabel="layers", ylabel="ms per token")
 
     return _svg(draw, "Latency of one pass over one token against layers")
@@ -107,15 +108,14 @@ def plot_latency(entries: list[Entry]) -> Markup:
 def plot_accuracy(entries: list[Entry]) -> Markup | None:
     """None where no draft has an accuracy."""
     scored = [(e, e.accuracy) for e in entries if e.accuracy]
+    xs, ys = [a.value for _, a in scored], [e.length for e, _ in scored]
+    errors = [a.stderr or 0.0 for _, a in scored]
 
     def draw(ax: Axes) -> None:
-        for entry, accuracy in scored:
-            ax.errorbar(
-                accuracy.value, entry.length, xerr=accuracy.stderr or 0, color=entry.colour, marker=entry.marker
-            )
+        for (entry, _), x, y, error in zip(scored, xs, ys, errors, strict=True):
+            ax.errorbar(x, y, xerr=error, color=entry.colour, marker=entry.marker)
         ax.margins(0.2)
-        names = [f"{e.label}, K = {e.k}" for e, _ in scored]
-        _label(ax, [a.value for _, a in scored], [e.length for e, _ in scored], names)
+        _label(ax, xs, ys, [f"{e.label}, K={e.k}" for e, _ in scored], errors)
         ax.set(xlabel=f"accuracy of the draft, {scored[0][1].task}", ylabel="tokens per target pass")
 
     return _svg(draw, "Tokens per target pass against accuracy of the draft") if scored else None
@@ -126,8 +126,9 @@ def plot_positions(entries: list[Entry]) -> Markup:
         for entry in entries:
             shares = entry.score.acceptance(entry.k).per_position_acceptance
             ax.plot(range(1, len(shares) + 1), shares, color=entry.colour, marker=entry.marker)
-        _count_axis(ax, [1, *(e.k for e in entries)])
-        ax.set(xlabel="position in the draft", ylabel="share of steps", ylim=(0, 1.02))
+        positions = range(1, max(e.k for e in entries) + 1)
+        ax.set(xlabel="position in the draft", xticks=positions, xlim=(0.5, positions[-1] + 0.5))
+        ax.set(ylabel="share of steps", ylim=(0, 1.02))
 
     return _svg(draw, "Acceptance by position")
 
@@ -147,12 +148,7 @@ def plot_time(entries: list[Entry]) -> Markup:
         ax.set(xlabel="ms per step", xlim=(0, 1.05 * max(step_ms)), ylim=(len(entries) - 0.7, -0.8), yticks=[])
         ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PHASES), frameon=False)
 
-    return _svg(draw, "Time per step: draft, verify, host")
-
-
-def _count_axis(ax: Axes, counts: Sequence[int]) -> None:
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlim(min(counts) - 0.5, max(counts) + 0.5)
+    return _svg(draw, "Time per step: draft, verify, host", inches=1.2 + 0.45 * len(entries))
 
 
 def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
@@ -168,28 +164,39 @@ def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _label(ax: Axes, xs: Sequence[float], ys: Sequence[float], names: Sequence[str]) -> None:
-    """Names beside points, on the side with more room, moved up past points and names already there."""
-    ax.autoscale_view()  # limits are otherwise set when drawing, after the transform below
-    at = ax.transAxes.inverted().transform(ax.transData.transform(list(zip(xs, ys, strict=True)))).tolist()
-    taken = [(x - 0.025, x + 0.025, y) for x, y in at]
-    for (x, y), name in sorted(zip(at, names, strict=True), key=lambda item: item[0][1]):
-        width, side = CHARACTER_WIDTH * len(name), 1 if x < 0.5 else -1
-        left, right = sorted((x + 0.035 * side, x + (0.035 + width) * side))
-        height = y
-        while any(left < end and start < right and abs(height - other) < 0.06 for start, end, other in taken):
-            height += 0.01
-        taken.append((left, right, height))
-        line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4} if height - y > 0.04 else None
-        where = {"xycoords": ax.transAxes, "textcoords": ax.transAxes, "arrowprops": line}
-        align = {"ha": "left" if side == 1 else "right", "va": "center"}
-        ax.annotate(name, (x, y), (x + 0.035 * side, height), in_layout=False, **where, **align)
+def _label(ax: Axes, xs: Sequence[float], ys: Sequence[float], names: Sequence[str], errors: Sequence[float]) -> None:
+    """Names beside points and their error bars; where that place is taken, above or below with a line."""
+    ax.autoscale_view()  # limits are otherwise set when drawing, after the transforms below
+    to_axes = ax.transData + ax.transAxes.inverted()
+    at = to_axes.transform(list(zip(xs, ys, strict=True))).tolist()
+    ends = to_axes.transform([(x + error, y) for x, y, error in zip(xs, ys, errors, strict=True)]).tolist()
+    reach = [max(0.03, end[0] - x) for (x, _), end in zip(at, ends, strict=True)]
+    taken = [(x - r, x + r, y) for (x, y), r in zip(at, reach, strict=True)]
+    for (x, y), r, name in zip(at, reach, names, strict=True):
+        width = CHARACTER_WIDTH * len(name)
+        sides = [(x + r + 0.01, x + r + 0.01 + width), (x - r - 0.01 - width, x - r - 0.01)]
+        left, right, height = place = _free_place(sides, y, taken)
+        taken.append(place)
+        end, align = ((left, height), "left") if left > x else ((right, height), "right")
+        line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4} if abs(height - y) > 0.03 else None
+        style = {"ha": align, "va": "center", "arrowprops": line, "in_layout": False}
+        ax.annotate(name, (x, y), end, ax.transAxes, ax.transAxes, **style)
 
 
-def _svg(draw: Callable[[Axes], None], alt: str) -> Markup:
+def _free_place(
+    sides: list[tuple[float, float]], y: float, taken: list[tuple[float, float, float]]
+) -> tuple[float, float, float]:
+    """Left, right and height, in widths and heights of the axes: the nearest free place, or the nearest at all."""
+    places = [(*side, y + step / 50) for step in sorted(range(-25, 26), key=abs) for side in sides]
+    inside = [p for p in places if p[0] > 0 and p[1] < 1 and 0.03 < p[2] < 0.97]
+    free = [p for p in inside if not any(p[0] < b and a < p[1] and abs(p[2] - h) < 0.06 for a, b, h in taken)]
+    return (free or inside or places)[0]
+
+
+def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
     """One plot without addresses or ids that another plot could have; its ink is the page's own colour."""
     with rc_context({**STYLE, "svg.hashsalt": alt}):
-        figure = Figure(figsize=(5.2, 3.5), layout="constrained")
+        figure = Figure(figsize=(5.2, inches), layout="constrained")
         ax = figure.subplots()
         ax.grid(color="black", alpha=0.12)
         ax.set_axisbelow(True)

@@ -49,12 +49,12 @@ def run_recipe(steps: list[Step], *, dry_run: bool) -> Outcome:
 
     The outcome shows what the last step showed.
     """
+    if dry_run:
+        plan = {f"{step.command} {step.out or ''}".rstrip(): "done" if is_done(step) else "to do" for step in steps}
+        return Outcome(path=None, show=[f"{name}: {state}" for name, state in plan.items()], data={"steps": plan})
     last = Outcome(path=None, show=[], data={})
     for number, step in enumerate(steps, 1):
         title = f"[{number}/{len(steps)}] {step.command} {step.out or ''}".rstrip()
-        if dry_run:
-            last.show.append(f"{title}: {'done already' if is_done(step) else 'to do'}")
-            continue
         if is_done(step) and number < len(steps):
             note(f"{title}: done already")
             continue
@@ -68,15 +68,15 @@ def run_recipe(steps: list[Step], *, dry_run: bool) -> Outcome:
 
 def is_done(step: Step) -> bool:
     """The step's output records this very command, and its inputs have not changed since."""
-    from draftlab import checkpoint
+    from draftlab import provenance
 
-    record = checkpoint.read_record(step.out) if step.out is not None else None
+    record = provenance.read_record(step.out) if step.out is not None else None
     if record is None:
         return False
     arguments = {k: v for k, v in step.arguments.items() if k not in ("force", "dry_run")}
-    same = record.command == step.command and record.arguments == checkpoint.plain(arguments)
+    same = record.command == step.command and record.arguments == provenance.plain(arguments)
     return same and all(
-        Path(path).exists() and checkpoint.fingerprint(Path(path)) == digest for path, digest in record.inputs.items()
+        Path(path).exists() and provenance.fingerprint(Path(path)) == digest for path, digest in record.inputs.items()
     )
 
 
@@ -89,7 +89,9 @@ def _read_step(step: object, where: str) -> Step:
     model = _arguments_model(command)
     unknown = sorted(set(arguments or {}) - set(model.model_fields))
     if unknown:
-        raise UserError(f"{where} ({command}): unknown key {unknown[0]!r}{did_you_mean(unknown[0], model.model_fields)}")
+        raise UserError(
+            f"{where} ({command}): unknown key {unknown[0]!r}{did_you_mean(unknown[0], model.model_fields)}"
+        )
     try:
         read = model.model_validate(arguments or {})
     except ValidationError as error:

@@ -190,7 +190,8 @@ class Score(_Frozen):
             gain = "No clear difference. " + gain
         passes = self.draft_step_ms * k / self.target.latency[0].median_ms
         limit = (
-            f"drafting takes {split['draft']:.0%} of the time ({passes:.2f} target passes per step): fewer layers would help most"
+            f"drafting takes {split['draft']:.0%} of the time ({passes:.2f} target passes per step): "
+            "fewer layers would help most"
             if split["draft"] > split["verify"]
             else f"verifying takes {split['verify']:.0%} of the time: more accepted tokens would help most"
         )
@@ -203,12 +204,7 @@ def acceptance(generations: list[Generation], k: int) -> Acceptance:
     Raises:
         ValueError: the lists contradict each other.
     """
-    steps = [
-        (d, a, e)
-        for g in generations
-        for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True)
-        if d > 0
-    ]
+    steps = [(d, a, e) for g in generations for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True) if d > 0]
     if any(not 0 <= a <= d <= k or not 1 <= e <= a + 1 for d, a, e in steps):
         raise ValueError(f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1")
     n = len(steps)

@@ -14,7 +14,7 @@ from draftlab import plots
 from draftlab.errors import UserError
 from draftlab.plots import Entry
 from draftlab.record import Interval, Latency, Model, Score, TaskResult
-from draftlab.shape import count_text
+from draftlab.shape import Shape, count_text
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
@@ -48,11 +48,11 @@ TERMINAL_HEADS = (
 )
 K_HEADS = (
     "K",
-    "accept\nrate",
+    "acceptance\nrate",
     "tokens\nper\ntarget\npass",
-    "break-\neven",
+    "break\neven",
     "speed-up\n(95% interval)",
-    "draft /\nverify /\nhost, %",
+    "draft/\nverify/\nhost, %",
     "steps",
     "accepted\nat least\n1, 2, ... K",
 )
@@ -82,6 +82,38 @@ def k_table(score: Score) -> Table:
     return table
 
 
+def shape_table(shapes: dict[str, Shape]) -> Table:
+    """One row per named shape: sizes and what it costs to run."""
+    heads = (
+        "shape",
+        "layers",
+        "width",
+        "heads",
+        "ffn",
+        "parameters",
+        "in blocks",
+        "KV bytes\nper token",
+        "MFLOP\nper token",
+    )
+    rows = [
+        [
+            name,
+            str(s.layers),
+            str(s.hidden),
+            f"{s.heads}/{s.kv_heads}",
+            str(s.ffn),
+            count_text(s.params()),
+            count_text(s.body_params()),
+            f"{s.kv_bytes_per_token():,}",
+            f"{s.flops_per_token(0) / 1e6:,.1f}",
+        ]
+        for name, s in shapes.items()
+    ]
+    table = _terminal_table(heads, rows, best=-1, flexible=0)
+    table.caption = Text("heads: queries/keys. KV bytes in bf16.")
+    return table
+
+
 def markdown(scores: list[Score]) -> str:
     """The leaderboard as a Markdown table, then verdicts, warnings and conditions."""
     entries = _rank(scores)
@@ -101,7 +133,7 @@ def html(scores: list[Score], command: str) -> str:
     ordered = [e.score for e in entries]
     environment = Environment(loader=PackageLoader("draftlab"), autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
-    return environment.get_template("report.html.j2").render(
+    page = environment.get_template("report.html.j2").render(
         targets=sorted({s.target.name for s in scores}),
         answer=_answer(entries),
         cautions=cautions(scores),
@@ -115,6 +147,7 @@ def html(scores: list[Score], command: str) -> str:
         versions=_agreement(ordered, [s.versions for s in ordered]),
         command=command,
     )
+    return page.strip() + "\n"
 
 
 def json_rows(scores: list[Score]) -> list[dict[str, Any]]:
@@ -248,7 +281,7 @@ def _k_rows(entry: Entry) -> Rows:
                 f"{acceptance.mean_acceptance_length:.2f}",
                 f"{entry.score.break_even_length(k):.2f}",
                 _gain_text(gain),
-                " / ".join(f"{100 * split[phase]:.0f}" for phase in plots.PHASES),
+                "/".join(f"{100 * split[phase]:.0f}" for phase in plots.PHASES),
                 f"{acceptance.num_spec_steps:,}",
                 " ".join(f"{share:.2f}" for share in acceptance.per_position_acceptance),
             ]

@@ -4,6 +4,7 @@ Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -283,6 +284,23 @@ def parse_count(text: str) -> int:
     if count < 1:
         raise UserError(f"{text!r} is not a count; write 1.3b, 796m, 350k or a whole number above 0")
     return count
+
+
+def parse_numbers(text: str) -> list[int]:
+    """'1-4' or '2,4,8' or '1-3,8' -> ascending numbers.
+
+    Raises:
+        UserError: anything else, or a number below 1.
+    """
+    numbers: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if not re.fullmatch(r"\s*\d+\s*(-\s*\d+\s*)?", part):
+            raise UserError(f"{text!r} is not a list of numbers; write 1-6 or 2,4,8")
+        numbers |= set(range(int(low), int(high or low) + 1))
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"{text!r} holds no number from 1 on; write 1-6 or 2,4,8")
+    return sorted(numbers)
 
 
 def count_text(count: float) -> str:

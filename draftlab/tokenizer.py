@@ -55,4 +55,6 @@ def check_same_vocabulary(draft: Path, target: Path) -> None:
         )
     sizes = read_config(draft)["vocab_size"], read_config(target)["vocab_size"]
     if sizes[0] != sizes[1]:
-        raise UserError(f"draft {draft.name} has {sizes[0]} logits, target {target.name} {sizes[1]}; pad or trim the draft")
+        raise UserError(
+            f"draft {draft.name} has {sizes[0]} logits, target {target.name} {sizes[1]}; pad or trim the draft"
+        )

@@ -22,8 +22,8 @@ class Workspace(BaseModel):
     source: str
     data: str
     runs: Path = Path("runs")
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"  # cuda where there is one
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on cuda, else float32
 
 
 # hub names; the paper's are the default where there is no workspace file
@@ -33,22 +33,16 @@ PRESETS: dict[str, Workspace] = {
         target="huggyllama/llama-65b",
         source="huggyllama/llama-7b",
         data="hf:DKYoon/SlimPajama-6B",
-        device="cuda",
-        dtype="bfloat16",
     ),
     "llama-2-70b": Workspace(
         target="meta-llama/Llama-2-70b-hf",
         source="meta-llama/Llama-2-7b-hf",
         data="hf:DKYoon/SlimPajama-6B",
-        device="cuda",
-        dtype="bfloat16",
     ),
     "llama-3-70b": Workspace(
         target="meta-llama/Llama-3.1-70B",
         source="meta-llama/Llama-3.1-8B",
         data="hf:DKYoon/SlimPajama-6B",
-        device="cuda",
-        dtype="bfloat16",
     ),
 }
 DEFAULT = PRESETS["llama-65b"]
@@ -97,5 +91,7 @@ def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
 def write(workspace: Workspace, folder: Path = Path()) -> Path:
     file = folder / FILE
     fields = workspace.model_dump(mode="json")
-    file.write_text("# what draftlab commands use when the command line does not say\n" + yaml.safe_dump(fields, sort_keys=False))
+    file.write_text(
+        "# what draftlab commands use when the command line does not say\n" + yaml.safe_dump(fields, sort_keys=False)
+    )
     return file

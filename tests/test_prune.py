@@ -29,8 +29,9 @@ def text(tmp_path) -> str:
 
 def prune_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
     have = checkpoint.read_shape(source)
+    shape = resolve(have, multiple_of=8, **wanted)
     prune(
-        source, resolve(have, multiple_of=8, **wanted), out=out, data=text, tokens=256, seq_len=64, seed=0, device="cpu",
+        source, shape, out=out, data=text, tokens=256, seq_len=64, seed=0, device=torch.device("cpu"),
         arguments={}, began=0.0, force=False,
     )  # fmt: skip
     return out

@@ -8,9 +8,9 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -49,6 +49,12 @@ class Settings:
     eval_every: int = 100
     save_every: int = 200
     seed: int = 0
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], **others: Any) -> "Settings":
+        """The settings among a command's arguments, which have the same names, and others."""
+        names = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in arguments.items() if name in names} | others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +136,7 @@ def train(
     step_module, optimizers = DistillStep(student, loss, settings.temperature), _optimizers(student, settings)
     step_module, *optimizers = accelerator.prepare(step_module, *optimizers)
     if teacher is not None:
-        teacher = teacher.to(accelerator.device).eval().requires_grad_(False)
+        teacher = teacher.to(accelerator.device).eval()
     if settings.compile:
         accelerator.unwrap_model(step_module).compile()
         if teacher is not None:
@@ -162,8 +168,8 @@ def evaluate(
             totals += _sums(accelerator, step_module, teacher, batch).double().cpu()
             tokens += int(batch.mask.sum())
     step_module.train()
-    totals = accelerator.reduce(totals.to(accelerator.device))
-    tokens = int(accelerator.reduce(torch.tensor(tokens, device=accelerator.device)))
+    totals = _total(accelerator, totals)
+    tokens = int(_total(accelerator, torch.tensor(tokens)))
     loss, cross_entropy, alpha, agreement = (totals / tokens).tolist()
     return EvalRecord(
         step=step,
@@ -192,7 +198,7 @@ def _step(
 ) -> StepRecord:
     began = time.perf_counter()
     rows = batches.batch(step).part(accelerator.process_index, accelerator.num_processes)
-    tokens = int(accelerator.reduce(torch.tensor(int(rows.mask.sum()), device=accelerator.device)))
+    tokens = int(_total(accelerator, torch.tensor(int(rows.mask.sum()))))
     totals = torch.zeros(4, dtype=torch.float64)
     for micro in rows.split(settings.micro_rows or len(rows.ids)):
         sums = _sums(accelerator, step_module, teacher, micro)
@@ -206,18 +212,23 @@ def _step(
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-    objective, _, alpha, _ = (accelerator.reduce(totals.to(accelerator.device)) / max(1, tokens)).tolist()
+    objective, _, alpha, _ = (_total(accelerator, totals) / max(1, tokens)).tolist()
     if not math.isfinite(objective):
         raise UserError(f"loss is {objective} at step {step}: lower the learning rate ({settings.lr:g})")
     return StepRecord(
         step=step + 1,
         loss=objective,
         acceptance=None if teacher is None else alpha,
-        grad_norm=float(norm),
+        grad_norm=math.nan if norm is None else float(norm),
         lr=lr,
         tokens=tokens,
         seconds=time.perf_counter() - began,
     )
+
+
+def _total(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """Sum over all processes."""
+    return cast(Tensor, accelerator.reduce(values.to(accelerator.device)))
 
 
 def _sums(accelerator: Accelerator, step_module: nn.Module, teacher: PreTrainedModel | None, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 def fkl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Forward KL(p || q) = sum p (log p - log q), in [0, inf). Hinton et al. 2015 with the teacher's entropy taken off."""
+    """Forward KL(p || q) = sum p (log p - log q), in [0, inf). Hinton et al. 2015, less the teacher's entropy."""
     return _kl_terms(log_p, log_q).sum(-1)
 
 

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from draftlab import checkpoint, llama
+from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
 from draftlab.data import HeldOut
 from draftlab.distill.loop import Batches, EvalRecord, Settings, StepRecord, train
 from draftlab.distill.teacher import GeneratedRows, cached_rows, generate_rows
 from draftlab.errors import UserError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +90,13 @@ def fit_and_write(
 ) -> Fitted:
     """fit, then out: the trained model with the weights' dtype of like (bf16 for a new one), log.jsonl and record."""
     state = state_of(out)
-    identity = arguments | {"command": command, "inputs": [checkpoint.fingerprint(path) for path in inputs]}
+    identity = arguments | {"command": command, "inputs": [provenance.fingerprint(path) for path in inputs]}
     fitted = fit(student, teacher, batches, heldout, settings, state=state, identity=identity, what=command)
-    dtype = DTYPES.get(str(checkpoint.read_config(like).get("dtype")), torch.bfloat16) if _is_model(like) else torch.bfloat16
+    dtype = checkpoint.stored_dtype(like) if (like / "config.json").is_file() else torch.bfloat16
     with checkpoint.new_directory(out, force=force) as work:
         checkpoint.write_checkpoint(work, config, checkpoint.model_weights(student, dtype), like)
         shutil.copyfile(state / "log.jsonl", work / "log.jsonl")
-        checkpoint.write_record(work, command, arguments, inputs, began, **fitted.as_dict())
+        provenance.write_record(work, command, arguments, inputs, began, **fitted.as_dict())
     shutil.rmtree(state)
     return fitted
 
@@ -116,7 +114,7 @@ def target_text(
     steps: int,
     prompt: int,
     temperature: float,
-    device: str,
+    device: torch.device,
     eos_id: int | None,
 ) -> GeneratedRows:
     """Rows that begin as those of batches do and go on as the target samples; made once and kept in state."""
@@ -130,7 +128,13 @@ def target_text(
         prompts = np.concatenate([batches.batch(step).ids[:, :prompt] for step in range(steps)])
         with progress("target writes", len(prompts)) as advance:
             return generate_rows(
-                model, prompts, length=length, temperature=temperature, seed=0, rows=64, advance=lambda n: advance(n, "")
+                model,
+                prompts,
+                length=length,
+                temperature=temperature,
+                seed=0,
+                rows=64,
+                advance=lambda n: advance(n, ""),
             )
 
     state.mkdir(parents=True, exist_ok=True)
@@ -147,12 +151,8 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
 
-def _is_model(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
-
-
 def _claim(state: Path, identity: dict[str, object]) -> None:
-    wanted, file = checkpoint.plain(identity), state / "run.json"
+    wanted, file = provenance.plain(identity), state / "run.json"
     if file.exists():
         held = json.loads(file.read_text())
         differing = sorted(k for k in held.keys() | wanted.keys() if held.get(k) != wanted.get(k))

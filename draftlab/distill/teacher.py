@@ -34,7 +34,13 @@ class GeneratedRows:
 
 
 def generate_rows(
-    target: Llama, prompts: np.ndarray, *, length: int, temperature: float, seed: int, rows: int,
+    target: Llama,
+    prompts: np.ndarray,
+    *,
+    length: int,
+    temperature: float,
+    seed: int,
+    rows: int,
     advance: Callable[[int], None],
 ) -> np.ndarray:
     """Continue prompts [N, P] by length tokens, rows at a time: ids [N, P + length], uint32. advance: rows done."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Next-token probabilities, [..., V], fp32. Temperature 0 is one-hot on the largest logit, the lowest id of a tie."""
+    """Next-token probabilities, [..., V], fp32. Temperature 0: one-hot on the largest logit, of a tie the lowest id."""
     if temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.softmax(logits.float() / temperature, -1)
@@ -18,12 +18,12 @@ def draw(probabilities: Tensor, u: Tensor) -> Tensor:
     """Inverse-CDF sample: the first id whose cumulative probability exceeds u. [..., V], [...] -> ids [...].
 
     Exactly the distribution given, so q in the verify rule is what the draft sampled from. An id of probability 0 is
-    never drawn, also when u lies at an edge of a cumulative sum that falls short of 1 by rounding.
+    never drawn, also where the cumulative sum falls short of 1 by rounding.
     """
     cumulative = probabilities.double().cumsum(-1)
-    edge = u.to(cumulative).unsqueeze(-1) * cumulative[..., -1:]
-    past = torch.searchsorted(cumulative, edge, right=True).squeeze(-1)
-    return past.clamp_max(_last_possible(probabilities))
+    total = cumulative[..., -1:]
+    edge = torch.minimum(u.to(cumulative).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, edge, right=True).squeeze(-1)
 
 
 def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tensor]:
@@ -48,8 +48,3 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tenso
     total = residual.sum()
     # p and q agree up to rounding: rejection had no real chance, and p itself is the right distribution
     return accepted, residual / total if total > 0 else p[accepted]
-
-
-def _last_possible(probabilities: Tensor) -> Tensor:
-    """Largest id with probability above 0, [...]."""
-    return probabilities.shape[-1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)

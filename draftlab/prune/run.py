@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab import checkpoint
+from draftlab import checkpoint, provenance
 from draftlab.console import progress
 from draftlab.data import open_batches
 from draftlab.prune.cut import Keep, choose, cut, keep_all
@@ -25,7 +25,7 @@ def prune(
     tokens: int,
     seq_len: int,
     seed: int,
-    device: str,
+    device: torch.device,
     arguments: dict[str, object],
     began: float,
     force: bool,
@@ -45,18 +45,17 @@ def prune(
             weights = cut(checkpoint.Weights(source), shape, keep, lambda done: advance(done, ""))
         checkpoint.write_checkpoint(work, config, weights, source)
         (work / KEEP_FILE).write_text(keep.model_dump_json())
-        checkpoint.write_record(work, "prune", arguments, [source], began, params=shape.params())
+        provenance.write_record(work, "prune", arguments, [source], began, params=shape.params())
     return keep, sum(tensor.nbytes for tensor in weights.values())
 
 
 def measure(
-    source: Path, shape: Shape, data: str, tokens: int, seq_len: int, seed: int, device: str
+    source: Path, shape: Shape, data: str, tokens: int, seq_len: int, seed: int, device: torch.device
 ) -> Importance:
     """Importance from tokens tokens of the train split of data, in the source's own dtype."""
     rows = -(-tokens // seq_len)
     text = open_batches(data, checkpoint.load_tokenizer(source), rows=rows, seq_len=seq_len, steps=1, seed=seed)
     batches = [part.ids[:, :-1] for part in text.batch(0).split(ROWS)]
-    stored = str(checkpoint.read_config(source).get("dtype", "float32"))
-    model = checkpoint.load_model(source, getattr(torch, stored)).to(torch.device(device))
+    model = checkpoint.load_model(source, checkpoint.stored_dtype(source), device)
     with progress("calibrate", len(batches)) as advance:
         return calibrate(model, shape, batches, lambda done: advance(done, f"{done * ROWS * seq_len:,} tokens"))

@@ -8,6 +8,7 @@ import difflib
 import functools
 import itertools
 import logging
+import math
 import numbers
 import os
 import random
@@ -22,22 +23,23 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftlab.checkpoint import load_model, load_tokenizer
+from draftlab.checkpoint import CPU, load_model, load_tokenizer
 from draftlab.data import Document, documents
 from draftlab.errors import UserError, did_you_mean
 from draftlab.record import TaskResult
 
 if TYPE_CHECKING:  # lm-eval takes seconds to import, and who scores without tasks does not need it
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM
     from lm_eval.api.task import ConfigurableTask
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.manager import TaskDict, TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NEXT_LINE = "code_next_line"
 BITS_PER_BYTE = "code_bits_per_byte"
 OWN_TASKS = (NEXT_LINE, BITS_PER_BYTE)
 ITEMS = 256  # of code_next_line where no limit is set
-CONTEXT_CHARACTERS = (200, 700)
+CONTEXT_CHARACTERS = (200, 700)  # least and most before an answer; some 60 to 250 tokens of code
 LINE_CHARACTERS = (12, 120)  # least and most of an answer, indentation left out
 LENGTH_RATIO = (0.7, 1.3)  # of a distractor to the answer
 DISTRACTORS = 3
@@ -45,7 +47,7 @@ DOCUMENT_CHARACTERS = 4000  # of each document of code_bits_per_byte
 BOOTSTRAP_SAMPLES = 1000  # for the few metrics without a closed form; lm-eval's 100,000 take minutes
 NOISY_LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
 
-Tasks = dict[str, dict[str, Any]]  # what lm-eval's loader gives and its evaluate takes: "tasks" and "groups" by name
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ def evaluate_tasks(
     *,
     limit: int | None,
     dtype: torch.dtype,
-    device: str = "cpu",
+    device: torch.device = CPU,
     batch_size: int = 16,
     seed: int = 0,
     data: str = "stdlib",
@@ -85,8 +87,8 @@ def evaluate_tasks(
     with _quiet(), _seeded(seed):
         own = _own_tasks([name for name in tasks if name in OWN_TASKS], data, limit, seed)
         registered = _registered_tasks([name for name in tasks if name not in OWN_TASKS])
-        model = load_model(directory, dtype).to(torch.device(device)).eval()
         tokenizer = load_tokenizer(directory)
+        model = load_model(directory, dtype, device).eval()
         window = min(context, model.config.max_position_embeddings)
         results: list[TaskResult] = []
         if own["tasks"]:
@@ -99,7 +101,7 @@ def evaluate_tasks(
 def next_line_items(docs: list[Document], *, count: int, seed: int) -> list[LineItem]:
     """Up to count questions, of which the first n are the same for every count from n on.
 
-    A distractor is a line of these documents as deep as the answer and about as long, and does not occur in the context.
+    A distractor is a line of these documents as deep as the answer and about as long, and is not in the context.
     """
     rng = random.Random(seed)
     lines = [doc.text.split("\n") for doc in docs]
@@ -144,15 +146,12 @@ def _by_indentation(lines: list[list[str]]) -> dict[str, list[str]]:
 def _item(lines: list[str], number: int, pool: dict[str, list[str]], rng: random.Random) -> LineItem | None:
     """The question what line number is; None where it is too short or long, comes too early, or has no like."""
     answer, context = lines[number], _context(lines[:number])
-    alike = pool.get(_indentation(answer), [])
+    if not _within(len(answer.strip()), LINE_CHARACTERS) or len(context) < CONTEXT_CHARACTERS[0]:
+        return None
     least, most = (ratio * len(answer.strip()) for ratio in LENGTH_RATIO)
-    others = [
-        line
-        for line in alike
-        if _within(len(line.strip()), (least, most)) and line != answer and line.strip() not in context
-    ]
-    asked = _within(len(answer.strip()), LINE_CHARACTERS) and len(context) >= CONTEXT_CHARACTERS[0]
-    if not asked or len(others) < DISTRACTORS:
+    as_long = [line for line in pool[_indentation(answer)] if least <= len(line.strip()) <= most]
+    others = [line for line in as_long if line.strip() != answer.strip() and line.strip() not in context]
+    if len(others) < DISTRACTORS:
         return None
     choices = rng.sample(others, DISTRACTORS)
     at = rng.randrange(DISTRACTORS + 1)
@@ -175,7 +174,7 @@ def _within(value: float, limits: tuple[float, float]) -> bool:
     return limits[0] <= value <= limits[1]
 
 
-def _own_tasks(names: list[str], data: str, limit: int | None, seed: int) -> Tasks:
+def _own_tasks(names: list[str], data: str, limit: int | None, seed: int) -> "TaskDict":
     if not names:
         return {"tasks": {}, "groups": {}}
     docs = documents(data, "heldout")
@@ -223,22 +222,22 @@ def _task(config: dict[str, Any], rows: list[dict[str, object]]) -> "Configurabl
     from lm_eval.api.task import ConfigurableTask
 
     made = {"custom_dataset": lambda **_: {"test": Dataset.from_list(rows)}, "test_split": "test"}
-    return ConfigurableTask(config=config | made | {"target_delimiter": "", "num_fewshot": 0, "metadata": {"version": 1}})
+    plain = {"target_delimiter": "", "num_fewshot": 0, "metadata": {"version": 1}}
+    return ConfigurableTask(config=config | made | plain)
 
 
-def _registered_tasks(names: list[str]) -> Tasks:
+def _registered_tasks(names: list[str]) -> "TaskDict":
     """lm-eval's own tasks with their data, or one line on which cannot be had."""
-    loaded: Tasks = {"tasks": {}, "groups": {}}
     for name in names:
         if not Path(name).is_file() and name not in _registry().all_tasks:
             near = difflib.get_close_matches(name, [*OWN_TASKS, *_registry().all_tasks], n=1)
-            hint = did_you_mean(name, near) if near else f"; known: {', '.join(OWN_TASKS)}, and what `lm-eval ls tasks` lists"
+            hint = did_you_mean(name, near or [*OWN_TASKS, "what `lm-eval ls tasks` lists"])
             raise UserError(f"unknown task {name!r}: neither a task of draftlab or lm-eval nor a YAML file here{hint}")
-    for name in names:
-        found = _load(name)
-        loaded["tasks"] |= found["tasks"]
-        loaded["groups"] |= found["groups"]
-    return loaded
+    found = [_load(name) for name in names]
+    return {
+        "tasks": {name: task for of in found for name, task in of["tasks"].items()},
+        "groups": {name: group for of in found for name, group in of.get("groups", {}).items()},
+    }
 
 
 @functools.cache
@@ -249,7 +248,7 @@ def _registry() -> "TaskManager":
     return TaskManager()
 
 
-def _load(name: str) -> Tasks:
+def _load(name: str) -> "TaskDict":
     try:
         found = _registry().load([name])
     except Exception as error:  # offline, unknown split, missing package, bad YAML: each has classes of its own
@@ -260,45 +259,54 @@ def _load(name: str) -> Tasks:
         ) from error
     for task in found["tasks"].values():
         if any(task.get_config(key) for key in ("unsafe_code", "doc_to_image", "doc_to_audio")):
-            raise UserError(f"lm-eval task {name!r} runs generated code, or asks about more than text; draftlab does neither")
-    return {"tasks": found["tasks"], "groups": found["groups"]}
+            raise UserError(f"lm-eval task {name!r} runs generated code or needs images or sound; not supported")
+    return found
 
 
-def _code_lm(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int, window: int) -> "HFLM":
-    """lm-eval's model, set right for code: tokens are split where they are, and bos stands once in front.
+def _code_lm(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int, window: int) -> "LM":
+    """lm-eval's model, set right for code: choices begin at a token of the whole text, and bos stands once in front.
 
     HFLM encodes a context alone, without its closing white space, and counts its tokens off the whole. Where a token
-    holds punctuation, line break and indentation at once, as code tokenizers have it, the model would then not see the
-    line break at all. And a tokenizer that puts bos in front would have it twice before a perplexity window.
+    holds punctuation, line break and indentation at once, as in code tokenizers, the model would not see the line
+    break. And where a tokenizer puts bos in front, bos would be predicted from bos at the start of every document.
     """
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
 
-    class CodeLM(HFLM):
-        def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            groups = itertools.groupby((request.args for request in requests), key=lambda pair: pair[0])
-            return [score for text, pairs in groups for score in self.choices(text, [pair[1] for pair in pairs])]
-
-        def choices(self, text: str, choices: list[str]) -> list[tuple[float, bool]]:
-            wholes = [self.tok_encode(text + choice) for choice in choices]
-            shared = len(os.path.commonprefix([self.tok_encode(text), *wholes]))
-            longest = max(len(whole) for whole in wholes) - shared
-            if longest >= window:
-                raise UserError(f"a window of {window} tokens is too short for {NEXT_LINE}: a line here has {longest}")
-            prefix = [self.prefix_token_id, *wholes[0][max(0, shared - window + longest) : shared]]
-            return continuation_log_probs(self.model, prefix, [whole[shared:] for whole in wholes])
+    class CodeLM(_hflm()):
+        def loglikelihood(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            groups = itertools.groupby((request.arguments for request in requests), key=lambda pair: pair[0])
+            split = (_split(tokenizer, text, [pair[1] for pair in pairs], window) for text, pairs in groups)
+            return [score for prefix, rest in split for score in continuation_log_probs(model, prefix, rest)]
 
     return CodeLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=window, add_bos_token=False)
 
 
-def _plain_lm(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> "HFLM":
+def _split(
+    tokenizer: "PreTrainedTokenizerBase", text: str, choices: list[str], window: int
+) -> tuple[list[int], list[list[int]]]:
+    """The tokens of text that it has before every choice, as many as the window lets, and what follows by choice."""
+    alone, *wholes = tokenizer([text, *(text + choice for choice in choices)], verbose=False)["input_ids"]
+    same = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(alone, *wholes, strict=False))
+    shared = sum(1 for _ in same)
+    longest = max(len(whole) for whole in wholes) - shared
+    if longest >= window:
+        raise UserError(f"a window of {window} tokens is too short for {NEXT_LINE}: a line here has {longest}")
+    first = max(0, shared + longest - window - 1)  # the last token of all is only predicted
+    return alone[first:shared], [whole[shared:] for whole in wholes]
+
+
+def _plain_lm(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> "LM":
     """lm-eval's model as it is, so that numbers compare with published ones."""
+    return _hflm()(model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+def _hflm() -> Any:
+    """HFLM; the decorator that registers it hides its constructor from type checkers."""
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(model, tokenizer=tokenizer, batch_size=batch_size)  # given to simple_evaluate, batch_size is ignored
+    return HFLM
 
 
-def _evaluate(lm: "HFLM", tasks: Tasks, limit: int | None, seed: int) -> list[TaskResult]:
+def _evaluate(lm: "LM", tasks: "TaskDict", limit: int | None, seed: int) -> list[TaskResult]:
     """What simple_evaluate does with loaded tasks, without its three seconds of listing the environment."""
     from lm_eval.evaluator import evaluate
 
@@ -306,32 +314,41 @@ def _evaluate(lm: "HFLM", tasks: Tasks, limit: int | None, seed: int) -> list[Ta
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(seed)
-    found = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=False)
+    found: Any = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=False)
     if found is None:
         raise RuntimeError("lm-eval gives results to the first process only; run accuracy in one process")
     better = found["higher_is_better"]
     return [r for name, measured in found["results"].items() for r in _results(name, measured, better.get(name, {}))]
 
 
-def _results(task: str, measured: dict[str, Any], higher_is_better: dict[str, bool]) -> Iterator[TaskResult]:
+def _results(task: str, measured: dict[str, Any], higher_is_better: dict[str, bool | None]) -> Iterator[TaskResult]:
     """lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; a filter is named unless it is none."""
     for key, value in measured.items():
         metric, comma, filtered = key.partition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, numbers.Real):
+        number = _number(value)
+        if not comma or metric.endswith("_stderr") or number is None:
             continue
-        stderr = measured.get(f"{metric}_stderr,{filtered}")
+        better = higher_is_better.get(metric)
+        if better is None:
+            log.warning("%s: %s is left out, lm-eval does not know whether higher is better", task, metric)
+            continue
         yield TaskResult(
             task=task,
             metric=metric if filtered == "none" else key,
-            value=float(value),
-            stderr=float(stderr) if isinstance(stderr, numbers.Real) else None,
-            higher_is_better=higher_is_better[metric],
+            value=number,
+            stderr=_number(measured.get(f"{metric}_stderr,{filtered}")),
+            higher_is_better=better,
         )
+
+
+def _number(value: object) -> float | None:
+    """A finite number, which JSON can hold; None for 'N/A', text and NaN."""
+    return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval's prints go to stderr, its logging and, unless someone watches, its bars nowhere; only within the block."""
+    """Send lm-eval's prints to stderr, its logging nowhere, and its bars nowhere unless stderr is a terminal."""
     loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
     levels = [logger.level for logger in loggers]
     with contextlib.ExitStack() as stack:

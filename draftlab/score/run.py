@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab import checkpoint, llama
+from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
 from draftlab.data import parse_mixture
 from draftlab.data import prompts as read_prompts
@@ -33,15 +33,14 @@ class Plan:
     temperature: float
     tasks: list[str]
     task_limit: int
-    dtype: str
-    device: str
+    dtype: torch.dtype
+    device: torch.device
     threads: int | None
     seed: int
+    command: str  # as typed
 
 
-def score(
-    plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool
-) -> list[Score]:
+def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> list[Score]:
     """Measure, write out/NAME/score.json for every draft, and return the scores, in the order of the drafts.
 
     Raises:
@@ -50,15 +49,14 @@ def score(
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     directories = {"": plan.target, **plan.drafts}
-    dtype = getattr(torch, plan.dtype)
-    models = {name: llama.load(path, dtype, plan.device) for name, path in directories.items()}
+    models = {name: llama.load(path, plan.dtype, plan.device) for name, path in directories.items()}
     latency = _latency(models, plan)
     measured = _throughput(models, plan)
     tasks = {name: _tasks(path, plan) for name, path in directories.items()}
     described = {
         name: Model(
             name=path.name,
-            sha256=checkpoint.fingerprint(path),
+            sha256=provenance.fingerprint(path),
             shape=models[name].shape,
             latency=latency[name],
             tasks=tasks[name],
@@ -70,7 +68,7 @@ def score(
         for result in scores:
             (work / result.name).mkdir()
             (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
-        checkpoint.write_record(work, "score", arguments, list(directories.values()), began)
+        provenance.write_record(work, "score", arguments, list(directories.values()), began)
     return scores
 
 
@@ -100,7 +98,7 @@ def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
         temperature=plan.temperature,
         max_new_tokens=plan.max_new_tokens,
         seed=plan.seed,
-        eos_id=tokenizer.eos_token_id,
+        eos_id=checkpoint.special_ids(tokenizer)["eos"],
     )
     drafts = {name: model for name, model in models.items() if name}
     with progress("decode", plan.prompts * plan.repeats) as advance:
@@ -120,7 +118,7 @@ def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
         return []
     note(f"lm-eval on {directory.name}: {', '.join(plan.tasks)}")
     return evaluate_tasks(
-        directory, plan.tasks, limit=plan.task_limit, dtype=getattr(torch, plan.dtype), device=plan.device, seed=plan.seed
+        directory, plan.tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed
     )
 
 
@@ -134,7 +132,7 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan) 
         draft=models[name],
         conditions=Conditions(
             device=_device_name(plan.device),
-            dtype=plan.dtype,
+            dtype=str(plan.dtype).removeprefix("torch."),
             mode="eager",
             threads=torch.get_num_threads(),
             temperature=plan.temperature,
@@ -150,8 +148,8 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan) 
         speculative={k: measured.generations[name, k] for k in plan.ks},
         identical=same if greedy else None,
         distinct_4grams=distinct_ngrams(plain_tokens, 4),
-        command="draftlab score",
-        versions=checkpoint.versions(),
+        command=plan.command,
+        versions=provenance.versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
@@ -161,10 +159,8 @@ def _context(plan: Plan) -> int:
     return plan.prompt_tokens + plan.max_new_tokens // 2
 
 
-def _device_name(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return _cpu_name() or device
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name() or device.type
 
 
 def _cpu_name() -> str:

@@ -75,15 +75,13 @@ def measure_latency(
 
 
 def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
-    """Share of n-grams that occur once only counted, of all, averaged over texts weighted by length; 1 is no repeats."""
+    """Distinct n-grams of each text over all its n-grams, sums over texts; 1 is no repeats."""
     grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in tokens]
     total = sum(len(g) for g in grams)
     return sum(len(set(g)) for g in grams) / total if total else 1.0
 
 
-def _decoder(
-    target: Llama, drafts: dict[str, Llama], sampling: Sampling
-) -> Callable[[Arm, list[int]], Iterator[Step]]:
+def _decoder(target: Llama, drafts: dict[str, Llama], sampling: Sampling) -> Callable[[Arm, list[int]], Iterator[Step]]:
     drafters = {name: ModelDrafter(model) for name, model in drafts.items()}
     clock: Clock = clock_for(target.device)
 
@@ -114,6 +112,4 @@ def _generation(prompt: int, steps: list[Step]) -> Generation:
 def _latency(width: int, times: list[float]) -> Latency:
     ordered = sorted(times)
     n = len(ordered)
-    return Latency(
-        width=width, median_ms=ordered[n // 2], low_ms=ordered[n // 4], high_ms=ordered[3 * n // 4], n=n
-    )
+    return Latency(width=width, median_ms=ordered[n // 2], low_ms=ordered[n // 4], high_ms=ordered[3 * n // 4], n=n)

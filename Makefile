@@ -1,0 +1,29 @@
+# make demo: the main job on the embedded target.  make test: all checks.  Both install what they need into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint install clean
+
+demo: .venv/ready
+	$(BIN)/draftlab run recipes/quickstart.yaml
+
+test: .venv/ready lint
+	$(BIN)/pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+install: .venv/ready
+
+# torch first: whatever depends on it must find it there
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "draftlab needs Python 3.10 or newer, this is " + sys.version'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,100 @@
+"""What made an output: draftlab.json beside it, with hashes of its inputs. No torch."""
+
+import contextlib
+import hashlib
+import json
+import platform
+import resource
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import time
+
+from pydantic import BaseModel, ConfigDict
+
+from draftlab.errors import UserError
+
+RECORD_FILE = "draftlab.json"
+
+
+class Record(BaseModel):
+    """What made a directory: draftlab.json beside every output."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: str
+    arguments: dict[str, object]
+    inputs: dict[str, str]  # path -> sha256 of its weights or text
+    versions: dict[str, str]
+    created: str
+    seconds: float
+    peak_memory_bytes: int
+    notes: dict[str, object] = {}
+
+
+def write_record(
+    directory: Path, command: str, arguments: dict[str, object], inputs: list[Path], began: float, **notes: object
+) -> Record:
+    """Provenance of directory, as draftlab.json. began: time.time() when the command started."""
+    record = Record(
+        command=command,
+        arguments=plain(arguments),
+        inputs={str(path): fingerprint(path) for path in inputs},
+        versions=versions(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        seconds=round(time() - began, 2),
+        peak_memory_bytes=peak_memory_bytes(),
+        notes=notes,
+    )
+    (directory / RECORD_FILE).write_text(record.model_dump_json(indent=2))
+    return record
+
+
+def read_record(directory: Path) -> Record | None:
+    """The record beside an output, or None where there is none."""
+    try:
+        return Record.model_validate_json((directory / RECORD_FILE).read_text())
+    except OSError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{directory / RECORD_FILE} is not a draftlab record: {error}") from None
+
+
+def plain(arguments: dict[str, object]) -> dict[str, object]:
+    """Arguments as JSON has them, so that a record read back compares equal."""
+    return json.loads(json.dumps(arguments, default=str))
+
+
+def fingerprint(path: Path) -> str:
+    """sha256 over what a path holds that decides a result: config and weights of a checkpoint, else every file."""
+    digest = hashlib.sha256()
+    names = ("config.json", "tokenizer.json", "score.json")
+    if path.is_dir():
+        files = [f for f in sorted(path.iterdir()) if f.suffix == ".safetensors" or f.name in names]
+    else:
+        files = [path]
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("draftlab", "torch", "transformers", "accelerate", "peft", "lm_eval"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return found | ({"git": git.stdout.strip()} if git.returncode == 0 else {})
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,237 @@
+"""Laws of the two code tasks and of what goes through lm-eval; models are small and random, text is the stdlib's."""
+
+import json
+import logging
+import math
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build
+from transformers import AutoModelForCausalLM
+
+from draftlab.checkpoint import load_model, load_tokenizer
+from draftlab.data import Document, documents, open_heldout
+from draftlab.errors import UserError
+from draftlab.record import TaskResult
+from draftlab.score.accuracy import LineItem, continuation_log_probs, evaluate_tasks, next_line_items
+
+WINDOW = 2048  # long enough for every context and text here
+ITEMS = 24
+YAML = """
+task: own_words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: [" yes", " no"]
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def docs() -> list[Document]:
+    return documents("stdlib", "heldout")
+
+
+@pytest.fixture(scope="module")
+def items(docs: list[Document]) -> list[LineItem]:
+    return next_line_items(docs, count=200, seed=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+    """A random model with a long window; its tokenizer puts bos in front and joins ')', line break and indentation."""
+    out = tmp_path_factory.mktemp("long")
+    build("llama", max_position_embeddings=WINDOW).save_pretrained(out)
+    for file in tokenizer_dir.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    return out
+
+
+@pytest.fixture(scope="module")
+def text_dir(tmp_path_factory: pytest.TempPathFactory, docs: list[Document]) -> Path:
+    """Five held-out documents of some 1,200 characters: files named so that the split takes them."""
+    out = tmp_path_factory.mktemp("text")
+    names = (f"text{i}.txt" for i in range(10_000))
+    heldout = [name for name in names if Document(f"{name}:0", "").heldout]
+    pieces = [doc.text[:1200] for doc in docs if len(doc.text) > 1200]
+    for name, piece in zip(heldout[:5], pieces[:5], strict=True):
+        (out / name).write_text(piece)
+    return out
+
+
+def evaluate(directory: Path, task: str, limit: int | None, **options: object) -> dict[str, TaskResult]:
+    results = evaluate_tasks(directory, [task], limit=limit, dtype=torch.float32, **options)  # type: ignore[arg-type]
+    return {result.metric: result for result in results}
+
+
+def log_prob(directory: Path, text: str, *, skip: int) -> float:
+    """Natural log-probability of text's tokens after the first skip ones, by one plain forward pass."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), load_tokenizer(directory)
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    with torch.no_grad():
+        log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+    return float(log_probs.gather(-1, ids[0, 1:, None])[skip - 1 :].sum())
+
+
+def test_the_answer_is_the_next_line_and_among_the_choices_once(items: list[LineItem], docs: list[Document]):
+    assert len(items) == 200
+    for item in items:
+        answer = item.choices[item.answer]
+        assert item.choices.count(answer) == 1
+        assert any(item.context + answer in doc.text for doc in docs)
+
+
+def test_a_context_is_whole_lines_of_a_file(items: list[LineItem], docs: list[Document]):
+    for item in items:
+        assert 200 <= len(item.context) <= 700
+        assert any(doc.text.startswith(item.context) or "\n" + item.context in doc.text for doc in docs)
+
+
+def test_distractors_are_other_lines_alike_in_indentation_and_length(items: list[LineItem], docs: list[Document]):
+    lines = {line + "\n" for doc in docs for line in doc.text.split("\n")}
+    for item in items:
+        answer = item.choices[item.answer]
+        assert len(set(item.choices)) == len(item.choices) == 4
+        assert lines.issuperset(item.choices)
+        for choice in item.choices:
+            assert choice[: -len(choice.lstrip())] == answer[: -len(answer.lstrip())]
+            assert 0.7 <= len(choice.strip()) / len(answer.strip()) <= 1.3
+            assert choice is answer or choice.strip() not in item.context
+
+
+def test_no_place_among_the_choices_is_favoured(items: list[LineItem]):
+    counts = Counter(item.answer for item in items)
+    assert all(25 <= counts[place] <= 75 for place in range(4)), counts  # 50 +- 4 standard deviations
+
+
+def test_a_question_is_decided_by_the_seed_alone(docs: list[Document], items: list[LineItem]):
+    assert next_line_items(docs, count=30, seed=0) == items[:30]
+    assert next_line_items(docs, count=30, seed=1) != items[:30]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_a_shared_prefix_scores_as_whole_sequences_do(family: str):
+    model, rng = build(family), random.Random(0)
+    prefix = [rng.randrange(300) for _ in range(40)]
+    continuations = [[rng.randrange(300) for _ in range(length)] for length in (9, 1, 14, 5)]
+    expected = []
+    for continuation in continuations:
+        with torch.no_grad():
+            logits = model(torch.tensor([prefix + continuation])).logits[0, len(prefix) - 1 : -1]
+        ids = torch.tensor(continuation)
+        expected.append(float(logits.log_softmax(-1).gather(-1, ids[:, None]).sum()))
+    found = continuation_log_probs(model, prefix, continuations)
+    assert [score for score, _ in found] == pytest.approx(expected, abs=1e-3)
+
+
+def test_only_the_greedy_continuation_is_called_greedy():
+    model, prefix = build("llama"), [5, 6, 7]
+    greedy = model.generate(torch.tensor([prefix]), max_new_tokens=4, do_sample=False, eos_token_id=None)[
+        0, 3:
+    ].tolist()
+    other = [*greedy[:-1], (greedy[-1] + 1) % 300]
+    assert [is_greedy for _, is_greedy in continuation_log_probs(model, prefix, [greedy, other])] == [True, False]
+
+
+def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(
+    checkpoint_dir: Path, items: list[LineItem]
+):
+    right = 0
+    for item in items[:ITEMS]:
+        likely = [log_prob(checkpoint_dir, item.context + choice, skip=1) for choice in item.choices]
+        right += likely.index(max(likely)) == item.answer
+    measured = evaluate(checkpoint_dir, "code_next_line", ITEMS, context=WINDOW)
+    assert list(measured) == ["acc", "acc_norm"]
+    assert measured["acc"].value == pytest.approx(right / ITEMS)
+    assert measured["acc"].higher_is_better
+    assert measured["acc"].stderr == pytest.approx(math.sqrt(right / ITEMS * (1 - right / ITEMS) / (ITEMS - 1)))
+
+
+def test_a_short_window_keeps_the_end_of_the_context(checkpoint_dir: Path):
+    assert 0 <= evaluate(checkpoint_dir, "code_next_line", 4, context=128)["acc"].value <= 1
+    with pytest.raises(UserError, match="window of 16 tokens is too short"):
+        evaluate(checkpoint_dir, "code_next_line", 4, context=16)
+
+
+def test_bits_per_byte_is_that_of_a_forward_pass_behind_one_bos(checkpoint_dir: Path, text_dir: Path):
+    texts = [doc.text for doc in documents(str(text_dir), "heldout")]
+    measured = evaluate(checkpoint_dir, "code_bits_per_byte", None, data=str(text_dir), context=WINDOW)
+    nats = -sum(log_prob(checkpoint_dir, text, skip=1) for text in texts)
+    expected = nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    assert measured["bits_per_byte"].value == pytest.approx(expected, rel=1e-5)
+    assert measured["byte_perplexity"].value == pytest.approx(2**expected, rel=1e-4)
+    assert not measured["bits_per_byte"].higher_is_better
+    assert measured["bits_per_byte"].stderr is None
+
+
+def test_bits_per_byte_agrees_with_the_training_loops(checkpoint_dir: Path, text_dir: Path):
+    """Within 3 %: there the tokens bos and eos are predicted too, and each window begins without what came before."""
+    heldout = open_heldout(str(text_dir), load_tokenizer(checkpoint_dir), rows=4, seq_len=128, most_rows=10_000)
+    model = load_model(checkpoint_dir, torch.float32).eval()
+    losses = []
+    for batch in heldout.batches:
+        ids = torch.as_tensor(batch.ids)
+        with torch.no_grad():
+            logits = model(ids[:, :-1]).logits
+        losses += torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").flatten()
+    expected = heldout.bits_per_byte(float(torch.stack(losses).mean()))
+    measured = evaluate(checkpoint_dir, "code_bits_per_byte", None, data=str(text_dir), context=128)
+    assert measured["bits_per_byte"].value == pytest.approx(expected, rel=0.03)
+
+
+def test_a_limit_takes_the_first_documents(checkpoint_dir: Path, text_dir: Path):
+    first = documents(str(text_dir), "heldout")[0].text
+    measured = evaluate(checkpoint_dir, "code_bits_per_byte", 1, data=str(text_dir), context=WINDOW)
+    expected = -log_prob(checkpoint_dir, first, skip=1) / math.log(2) / len(first.encode())
+    assert measured["bits_per_byte"].value == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(UserError, match="limit 0"):
+        evaluate(checkpoint_dir, "code_bits_per_byte", 0)
+
+
+def test_a_call_repeats_itself_and_leaves_nothing_behind(checkpoint_dir: Path, capfd: pytest.CaptureFixture[str]):
+    state, seen = random.getstate(), torch.random.get_rng_state()
+    level, streams = logging.getLogger("lm_eval").level, (sys.stdout, sys.stderr)
+    once = evaluate(checkpoint_dir, "code_next_line", 8, seed=3)
+    assert random.getstate() == state
+    assert torch.equal(torch.random.get_rng_state(), seen)
+    assert (logging.getLogger("lm_eval").level, (sys.stdout, sys.stderr)) == (level, streams)
+    assert capfd.readouterr() == ("", "")
+    assert evaluate(checkpoint_dir, "code_next_line", 8, seed=3) == once
+
+
+def test_an_unknown_task_is_refused_with_a_suggestion_before_a_model_is_looked_for():
+    with pytest.raises(UserError, match=r"unknown task 'helaswag'.*did you mean 'hellaswag'"):
+        evaluate(Path("nowhere"), "helaswag", 4)
+    with pytest.raises(UserError, match="did you mean 'code_next_line'"):
+        evaluate(Path("nowhere"), "code_nextline", 4)
+
+
+def test_a_task_of_ones_own_is_read_from_yaml(checkpoint_dir: Path, tmp_path: Path):
+    rows = [{"question": f"Is {n} even?", "answer": n % 2} for n in range(12)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.yaml").write_text(YAML.format(data=data, cache=tmp_path / "cache"))
+    right = sum(
+        log_prob(checkpoint_dir, f"Is {n} even? yes", skip=1) > log_prob(checkpoint_dir, f"Is {n} even? no", skip=1)
+        for n in (0, 2, 4)
+    ) + sum(
+        log_prob(checkpoint_dir, f"Is {n} even? yes", skip=1) < log_prob(checkpoint_dir, f"Is {n} even? no", skip=1)
+        for n in (1, 3)
+    )
+    measured = evaluate(checkpoint_dir, str(tmp_path / "own.yaml"), 5)
+    assert measured["acc"].task == "own_words"
+    assert measured["acc"].value == pytest.approx(right / 5)
+
+
+def test_a_task_without_its_data_is_named(tmp_path: Path):
+    task = tmp_path / "own.yaml"
+    task.write_text(YAML.format(data=tmp_path / "missing.jsonl", cache=tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"lm-eval task '.*own\.yaml' cannot be loaded here"):
+        evaluate(Path("nowhere"), str(task), 4)

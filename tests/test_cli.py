@@ -1,0 +1,179 @@
+"""The command line as a stranger meets it: results on stdout, one clear line on stderr, the right exit code."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from draftlab import workspace
+from draftlab.cli import app
+from draftlab.commands import COMMANDS
+from draftlab.errors import UserError
+from draftlab.shape import parse_numbers
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
+    return path
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch, family_dirs, text) -> Path:
+    """A working directory with a workspace around the small llama."""
+    folder = tmp_path / "space"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    target = str(family_dirs["llama"])
+    workspace.write(workspace.Workspace(target=target, source=target, data=str(text)))
+    return folder
+
+
+def call(*arguments: str, code: int = 0):
+    result = RUNNER.invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def refused(*arguments: str) -> str:
+    """The one line a user error gives."""
+    result = call(*arguments, code=1)
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+PRUNE = ("prune", "--layers", "2", "--width", "32", "--tokens", "128", "--seq-len", "32")
+DISTILL = ("distill", "--steps", "2", "--rows", "2", "--seq-len", "16", "--dtype", "float32")
+SCORE = ("score", "--k", "1,2", "--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1")
+
+
+def test_the_three_commands_work_as_typed_in_a_workspace(space):
+    assert "2 x 32" in call(*PRUNE).stdout
+    assert "acceptance" in call(*DISTILL).stdout
+    scored = json.loads(call(*SCORE, "--tasks", "none", "--json").stdout)
+    assert {row["num_speculative_tokens"] for row in scored["scores"]} == {1, 2}
+    page = call("report").stdout.split()[-1]
+    assert (space / page).read_text().startswith("<!doctype html>")
+    made = {p.name for p in (space / "runs").iterdir()}
+    assert made == {"prune-2x32", "distill-2x32", "score-2x32", "report"}
+
+
+def test_what_is_finished_is_not_overwritten(space):
+    call(*PRUNE)
+    assert "--force" in refused(*PRUNE)
+    call(*PRUNE, "--force")
+
+
+def test_dry_run_writes_nothing(space):
+    assert "would write runs/prune-2x32" in call(*PRUNE, "--dry-run").stdout
+    assert not (space / "runs").exists()
+
+
+def test_a_missed_bar_exits_with_3_after_the_results_are_kept(space):
+    call(*PRUNE)
+    result = call(*SCORE, "--tasks", "none", "--min-speedup", "99", code=3)
+    assert "below --min-speedup 99" in result.stderr
+    assert (space / "runs/score-2x32/prune-2x32/score.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("prune", "--layers", "9", "--width", "32"), "at most --layers 5"),
+        (("prune", "--layers", "2", "--width", "30", "--heads", "4", "--kv-heads", "2"), "nearest widths: 28 or 32"),
+        (("prune",), "say what to keep"),
+        (("prune", "--layers", "2", "--params", "9b"), "cannot have 9B parameters"),
+        (("prune", "--params", "lots"), "not a count"),
+        (("prune", "--shape", "nope.yaml"), "nope.yaml: No such file"),
+        (("prune", "--layers", "2", "--source", "nope"), "no checkpoint at nope"),
+        (("prune", "--layers", "2", "--source", "/nope/none"), "no checkpoint at /nope/none"),
+        (("prune", "--layers", "2", "--data", "nope"), "neither a built-in source nor a file"),
+        (("distill",), "run draftlab prune first"),
+        (("distill", "--draft", "nope"), "no checkpoint at nope"),
+        (("score",), "run draftlab distill first"),
+        (("score", "--draft", "nope"), "no checkpoint at nope"),
+        (("report",), "run draftlab score first"),
+        (("report", "nope/score.json"), "No such file"),
+        (("design",), "give one budget"),
+        (("design", "--params", "1m", "--layers", "0-3"), "holds no number from 1 on"),
+        (("init", "--preset", "tiny"), "--force to replace it"),
+        (("train", "--data", "stdlib", "--out", "x"), "say what to train"),
+        (("run", "nope.yaml"), "No such file"),
+    ],
+)
+def test_mistakes_get_one_clear_line(space, arguments, message):
+    before = sorted(space.rglob("*"))
+    assert message in refused(*arguments)
+    assert sorted(space.rglob("*")) == before
+
+
+def test_a_wrong_loss_is_refused_before_anything_is_loaded(space):
+    call(*PRUNE)
+    assert "did you mean 'fkl'" in refused(*DISTILL, "--loss", "fk")
+
+
+def test_usage_errors_exit_with_2():
+    call("prune", "--layers", "zero", code=2)
+    call("prunes", code=2)
+    call("prune", "--layers", "0", code=2)
+
+
+def test_an_unwritable_directory_is_refused_first(space):
+    (space / "runs").write_text("a file")
+    assert "not a writable directory" in refused(*PRUNE)
+
+
+def test_workspace_files_are_checked(space):
+    workspace.FILE.write_text("target: a\nsource: b\ndata: c\ntraget: d\n")
+    assert "traget" in refused(*PRUNE)
+
+
+def test_without_a_workspace_the_papers_models_are_named_and_init_is_offered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = refused("prune", "--layers", "12", "--width", "2560")
+    assert "huggyllama/llama-7b" in message
+    assert "draftlab init --preset tiny" in message
+
+
+def test_init_writes_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call("init", "--preset", "tiny")
+    assert workspace.load() == workspace.PRESETS["tiny"]
+    assert "did you mean 'tiny'" in refused("init", "--preset", "tinny")
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "run"])
+def test_every_command_explains_itself(name):
+    out = call(name, "--help").output
+    assert "Usage:" in out
+    assert "--json" in out
+
+
+def test_every_parameter_has_help():
+    for name in COMMANDS:
+        for line in re.findall(r"^│ (--[a-z-]+) .*│$", call(name, "--help").output, re.M):
+            assert line
+
+
+def test_parse_numbers():
+    assert parse_numbers("1-3,8") == [1, 2, 3, 8]
+    for bad in ("", "a", "3-", "-2", "0", "2-1"):
+        with pytest.raises(UserError):
+            parse_numbers(bad)
+
+
+def test_the_installed_script_runs():
+    script = Path(sys.executable).parent / "draftlab"
+    out = subprocess.run([script, "--version"], capture_output=True, text=True, check=True, env=os.environ)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", out.stdout)

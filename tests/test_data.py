@@ -1,0 +1,121 @@
+"""Batches are a function of the step; splits are disjoint and stable; held-out text stays unseen."""
+
+import json
+
+import numpy as np
+import pytest
+
+from draftlab import data
+from draftlab.checkpoint import load_tokenizer
+from draftlab.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir):
+    return load_tokenizer(tokenizer_dir)
+
+
+def batches(rows=6, seed=0, **weights):
+    streams = {name: np.arange(1000 * i, 1000 * i + 401, dtype=np.uint32) for i, name in enumerate(weights, 1)}
+    total = sum(weights.values())
+    return data.TokenBatches(streams, {n: w / total for n, w in weights.items()}, rows, 20, seed)
+
+
+def test_a_step_is_a_pure_function_of_seed_and_index():
+    assert np.array_equal(batches(a=1).batch(7).ids, batches(a=1).batch(7).ids)
+    assert not np.array_equal(batches(a=1).batch(7).ids, batches(a=1, seed=1).batch(7).ids)
+
+
+def test_an_epoch_shows_every_chunk_once():
+    starts = [int(row[0]) for step in range(5) for row in batches(a=1, rows=4).batch(step).ids]  # 20 chunks
+    assert sorted(starts) == [1000 + 20 * i for i in range(20)]
+    assert starts != sorted(starts)
+
+
+def test_rows_follow_the_weights():
+    assert batches(rows=16, a=0.45, b=0.15, c=0.4).rows_of() == {"a": 7, "b": 2, "c": 7}
+    ids = batches(rows=16, a=0.45, b=0.15, c=0.4).batch(3).ids
+    assert sorted((ids[:, 0] // 1000).tolist()) == [1] * 7 + [2] * 2 + [3] * 7
+
+
+def test_rows_are_consecutive_and_overlap_by_the_predicted_token():
+    batch = batches(a=1).batch(0)
+    assert batch.ids.shape == (6, 21)
+    assert (np.diff(batch.ids, axis=1) == 1).all()
+    assert batch.mask.shape == (6, 20)
+
+
+@pytest.mark.parametrize("spec", ["a=x", "a=0", "a=-1", "=1"])
+def test_bad_mixtures_are_refused(spec):
+    with pytest.raises(UserError, match="data"):
+        data.parse_mixture(spec)
+
+
+def test_mixture_weights_sum_to_one():
+    assert data.parse_mixture("a=3,b=1") == {"a": 0.75, "b": 0.25}
+    assert data.parse_mixture("stdlib") == {"stdlib": 1.0}
+
+
+def test_splits_are_disjoint_complete_and_hold_no_tests():
+    train, heldout = ({d.name for d in data.documents("stdlib", split)} for split in ("train", "heldout"))
+    assert not train & heldout
+    assert train | heldout == {d.name for d in data.documents("stdlib")}
+    assert 0.03 < len(heldout) / len(train | heldout) < 0.15
+    assert not any(data._is_test(name) or "site-packages" in name for name in train | heldout)
+
+
+def test_copies_of_heldout_text_are_dropped():
+    heldout = [data.Document("a", "\n".join(f"this is a long enough line number {i}" for i in range(50)))]
+    copy = data.Document("vendored", "import os\n" + heldout[0].text)
+    other = data.Document("other", "\n".join(f"another sufficiently long line, number {i}" for i in range(50)))
+    assert data.without_heldout_lines([copy, other], heldout) == [other]
+
+
+def test_tokens_begin_and_end_every_document(tokenizer):
+    stream = data.tokenize([data.Document("a", "def f():\n"), data.Document("b", "x = 1\n")], tokenizer)
+    assert (stream == tokenizer.bos_token_id).sum() == 2
+    assert stream[-1] == tokenizer.eos_token_id
+    text = tokenizer.decode(stream, skip_special_tokens=True)
+    assert text == "def f():\nx = 1\n"
+
+
+def test_heldout_windows_predict_every_token_but_one(tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(line):\n    return line\n" * 40 for i in range(60)))
+    held = data.open_heldout(str(path), tokenizer, rows=3, seq_len=32, most_rows=7)
+    assert [len(b.ids) for b in held.batches] == [3, 3, 1]
+    joined = np.concatenate([row[:-1] for b in held.batches for row in b.ids])
+    stream = data.tokenize(data.documents(str(path), "heldout"), tokenizer)
+    assert np.array_equal(joined, stream[: 7 * 32])
+    assert held.bits_per_byte(np.log(2) * held.bytes_per_token) == pytest.approx(1.0)
+
+
+def test_prompts_have_the_length_asked_for_and_differ_by_seed(tokenizer):
+    first, again, other = (data.prompts("stdlib", tokenizer, count=5, length=24, seed=s) for s in (0, 0, 1))
+    assert first == again != other
+    assert {len(p) for p in first} == {24}
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ('{"text": "a"}\n{oops\n', "x.jsonl", "x.jsonl:2: not JSON"),
+        ('{"label": 3}\n', "x.jsonl", "x.jsonl:1: no text column"),
+        ("a,b\n", "x.csv", "cannot read .csv"),
+    ],
+)
+def test_bad_files_say_where(tmp_path, content, name, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        data.documents(str(tmp_path / name))
+
+
+def test_unknown_source_suggests_a_known_one():
+    with pytest.raises(UserError, match="did you mean 'stdlib'"):
+        data.documents("stdlibs")
+
+
+def test_json_lines_are_read_with_any_text_column(tmp_path):
+    rows = [{"question": "q"}, {"text": "t"}, {"prompt": "p", "text": "t2"}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert {d.text for d in data.documents(str(tmp_path / "x.jsonl"))} == {"q", "t", "t2"}

@@ -1,0 +1,186 @@
+"""The loop: resume is the same run, accumulation is the same step, teachers stay as they are, drafts learn."""
+
+import copy
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import build
+
+from draftlab.data import Batch, text_batch
+from draftlab.distill.loop import EvalRecord, Settings, StepRecord, learning_rate, train
+from draftlab.distill.teacher import GeneratedRows, generate_rows
+from draftlab.errors import UserError
+from draftlab.llama import load
+
+SETTINGS = Settings(
+    loss="fkl", steps=8, lr=3e-3, dtype="float32", eval_every=4, save_every=3, warmup_share=0.2, weight_decay=0.1
+)
+
+
+class RandomText:
+    """Step -> rows of random ids, some masked; a pure function of the step."""
+
+    def __init__(self, rows: int = 4, seq_len: int = 12, masked: bool = True) -> None:
+        self.rows, self.seq_len, self.masked = rows, seq_len, masked
+
+    def batch(self, step: int) -> Batch:
+        rng = np.random.default_rng(step)
+        ids = rng.integers(3, 300, (self.rows, self.seq_len + 1))
+        mask = rng.integers(0, 2, (self.rows, self.seq_len)) if self.masked else np.ones((self.rows, self.seq_len))
+        return Batch(ids, mask.astype(np.float32))
+
+
+def student(seed: int = 0):
+    return build("llama", seed, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return build("llama", 9, num_hidden_layers=3)
+
+
+def run(model, teacher, state: Path, settings: Settings = SETTINGS, batches=None, stop_after: int | None = None):
+    heldout = [RandomText(masked=False).batch(10_000)]
+    records = []
+    for record in train(model, teacher, batches or RandomText(), heldout, settings, state):
+        records.append(record)
+        if isinstance(record, StepRecord) and record.step == stop_after:
+            break  # a kill: nothing more is saved
+    return records
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, teacher, optimizer, stop_after):
+    settings = replace(SETTINGS, optimizer=optimizer)
+    whole, resumed = student(), student()
+    expected = run(whole, teacher, tmp_path / "a", settings)
+    run(resumed, teacher, tmp_path / "b", settings, stop_after=stop_after)
+    resumed = student()
+    after = run(resumed, teacher, tmp_path / "b", settings)
+    assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
+    assert [r for r in after if isinstance(r, EvalRecord)][-1] == expected[-1]
+    assert (
+        len([r for r in after if isinstance(r, StepRecord)]) == 8 - (stop_after - 1) // 3 * 3
+    )  # saved every 3 steps, after the record
+
+
+@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)", "ce"])
+def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, loss):
+    one = replace(SETTINGS, loss=loss, steps=2)
+    results = []
+    for micro_rows in (0, 1, 3):
+        model = student()
+        run(model, teacher, tmp_path / f"{micro_rows}", replace(one, micro_rows=micro_rows))
+        results.append(weights(model))
+    for other in results[1:]:
+        for name, w in results[0].items():
+            torch.testing.assert_close(other[name], w, atol=1e-5, rtol=1e-5)  # Adam divides by small gradients
+
+
+def test_only_masked_in_tokens_count(tmp_path, teacher):
+    """Changing ids that are masked out, as inputs to nothing that counts, changes nothing."""
+
+    class LastMasked(RandomText):
+        def __init__(self, garbage: int) -> None:
+            super().__init__(masked=False)
+            self.garbage = garbage
+
+        def batch(self, step):
+            batch = super().batch(step)
+            batch.ids[:, -3:] = self.garbage
+            batch.mask[:, -3:] = 0
+            return batch
+
+    results = []
+    for garbage in (5, 77):
+        model = student()
+        run(model, teacher, tmp_path / str(garbage), replace(SETTINGS, steps=2), LastMasked(garbage))
+        results.append(weights(model))
+    assert all(torch.equal(results[1][name], w) for name, w in results[0].items())
+
+
+def test_the_teacher_is_not_touched(tmp_path):
+    teacher = build("llama", 9, num_hidden_layers=3).train()
+    before = weights(teacher)
+    run(student(), teacher, tmp_path)
+    assert all(torch.equal(before[n], w) for n, w in weights(teacher).items())
+    assert all(p.grad is None for p in teacher.parameters())
+    assert not teacher.training
+
+
+def test_a_copy_of_the_teacher_has_nothing_to_learn(tmp_path, teacher):
+    model = copy.deepcopy(teacher)
+    records = run(model, teacher, tmp_path, replace(SETTINGS, steps=1))
+    assert records[0].loss == 0
+    assert records[0].acceptance == pytest.approx(1, abs=1e-6)
+    assert records[0].agreement == 1
+    assert records[1].grad_norm == 0
+
+
+@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)"])
+def test_distilling_raises_acceptance_on_text_it_has_seen(tmp_path, teacher, loss):
+    class Same(RandomText):
+        def batch(self, step):
+            return super().batch(10_000)  # the held-out batch of run()
+
+    settings = replace(SETTINGS, loss=loss, steps=40, lr=1e-2, eval_every=40)
+    records = run(student(), teacher, tmp_path, settings, Same(masked=False))
+    assert records[-1].acceptance > records[0].acceptance + 0.1
+
+
+def test_a_loss_that_compares_needs_a_target(tmp_path):
+    with pytest.raises(UserError, match="give one, or train with ce"):
+        run(student(), None, tmp_path)
+
+
+def test_cross_entropy_needs_none_and_reports_no_acceptance(tmp_path):
+    records = run(student(), None, tmp_path, replace(SETTINGS, loss="ce", steps=2))
+    assert records[-1].acceptance is None
+    assert records[-1].cross_entropy == records[-1].loss
+
+
+def test_learning_rate_warms_up_and_ends_at_zero():
+    settings = replace(SETTINGS, steps=100, lr=1.0, warmup_share=0.1)
+    rates = [learning_rate(step, settings) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(1 / 90)
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
+
+
+def test_generated_rows_mask_the_prompt_and_what_follows_eos():
+    ids = np.array([[5, 6, 7, 8, 1, 9, 9], [5, 6, 7, 8, 9, 9, 9]], dtype=np.uint32)
+    batch = GeneratedRows(ids, prompt=3, eos_id=1, rows=2).batch(0)
+    assert batch.mask.tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+    assert batch.ids.tolist() == ids.tolist()
+
+
+def test_greedy_generated_text_is_what_transformers_writes(family_dirs):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
+    prompts = text_batch([np.arange(3, 12), np.arange(40, 49)]).ids
+    ours = generate_rows(
+        load(family_dirs["llama"], torch.float32),
+        prompts,
+        length=20,
+        temperature=0,
+        seed=0,
+        rows=2,
+        advance=lambda n: None,
+    )
+    theirs = model.generate(
+        torch.from_numpy(prompts), do_sample=False, min_new_tokens=20, max_new_tokens=20, eos_token_id=[],
+        pad_token_id=2,
+        attention_mask=torch.ones(2, 9, dtype=torch.long),
+    )  # fmt: skip
+    assert ours.tolist() == theirs.tolist()

@@ -1,0 +1,128 @@
+"""Divergences equal their definitions, keep their bounds, and have the right gradients."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draftlab.distill.losses import acceptance, fkl, jsd, log_probs, parse_loss, rkl
+from draftlab.errors import UserError
+
+
+def logits_pair(seed: int, rows: int = 7, vocab: int = 23, spread: float = 2.0) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    y, z = (torch.randn(rows, vocab, generator=rng, dtype=torch.float64) * spread for _ in range(2))
+    return torch.log_softmax(y, -1), torch.log_softmax(z, -1)
+
+
+def by_definition(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
+    p, q = log_p.exp(), log_q.exp()
+    kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
+    m = 0.3 * p + 0.7 * q
+    values = {"fkl": kl(p, q), "rkl": kl(q, p), "jsd(0.3)": 0.3 * kl(p, m) + 0.7 * kl(q, m)}
+    return values[name]
+
+
+def divergence(name: str):
+    found = parse_loss(name).divergence
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)"])
+@given(st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_value_is_the_definition(name, seed):
+    log_p, log_q = logits_pair(seed)
+    torch.testing.assert_close(
+        divergence(name)(log_p, log_q), by_definition(name, log_p, log_q), atol=1e-12, rtol=1e-10
+    )
+
+
+@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.5)"])
+def test_zero_exactly_where_both_agree_and_positive_elsewhere(name):
+    log_p, log_q = logits_pair(0)
+    assert (divergence(name)(log_p, log_p).abs() < 1e-30).all()
+    assert (divergence(name)(log_p, log_q) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.5)"])
+def test_never_negative_in_fp32_when_p_and_q_nearly_agree(name):
+    rng = torch.Generator().manual_seed(0)
+    z = torch.randn(64, 5000, generator=rng) * 3
+    log_p, log_q = log_probs(z + 1e-3 * torch.randn(z.shape, generator=rng), 1.0), log_probs(z, 1.0)
+    value = divergence(name)(log_p, log_q)
+    exact = by_definition_fp64(name, log_p, log_q)
+    assert (value >= 0).all()
+    torch.testing.assert_close(value.double(), exact, rtol=2e-2, atol=0)
+
+
+def by_definition_fp64(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
+    return divergence(name)(torch.log_softmax(log_p.double(), -1), torch.log_softmax(log_q.double(), -1))
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.3, 2.0, 6.0]))
+@settings(max_examples=30, deadline=None)
+def test_inequalities_between_them(seed, spread):
+    log_p, log_q = logits_pair(seed, spread=spread)
+    tv = 1 - acceptance(log_p, log_q)
+    slack = 1e-12
+    assert (tv <= (fkl(log_p, log_q) / 2).sqrt() + slack).all()  # Pinsker
+    assert (tv <= (rkl(log_p, log_q) / 2).sqrt() + slack).all()
+    assert (tv <= (1 - (-fkl(log_p, log_q)).exp()).sqrt() + slack).all()  # Bretagnolle-Huber
+    assert (jsd(0.5)(log_p, log_q) <= math.log(2) * tv + slack).all()
+
+
+def test_jsd_goes_to_the_kls_at_its_ends():
+    log_p, log_q = logits_pair(1, spread=1.0)
+    beta = 1e-4
+    torch.testing.assert_close(jsd(beta)(log_p, log_q) / beta, fkl(log_p, log_q), rtol=2e-2, atol=0)
+    torch.testing.assert_close(jsd(1 - beta)(log_p, log_q) / beta, rkl(log_p, log_q), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)"])
+def test_gradient_is_the_closed_form(name):
+    """dD/dz_i = q_i (h_i - sum_j q_j h_j) with h = dD/dq: fkl -p/q, rkl log q - log p, jsd (1-b)(log q - log m)."""
+    log_p, _ = logits_pair(2)
+    z = torch.randn(7, 23, dtype=torch.float64, requires_grad=True)
+    log_q = torch.log_softmax(z, -1)
+    (grad,) = torch.autograd.grad(divergence(name)(log_p, log_q).sum(), z)
+    p, q = log_p.exp(), log_q.detach().exp()
+    m = 0.3 * p + 0.7 * q
+    h = {"fkl": -p / q, "rkl": (q / p).log(), "jsd(0.3)": 0.7 * (q / m).log()}[name]
+    torch.testing.assert_close(grad, q * (h - (q * h).sum(-1, keepdim=True)), atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.5)"])
+def test_far_apart_distributions_give_finite_values_and_gradients(name):
+    z = torch.zeros(1, 4, requires_grad=True)
+    logits = torch.tensor([[200.0, 0.0, -200.0, 0.0]])
+    value = divergence(name)(log_probs(logits, 1.0), log_probs(z * 1.0 - logits, 1.0))
+    (grad,) = torch.autograd.grad(value.sum(), z)
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(grad).all()
+
+
+def test_acceptance_is_the_enumerated_chance():
+    log_p, log_q = logits_pair(3, rows=1, vocab=5)
+    p, q = log_p.exp()[0], log_q.exp()[0]
+    chance = sum(float(q[x]) * min(1.0, float(p[x] / q[x])) for x in range(5))
+    assert float(acceptance(log_p, log_q)) == pytest.approx(chance, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fk", "did you mean 'fkl'"),
+        ("jsd(0)", "use fkl"),
+        ("jsd(1)", "use fkl"),
+        ("jsd(x)", "beta"),
+        ("fkl(2)", "unknown"),
+    ],
+)
+def test_bad_losses_are_refused(spec, message):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        parse_loss(spec)

@@ -22,6 +22,7 @@ from draftlab.errors import UserError, did_you_mean
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # of documents, by hash of their name
+HUB_ROWS = 50_000  # of a hub data set: it is streamed, and calibrating and distilling need no more
 TEXT_COLUMNS = ("text", "prompt", "question", "content")
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STDLIB = {"site-packages", "dist-packages", "encodings", "pydoc_data"}  # the last two are generated tables
@@ -289,7 +290,7 @@ def _hub_dataset(name: str) -> Iterator[Document]:
         rows = load_dataset(name, split="train", streaming=True)
     except Exception as error:  # the hub client raises many kinds, all of which mean: cannot be had here
         raise UserError(f"data set {name!r} could not be loaded: {error}") from error
-    return (Document(f"{name}:{i}", _text_of(row, f"{name}:{i}")) for i, row in enumerate(rows))
+    return (Document(f"{name}:{i}", _text_of(row, f"{name}:{i}")) for i, row in enumerate(rows.take(HUB_ROWS)))
 
 
 def _text_of(row: object, where: str) -> str:

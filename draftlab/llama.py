@@ -166,7 +166,8 @@ def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
     prefix = f"model.layers.{layer}."
 
     def stack(*names: str) -> Tensor:
-        return torch.cat([weights[prefix + name] for name in names]) if len(names) > 1 else weights[prefix + names[0]]
+        parts = [weights[prefix + name] for name in names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     attention, mlp = "self_attn.", "mlp."
     qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -202,9 +202,8 @@ def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
         ax.set_axisbelow(True)
         draw(ax)
         file = io.StringIO()
-        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
-    body = file.getvalue().partition("</style>\n </defs>")[2]
+        figure.savefig(file, format="svg", transparent=True)
+    body = re.sub(r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>", "", file.getvalue())
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href").replace(": #000000", ": currentColor")
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
     return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(alt)}">{body}')

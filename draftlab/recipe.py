@@ -55,12 +55,12 @@ def run_recipe(steps: list[Step], *, dry_run: bool) -> Outcome:
     last = Outcome(path=None, show=[], data={})
     for number, step in enumerate(steps, 1):
         title = f"[{number}/{len(steps)}] {step.command} {step.out or ''}".rstrip()
-        if is_done(step) and number < len(steps):
+        if is_done(step):
             note(f"{title}: done already")
+            last = Outcome(path=step.out, show=[str(step.out)], data={"path": str(step.out)})
             continue
         note(title)
-        again = {"force": True} if is_done(step) else {}
-        last = COMMANDS[step.command](**step.arguments | again)
+        last = COMMANDS[step.command](**step.arguments)
         if last.missed:
             break
     return last

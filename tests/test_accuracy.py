@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import build
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from draftlab.checkpoint import load_model, load_tokenizer
 from draftlab.data import Document, documents, open_heldout
 from draftlab.errors import UserError
 from draftlab.record import TaskResult
-from draftlab.score.accuracy import LineItem, continuation_log_probs, evaluate_tasks, next_line_items
+from draftlab.score.accuracy import LineItem, code_lm, continuation_log_probs, evaluate_tasks, next_line_items
 
 WINDOW = 2048  # long enough for every context and text here
 ITEMS = 24
@@ -138,6 +140,22 @@ def test_only_the_greedy_continuation_is_called_greedy():
     ].tolist()
     other = [*greedy[:-1], (greedy[-1] + 1) % 300]
     assert [is_greedy for _, is_greedy in continuation_log_probs(model, prefix, [greedy, other])] == [True, False]
+
+
+def test_choices_differ_as_the_texts_they_end_do(checkpoint_dir: Path, items: list[LineItem]):
+    """And not so in HFLM, which hides line breaks that share a token with what is before them."""
+    model, tokenizer = load_model(checkpoint_dir, torch.float32).eval(), load_tokenizer(checkpoint_dir)
+    expected, ours, plain = [], [], []
+    for item in items[:8]:
+        texts = [log_prob(checkpoint_dir, item.context + choice, skip=1) for choice in item.choices[:2]]
+        pairs = [(item.context, choice) for choice in item.choices[:2]]
+        asked = [Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in pairs]
+        expected.append(texts[0] - texts[1])
+        for lm, found in ((code_lm(model, tokenizer, 2, WINDOW), ours), (HFLM(model, tokenizer=tokenizer), plain)):
+            (first, _), (second, _) = lm.loglikelihood(asked, disable_tqdm=True)
+            found.append(first - second)
+    assert ours == pytest.approx(expected, abs=0.01)
+    assert plain != pytest.approx(expected, abs=0.1)
 
 
 def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(

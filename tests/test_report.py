@@ -239,6 +239,7 @@ def test_names_are_text_on_the_page():
     page = Page(source)
     assert not {"b", "i"} & {tag for tag, _ in page.tags}
     assert HOSTILE in page.text
+    assert "$z$ _w_, K=4" in page.text  # the label in a plot, where a pair of $ would be mathematics
     assert "_other" in page.text
     assert escape("draftlab report <i>") in source
 
@@ -299,6 +300,12 @@ def test_page_draws_every_draft(count: int):
     assert sum(tag == "svg" for tag, _ in page.tags) == 5
     assert all(page.text.count(f"draft-{i}") >= 5 for i in range(count))
     assert "nan" not in "".join(attrs.get("d") or "" for _, attrs in page.tags)
+
+
+def test_best_draft_and_best_k_are_marked():
+    source = html([score("slow", speed=0.5), score("fast")], command="")
+    rows = re.findall(r'<tr class="best"><th scope="row">(?:<span.*?</span> )?([^<]*)<', source)
+    assert rows == ["fast", "4", "4"]
 
 
 def test_plots_take_the_pages_ink():

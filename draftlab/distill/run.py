@@ -171,8 +171,11 @@ def _claim(state: Path, identity: dict[str, object]) -> None:
 
 
 def _append(log: Path, record: StepRecord | EvalRecord) -> None:
-    with log.open("a") as stream:
-        stream.write(json.dumps(asdict(record)) + "\n")
+    try:
+        with log.open("a") as stream:
+            stream.write(json.dumps(asdict(record)) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {log}: {error.strerror}") from None
 
 
 def _alpha_text(alpha: float | None) -> str:

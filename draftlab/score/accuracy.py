@@ -92,7 +92,7 @@ def evaluate_tasks(
         window = min(context, model.config.max_position_embeddings)
         results: list[TaskResult] = []
         if own["tasks"]:
-            results += _evaluate(_code_lm(model, tokenizer, batch_size, window), own, limit, seed)
+            results += _evaluate(code_lm(model, tokenizer, batch_size, window), own, limit, seed)
         if registered["tasks"]:
             results += _evaluate(_plain_lm(model, tokenizer, batch_size), registered, limit, seed)
     return results
@@ -127,6 +127,23 @@ def continuation_log_probs(
     rows = pad_sequence([torch.cat([head[-1:], i[:-1]]) for i in ids], batch_first=True)  # [N, T]
     log_probs = model(rows, past_key_values=cache).logits.float().log_softmax(-1)  # [N, T, V]
     return [_chosen(row[: len(i)], i) for row, i in zip(log_probs, ids, strict=True)]
+
+
+def code_lm(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int, window: int) -> "LM":
+    """lm-eval's model, set right for code: choices begin at a token of the whole text, and bos stands once in front.
+
+    HFLM encodes a context alone, without its closing white space, and counts its tokens off the whole. Where a token
+    holds punctuation, line break and indentation at once, as in code tokenizers, the model would not see the line
+    break. And where a tokenizer puts bos in front, bos would be predicted from bos at the start of every document.
+    """
+
+    class CodeLM(_hflm()):
+        def loglikelihood(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            groups = itertools.groupby((request.arguments for request in requests), key=lambda pair: pair[0])
+            split = (_split(tokenizer, text, [pair[1] for pair in pairs], window) for text, pairs in groups)
+            return [score for prefix, rest in split for score in continuation_log_probs(model, prefix, rest)]
+
+    return CodeLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=window, add_bos_token=False)
 
 
 def _chosen(log_probs: Tensor, ids: Tensor) -> tuple[float, bool]:
@@ -261,23 +278,6 @@ def _load(name: str) -> "TaskDict":
         if any(task.get_config(key) for key in ("unsafe_code", "doc_to_image", "doc_to_audio")):
             raise UserError(f"lm-eval task {name!r} runs generated code or needs images or sound; not supported")
     return found
-
-
-def _code_lm(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int, window: int) -> "LM":
-    """lm-eval's model, set right for code: choices begin at a token of the whole text, and bos stands once in front.
-
-    HFLM encodes a context alone, without its closing white space, and counts its tokens off the whole. Where a token
-    holds punctuation, line break and indentation at once, as in code tokenizers, the model would not see the line
-    break. And where a tokenizer puts bos in front, bos would be predicted from bos at the start of every document.
-    """
-
-    class CodeLM(_hflm()):
-        def loglikelihood(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            groups = itertools.groupby((request.arguments for request in requests), key=lambda pair: pair[0])
-            split = (_split(tokenizer, text, [pair[1] for pair in pairs], window) for text, pairs in groups)
-            return [score for prefix, rest in split for score in continuation_log_probs(model, prefix, rest)]
-
-    return CodeLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=window, add_bos_token=False)
 
 
 def _split(

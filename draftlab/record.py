@@ -5,11 +5,10 @@ before it; K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, less only whe
 """
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from draftlab.errors import UserError
 from draftlab.shape import Shape, validation_text
@@ -33,6 +32,14 @@ class Generation(_Frozen):
     draft_seconds: float
     verify_seconds: float
     host_seconds: float
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> "Generation":
+        if not len(self.drafted) == len(self.accepted) == len(self.emitted):
+            raise ValueError("drafted, accepted and emitted have one entry per step each")
+        if self.tokens != 1 + sum(self.emitted):
+            raise ValueError(f"{self.tokens} tokens are not the prefill's and {sum(self.emitted)} of the steps")
+        return self
 
     @property
     def decode_seconds(self) -> float:
@@ -89,7 +96,7 @@ class Model(_Frozen):
     name: str
     sha256: str
     shape: Shape
-    latency: list[Latency]
+    latency: list[Latency] = Field(min_length=1)  # by width, from one token on
     tasks: list[TaskResult]
 
 
@@ -119,21 +126,26 @@ class Score(_Frozen):
     draft: Model
     conditions: Conditions
     plain: list[Generation]
-    speculative: dict[int, list[Generation]]  # by K
+    speculative: dict[int, list[Generation]] = Field(min_length=1)  # by K
     identical: bool | None  # greedy: speculative tokens equal plain ones; None when sampling
     distinct_4grams: float  # of the target's output; low means a repetition loop, which flatters every draft
     command: str
     versions: dict[str, str]
     created: str
 
+    @model_validator(mode="after")
+    def _arms_match(self) -> "Score":
+        prompts = sorted(g.prompt for g in self.plain)
+        if any(sorted(g.prompt for g in runs) != prompts for runs in self.speculative.values()):
+            raise ValueError("plain and speculative decoding hold different prompts")
+        return self
+
     def acceptance(self, k: int) -> Acceptance:
         return acceptance(self.speculative[k], k)
 
     def speedup(self, k: int) -> Interval:
         """Tokens per second, speculative over plain: ratio of sums, prefill left out of both."""
-        return bootstrap_ratio(
-            _by_prompt(self.speculative[k]), _by_prompt(self.plain), lambda fast, slow: _tps(fast) / _tps(slow)
-        )
+        return bootstrap_speedup(self.speculative[k], self.plain)
 
     @property
     def best_k(self) -> int:
@@ -167,35 +179,34 @@ class Score(_Frozen):
         return self.draft_step_ms / self.target.latency[0].median_ms
 
     def break_even_length(self, k: int) -> float:
-        """Acceptance length at which this K would neither win nor lose: measured time per step over plain per token."""
-        runs = self.speculative[k]
-        per_step = sum(g.decode_seconds for g in runs) / sum(len(g.drafted) for g in runs)
-        return per_step * _tps(self.plain)
+        """Acceptance length at which this K would neither win nor lose, at the time per step that was measured."""
+        return self.acceptance(k).mean_acceptance_length / self.speedup_value(k)
 
     def verdict(self) -> str:
         """One sentence: what it gains, and what holds it back most."""
         k = self.best_k
         speedup, length = self.speedup(k), self.acceptance(k).mean_acceptance_length
-        split = self.time_split(k)
-        needed = self.break_even_length(k)
+        spread = f"{speedup.low:.2f} to {speedup.high:.2f}" if speedup.n > 1 else "n = 1"
         gain = (
-            f"K = {k} gives {speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}): {length:.2f} tokens per "
-            f"target pass, break-even {needed:.2f}"
+            f"K = {k} gives {speedup.value:.2f}x ({spread}): {length:.2f} tokens per target pass, "
+            f"break-even {self.break_even_length(k):.2f}"
         )
-        if speedup.low > 1:
-            gain = "Faster. " + gain
-        elif speedup.high < 1:
-            gain = "Slower than no draft. " + gain
-        else:
+        if speedup.n == 1 or speedup.low <= 1 <= speedup.high:
             gain = "No clear difference. " + gain
-        passes = self.draft_step_ms * k / self.target.latency[0].median_ms
-        limit = (
-            f"drafting takes {split['draft']:.0%} of the time ({passes:.2f} target passes per step): "
-            "fewer layers would help most"
-            if split["draft"] > split["verify"]
-            else f"verifying takes {split['verify']:.0%} of the time: more accepted tokens would help most"
-        )
-        return f"{gain}; {limit}."
+        else:
+            gain = ("Faster. " if speedup.low > 1 else "Slower than no draft. ") + gain
+        return f"{gain}; {self._limit(k)}."
+
+    def _limit(self, k: int) -> str:
+        split = self.time_split(k)
+        remedy = {
+            "draft": "a cheaper draft would help most, and depth is what costs",
+            "verify": "more accepted tokens would help most",
+            "host": "a faster engine would help most",
+        }
+        phase = max(split, key=lambda name: split[name])
+        doing = {"draft": "drafting", "verify": "verifying", "host": "bookkeeping on the host"}[phase]
+        return f"{doing} takes {split[phase]:.0%} of the time: {remedy[phase]}"
 
 
 def acceptance(generations: list[Generation], k: int) -> Acceptance:
@@ -224,21 +235,19 @@ def acceptance(generations: list[Generation], k: int) -> Acceptance:
     )
 
 
-def bootstrap_ratio(
-    fast: list[list[Generation]],
-    slow: list[list[Generation]],
-    ratio: Callable[[list[Generation], list[Generation]], float],
-) -> Interval:
-    """ratio over all prompts with its 95 % interval: prompts are drawn anew, both arms together. Seeded."""
+def bootstrap_speedup(fast: list[Generation], slow: list[Generation]) -> Interval:
+    """Tokens per second of fast over slow; the 95 % interval draws prompts anew, both arms together. Seeded."""
+    pairs = list(zip(_per_prompt(fast), _per_prompt(slow), strict=True))
     rng = random.Random(0)
-    n = len(fast)
 
-    def of(chosen: list[int]) -> float:
-        return ratio([g for i in chosen for g in fast[i]], [g for i in chosen for g in slow[i]])
+    def of(chosen: list[tuple[tuple[int, float], tuple[int, float]]]) -> float:
+        fast_tokens, fast_seconds = (sum(column) for column in zip(*(f for f, _ in chosen), strict=True))
+        slow_tokens, slow_seconds = (sum(column) for column in zip(*(s for _, s in chosen), strict=True))
+        return (fast_tokens / fast_seconds) / (slow_tokens / slow_seconds)
 
-    values = sorted(of(rng.choices(range(n), k=n)) for _ in range(BOOTSTRAP_SAMPLES))
+    values = sorted(of(rng.choices(pairs, k=len(pairs))) for _ in range(BOOTSTRAP_SAMPLES))
     low, high = values[int(0.025 * len(values))], values[int(0.975 * len(values)) - 1]
-    return Interval(value=of(list(range(n))), low=low, high=high, n=n)
+    return Interval(value=of(pairs), low=low, high=high, n=len(pairs))
 
 
 def read_score(path: Path) -> Score:
@@ -256,11 +265,13 @@ def read_score(path: Path) -> Score:
         raise UserError(f"{file} is not a score: {validation_text(error)[:200]}") from None
 
 
-def _by_prompt(generations: list[Generation]) -> list[list[Generation]]:
-    groups: dict[int, list[Generation]] = {}
+def _per_prompt(generations: list[Generation]) -> list[tuple[int, float]]:
+    """Tokens after the prefill and seconds of decoding, summed over repeats, in the order of the prompts."""
+    sums: dict[int, tuple[int, float]] = {}
     for g in generations:
-        groups.setdefault(g.prompt, []).append(g)
-    return [groups[i] for i in sorted(groups)]
+        tokens, seconds = sums.get(g.prompt, (0, 0.0))
+        sums[g.prompt] = tokens + g.tokens - 1, seconds + g.decode_seconds
+    return [sums[prompt] for prompt in sorted(sums)]
 
 
 def _tps(generations: list[Generation]) -> float:

@@ -20,7 +20,9 @@ from draftlab.data import Document, documents, open_heldout
 from draftlab.errors import UserError
 from draftlab.record import TaskResult
 from draftlab.score.accuracy import LineItem, code_lm, continuation_log_probs, evaluate_tasks, next_line_items
+from draftlab.tokenizer import train_tokenizer
 
+VOCAB = 600
 WINDOW = 2048  # long enough for every context and text here
 ITEMS = 24
 YAML = """
@@ -47,12 +49,11 @@ def items(docs: list[Document]) -> list[LineItem]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, docs: list[Document]) -> Path:
     """A random model with a long window; its tokenizer puts bos in front and joins ')', line break and indentation."""
     out = tmp_path_factory.mktemp("long")
-    build("llama", max_position_embeddings=WINDOW).save_pretrained(out)
-    for file in tokenizer_dir.iterdir():
-        (out / file.name).write_bytes(file.read_bytes())
+    build("llama", max_position_embeddings=WINDOW, vocab_size=VOCAB).save_pretrained(out)
+    train_tokenizer([doc.text for doc in docs], VOCAB, out)
     return out
 
 

@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftlab.errors import UserError
-from draftlab.record import Generation, Score, acceptance, bootstrap_ratio, read_score
+from draftlab.record import Generation, Score, acceptance, bootstrap_speedup, read_score
 
 
-def generation(prompt=0, drafted=(), accepted=(), emitted=None, seconds=1.0, first=1) -> Generation:
+def generation(prompt=0, drafted=(), accepted=(), emitted=None, seconds=1.0) -> Generation:
     emitted = [a + 1 for a in accepted] if emitted is None else emitted
     return Generation(
         prompt=prompt,
-        tokens=first + sum(emitted),
+        tokens=1 + sum(emitted),
         drafted=list(drafted),
         accepted=list(accepted),
         emitted=list(emitted),
@@ -64,13 +64,9 @@ def test_contradictions_are_refused(drafted, accepted):
 
 def test_speed_up_is_a_ratio_of_sums_without_the_prefill():
     """Plain: 4 + 8 tokens after the first in 1 + 3 seconds. Fast: the same tokens in 1 + 1 seconds."""
-    slow = [[generation(0, [0] * 4, [0] * 4, seconds=1)], [generation(1, [0] * 8, [0] * 8, seconds=3)]]
-    fast = [[generation(0, [3], [3], seconds=1)], [generation(1, [3, 3], [3, 3], seconds=1)]]
-
-    def tps(runs: list[Generation]) -> float:
-        return sum(g.tokens - 1 for g in runs) / sum(g.decode_seconds for g in runs)
-
-    interval = bootstrap_ratio(fast, slow, lambda a, b: tps(a) / tps(b))
+    slow = [generation(0, [0] * 4, [0] * 4, seconds=1), generation(1, [0] * 8, [0] * 8, seconds=3)]
+    fast = [generation(0, [3], [3], seconds=1), generation(1, [3, 3], [3, 3], seconds=1)]
+    interval = bootstrap_speedup(fast, slow)
     assert interval.value == pytest.approx((12 / 2) / (12 / 4))
     assert interval.low == pytest.approx(1.0)  # both draws are the first prompt
     assert interval.high == pytest.approx(3.0)
@@ -79,10 +75,9 @@ def test_speed_up_is_a_ratio_of_sums_without_the_prefill():
 
 def test_an_interval_narrows_with_prompts():
     def width(n: int) -> float:
-        slow = [[generation(i, [0], [0])] for i in range(n)]
-        fast = [[generation(i, [3], [i % 4])] for i in range(n)]
-        tokens = lambda runs: sum(g.tokens for g in runs)  # noqa: E731
-        found = bootstrap_ratio(fast, slow, lambda a, b: tokens(a) / tokens(b))
+        slow = [generation(i, [0] * 4, [0] * 4, seconds=4) for i in range(n)]
+        fast = [generation(i, [3], [i % 4]) for i in range(n)]
+        found = bootstrap_speedup(fast, slow)
         return found.high - found.low
 
     assert width(64) < 0.5 * width(8)
@@ -95,3 +90,10 @@ def test_what_is_not_a_score_is_refused(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         read_score(tmp_path / "other.json")
     assert set(Score.model_fields) >= {"plain", "speculative", "conditions"}
+
+
+def test_generations_that_do_not_add_up_are_refused():
+    with pytest.raises(ValueError, match="9 tokens are not the prefill's and 4"):
+        Generation.model_validate(generation(0, [3], [3]).model_dump() | {"tokens": 9})
+    with pytest.raises(ValueError, match="one entry per step"):
+        Generation.model_validate(generation(0, [3], [3]).model_dump() | {"drafted": [3, 3]})

@@ -1,41 +1,32 @@
-"""What users can do: one typed function per command. Typer and recipes call these same functions."""
+"""Commands that make something: a workspace, shapes, a tokenizer, a model, a draft."""
 
-import shlex
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Argument, Option
+from typer import Option
 
 from draftlab import workspace
+from draftlab.commands.shared import (
+    Compile,
+    Data,
+    DryRun,
+    Dtype,
+    Force,
+    Optimizer,
+    Out,
+    Outcome,
+    Seed,
+    TargetName,
+    newest,
+    plan,
+    recorded,
+)
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.shape import Shape, parse_numbers
+from draftlab.shape import Shape, parse_numbers, training_cost
 
 if TYPE_CHECKING:
     from draftlab.distill.run import Fitted
-
-Force = Annotated[bool, Option("--force", help="Replace an output that exists.")]
-DryRun = Annotated[bool, Option("--dry-run", help="Show what would be done, and do nothing.")]
-Seed = Annotated[int, Option(help="Seed of everything random.")]
-Out = Annotated[Path | None, Option(help="Directory to write; a name under the workspace's runs if left out.")]
-Data = Annotated[str | None, Option(help="Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT; the workspace's if left out.")]
-TargetName = Annotated[str | None, Option(help="Checkpoint of the target; the workspace's if left out.")]
-Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="bfloat16: autocast with fp32 weights.")]
-Optimizer = Annotated[Literal["adamw", "muon"], Option(help="muon: Muon on the blocks' matrices, AdamW on the rest.")]
-Compile = Annotated[bool, Option("--compile", help="torch.compile: a minute to start, then faster.")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a command made: the path, what a person reads (strings and rich tables), what a program reads."""
-
-    path: Path | None
-    show: Sequence[object]
-    data: dict[str, object]
-    missed: list[str] = field(default_factory=list)  # bars the user set that were not reached
 
 
 def init(
@@ -95,7 +86,7 @@ def tokenizer(
     force: Force = False,
 ) -> Outcome:
     """Train a byte-level BPE tokenizer for source code."""
-    arguments, began = _arguments(locals())
+    arguments, began = recorded(locals())
     from draftlab import checkpoint, provenance
     from draftlab.data import documents, parse_mixture, take_bytes
     from draftlab.tokenizer import train_tokenizer
@@ -132,7 +123,7 @@ def train(
     dry_run: DryRun = False,
 ) -> Outcome:
     """Train with cross-entropy on text: a new model, or continued pretraining after pruning."""
-    arguments, began = _arguments(locals())
+    arguments, began = recorded(locals())
     import torch
 
     from draftlab import checkpoint
@@ -153,7 +144,8 @@ def train(
     else:
         raise UserError("say what to train: --model CHECKPOINT, or --shape FILE with --tokenizer DIR for a new model")
     if dry_run:
-        return _plan(out, {"train": start.describe(), "tokens": f"{steps * rows * seq_len:,}"})
+        cost = training_cost(start, None, tokens=steps * rows * seq_len, rows=micro_rows or rows, seq_len=seq_len)
+        return plan(out, {"model": start.describe()} | cost)
     student = checkpoint.load_model(source, torch.float32) if model else checkpoint.new_model(config, seed)
     batches = open_batches(data, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
     heldout = open_heldout(next(iter(parse_mixture(data))), tok, rows=rows, seq_len=seq_len, most_rows=512)
@@ -183,7 +175,7 @@ def prune(
     dry_run: DryRun = False,
 ) -> Outcome:
     """Cut a LLaMA-like checkpoint to an exact shape, by activation importance."""
-    arguments, began = _arguments(locals())
+    arguments, began = recorded(locals())
     from draftlab import checkpoint, family
     from draftlab.prune import run
     from draftlab.shape import check, parse_count
@@ -207,7 +199,12 @@ def prune(
     out = out or space.runs / f"prune-{family.shape_name(wanted)}"
     checkpoint.check_free(out, force=force)
     if dry_run:
-        return _plan(out, {"source": have.describe(), "draft": wanted.describe(), "kv": _kv_saving(have, wanted)})
+        cost = {
+            "memory": f"about {have.weight_bytes() / 1e9:.2g} GB for the source in bf16",
+            "disk": f"{wanted.weight_bytes() / 1e6:,.4g} MB in bf16",
+        }
+        shapes = {"source": have.describe(), "draft": wanted.describe(), "kv": _kv_saving(have, wanted)}
+        return plan(out, shapes | cost)
     spec = data or space.data
     keep, disk_bytes = run.prune(
         directory, wanted, out=out, data=spec, tokens=tokens, seq_len=seq_len, seed=seed,
@@ -247,7 +244,7 @@ def distill(
     dry_run: DryRun = False,
 ) -> Outcome:
     """Train a draft to agree with the target."""
-    arguments, began = _arguments(locals())
+    arguments, began = recorded(locals())
     import torch
 
     from draftlab import checkpoint
@@ -259,15 +256,16 @@ def distill(
 
     space = workspace.load()
     needs_target = parse_loss(loss).divergence is not None or text == "target"
-    source = checkpoint.locate(draft or _newest(space, ("prune",), "prune"))
+    source = checkpoint.locate(draft or newest(space, ("prune",), "prune"))
     teacher_dir = checkpoint.locate(target or space.target) if needs_target else None
     out = out or space.runs / f"distill-{source.name.removeprefix('prune-')}"
     checkpoint.check_free(out, force=force)
     if teacher_dir is not None:
         check_same_vocabulary(source, teacher_dir)
-    facts = {"draft": checkpoint.read_shape(source).describe(), "tokens": f"{steps * rows * seq_len:,}"}
     if dry_run:
-        return _plan(out, facts | ({"target": checkpoint.read_shape(teacher_dir).describe()} if teacher_dir else {}))
+        student, teaching = checkpoint.read_shape(source), checkpoint.read_shape(teacher_dir) if teacher_dir else None
+        cost = training_cost(student, teaching, tokens=steps * rows * seq_len, rows=micro_rows or rows, seq_len=seq_len)
+        return plan(out, {"draft": student.describe(), "target": teaching.describe() if teaching else "none"} | cost)
     spec, tok = data or space.data, checkpoint.load_tokenizer(source)
     state = run.state_of(out)
     settings = Settings.of(arguments)
@@ -288,129 +286,6 @@ def distill(
     return _trained(out, fitted)
 
 
-def score(
-    draft: Annotated[
-        list[str] | None, Option(help="Draft to score, again for each; the newest one if left out.")
-    ] = None,
-    target: TargetName = None,
-    data: Annotated[
-        str | None, Option(help="Prompts: held-out text of this source; the workspace's if left out.")
-    ] = None,
-    k: Annotated[str, Option(help="Numbers of drafted tokens to try, as 1-6 or 2,4,8.")] = "1-6",
-    prompts: Annotated[int, Option(min=1, help="Number of prompts.")] = 16,
-    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of each prompt.")] = 64,
-    max_new_tokens: Annotated[int, Option(min=2, help="Tokens decoded after each prompt.")] = 128,
-    repeats: Annotated[int, Option(min=1, help="Times every prompt is decoded in every way.")] = 3,
-    temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
-    tasks: Annotated[
-        str, Option(help="lm-eval tasks, by comma; 'none' for none.")
-    ] = "code_next_line,code_bits_per_byte",
-    task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
-    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
-    seed: Seed = 0,
-    min_speedup: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
-    min_acceptance_length: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
-    out: Out = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-) -> Outcome:
-    """Measure drafts against the target: accuracy, acceptance, tokens per second with and without, in one process."""
-    arguments, began = _arguments(locals())
-    from draftlab import checkpoint
-    from draftlab.report import json_rows, score_table
-    from draftlab.score import run
-    from draftlab.tokenizer import check_same_vocabulary
-
-    space = workspace.load()
-    names = draft or [str(_newest(space, ("distill", "prune"), "distill"))]
-    target_dir = checkpoint.locate(target or space.target)
-    drafts = _by_name([checkpoint.locate(name) for name in names])
-    out = out or space.runs / ("score-" + "-".join(name.split("-", 1)[-1] for name in drafts))
-    checkpoint.check_free(out, force=force)
-    for directory in drafts.values():
-        check_same_vocabulary(directory, target_dir)
-    device = checkpoint.resolve_device(space.device)
-    plan = run.Plan(
-        target=target_dir,
-        drafts=drafts,
-        data=data or space.data,
-        ks=parse_numbers(k),
-        prompts=prompts,
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        repeats=repeats,
-        temperature=temperature,
-        tasks=[] if tasks == "none" else tasks.split(","),
-        task_limit=task_limit,
-        dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
-        device=device,
-        threads=threads,
-        seed=seed,
-        command=_command_line("score", arguments),
-    )
-    if dry_run:
-        shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
-        return _plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes})
-    scores = run.score(plan, out=out, arguments=arguments, began=began, force=force)
-    verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
-    missed = [text for s in scores for text in run.missed_bars(s, min_speedup, min_acceptance_length)]
-    return Outcome(
-        path=out, show=[score_table(scores), *verdicts, str(out)], data={"scores": json_rows(scores)}, missed=missed
-    )
-
-
-def report(
-    scores: Annotated[
-        list[Path] | None, Argument(help="score.json files or folders; the workspace's runs if left out.")
-    ] = None,
-    out: Annotated[Path | None, Option(help="Directory for report.html and report.md.")] = None,
-    force: Force = False,
-) -> Outcome:
-    """Tables and one self-contained HTML page with plots, from scores."""
-    arguments, began = _arguments(locals())
-    from draftlab import checkpoint, provenance
-    from draftlab.record import read_score
-    from draftlab.report import html, json_rows, markdown, score_table
-
-    space = workspace.load()
-    files = _score_files(scores or [space.runs])
-    read = [read_score(file) for file in files]
-    out = out or space.runs / "report"
-    command = shlex.join(["draftlab", "report", *map(str, scores or [space.runs])])
-    with checkpoint.new_directory(out, force=force) as work:
-        (work / "report.html").write_text(html(read, command))
-        (work / "report.md").write_text(markdown(read))
-        provenance.write_record(work, "report", arguments, files, began)
-    page = out / "report.html"
-    return Outcome(path=page, show=[score_table(read), str(page)], data={"path": str(page), "scores": json_rows(read)})
-
-
-COMMANDS: dict[str, Callable[..., Outcome]] = {
-    f.__name__: f for f in (init, design, prune, distill, score, report, train, tokenizer)
-}
-
-
-def _arguments(given: dict[str, object]) -> tuple[dict[str, object], float]:
-    """A command's arguments as recorded, and now; what does not change the result is left out."""
-    return {name: value for name, value in given.items() if name not in ("force", "dry_run")}, time.time()
-
-
-def _command_line(command: str, arguments: dict[str, object]) -> str:
-    """What to type for these arguments; flags that are off and options that were left out do not appear."""
-    words = ["draftlab", command]
-    for name, value in arguments.items():
-        flag = "--" + name.replace("_", "-")
-        for item in value if isinstance(value, list) else [value]:
-            words += [] if item is None or item is False else [flag] if item is True else [flag, str(item)]
-    return shlex.join(words)
-
-
-def _plan(out: Path, facts: Mapping[str, object]) -> Outcome:
-    lines = [f"{name}: {value}" for name, value in facts.items()]
-    return Outcome(path=None, show=[*lines, f"would write {out}"], data={"out": str(out), **facts})
-
-
 def _trained(out: Path, fitted: "Fitted") -> Outcome:
     lines = [
         str(out),
@@ -425,25 +300,3 @@ def _trained(out: Path, fitted: "Fitted") -> Outcome:
 def _kv_saving(have: Shape, wanted: Shape) -> str:
     saved = 1 - wanted.kv_bytes_per_token() / have.kv_bytes_per_token()
     return f"KV cache {wanted.kv_bytes_per_token() / 1024:.3g} KiB per token in bf16 ({saved:.1%} less than the source)"
-
-
-def _newest(space: workspace.Workspace, commands: tuple[str, ...], hint: str) -> Path:
-    found = workspace.newest(space.runs, commands)
-    if found is None:
-        raise UserError(f"no draft given and none in {space.runs}; run draftlab {hint} first, or name one with --draft")
-    note(f"draft: {found}")
-    return found
-
-
-def _by_name(directories: list[Path]) -> dict[str, Path]:
-    named = {directory.name: directory for directory in directories}
-    if len(named) < len(directories):
-        raise UserError("two drafts have the same directory name; rename one: " + ", ".join(map(str, directories)))
-    return named
-
-
-def _score_files(paths: list[Path]) -> list[Path]:
-    files = [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
-    if not files:
-        raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
-    return files

@@ -1,0 +1,1 @@
+"""Scripts behind every performance claim: python -m benchmarks.NAME prints one JSON object on its last line."""

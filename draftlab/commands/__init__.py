@@ -1,0 +1,13 @@
+"""What users can do: one typed function per command. Typer and recipes call these same functions."""
+
+from collections.abc import Callable
+
+from draftlab.commands.make import design, distill, init, prune, tokenizer, train
+from draftlab.commands.measure import report, score
+from draftlab.commands.shared import DryRun, Outcome
+
+COMMANDS: dict[str, Callable[..., Outcome]] = {
+    f.__name__: f for f in (init, design, prune, distill, score, report, train, tokenizer)
+}
+
+__all__ = ["COMMANDS", "DryRun", "Outcome"]

@@ -1,0 +1,136 @@
+"""Commands that measure: scores and reports."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from draftlab import workspace
+from draftlab.commands.shared import (
+    DryRun,
+    Force,
+    Out,
+    Outcome,
+    Seed,
+    TargetName,
+    command_line,
+    newest,
+    plan,
+    recorded,
+)
+from draftlab.errors import UserError
+from draftlab.shape import parse_numbers
+
+
+def score(
+    draft: Annotated[
+        list[str] | None, Option(help="Draft to score, again for each; the newest one if left out.")
+    ] = None,
+    target: TargetName = None,
+    data: Annotated[
+        str | None, Option(help="Prompts: held-out text of this source; the workspace's if left out.")
+    ] = None,
+    k: Annotated[str, Option(help="Numbers of drafted tokens to try, as 1-6 or 2,4,8.")] = "1-6",
+    prompts: Annotated[int, Option(min=1, help="Number of prompts.")] = 16,
+    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of each prompt.")] = 64,
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens decoded after each prompt.")] = 128,
+    repeats: Annotated[int, Option(min=1, help="Times every prompt is decoded in every way.")] = 3,
+    temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
+    tasks: Annotated[
+        str, Option(help="lm-eval tasks, by comma; 'none' for none.")
+    ] = "code_next_line,code_bits_per_byte",
+    task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
+    seed: Seed = 0,
+    min_speedup: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
+    min_acceptance_length: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
+    out: Out = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Measure drafts against the target: accuracy, acceptance, tokens per second with and without, in one process."""
+    arguments, began = recorded(locals())
+    from draftlab import checkpoint
+    from draftlab.report import json_rows, score_table
+    from draftlab.score import run
+    from draftlab.tokenizer import check_same_vocabulary
+
+    space = workspace.load()
+    names = draft or [str(newest(space, ("distill", "prune"), "distill"))]
+    target_dir = checkpoint.locate(target or space.target)
+    drafts = _by_name([checkpoint.locate(name) for name in names])
+    out = out or space.runs / ("score-" + "-".join(name.split("-", 1)[-1] for name in drafts))
+    checkpoint.check_free(out, force=force)
+    for directory in drafts.values():
+        check_same_vocabulary(directory, target_dir)
+    device = checkpoint.resolve_device(space.device)
+    measuring = run.Plan(
+        target=target_dir,
+        drafts=drafts,
+        data=data or space.data,
+        ks=parse_numbers(k),
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        temperature=temperature,
+        tasks=[] if tasks == "none" else tasks.split(","),
+        task_limit=task_limit,
+        dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
+        device=device,
+        threads=threads,
+        seed=seed,
+        command=command_line("score", arguments),
+    )
+    if dry_run:
+        shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
+        work = f"{prompts * repeats * (1 + len(drafts) * len(measuring.ks))} generations of {max_new_tokens} tokens"
+        return plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes, "work": work})
+    scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)
+    verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
+    missed = [text for s in scores for text in run.missed_bars(s, min_speedup, min_acceptance_length)]
+    return Outcome(
+        path=out, show=[score_table(scores), *verdicts, str(out)], data={"scores": json_rows(scores)}, missed=missed
+    )
+
+
+def report(
+    scores: Annotated[
+        list[Path] | None, Argument(help="score.json files or folders; the workspace's runs if left out.")
+    ] = None,
+    out: Annotated[Path | None, Option(help="Directory for report.html and report.md.")] = None,
+    force: Force = False,
+) -> Outcome:
+    """Tables and one self-contained HTML page with plots, from scores."""
+    arguments, began = recorded(locals())
+    from draftlab import checkpoint, provenance
+    from draftlab.record import read_score
+    from draftlab.report import html, json_rows, markdown, score_table
+
+    space = workspace.load()
+    files = _score_files(scores or [space.runs])
+    read = [read_score(file) for file in files]
+    out = out or space.runs / "report"
+    command = shlex.join(["draftlab", "report", *map(str, scores or [space.runs])])
+    with checkpoint.new_directory(out, force=force) as work:
+        (work / "report.html").write_text(html(read, command))
+        (work / "report.md").write_text(markdown(read))
+        provenance.write_record(work, "report", arguments, files, began)
+    page = out / "report.html"
+    return Outcome(path=page, show=[score_table(read), str(page)], data={"path": str(page), "scores": json_rows(read)})
+
+
+def _by_name(directories: list[Path]) -> dict[str, Path]:
+    named = {directory.name: directory for directory in directories}
+    if len(named) < len(directories):
+        raise UserError("two drafts have the same directory name; rename one: " + ", ".join(map(str, directories)))
+    return named
+
+
+def _score_files(paths: list[Path]) -> list[Path]:
+    files = [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
+    if not files:
+        raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
+    return files

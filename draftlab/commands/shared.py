@@ -1,0 +1,62 @@
+"""What all commands share: their options' types, what they return, and how arguments are recorded."""
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from draftlab import workspace
+from draftlab.console import note
+from draftlab.errors import UserError
+
+Force = Annotated[bool, Option("--force", help="Replace an output that exists.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Show what would be done, and do nothing.")]
+Seed = Annotated[int, Option(help="Seed of everything random.")]
+Out = Annotated[Path | None, Option(help="Directory to write; a name under the workspace's runs if left out.")]
+Data = Annotated[str | None, Option(help="Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT; the workspace's if left out.")]
+TargetName = Annotated[str | None, Option(help="Checkpoint of the target; the workspace's if left out.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="bfloat16: autocast with fp32 weights.")]
+Optimizer = Annotated[Literal["adamw", "muon"], Option(help="muon: Muon on the blocks' matrices, AdamW on the rest.")]
+Compile = Annotated[bool, Option("--compile", help="torch.compile: a minute to start, then faster.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a command made: the path, what a person reads (strings and rich tables), what a program reads."""
+
+    path: Path | None
+    show: Sequence[object]
+    data: dict[str, object]
+    missed: list[str] = field(default_factory=list)  # bars the user set that were not reached
+
+
+def recorded(given: dict[str, object]) -> tuple[dict[str, object], float]:
+    """A command's arguments as recorded, and now; what does not change the result is left out."""
+    return {name: value for name, value in given.items() if name not in ("force", "dry_run")}, time.time()
+
+
+def command_line(command: str, arguments: dict[str, object]) -> str:
+    """What to type for these arguments; flags that are off and options that were left out do not appear."""
+    words = ["draftlab", command]
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        for item in value if isinstance(value, list) else [value]:
+            words += [] if item is None or item is False else [flag] if item is True else [flag, str(item)]
+    return shlex.join(words)
+
+
+def plan(out: Path, facts: Mapping[str, object]) -> Outcome:
+    lines = [f"{name}: {value}" for name, value in facts.items()]
+    return Outcome(path=None, show=[*lines, f"would write {out}"], data={"out": str(out), **facts})
+
+
+def newest(space: workspace.Workspace, commands: tuple[str, ...], hint: str) -> Path:
+    found = workspace.newest(space.runs, commands)
+    if found is None:
+        raise UserError(f"no draft given and none in {space.runs}; run draftlab {hint} first, or name one with --draft")
+    note(f"draft: {found}")
+    return found

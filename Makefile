@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint install docs clean
 
 demo: .venv/ready
 	$(BIN)/draftlab run recipes/quickstart.yaml
@@ -27,3 +27,6 @@ install: .venv/ready
 
 clean:
 	rm -rf .venv runs
+
+docs: .venv/ready
+	$(BIN)/python -m typer draftlab.cli utils docs --name draftlab --title Commands > docs/commands.md

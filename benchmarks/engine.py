@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import PreTrainedModel
 
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
@@ -76,7 +75,7 @@ def _their_arms(directories: tuple[Path, Path], k: int, new_tokens: int) -> dict
 
 
 @torch.inference_mode()
-def _generate(model: PreTrainedModel, prompt: list[int], new_tokens: int, **options: Any) -> list[int]:
+def _generate(model: Any, prompt: list[int], new_tokens: int, **options: Any) -> list[int]:
     ids = torch.tensor([prompt])
     out: Any = model.generate(
         ids,

@@ -1,5 +1,6 @@
 """Laws of the two code tasks and of what goes through lm-eval; models are small and random, text is the stdlib's."""
 
+import functools
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ import torch
 from conftest import build
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.checkpoint import load_model, load_tokenizer
 from draftlab.data import Document, documents, open_heldout
@@ -32,7 +33,7 @@ dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
-doc_to_choice: [" yes", " no"]
+doc_to_choice: ["yes", "no"]
 doc_to_target: "{{{{answer}}}}"
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
@@ -74,13 +75,18 @@ def evaluate(directory: Path, task: str, limit: int | None, **options: object) -
     return {result.metric: result for result in results}
 
 
-def log_prob(directory: Path, text: str, *, skip: int) -> float:
-    """Natural log-probability of text's tokens after the first skip ones, by one plain forward pass."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), load_tokenizer(directory)
+@functools.cache
+def loaded(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_model(directory, torch.float32).eval(), load_tokenizer(directory)
+
+
+def log_prob(directory: Path, text: str) -> float:
+    """Natural log-probability of text's tokens after the first, bos, by one plain forward pass."""
+    model, tokenizer = loaded(directory)
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     with torch.no_grad():
         log_probs = model(ids).logits[0, :-1].log_softmax(-1)
-    return float(log_probs.gather(-1, ids[0, 1:, None])[skip - 1 :].sum())
+    return float(log_probs.gather(-1, ids[0, 1:, None]).sum())
 
 
 def test_the_answer_is_the_next_line_and_among_the_choices_once(items: list[LineItem], docs: list[Document]):
@@ -145,10 +151,10 @@ def test_only_the_greedy_continuation_is_called_greedy():
 
 def test_choices_differ_as_the_texts_they_end_do(checkpoint_dir: Path, items: list[LineItem]):
     """And not so in HFLM, which hides line breaks that share a token with what is before them."""
-    model, tokenizer = load_model(checkpoint_dir, torch.float32).eval(), load_tokenizer(checkpoint_dir)
+    model, tokenizer = loaded(checkpoint_dir)
     expected, ours, plain = [], [], []
     for item in items[:8]:
-        texts = [log_prob(checkpoint_dir, item.context + choice, skip=1) for choice in item.choices[:2]]
+        texts = [log_prob(checkpoint_dir, item.context + choice) for choice in item.choices[:2]]
         pairs = [(item.context, choice) for choice in item.choices[:2]]
         asked = [Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in pairs]
         expected.append(texts[0] - texts[1])
@@ -164,7 +170,7 @@ def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(
 ):
     right = 0
     for item in items[:ITEMS]:
-        likely = [log_prob(checkpoint_dir, item.context + choice, skip=1) for choice in item.choices]
+        likely = [log_prob(checkpoint_dir, item.context + choice) for choice in item.choices]
         right += likely.index(max(likely)) == item.answer
     measured = evaluate(checkpoint_dir, "code_next_line", ITEMS, context=WINDOW)
     assert list(measured) == ["acc", "acc_norm"]
@@ -182,7 +188,7 @@ def test_a_short_window_keeps_the_end_of_the_context(checkpoint_dir: Path):
 def test_bits_per_byte_is_that_of_a_forward_pass_behind_one_bos(checkpoint_dir: Path, text_dir: Path):
     texts = [doc.text for doc in documents(str(text_dir), "heldout")]
     measured = evaluate(checkpoint_dir, "code_bits_per_byte", None, data=str(text_dir), context=WINDOW)
-    nats = -sum(log_prob(checkpoint_dir, text, skip=1) for text in texts)
+    nats = -sum(log_prob(checkpoint_dir, text) for text in texts)
     expected = nats / math.log(2) / sum(len(text.encode()) for text in texts)
     assert measured["bits_per_byte"].value == pytest.approx(expected, rel=1e-5)
     assert measured["byte_perplexity"].value == pytest.approx(2**expected, rel=1e-4)
@@ -193,7 +199,7 @@ def test_bits_per_byte_is_that_of_a_forward_pass_behind_one_bos(checkpoint_dir: 
 def test_bits_per_byte_agrees_with_the_training_loops(checkpoint_dir: Path, text_dir: Path):
     """Within 3 %: there the tokens bos and eos are predicted too, and each window begins without what came before."""
     heldout = open_heldout(str(text_dir), load_tokenizer(checkpoint_dir), rows=4, seq_len=128, most_rows=10_000)
-    model = load_model(checkpoint_dir, torch.float32).eval()
+    model, _ = loaded(checkpoint_dir)
     losses = []
     for batch in heldout.batches:
         ids = torch.as_tensor(batch.ids)
@@ -208,7 +214,7 @@ def test_bits_per_byte_agrees_with_the_training_loops(checkpoint_dir: Path, text
 def test_a_limit_takes_the_first_documents(checkpoint_dir: Path, text_dir: Path):
     first = documents(str(text_dir), "heldout")[0].text
     measured = evaluate(checkpoint_dir, "code_bits_per_byte", 1, data=str(text_dir), context=WINDOW)
-    expected = -log_prob(checkpoint_dir, first, skip=1) / math.log(2) / len(first.encode())
+    expected = -log_prob(checkpoint_dir, first) / math.log(2) / len(first.encode())
     assert measured["bits_per_byte"].value == pytest.approx(expected, rel=1e-5)
     with pytest.raises(UserError, match="limit 0"):
         evaluate(checkpoint_dir, "code_bits_per_byte", 0)
@@ -237,13 +243,10 @@ def test_a_task_of_ones_own_is_read_from_yaml(checkpoint_dir: Path, tmp_path: Pa
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own.yaml").write_text(YAML.format(data=data, cache=tmp_path / "cache"))
-    right = sum(
-        log_prob(checkpoint_dir, f"Is {n} even? yes", skip=1) > log_prob(checkpoint_dir, f"Is {n} even? no", skip=1)
-        for n in (0, 2, 4)
-    ) + sum(
-        log_prob(checkpoint_dir, f"Is {n} even? yes", skip=1) < log_prob(checkpoint_dir, f"Is {n} even? no", skip=1)
-        for n in (1, 3)
-    )
+    right = 0
+    for row in rows[:5]:
+        likely = [log_prob(checkpoint_dir, f"{row['question']} {word}") for word in ("yes", "no")]
+        right += likely.index(max(likely)) == row["answer"]
     measured = evaluate(checkpoint_dir, str(tmp_path / "own.yaml"), 5)
     assert measured["acc"].task == "own_words"
     assert measured["acc"].value == pytest.approx(right / 5)

@@ -50,9 +50,9 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         torch.set_num_threads(plan.threads)
     directories = {"": plan.target, **plan.drafts}
     models = {name: llama.load(path, plan.dtype, plan.device) for name, path in directories.items()}
+    tasks = {name: _tasks(path, plan) for name, path in directories.items()}  # first: a wrong name fails early
     latency = _latency(models, plan)
     measured = _throughput(models, plan)
-    tasks = {name: _tasks(path, plan) for name, path in directories.items()}
     described = {
         name: Model(
             name=path.name,

@@ -18,8 +18,8 @@ from draftlab.tokenizer import check_same_vocabulary, train_tokenizer
 
 def test_a_failed_write_leaves_nothing(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(FileNotFoundError), checkpoint.new_directory(out, force=False) as work:
-        (work / "half").write_text((tmp_path / "missing").read_text())
+    with pytest.raises(TypeError), checkpoint.new_directory(out, force=False) as work:
+        (work / "half").write_bytes(b"x" + (work / "half").touch())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
 EMBEDDED = Path(__file__).parent / "models"
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 1_000_000_000  # what is held in memory while a checkpoint is written piece by piece
 
 
 def locate(name: str | Path) -> Path:
@@ -64,7 +64,10 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint's safetensors files, read one at a time when asked for."""
+    """The tensors of a checkpoint's safetensors files, read one at a time when asked for, and copied.
+
+    A file is mapped only while it is read: a mapping that stays counts as memory used, page by page.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -73,19 +76,23 @@ class Weights(Mapping[str, Tensor]):
             found = sorted(p.name for p in directory.glob("*.bin"))
             hint = f" (found {found[0]}: convert it first, pickles are not read)" if found else ""
             raise UserError(f"{directory} holds no *.safetensors{hint}")
-        self._files = {}
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
-                handle = safe_open(file, framework="pt")
+                with safe_open(file, framework="pt") as handle:
+                    shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{file} is not a readable safetensors file: {error}") from None
-            self._files |= dict.fromkeys(handle.keys(), handle)
+            self._files |= dict.fromkeys(shapes, file)
+            self._shapes |= shapes
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        with safe_open(self._files[name], framework="pt") as handle:
+            return handle.get_tensor(name).clone()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return self._shapes[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -191,16 +198,19 @@ def llama_config(shape: Shape, *, context: int, bos: int | None, eos: int | None
 
 
 def write_checkpoint(
-    directory: Path, config: dict[str, object], weights: dict[str, Tensor], tokenizer_from: Path | None
-) -> None:
-    """config.json, safetensors (sharded above 5 GB) and the tokenizer's files, copied verbatim."""
-    dtypes = {str(w.dtype).removeprefix("torch.") for w in weights.values()}
+    directory: Path, config: dict[str, object], weights: Iterable[tuple[str, Tensor]], tokenizer_from: Path | None
+) -> int:
+    """config.json, safetensors shards and the tokenizer's files, copied verbatim; the weights' bytes.
+
+    weights may be made one at a time: no more than a shard of them is held.
+    """
+    dtypes, size = _save_sharded(directory, weights)
     (directory / "config.json").write_text(json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True))
-    _save_sharded(directory, weights)
     if tokenizer_from is not None:
         for name in TOKENIZER_FILES:
             if (tokenizer_from / name).is_file():
                 shutil.copyfile(tokenizer_from / name, directory / name)
+    return size
 
 
 def resolve_device(name: str) -> torch.device:
@@ -263,6 +273,24 @@ def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
     )
 
 
+def skeleton(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
+    """A model of that config without weights (on the meta device); its buffers, such as rotary tables, are real.
+
+    Raises:
+        UserError: transformers cannot build it.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    try:
+        with init_empty_weights(include_buffers=False):
+            built = AutoConfig.for_model(str(config["model_type"]), **fields)
+            return AutoModelForCausalLM.from_config(built, dtype=dtype).eval()
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise UserError(f"transformers cannot build this model: {' '.join(str(error).split())[:300]}") from error
+
+
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
@@ -278,9 +306,9 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
     return {name: value if isinstance(value, int) else None for name, value in ids.items()}
 
 
-def model_weights(model: "PreTrainedModel", dtype: torch.dtype) -> dict[str, Tensor]:
+def model_weights(model: "PreTrainedModel", dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Named parameters as dtype on the CPU; a tied head is left out, as in any Hugging Face checkpoint."""
-    return {name: p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
+    return ((name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters())
 
 
 @contextlib.contextmanager
@@ -348,26 +376,35 @@ def _from_hub(name: str) -> Path:
         ) from None
 
 
-def _save_sharded(directory: Path, weights: dict[str, Tensor]) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in weights.items():
-        if size + tensor.nbytes > SHARD_BYTES and shards[-1]:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.contiguous()
-        size += tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(shard, file)
-    total = sum(w.nbytes for w in weights.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:
+    """model.safetensors, or numbered shards of at most SHARD_BYTES and their index; dtypes and bytes written."""
+    index: dict[str, int] = {}
+    shard: dict[str, Tensor] = {}
+    dtypes, total, number = set(), 0, 1
+
+    def write() -> None:
+        save_file(shard, directory / f"shard-{number}.safetensors", metadata={"format": "pt"})
+        shard.clear()
+
+    for name, tensor in weights:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            write()
+            number += 1
+        shard[name] = tensor.contiguous()
+        index[name] = number
+        total += tensor.nbytes
+        dtypes.add(str(tensor.dtype).removeprefix("torch."))
+    write()
+    if number == 1:
+        (directory / "shard-1.safetensors").rename(directory / "model.safetensors")
+        return dtypes, total
+    names = [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
+    for i, name in enumerate(names, 1):
+        (directory / f"shard-{i}.safetensors").rename(directory / name)
+    files = {name: names[i - 1] for name, i in index.items()}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
     (directory / "model.safetensors.index.json").write_text(text)
+    return dtypes, total
 
 
 def _replace(work: Path, out: Path) -> None:

@@ -103,12 +103,13 @@ def wanted_shape(
     kv_heads: int | None,
     ffn: int | None,
     params: int | None,
+    multiple_of: int,
     file: Path | None,
 ) -> tuple[Shape, str | None]:
     """The shape a user asks to cut from source, and the name of the preset where it is one.
 
-    A file says it all. Layers and hidden alone mean the preset with these sizes, if there is one; what else is left
-    out follows resolve().
+    A file says it all. Layers and hidden alone mean the preset with these sizes, if there is one whose ffn is a
+    multiple of multiple_of; what else is left out follows resolve().
 
     Raises:
         UserError: nothing asked for, a file beside numbers, or a shape that cannot be cut from source.
@@ -124,8 +125,18 @@ def wanted_shape(
         raise UserError("say what to keep: --layers 12 --width 2560, --params 1.3b, or --shape FILE")
     elif layers is not None and hidden is not None and all(n is None for n in details):
         named = matching_preset(layers, hidden, source.vocab, source.head_dim, widths_folder())
+        named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
-        wanted = resolve(source, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, params=params)
+        wanted = resolve(
+            source,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            ffn=ffn,
+            params=params,
+            multiple_of=multiple_of,
+        )
         return wanted, None
     check_within(named[1], source)
     return named[1], named[0]

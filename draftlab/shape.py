@@ -130,6 +130,11 @@ class Shape(BaseModel):
         """Cache growth per token: one key and one value of kv_heads x head_dim per layer."""
         return int(2 * self.layers * self.sizes["kv"] * bytes_per_value)
 
+    def tensor_parallel(self) -> list[int]:
+        """Numbers of devices, powers of two up to 64, over which heads, kv heads, ffn and vocabulary split evenly."""
+        common = math.gcd(self.heads, self.kv_heads, self.ffn, self.vocab)
+        return [2**i for i in range(7) if common % 2**i == 0]
+
     def describe(self) -> str:
         head = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads} heads"
         return (

@@ -62,7 +62,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
         try:
             with checkpoint.new_directory(Path({str(tmp_path / "out")!r}), force=False) as work:
-                checkpoint.write_checkpoint(work, {{}}, {{"w": torch.zeros(100_000)}}, None)
+                checkpoint.write_checkpoint(work, {{}}, [("w", torch.zeros(100_000))], None)
         except UserError as error:
             print(error)
     """

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,17 @@ from transformers import AutoModelForCausalLM
 
 from draftlab import checkpoint
 from draftlab.errors import UserError
-from draftlab.prune.cut import Keep, choose, cut, keep_all
-from draftlab.prune.importance import Importance, calibrate
-from draftlab.prune.run import prune
-from draftlab.shape import resolve
+from draftlab.prune import choose as choosing
+from draftlab.prune.choose import choose
+from draftlab.prune.cut import Cut, Keep, keep_all
+from draftlab.prune.importance import Importance, Scores, calibrate
+from draftlab.prune.refit import Fit
+from draftlab.prune.run import Plan, check_plan, prune
+from draftlab.prune.walk import Walk
+from draftlab.shape import Shape, check, resolve
+
+CPU = torch.device("cpu")
+PLAIN = Fit(norms=False, outputs=False)
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -27,13 +35,18 @@ def text(tmp_path) -> str:
     return str(tmp_path / "text.txt")
 
 
-def prune_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
-    have = checkpoint.read_shape(source)
-    shape = resolve(have, multiple_of=8, **wanted)
-    prune(
-        source, shape, out=out, data=text, tokens=256, seq_len=64, seed=0, device=torch.device("cpu"),
-        arguments={}, began=0.0, force=False,
-    )  # fmt: skip
+def plan_for(source: Path, text: str, **changes: Any) -> Plan:
+    shape = changes.pop("shape", checkpoint.read_shape(source))
+    settings: dict[str, Any] = {
+        "method": "activation", "depth": "influence", "basis": "coordinates", "fit": PLAIN, "data": text,
+        "tokens": 256, "seq_len": 64, "seed": 0, "device": CPU, "scores_cache": None,
+    }  # fmt: skip
+    return Plan(source=source, shape=shape, **settings | changes)
+
+
+def prune_to(source: Path, out: Path, text: str, fit: Fit = PLAIN, **wanted: int) -> Path:
+    shape = resolve(checkpoint.read_shape(source), multiple_of=8, **wanted)
+    prune(plan_for(source, text, shape=shape, fit=fit), out=out, arguments={}, began=0.0, force=False)
     return out
 
 
@@ -126,8 +139,8 @@ def test_cutting_twice_is_cutting_once(family_dirs):
         kv_heads=[[first.kv_heads[i][h] for h in row] for i, row in zip(second.layers, second.kv_heads, strict=True)],
         ffn=[[first.ffn[i][f] for f in row] for i, row in zip(second.layers, second.ffn, strict=True)],
     )
-    twice = cut(cut(weights, middle, first, print), small, second, print)
-    once = cut(weights, small, through, print)
+    twice = Cut(Cut(weights, middle, first), small, second)
+    once = Cut(weights, small, through)
     assert all(torch.equal(twice[name], once[name]) for name in once)
 
 
@@ -135,17 +148,15 @@ def test_heads_are_chosen_by_group():
     have = resolve_shape()
     heads = torch.zeros(2, 8)
     heads[0] = torch.tensor([1.0, 1, 9, 0, 0, 0, 4, 7])  # groups: 2, 9, 0, 11
-    importance = Importance(layers=torch.ones(2), hidden=torch.arange(64.0), heads=heads, ffn=torch.ones(2, 88))
+    scores = Scores(layers=torch.ones(2), hidden=torch.arange(64.0), heads=heads, ffn=torch.ones(2, 88))
     shape = have.model_copy(update={"heads": 2, "kv_heads": 2, "hidden": 2})
-    keep = choose(importance, have, shape)
+    keep = choose(scores, have, shape, [0, 1])
     assert keep.kv_heads[0] == [1, 3]
     assert keep.heads[0] == [2, 7]
     assert keep.hidden == [62, 63]
 
 
 def resolve_shape():
-    from draftlab.shape import Shape
-
     return Shape(layers=2, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
 
 
@@ -167,9 +178,10 @@ def test_a_layer_that_does_nothing_has_no_influence():
             if ".2.self_attn.o_proj" in name or ".2.mlp.down_proj" in name:
                 p.zero_()
     shape = resolve_shape().model_copy(update={"layers": 5})
-    importance = calibrate(model, shape, [IDS.numpy()], print)
-    assert importance.layers.argmin() == 2
-    assert importance.layers[2].abs() < 1e-12
+    walk = Walk(dict(model.state_dict()), model.config.to_dict(), torch.float32, CPU)
+    importance = calibrate(walk, shape, [IDS[:1]], print)
+    assert importance.scores.layers.argmin() == 2
+    assert importance.scores.layers[2].abs() < 1e-6
     assert (importance.heads[2] == 0).all()
 
 
@@ -179,3 +191,148 @@ def test_a_model_that_is_not_llama_like_is_refused(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=32)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="not LLaMA-like"):
         checkpoint.read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotated_and_refitted_checkpoints_load_and_generate_with_and_without_a_cache(
+    family, family_dirs, tmp_path, text
+):
+    source = family_dirs[family]
+    fit = Fit(head=not checkpoint.read_shape(source).tied)
+    have = checkpoint.read_shape(source)
+    shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
+    found = prune(
+        plan_for(source, text, shape=shape, basis="auto", fit=fit),
+        out=tmp_path / "out",
+        arguments={},
+        began=0.0,
+        force=False,
+    )
+    assert found.agreement is not None
+    assert torch.isfinite(logits(tmp_path / "out")).all()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    made = [model.generate(IDS[:1], max_new_tokens=12, do_sample=False, use_cache=c).tolist() for c in (True, False)]
+    assert made[0] == made[1]
+
+
+def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_nothing(family_dirs, tmp_path, text):
+    source = family_dirs["llama"]
+    shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
+    cache = tmp_path / "scores.safetensors"
+    for name, kept in (("a", None), ("b", cache), ("c", cache)):
+        plan = plan_for(source, text, shape=shape, basis="pca", fit=Fit(), scores_cache=kept)
+        prune(plan, out=tmp_path / name, arguments={}, began=0.0, force=False)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b == c
+    with pytest.raises(UserError, match="seed"):
+        prune(
+            plan_for(source, text, shape=shape, scores_cache=cache, seed=1),
+            out=tmp_path / "d", arguments={}, began=0.0, force=False,
+        )  # fmt: skip
+
+
+def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, text):
+    source = family_dirs["qwen2_tied"]
+    with pytest.raises(UserError, match="ties"):
+        check_plan(plan_for(source, text, basis="pca"))
+    with pytest.raises(UserError, match="ties"):
+        check_plan(plan_for(source, text, fit=Fit(head=True)))
+
+
+def walk_logits(weights, config) -> torch.Tensor:
+    walk = Walk(weights, config, torch.float32, CPU)
+    streams = walk.embed([IDS[:1]])
+    for index in range(len(walk.layers)):
+        with walk.layer(index) as (_, run):
+            streams = [run(stream) for stream in streams]
+    with walk.head() as (_, run):
+        return run(streams[0])
+
+
+def test_the_order_of_kv_groups_does_not_matter(family_dirs):
+    source = family_dirs["qwen2"]
+    have, weights = checkpoint.read_shape(source), checkpoint.Weights(source)
+    order = [2, 0, 3, 1]
+    every = keep_all(have)
+    moved = every.model_copy(
+        update={
+            "kv_heads": [order] * have.layers,
+            "heads": [[2 * kv + g for kv in order for g in range(2)]] * have.layers,
+        }
+    )
+    config = checkpoint.read_config(source)
+    there = walk_logits(Cut(weights, have, moved), config)
+    torch.testing.assert_close(there, walk_logits(weights, config), atol=1e-4, rtol=1e-4)
+    broken = moved.model_copy(update={"heads": [list(range(8))] * have.layers})
+    assert (walk_logits(Cut(weights, have, broken), config) - there).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_legal_shape_runs(family, family_dirs):
+    source = family_dirs[family]
+    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    rng = np.random.default_rng(7)
+    ran = 0
+    for seed in range(60):
+        group = have.heads // have.kv_heads
+        kv, g = int(rng.integers(1, have.kv_heads + 1)), int(rng.integers(1, group + 1))
+        shape = have.model_copy(
+            update={
+                "layers": int(rng.integers(1, 6)),
+                "hidden": int(rng.integers(2, 17)) * 4,
+                "kv_heads": kv,
+                "heads": kv * g,
+                "ffn": int(rng.integers(1, 89)),
+            }
+        )
+        if config["model_type"] == "llama" and shape.hidden % shape.heads:
+            with pytest.raises(UserError, match="nearest"):
+                check(shape)
+            continue
+        check(shape, llama=False)
+        keep = choose(choosing.random_scores(have, seed), have, shape, list(range(shape.layers)))
+        assert torch.isfinite(
+            walk_logits(Cut(weights, shape, keep), checkpoint.config_for(shape, config, keep.layers))
+        ).all()
+        ran += 1
+    assert ran >= 20
+
+
+def test_layers_by_depth_rule():
+    distance = torch.zeros(7, 7)
+    turned = torch.tensor([0.5, 0.1, 0.4, 0.3, 0.05, 0.2])
+    for i in range(7):
+        for j in range(i, 7):
+            distance[i, j] = turned[i:j].sum()
+    importance = Importance(
+        distance=distance, hidden=torch.ones(4), heads=torch.ones(6, 2), ffn=torch.ones(6, 4), covariance=torch.eye(4)
+    )
+    assert choosing.influential(importance, 4) == [0, 2, 3, 5]
+    assert choosing.influential(importance, 1) == [0]
+    assert choosing.contiguous(importance, 4) == [0, 1, 2, 5]  # 3 and 4 together turn the stream least
+    assert choosing.contiguous(importance, 6) == list(range(6))
+    assert choosing.contiguous(importance, 1) == [0]
+    assert choosing.even(6, 3) == [0, 2, 5]
+
+
+def test_greedy_drops_the_layers_that_do_nothing():
+    model = build("qwen3", seed=4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if (".1." in name or ".3." in name) and is_output(name):
+                p.zero_()
+    walk = Walk(dict(model.state_dict()), model.config.to_dict(), torch.float32, CPU, resident=True)
+    assert choosing.greedy(walk, [IDS[:1]], 3, print) == [0, 2, 4]
+
+
+def test_baselines_rank_by_their_own_rule(family_dirs):
+    have, weights = checkpoint.read_shape(family_dirs["llama"]), checkpoint.Weights(family_dirs["llama"])
+    assert choosing.top(choosing.first_scores(have).hidden, 3) == [0, 1, 2]
+    assert torch.equal(choosing.random_scores(have, 1).ffn, choosing.random_scores(have, 1).ffn)
+    assert not torch.equal(choosing.random_scores(have, 1).ffn, choosing.random_scores(have, 2).ffn)
+    loud = dict(weights.items())
+    loud["model.layers.1.mlp.up_proj.weight"] = loud["model.layers.1.mlp.up_proj.weight"].clone()
+    loud["model.layers.1.mlp.up_proj.weight"][17] = 50.0
+    scores = choosing.magnitude_scores(loud, have)
+    assert scores.ffn[1].argmax() == 17
+    assert scores.layers.argmax() == 1

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from draftlab.commands.make import design, distill, init, prune, tokenizer, train
+from draftlab.commands.make import design, distill, init, tokenizer, train
 from draftlab.commands.measure import report, score
+from draftlab.commands.prune import prune
 from draftlab.commands.shared import DryRun, Outcome
 
 COMMANDS: dict[str, Callable[..., Outcome]] = {

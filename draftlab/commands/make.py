@@ -1,4 +1,4 @@
-"""Commands that make something: a workspace, shapes, a tokenizer, a model, a draft."""
+"""Commands that make something: a workspace, shapes, a tokenizer, a trained model or draft."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -28,9 +28,8 @@ from draftlab.commands.shared import (
     plan,
     recorded,
 )
-from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.shape import Shape, parse_numbers, training_cost
+from draftlab.shape import parse_numbers, training_cost
 
 if TYPE_CHECKING:
     from draftlab.distill.run import Fitted
@@ -164,64 +163,6 @@ def train(
     return _trained(out, fitted)
 
 
-def prune(
-    layers: Annotated[int | None, Option(min=1, help="Layers to keep.")] = None,
-    width: Annotated[int | None, Option(min=1, help="Hidden dimensions to keep.")] = None,
-    heads: Annotated[int | None, Option(min=1, help="Query heads to keep; width / head_dim if left out.")] = None,
-    kv_heads: Annotated[int | None, Option(min=1, help="Key-value heads to keep.")] = None,
-    ffn: Annotated[int | None, Option(min=1, help="Neurons to keep; the source's ratio if left out.")] = None,
-    params: Annotated[str | None, Option(help="Total parameters: solves for ffn, as in 1.3b.")] = None,
-    shape: Annotated[Path | None, Option(help="Shape file instead of the numbers above.")] = None,
-    source: Annotated[str | None, Option(help="Checkpoint to cut; the workspace's if left out.")] = None,
-    data: Data = None,
-    tokens: Annotated[int, Option(min=1, help="Calibration tokens.")] = 32768,
-    seq_len: Annotated[int, Option(min=8, help="Tokens per calibration sequence.")] = 512,
-    seed: Seed = 0,
-    out: Out = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-) -> Outcome:
-    """Cut a LLaMA-like checkpoint to an exact shape, by activation importance."""
-    arguments, began = recorded(locals())
-    from draftlab import checkpoint, family
-    from draftlab.prune import run
-    from draftlab.shape import check, parse_count
-
-    space = workspace.load()
-    directory = checkpoint.locate(source or space.source)
-    have = checkpoint.read_shape(directory)
-    wanted, preset = family.wanted_shape(
-        have,
-        layers=layers,
-        hidden=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        params=parse_count(params) if params else None,
-        file=shape,
-    )
-    if preset is not None:
-        note(f"shape {preset}: {wanted.describe()}")
-    check(wanted, llama=checkpoint.read_config(directory).get("model_type") == "llama")
-    out = out or space.runs / f"prune-{family.shape_name(wanted)}"
-    checkpoint.check_free(out, force=force)
-    if dry_run:
-        cost = {
-            "memory": f"about {have.weight_bytes() / 1e9:.2g} GB for the source in bf16",
-            "disk": f"{wanted.weight_bytes() / 1e6:,.4g} MB in bf16",
-        }
-        shapes = {"source": have.describe(), "draft": wanted.describe(), "kv": _kv_saving(have, wanted)}
-        return plan(out, shapes | cost)
-    spec = data or space.data
-    keep, disk_bytes = run.prune(
-        directory, wanted, out=out, data=spec, tokens=tokens, seq_len=seq_len, seed=seed,
-        device=checkpoint.resolve_device(space.device), arguments=arguments, began=began, force=force,
-    )  # fmt: skip
-    facts = {"path": str(out), "shape": wanted.model_dump(), "params": wanted.params(), "layers": keep.layers}
-    text = f"{out}\n{wanted.describe()}, {disk_bytes / 1e6:.1f} MB; {_kv_saving(have, wanted)}; layers {keep.layers}"
-    return Outcome(path=out, show=[text], data=facts)
-
-
 def distill(
     draft: Annotated[str | None, Option(help="Checkpoint to train; the newest pruned one if left out.")] = None,
     target: TargetName = None,
@@ -302,8 +243,3 @@ def _trained(out: Path, fitted: "Fitted") -> Outcome:
     if before is not None and after is not None:
         lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}")
     return Outcome(path=out, show=lines, data={"path": str(out), **fitted.as_dict()})
-
-
-def _kv_saving(have: Shape, wanted: Shape) -> str:
-    saved = 1 - wanted.kv_bytes_per_token() / have.kv_bytes_per_token()
-    return f"KV cache {wanted.kv_bytes_per_token() / 1024:.3g} KiB per token in bf16 ({saved:.1%} less than the source)"

@@ -1,21 +1,33 @@
-"""Keep: what of a source survives. Choosing it from importance, and cutting weights by it through the axis table.
+"""Keep: what of a source survives. Cutting weights by it, and writing them in another basis, through the axis table.
 
-Not exact on one axis: fewer hidden dimensions change the mean in every RMSNorm. All other cuts of silent parts are.
+D hidden dimensions of the source, D' of the draft. The views here are lazy: a tensor is read, turned and cut when it
+is asked for, one at a time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from draftlab.checkpoint import layer_of
-from draftlab.prune.importance import Importance
 from draftlab.shape import Axis, Shape
+
+# the norm whose scale a matrix reads
+READS = {
+    "self_attn.q_proj": "input_layernorm",
+    "self_attn.k_proj": "input_layernorm",
+    "self_attn.v_proj": "input_layernorm",
+    "mlp.gate_proj": "post_attention_layernorm",
+    "mlp.up_proj": "post_attention_layernorm",
+}
 
 
 class Keep(BaseModel):
-    """Kept indices into the source, ascending. heads, kv_heads and ffn have one list per kept layer."""
+    """Kept indices into the source, ascending. heads, kv_heads and ffn have one list per kept layer.
+
+    Under a rotated basis hidden counts principal components, the largest first.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,23 +36,6 @@ class Keep(BaseModel):
     heads: list[list[int]]
     kv_heads: list[list[int]]
     ffn: list[list[int]]
-
-
-def choose(importance: Importance, source: Shape, shape: Shape) -> Keep:
-    """The most important parts that make shape; the first and the last layer stay as long as two do.
-
-    Heads go by group, so that every kept kv head serves equally many queries: the best kv groups first, then the best
-    heads inside each.
-    """
-    layers = _keep_layers(importance.layers, shape.layers)
-    picked = [_keep_heads(importance.heads[layer], source, shape) for layer in layers]
-    return Keep(
-        layers=layers,
-        hidden=_top(importance.hidden, shape.hidden),
-        heads=[heads for heads, _ in picked],
-        kv_heads=[kv_heads for _, kv_heads in picked],
-        ffn=[_top(importance.ffn[layer], shape.ffn) for layer in layers],
-    )
 
 
 def keep_all(shape: Shape) -> Keep:
@@ -54,50 +49,74 @@ def keep_all(shape: Shape) -> Keep:
     )
 
 
-def cut(weights: Mapping[str, Tensor], shape: Shape, keep: Keep, advance: Callable[[int], None]) -> dict[str, Tensor]:
-    """The tensors of the draft, of the given shape, read from the source's one at a time."""
-    draft: dict[str, Tensor] = {}
-    for done, (name, axes) in enumerate(shape.axes().items(), 1):
+class Cut(Mapping[str, Tensor]):
+    """The tensors of the draft, of the given shape, cut out of the source's."""
+
+    def __init__(self, weights: Mapping[str, Tensor], shape: Shape, keep: Keep) -> None:
+        self.weights, self.shape, self.keep = weights, shape, keep
+        self._axes = shape.axes()
+
+    def __getitem__(self, name: str) -> Tensor:
         layer = layer_of(name)
-        source_name = name if layer is None else name.replace(f".{layer}.", f".{keep.layers[layer]}.", 1)
-        tensor = weights[source_name]
-        for dim, axis in enumerate(axes):
-            kept = _kept_on(axis, layer, shape, keep)
+        tensor = self.weights[name if layer is None else name.replace(f".{layer}.", f".{self.keep.layers[layer]}.", 1)]
+        for dim, axis in enumerate(self._axes[name]):
+            kept = self._kept_on(axis, layer)
             tensor = tensor if kept is None else tensor.index_select(dim, kept)
-        draft[name] = tensor.contiguous()
-        advance(done)
-    return draft
+        return tensor.contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    def _kept_on(self, axis: Axis, layer: int | None) -> Tensor | None:
+        """Source indices along an axis of a draft's layer; None where nothing is cut."""
+        if axis == "hidden":
+            return torch.tensor(self.keep.hidden)
+        if layer is None or axis in ("vocab", "head_dim"):
+            return None
+        if axis == "ffn":
+            return torch.tensor(self.keep.ffn[layer])
+        heads = torch.tensor(self.keep.heads[layer] if axis == "q" else self.keep.kv_heads[layer])
+        return (heads.unsqueeze(1) * self.shape.head_dim + torch.arange(self.shape.head_dim)).flatten()
 
 
-def _kept_on(axis: Axis, layer: int | None, shape: Shape, keep: Keep) -> Tensor | None:
-    """Source indices along an axis of a draft's layer; None where nothing is cut."""
-    if axis == "hidden":
-        return torch.tensor(keep.hidden)
-    if layer is None or axis in ("vocab", "head_dim"):
-        return None
-    if axis == "ffn":
-        return torch.tensor(keep.ffn[layer])
-    heads = torch.tensor(keep.heads[layer] if axis == "q" else keep.kv_heads[layer])
-    return (heads.unsqueeze(1) * shape.head_dim + torch.arange(shape.head_dim)).flatten()
+class Rotated(Mapping[str, Tensor]):
+    """The source with its residual stream x written as x R, R [D, D] orthogonal; the same function.
 
+    An RMSNorm commutes with a rotation once its scale is moved into the matrices that read it (SliceGPT, 2401.15024,
+    eq. 2). One R for the whole model keeps it a plain LLaMA. A tied head reads the embedding without a scale of its
+    own, so only untied models can be rotated.
+    """
 
-def _keep_layers(scores: Tensor, count: int) -> list[int]:
-    last = len(scores) - 1
-    ends = [0, last] if count > 1 else [0]
-    inner = [i for i in scores.argsort(descending=True, stable=True).tolist() if i not in (0, last)]
-    return sorted((ends + inner)[:count])
+    def __init__(self, weights: Mapping[str, Tensor], shape: Shape, rotation: Tensor) -> None:
+        if shape.tied:
+            raise ValueError("a tied head cannot take in the last norm's scale")
+        self.weights, self.rotation = weights, rotation.float()
+        self._axes = shape.axes()
 
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.weights[name]
+        if name.endswith("norm.weight") and self._axes[name] == ("hidden",):
+            return torch.ones_like(tensor)
+        turned = tensor.float()
+        scale = self._scale(name)
+        turned = turned if scale is None else turned * scale
+        for dim, axis in enumerate(self._axes[name]):
+            if axis == "hidden":
+                turned = (turned.movedim(dim, -1) @ self.rotation).movedim(-1, dim)
+        return turned.to(tensor.dtype)
 
-def _keep_heads(scores: Tensor, source: Shape, shape: Shape) -> tuple[list[int], list[int]]:
-    """Query heads and kv heads of one layer, group by group. scores: [H]."""
-    by_group = scores.unflatten(0, (source.kv_heads, -1))  # [K, G]
-    kv_heads = _top(by_group.sum(1), shape.kv_heads)
-    per_group = shape.heads // shape.kv_heads
-    group = by_group.shape[1]
-    heads = [kv * group + i for kv in kv_heads for i in _top(by_group[kv], per_group)]
-    return heads, kv_heads
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._axes)
 
+    def __len__(self) -> int:
+        return len(self._axes)
 
-def _top(scores: Tensor, count: int) -> list[int]:
-    """Indices of the count largest, ascending; of equals the lower index."""
-    return sorted(scores.argsort(descending=True, stable=True)[:count].tolist())
+    def _scale(self, name: str) -> Tensor | None:
+        if name == "lm_head.weight":
+            return self.weights["model.norm.weight"].float()
+        part = name.split(".", 3)[-1].removesuffix(".weight")
+        norm = READS.get(part) if name.startswith("model.layers.") and name.endswith(".weight") else None
+        return None if norm is None else self.weights[f"model.layers.{layer_of(name)}.{norm}.weight"].float()

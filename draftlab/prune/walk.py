@@ -1,0 +1,118 @@
+"""Running a model one layer at a time, so that one larger than memory can be calibrated and refitted.
+
+T tokens, D hidden, V vocab. The layers are transformers' own modules: an architecture runs as it is written.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from draftlab import checkpoint
+
+Run = Callable[[Tensor], Tensor]
+
+
+class Walk:
+    """A model as embedding, layers and head, each read from weights when entered and dropped when left.
+
+    A residual stream is [1, T, D], with the same T everywhere. resident keeps all layers in memory; same bits.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        config: dict[str, object],
+        dtype: torch.dtype,
+        device: torch.device,
+        resident: bool = False,
+    ) -> None:
+        self.weights, self.dtype, self.device = weights, dtype, device
+        self.model = checkpoint.skeleton(config, dtype)
+        self.decoder = self.model.get_submodule("model")
+        self.layers = cast(nn.ModuleList, self.model.get_submodule("model.layers"))
+        # granite scales what a layer adds to the stream, and its logits
+        self.residual_multiplier = float(str(config.get("residual_multiplier", 1.0)))
+        self.logits_scaling = float(str(config.get("logits_scaling", 1.0)))
+        self._arguments: list[dict[str, Any]] = []  # what the model hands to each layer besides the stream
+        self._resident = resident
+        for module in self.model.modules():
+            if not list(module.parameters()):
+                module.to(device)  # rotary tables
+        for index in range(len(self.layers) if resident else 0):
+            self._load(f"model.layers.{index}")
+
+    @torch.inference_mode()
+    def embed(self, ids: list[Tensor]) -> list[Tensor]:
+        """Residual streams before layer 0, from token ids [1, T] each."""
+        with self._held("model.embed_tokens"), self._held("model.norm"), self._recording() as seen:
+            for row in ids:
+                self.decoder(input_ids=row.to(self.device), use_cache=False)
+        self._arguments = [arguments for _, arguments in seen[: len(self.layers)]]
+        return [stream for stream, _ in seen[:: len(self.layers)]]
+
+    @contextlib.contextmanager
+    def layer(self, index: int) -> Iterator[tuple[nn.Module, Run]]:
+        """Layer index, in memory inside the block, and a function that runs it."""
+        with contextlib.nullcontext() if self._resident else self._held(f"model.layers.{index}"):
+            module, arguments = self.layers[index], self._arguments[index]
+
+            @torch.inference_mode()
+            def run(stream: Tensor) -> Tensor:
+                return module(stream, **arguments)
+
+            yield module, run
+
+    @contextlib.contextmanager
+    def head(self) -> Iterator[tuple[nn.Module, Run]]:
+        """The model with norm and head in memory inside the block, and a function from streams to logits [1, T, V]."""
+        norm = self.model.get_submodule("model.norm")
+
+        @torch.inference_mode()
+        def run(stream: Tensor) -> Tensor:
+            self.decoder.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=norm(stream))
+            try:
+                return self.model(input_ids=None).logits
+            finally:
+                del self.decoder.forward
+
+        with self._held("model.norm"), self._held("lm_head"):
+            yield self.model, run
+
+    def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """What module name holds now, by its name in a checkpoint."""
+        for key, tensor in self.model.get_submodule(name).state_dict().items():
+            yield f"{name}.{key}", tensor
+
+    @contextlib.contextmanager
+    def _held(self, name: str) -> Iterator[None]:
+        self._load(name)
+        yield
+        self.model.get_submodule(name).to("meta")
+
+    def _load(self, name: str) -> None:
+        module = self.model.get_submodule(name)
+        tied = name == "lm_head" and "lm_head.weight" not in self.weights
+        prefix = "model.embed_tokens" if tied else name
+        tensors = {key: self.weights[f"{prefix}.{key}"].to(self.device, self.dtype) for key in module.state_dict()}
+        module.load_state_dict(tensors, assign=True)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
+        """Inside, layers pass their input through and their calls are listed."""
+        seen: list[tuple[Tensor, dict[str, Any]]] = []
+
+        def record(stream: Tensor, **arguments: Any) -> Tensor:
+            seen.append((stream, arguments))
+            return stream
+
+        for layer in self.layers:
+            layer.forward = record
+        try:
+            yield seen
+        finally:
+            for layer in self.layers:
+                del layer.forward

@@ -11,7 +11,7 @@ import torch
 from conftest import build
 
 from draftlab.data import Batch, text_batch
-from draftlab.distill.loop import EvalRecord, Settings, StepRecord, learning_rate, train
+from draftlab.distill.loop import EvalRecord, Settings, StepRecord, schedule, train
 from draftlab.distill.teacher import GeneratedRows, generate_rows
 from draftlab.errors import UserError
 from draftlab.llama import load
@@ -148,9 +148,9 @@ def test_cross_entropy_needs_none_and_reports_no_acceptance(tmp_path):
     assert records[-1].cross_entropy == records[-1].loss
 
 
-def test_learning_rate_warms_up_and_ends_at_zero():
-    settings = replace(SETTINGS, steps=100, lr=1.0, warmup_share=0.1)
-    rates = [learning_rate(step, settings) for step in range(100)]
+def test_schedule_warms_up_and_ends_at_zero():
+    settings = replace(SETTINGS, steps=100, lr=3.0, warmup_share=0.1)
+    rates = [schedule(step, settings) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(1 / 90)

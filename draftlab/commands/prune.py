@@ -6,7 +6,23 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Option
 
 from draftlab import workspace
-from draftlab.commands.shared import Data, DryRun, Force, Out, Outcome, Seed, plan, recorded
+from draftlab.commands.shared import (
+    Data,
+    DryRun,
+    Dtype,
+    EvalEvery,
+    Force,
+    Lr,
+    MicroRows,
+    Out,
+    Outcome,
+    Rows,
+    SaveEvery,
+    Seed,
+    Steps,
+    plan,
+    recorded,
+)
 from draftlab.console import note
 from draftlab.shape import Shape
 
@@ -25,8 +41,8 @@ def prune(
     shape: Annotated[Path | None, Option(help="Shape file instead of the numbers above.")] = None,
     source: Annotated[str | None, Option(help="Checkpoint to cut; the workspace's if left out.")] = None,
     method: Annotated[
-        Literal["activation", "random", "first", "magnitude"],
-        Option(help="What decides which parts stay; the last three are baselines."),
+        Literal["activation", "masks", "random", "first", "magnitude"],
+        Option(help="What decides which parts stay: one calibration, masks trained to it, or a baseline."),
     ] = "activation",
     depth: Annotated[
         Literal["influence", "contiguous", "even", "greedy"],
@@ -44,6 +60,18 @@ def prune(
     tokens: Annotated[int, Option(min=1, help="Calibration tokens.")] = 32768,
     seq_len: Annotated[int, Option(min=8, help="Tokens per calibration sequence.")] = 512,
     scores_cache: Annotated[Path | None, Option(help="File that keeps the calibration, for many shapes.")] = None,
+    train: Annotated[
+        Literal["frozen", "lora", "full"], Option(help="With masks: what becomes of the weights meanwhile.")
+    ] = "frozen",
+    loss: Annotated[str, Option(help="With masks: ce, or fkl, rkl, jsd(0.5) against the target.")] = "fkl",
+    target: Annotated[str | None, Option(help="With masks: the target of the loss; the source if left out.")] = None,
+    steps: Steps = 300,
+    rows: Rows = 16,
+    micro_rows: MicroRows = 0,
+    lr: Lr = 1.0e-4,
+    dtype: Dtype = "bfloat16",
+    eval_every: EvalEvery = 100,
+    save_every: SaveEvery = 100,
     seed: Seed = 0,
     out: Out = None,
     force: Force = False,
@@ -52,7 +80,9 @@ def prune(
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
     arguments, began = recorded(locals())
     from draftlab import checkpoint, family
+    from draftlab.distill.loop import Settings
     from draftlab.prune import run
+    from draftlab.prune.learn import Learning
     from draftlab.prune.refit import Fit
     from draftlab.shape import check, parse_count
 
@@ -73,6 +103,13 @@ def prune(
     if preset is not None:
         note(f"shape {preset}: {wanted.describe()}")
     check(wanted, llama=checkpoint.read_config(directory).get("model_type") == "llama")
+    learning = Learning(
+        settings=Settings.of(arguments, warmup_share=0.1, weight_decay=0.0),
+        weights=train,
+        rows=rows,
+        seq_len=seq_len,
+        target=checkpoint.locate(target) if target else None,
+    )
     chosen = run.Plan(
         source=directory,
         shape=wanted,
@@ -86,6 +123,7 @@ def prune(
         seed=seed,
         device=checkpoint.resolve_device(space.device),
         scores_cache=scores_cache,
+        learning=learning if method == "masks" else None,
     )
     run.check_plan(chosen)
     out = out or space.runs / f"prune-{family.shape_name(wanted)}"

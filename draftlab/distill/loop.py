@@ -31,6 +31,20 @@ class Batches(Protocol):
     def batch(self, step: int) -> Batch: ...
 
 
+class Constraint(Protocol):
+    """What a student is trained under besides its loss, such as masks; a module with parameters of its own."""
+
+    progress: float  # share of the run that is done
+
+    def draw(self) -> None:
+        """Called before every forward pass."""
+        ...
+
+    def penalty(self) -> Tensor: ...
+
+    def optimizers(self) -> list[torch.optim.Optimizer]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What decides a run's numbers. tokens per step = rows x seq_len of the batches, over all processes."""
@@ -88,28 +102,38 @@ class EvalRecord:
 class DistillStep(nn.Module):
     """Student and objective in one forward, so that DDP and FSDP hooks see the whole of it."""
 
-    def __init__(self, student: PreTrainedModel, loss: Loss, temperature: float) -> None:
+    def __init__(
+        self, student: PreTrainedModel, loss: Loss, temperature: float, constraint: Constraint | None = None
+    ) -> None:
         super().__init__()
         self.student = student
         self.loss = loss
         self.temperature = temperature
+        self.constraint = constraint
 
     def forward(self, ids: Tensor, mask: Tensor, teacher_logits: Tensor | None) -> Tensor:
-        """Sums over the tokens of mask: objective, cross-entropy, acceptance, agreement: [4].
+        """Sums over the tokens of mask: objective, cross-entropy, acceptance, agreement, and what to descend on: [5].
 
         ids: [B, T + 1]. mask: [B, T], 1 where the next token counts. teacher_logits: [B, T, V] or None.
         """
+        if self.constraint is not None:
+            self.constraint.draw()
         logits = self.student(input_ids=ids[:, :-1], use_cache=False).logits.float()  # [B, T, V]
         ce = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         ce = (ce * mask.flatten()).sum()
         if teacher_logits is None or self.loss.divergence is None:
-            return torch.stack([ce, ce.detach(), torch.zeros_like(ce), torch.zeros_like(ce)])
+            none = torch.zeros_like(ce)
+            return torch.stack([ce.detach(), ce.detach(), none, none, self._constrained(ce, mask)])
         log_p = log_probs(teacher_logits, self.temperature)
         log_q = log_probs(logits, self.temperature)
         objective = (self.loss.divergence(log_p, log_q) * mask).sum()
         alpha = (acceptance(log_p, log_q.detach()) * mask).sum()
         agree = ((log_p.argmax(-1) == log_q.argmax(-1)) * mask).sum()
-        return torch.stack([objective, ce.detach(), alpha, agree])
+        return torch.stack([objective.detach(), ce.detach(), alpha, agree, self._constrained(objective, mask)])
+
+    def _constrained(self, objective: Tensor, mask: Tensor) -> Tensor:
+        """With the penalty of every token, as the objective is a sum over tokens."""
+        return objective if self.constraint is None else objective + self.constraint.penalty() * mask.sum()
 
 
 def train(
@@ -119,10 +143,12 @@ def train(
     heldout: list[Batch],
     settings: Settings,
     state: Path,
+    constraint: Constraint | None = None,
 ) -> Iterator[StepRecord | EvalRecord]:
     """Train student in place; yields a record per optimiser step and per held-out evaluation (before, during, after).
 
-    state: where checkpoints go while training; a checkpoint found there is gone on from.
+    state: where checkpoints go while training; a checkpoint found there is gone on from. constraint: trained along;
+    a student whose weights are frozen is trained through it alone.
 
     Raises:
         UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
@@ -133,7 +159,10 @@ def train(
     torch.manual_seed(settings.seed)
     accelerator = Accelerator(mixed_precision="bf16" if settings.dtype == "bfloat16" else "no")
     student.train()
-    step_module, optimizers = DistillStep(student, loss, settings.temperature), _optimizers(student, settings)
+    step_module = DistillStep(student, loss, settings.temperature, constraint)
+    optimizers = _optimizers(student, settings) + (constraint.optimizers() if constraint else [])
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["peak_lr"] = group["lr"]
     step_module, *optimizers = accelerator.prepare(step_module, *optimizers)
     if teacher is not None:
         teacher = teacher.to(accelerator.device).eval()
@@ -162,7 +191,7 @@ def evaluate(
     step: int,
 ) -> EvalRecord:
     step_module.eval()
-    totals, tokens = torch.zeros(4, dtype=torch.float64), 0
+    totals, tokens = torch.zeros(5, dtype=torch.float64), 0
     with torch.no_grad():
         for batch in heldout[accelerator.process_index :: accelerator.num_processes]:
             totals += _sums(accelerator, step_module, teacher, batch).double().cpu()
@@ -170,7 +199,7 @@ def evaluate(
     step_module.train()
     totals = _total(accelerator, totals)
     tokens = int(_total(accelerator, torch.tensor(tokens)))
-    loss, cross_entropy, alpha, agreement = (totals / tokens).tolist()
+    loss, cross_entropy, alpha, agreement, _ = (totals / tokens).tolist()
     return EvalRecord(
         step=step,
         tokens=tokens,
@@ -181,10 +210,10 @@ def evaluate(
     )
 
 
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then linear to zero at the last step (Bergsma et al. 2025, "Straight to zero")."""
+def schedule(step: int, settings: Settings) -> float:
+    """Share of the peak rate: linear warm-up, then linear to zero (Bergsma et al. 2025, "Straight to zero")."""
     warmup = max(1, round(settings.warmup_share * settings.steps))
-    return settings.lr * min((step + 1) / warmup, (settings.steps - step) / max(1, settings.steps - warmup), 1.0)
+    return min((step + 1) / warmup, (settings.steps - step) / max(1, settings.steps - warmup), 1.0)
 
 
 def _step(
@@ -199,20 +228,23 @@ def _step(
     began = time.perf_counter()
     rows = batches.batch(step).part(accelerator.process_index, accelerator.num_processes)
     tokens = int(_total(accelerator, torch.tensor(int(rows.mask.sum()))))
-    totals = torch.zeros(4, dtype=torch.float64)
+    totals = torch.zeros(5, dtype=torch.float64)
+    constraint = accelerator.unwrap_model(step_module).constraint
+    if constraint is not None:
+        constraint.progress = step / settings.steps
     for micro in rows.split(settings.micro_rows or len(rows.ids)):
         sums = _sums(accelerator, step_module, teacher, micro)
         # DDP averages over processes; the token count is that of the whole step, so scale back
-        accelerator.backward(sums[0] * accelerator.num_processes / max(1, tokens))
+        accelerator.backward(sums[4] * accelerator.num_processes / max(1, tokens))
         totals += sums.detach().double().cpu()
     norm = accelerator.clip_grad_norm_(step_module.parameters(), settings.clip)
-    lr = learning_rate(step, settings)
+    share = schedule(step, settings)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = share * group["peak_lr"]
         optimizer.step()
         optimizer.zero_grad()
-    objective, _, alpha, _ = (_total(accelerator, totals) / max(1, tokens)).tolist()
+    objective, _, alpha, *_ = (_total(accelerator, totals) / max(1, tokens)).tolist()
     if not math.isfinite(objective):
         raise UserError(f"loss is {objective} at step {step}: lower the learning rate ({settings.lr:g})")
     return StepRecord(
@@ -220,7 +252,7 @@ def _step(
         loss=objective,
         acceptance=None if teacher is None else alpha,
         grad_norm=math.nan if norm is None else float(norm),
-        lr=lr,
+        lr=share * settings.lr,
         tokens=tokens,
         seconds=time.perf_counter() - began,
     )
@@ -256,6 +288,8 @@ def _optimizers(student: PreTrainedModel, settings: Settings) -> list[torch.opti
         groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, 0.95))
 
+    if not named:
+        return []
     if settings.optimizer == "adamw":
         return [adamw(matrices + ends, vectors)]
     muon = torch.optim.Muon(matrices, lr=settings.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")

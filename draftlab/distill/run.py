@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
 from draftlab.data import HeldOut
-from draftlab.distill.loop import Batches, EvalRecord, Settings, StepRecord, train
+from draftlab.distill.loop import Batches, Constraint, EvalRecord, Settings, StepRecord, train
 from draftlab.distill.teacher import GeneratedRows, cached_rows, generate_rows
 from draftlab.errors import UserError
 
@@ -41,6 +41,7 @@ def fit(
     state: Path,
     identity: dict[str, object],
     what: str,
+    constraint: Constraint | None = None,
 ) -> Fitted:
     """Train student in place; state keeps checkpoints and log.jsonl until the caller has written the model.
 
@@ -52,7 +53,7 @@ def fit(
     _claim(state, identity)
     log = state / "log.jsonl"
     with progress(what, settings.steps) as advance:
-        for record in train(student, teacher, batches, heldout.batches, settings, state):
+        for record in train(student, teacher, batches, heldout.batches, settings, state, constraint):
             _append(log, record)
             if isinstance(record, StepRecord):
                 word = f"{record.tokens / record.seconds:,.0f} tokens/s, loss {record.loss:.3f}"

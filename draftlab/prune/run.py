@@ -1,5 +1,6 @@
-"""One prune on disk: calibrate, choose, cut, refit, write."""
+"""One prune on disk: decide what stays, cut, refit, write."""
 
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 from draftlab import checkpoint, provenance
 from draftlab.console import progress
 from draftlab.data import open_batches, open_heldout, parse_mixture
+from draftlab.distill.run import state_of
 from draftlab.errors import UserError
 from draftlab.prune.choose import (
     Depth,
@@ -26,11 +28,13 @@ from draftlab.prune.choose import (
 )
 from draftlab.prune.cut import Cut, Keep, Rotated, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate, load_scores, save_scores
+from draftlab.prune.learn import MASKS_FILE, Learning, learn
+from draftlab.prune.masks import Masks
 from draftlab.prune.refit import Agreement, Fit, Lockstep
 from draftlab.prune.walk import Walk
 from draftlab.shape import Shape
 
-Method = Literal["activation", "random", "first", "magnitude"]
+Method = Literal["activation", "masks", "random", "first", "magnitude"]
 Basis = Literal["auto", "pca", "coordinates"]
 
 KEEP_FILE = "keep.json"
@@ -54,15 +58,41 @@ class Plan:
     seed: int
     device: torch.device
     scores_cache: Path | None
+    learning: Learning | None = None  # of masks
 
     @property
     def have(self) -> Shape:
         return checkpoint.read_shape(self.source)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Everything is computed as the source is stored."""
+        return checkpoint.stored_dtype(self.source)
+
+    @property
+    def rotated(self) -> bool:
+        narrower = self.shape.hidden < self.have.hidden
+        wanted = self.basis == "pca" or (self.basis == "auto" and not self.have.tied)
+        return self.method == "activation" and narrower and wanted
+
+    def walk(self, *, resident: bool = False) -> Walk:
+        config = checkpoint.read_config(self.source)
+        return Walk(checkpoint.Weights(self.source), config, self.dtype, self.device, resident)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What stays. weights are the source's in the draft's basis [D, D'], not yet cut."""
+
+    keep: Keep
+    basis: Tensor
+    weights: Mapping[str, Tensor]
+    masks: Masks | None = None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """keep is None and agreement is None where the draft is the source itself."""
+    """agreement is None where the draft is the source itself."""
 
     keep: Keep
     agreement: Agreement | None
@@ -70,10 +100,12 @@ class Pruned:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises UserError: a tied head cannot be rotated or refitted."""
-    if plan.have.tied and plan.basis == "pca":
+    """Raises UserError: a tied head cannot be rotated or refitted; only activations find a basis."""
+    if plan.basis == "pca" and plan.have.tied:
         raise UserError("--basis pca moves the last norm into the head, and this source ties it; use coordinates")
-    if plan.have.tied and plan.fit.head:
+    if plan.basis == "pca" and plan.method != "activation":
+        raise UserError(f"--basis pca goes with --method activation; {plan.method} chooses coordinates")
+    if plan.fit.head and plan.have.tied:
         raise UserError("--refit-head changes the head alone, and this source ties it to the embedding; leave it out")
 
 
@@ -83,63 +115,65 @@ def prune(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     Weights keep the source's dtype: with the source's own shape they are the source's bits.
     """
     check_plan(plan)
-    source, have, shape = checkpoint.Weights(plan.source), plan.have, plan.shape
-    config = checkpoint.read_config(plan.source)
-    chunks = _text(plan) if shape != have else []
+    if plan.shape == plan.have:
+        keep = keep_all(plan.have)
+        with checkpoint.new_directory(out, force=force) as work:
+            size = _write(plan, keep, iter(checkpoint.Weights(plan.source).items()), work)
+            provenance.write_record(work, "prune", arguments, [plan.source], began, params=plan.shape.params())
+        return Pruned(keep=keep, agreement=None, disk_bytes=size)
+    chunks, state = _text(plan), state_of(out)
+    made = _decide(plan, chunks, state, arguments)
+    config = checkpoint.config_for(plan.shape, checkpoint.read_config(plan.source), made.keep.layers)
+    draft = Walk(Cut(made.weights, plan.shape, made.keep), config, plan.dtype, plan.device)
+    lockstep = Lockstep(plan.walk(), draft, layers=made.keep.layers, basis=made.basis, fit=plan.fit)
     with checkpoint.new_directory(out, force=force) as work:
-        if shape == have:
-            keep, lockstep = keep_all(have), None
-            tensors: Iterator[tuple[str, Tensor]] = iter(source.items())
-        else:
-            keep, basis, weights = _decide(plan, source, config, chunks)
-            walk = Walk(source, config, _dtype(plan), plan.device)
-            draft = Walk(
-                Cut(weights, shape, keep), checkpoint.config_for(shape, config, keep.layers), _dtype(plan), plan.device
-            )
-            lockstep = Lockstep(walk, draft, layers=keep.layers, basis=basis, fit=plan.fit)
-            tensors = _following(lockstep, plan, chunks)
-        size = checkpoint.write_checkpoint(
-            work, checkpoint.config_for(shape, config, keep.layers), tensors, plan.source
-        )
-        (work / KEEP_FILE).write_text(keep.model_dump_json())
-        agreement = lockstep.agreement if lockstep else None
-        notes = {"params": shape.params()} | ({"agreement": asdict(agreement)} if agreement else {})
+        size = _write(plan, made.keep, _fitted(lockstep, plan, chunks), work)
+        if made.masks is not None:
+            (work / MASKS_FILE).parent.mkdir()
+            made.masks.save(work / MASKS_FILE)
+        found = lockstep.agreement
+        notes = {"params": plan.shape.params(), "agreement": asdict(found) if found else None}
         provenance.write_record(work, "prune", arguments, [plan.source], began, **notes)
-    return Pruned(keep=keep, agreement=agreement, disk_bytes=size)
+    shutil.rmtree(state, ignore_errors=True)
+    return Pruned(keep=made.keep, agreement=found, disk_bytes=size)
 
 
-def _decide(
-    plan: Plan, source: checkpoint.Weights, config: dict[str, object], chunks: list[Tensor]
-) -> tuple[Keep, Tensor, Mapping[str, Tensor]]:
-    """What is kept, the draft's basis [D, D'], and the source's weights in it."""
-    have, shape = plan.have, plan.shape
+def _write(plan: Plan, keep: Keep, tensors: Iterator[tuple[str, Tensor]], work: Path) -> int:
+    config = checkpoint.config_for(plan.shape, checkpoint.read_config(plan.source), keep.layers)
+    (work / KEEP_FILE).write_text(keep.model_dump_json())
+    return checkpoint.write_checkpoint(work, config, tensors, plan.source)
+
+
+def _decide(plan: Plan, chunks: list[Tensor], state: Path, arguments: dict[str, object]) -> Decision:
+    source, have, shape = checkpoint.Weights(plan.source), plan.have, plan.shape
+    if plan.learning is not None:
+        identity = arguments | {"command": "prune", "inputs": [provenance.fingerprint(plan.source)]}
+        learned = learn(plan.source, have, shape, plan.learning, data=plan.data, state=state, identity=identity)
+        return Decision(keep=learned.keep, basis=learned.basis, weights=learned.weights, masks=learned.masks)
     if plan.method == "activation":
-        importance = _importance(plan, source, config, chunks)
-        keep = choose(importance.scores, have, shape, _layers(plan, importance, source, config, chunks))
-        if plan.basis == "pca" or (plan.basis == "auto" and not have.tied and shape.hidden < have.hidden):
+        importance = _importance(plan, chunks)
+        keep = choose(importance.scores, have, shape, _layers(plan, importance, chunks))
+        if plan.rotated:
             rotation, _ = importance.principal(shape.hidden)
             keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
-            return keep, rotation, Rotated(source, have, rotation)
+            return Decision(keep=keep, basis=rotation, weights=Rotated(source, have, rotation))
     else:
         scores = _baseline(plan, source)
         keep = choose(scores, have, shape, top(scores.layers, shape.layers))
-    return keep, torch.eye(have.hidden)[:, keep.hidden], source
+    return Decision(keep=keep, basis=torch.eye(have.hidden)[:, keep.hidden], weights=source)
 
 
-def _layers(
-    plan: Plan, importance: Importance, source: checkpoint.Weights, config: dict[str, object], chunks: list[Tensor]
-) -> list[int]:
+def _layers(plan: Plan, importance: Importance, chunks: list[Tensor]) -> list[int]:
     count, total = plan.shape.layers, plan.have.layers
     if plan.depth == "contiguous":
         return contiguous(importance, count)
     if plan.depth == "even":
         return even(total, count)
-    if plan.depth == "greedy" and count < total:
-        walk = Walk(source, config, _dtype(plan), plan.device, resident=True)
-        with progress("drop layers", total - count) as advance:
-            few = chunks[: max(1, GREEDY_TOKENS // plan.seq_len)]
-            return greedy(walk, few, count, lambda done: advance(done, f"of {total}"))
-    return influential(importance, count)
+    if plan.depth == "influence" or count == total:
+        return influential(importance, count)
+    with progress("drop layers", total - count) as advance:
+        few = chunks[: max(1, GREEDY_TOKENS // plan.seq_len)]
+        return greedy(plan.walk(resident=True), few, count, lambda done: advance(done, f"of {total}"))
 
 
 def _baseline(plan: Plan, source: checkpoint.Weights) -> Scores:
@@ -148,7 +182,7 @@ def _baseline(plan: Plan, source: checkpoint.Weights) -> Scores:
     return first_scores(plan.have) if plan.method == "first" else magnitude_scores(source, plan.have)
 
 
-def _importance(plan: Plan, source: checkpoint.Weights, config: dict[str, object], chunks: list[Tensor]) -> Importance:
+def _importance(plan: Plan, chunks: list[Tensor]) -> Importance:
     made_by = {
         "source": provenance.fingerprint(plan.source) if plan.scores_cache else "",
         "data": plan.data,
@@ -158,24 +192,22 @@ def _importance(plan: Plan, source: checkpoint.Weights, config: dict[str, object
     }
     if plan.scores_cache is not None and plan.scores_cache.exists():
         return load_scores(plan.scores_cache, made_by)
-    walk = Walk(source, config, _dtype(plan), plan.device)
     with progress("calibrate", plan.have.layers) as advance:
-        importance = calibrate(walk, plan.have, chunks, lambda done: advance(done, "layers"))
+        importance = calibrate(plan.walk(), plan.have, chunks, lambda done: advance(done, "layers"))
     if plan.scores_cache is not None:
         save_scores(importance, plan.scores_cache, made_by)
     return importance
 
 
-def _following(lockstep: Lockstep, plan: Plan, chunks: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    tokenizer = checkpoint.load_tokenizer(plan.source)
-    name = next(iter(parse_mixture(plan.data)))
+def _fitted(lockstep: Lockstep, plan: Plan, chunks: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The draft's tensors as the source stores its own."""
     most = max(1, HELDOUT_TOKENS // plan.seq_len)
+    name, tokenizer = next(iter(parse_mixture(plan.data))), checkpoint.load_tokenizer(plan.source)
     held = open_heldout(name, tokenizer, rows=1, seq_len=plan.seq_len, most_rows=most)
     heldout = [torch.from_numpy(batch.ids) for batch in held.batches]
-    dtype = checkpoint.stored_dtype(plan.source)
     with progress("refit", plan.have.layers) as advance:
         for name, tensor in lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers")):
-            yield name, tensor.to("cpu", dtype)
+            yield name, tensor.to("cpu", plan.dtype)
 
 
 def _text(plan: Plan) -> list[Tensor]:
@@ -184,7 +216,3 @@ def _text(plan: Plan) -> list[Tensor]:
     tokenizer = checkpoint.load_tokenizer(plan.source)
     text = open_batches(plan.data, tokenizer, rows=rows, seq_len=plan.seq_len, steps=1, seed=plan.seed)
     return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
-
-
-def _dtype(plan: Plan) -> torch.dtype:
-    return checkpoint.stored_dtype(plan.source)

@@ -1,0 +1,99 @@
+"""Learning masks on disk: train them under their constraint, with the weights frozen, adapted or free."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftlab import checkpoint
+from draftlab.console import note
+from draftlab.data import open_batches, open_heldout, parse_mixture
+from draftlab.distill.loop import Settings
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.run import fit
+from draftlab.prune.cut import Keep
+from draftlab.prune.masked import Folded, masked
+from draftlab.prune.masks import Masks
+from draftlab.shape import Shape
+from draftlab.tokenizer import check_same_vocabulary
+
+Trained = Literal["frozen", "lora", "full"]
+MASKS_FILE = "masks/masks.safetensors"  # apart: runtimes load every safetensors file beside config.json
+LORA_RANK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """How masks are learnt. target: whose distribution a divergence compares with; the source itself if None."""
+
+    settings: Settings
+    weights: Trained
+    rows: int
+    seq_len: int
+    target: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    masks: Masks
+    keep: Keep
+    weights: Folded
+
+    @property
+    def basis(self) -> Tensor:
+        """[D, D']: a stream of the source as the draft has it, soft masks included."""
+        hidden = self.masks.deterministic().hidden.detach().cpu()
+        return torch.diag(hidden)[:, self.keep.hidden]
+
+
+def learn(
+    source: Path, have: Shape, shape: Shape, how: Learning, *, data: str, state: Path, identity: dict[str, object]
+) -> Learned:
+    """Train masks that cut source to shape; state keeps checkpoints, so that a killed run goes on.
+
+    Raises:
+        UserError: unequal vocabularies, a loss that is not finite, or state belongs to another run.
+    """
+    settings = how.settings
+    masks = Masks(have, shape, settings.seed)
+    student = _student(source, how)
+    teacher = None
+    if parse_loss(settings.loss).divergence is not None:
+        teacher_dir = how.target or source
+        check_same_vocabulary(source, teacher_dir)
+        teacher = checkpoint.load_model(teacher_dir, checkpoint.DTYPES[settings.dtype])
+    tokenizer = checkpoint.load_tokenizer(source)
+    sizes = {"rows": how.rows, "seq_len": how.seq_len}
+    batches = open_batches(data, tokenizer, steps=settings.steps, seed=settings.seed, **sizes)
+    heldout = open_heldout(next(iter(parse_mixture(data))), tokenizer, most_rows=32, **sizes)
+    eps = float(str(checkpoint.read_config(source)["rms_norm_eps"]))
+    with masked(student, masks, eps):
+        fit(
+            student, teacher, batches, heldout, settings,
+            state=state, identity=identity, what="masks", constraint=masks,
+        )  # fmt: skip
+    gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
+    note(f"expected less wanted sparsity: {gaps}")
+    weights = Folded(_weights(student, checkpoint.stored_dtype(source)), have, masks.deterministic())
+    return Learned(masks=masks, keep=masks.keep(), weights=weights)
+
+
+def _student(source: Path, how: Learning) -> PreTrainedModel:
+    full = how.weights == "full" or how.settings.dtype == "float32"
+    student = checkpoint.load_model(source, torch.float32 if full else checkpoint.stored_dtype(source))
+    if how.weights == "frozen":
+        student.requires_grad_(False)
+    if how.weights == "lora":
+        config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
+        return get_peft_model(student, config)  # type: ignore[return-value]  # a PeftModel runs like what it wraps
+    return student
+
+
+def _weights(student: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Trained weights by their names in the source, adapters merged in."""
+    merged: Any = student.merge_and_unload() if isinstance(student, PeftModel) else student
+    return dict(checkpoint.model_weights(merged, dtype))

@@ -149,6 +149,7 @@ def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
         o_bias=first + "self_attn.o_proj.bias" in names,
         mlp_bias=first + "mlp.down_proj.bias" in names,
         qk_norm=first + "self_attn.q_norm.weight" in names,
+        qk_layernorm=first + "self_attn.query_layernorm.weight" in names,
     )
 
 
@@ -178,7 +179,7 @@ def llama_config(shape: Shape, *, context: int, bos: int | None, eos: int | None
     Raises:
         UserError: the shape has rows that LLaMA does not (q/k norms, q/k/v biases without an output bias).
     """
-    if shape.qk_norm or shape.qkv_bias != shape.o_bias:
+    if shape.qk_norm or shape.qk_layernorm or shape.qkv_bias != shape.o_bias:
         raise UserError("a new model is made as LLaMA, which has no q/k norms and biases q, k, v and o together")
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -113,8 +113,10 @@ class Batch:
         return [Batch(self.ids[i : i + rows], self.mask[i : i + rows]) for i in starts]
 
     def part(self, index: int, count: int) -> "Batch":
-        """Every count-th row from index on: one process's share."""
-        return Batch(self.ids[index::count], self.mask[index::count])
+        """Every count-th row from index on: one process's share; with fewer rows than that, one that does not count."""
+        if index < len(self.ids):
+            return Batch(self.ids[index::count], self.mask[index::count])
+        return Batch(self.ids[:1], np.zeros_like(self.mask[:1]))
 
 
 def text_batch(rows: list[np.ndarray]) -> Batch:
@@ -137,17 +139,19 @@ class TokenBatches:
     seq_len: int
     seed: int
 
-    def rows_of(self) -> dict[str, int]:
-        exact = {name: weight * self.rows for name, weight in self.weights.items()}
+    def rows_of(self, weights: dict[str, float] | None = None) -> dict[str, int]:
+        """Rows of each source in a batch, by these weights or its own."""
+        exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
         for name in sorted(exact, key=lambda n: rows[n] - exact[n])[: self.rows - sum(rows.values())]:
             rows[name] += 1
         return rows
 
     def batch(self, step: int) -> Batch:
-        return text_batch([self._row(name, step * n + i) for name, n in self.rows_of().items() for i in range(n)])
+        return text_batch([self.row(name, step * n + i) for name, n in self.rows_of().items() for i in range(n)])
 
-    def _row(self, name: str, index: int) -> np.ndarray:
+    def row(self, name: str, index: int) -> np.ndarray:
+        """Row index of a source, [seq_len + 1], in the order of its epochs."""
         stream = self.streams[name]
         chunks = (len(stream) - 1) // self.seq_len
         if chunks < 1:
@@ -155,6 +159,49 @@ class TokenBatches:
         epoch, position = divmod(index, chunks)
         start = _permuted(position, chunks, f"{self.seed}:{name}:{epoch}") * self.seq_len
         return stream[start : start + self.seq_len + 1]
+
+
+@dataclass(slots=True)
+class DynamicBatches:
+    """A mixture that gives more rows to the sources that lag behind their reference loss.
+
+    Dynamic batch loading of Sheared-LLaMA (2310.06694, algorithm 1). A batch is a function of its step and of the
+    weights set before it, all of which are kept, so that a resumed run reads the same text.
+    """
+
+    base: TokenBatches
+    heldout: dict[str, list[Batch]]
+    reference: dict[str, float]  # cross-entropy that each source is expected to reach
+    every: int  # steps between changes of the weights
+    phases: list[tuple[int, dict[str, float], dict[str, int]]]  # from this step on: weights; rows read before
+
+    @classmethod
+    def of(
+        cls, base: TokenBatches, heldout: dict[str, list[Batch]], reference: dict[str, float], every: int
+    ) -> "DynamicBatches":
+        return cls(base, heldout, reference, every, [(0, base.weights, dict.fromkeys(base.weights, 0))])
+
+    def batch(self, step: int) -> Batch:
+        began, weights, read = next(phase for phase in reversed(self.phases) if phase[0] <= step)
+        rows = self.base.rows_of(weights).items()
+        return text_batch(
+            [self.base.row(name, read[name] + (step - began) * n + i) for name, n in rows for i in range(n)]
+        )
+
+    def reweigh(self, step: int, losses: dict[str, float]) -> None:
+        """From step on: weights x exp(what is missing to the reference), never below a small share."""
+        began, weights, read = self.phases[-1]
+        rows = self.base.rows_of(weights)
+        lagging = {name: w * math.exp(max(0.0, losses[name] - self.reference[name])) for name, w in weights.items()}
+        total, floor = sum(lagging.values()), 1e-4
+        shares = {name: (1 - floor) * w / total + floor / len(lagging) for name, w in lagging.items()}
+        self.phases.append((step, shares, {name: read[name] + (step - began) * n for name, n in rows.items()}))
+
+    def state_dict(self) -> dict[str, object]:
+        return {"phases": self.phases}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.phases = state["phases"]
 
 
 def open_batches(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from draftlab.errors import UserError
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
-Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"]
+Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"]
 
 
 class Row(NamedTuple):
@@ -38,6 +38,8 @@ TABLE: tuple[Row, ...] = (
     Row(BLOCK + "self_attn.o_proj.bias", ("hidden",), "o_bias"),
     Row(BLOCK + "self_attn.q_norm.weight", ("head_dim",), "qk_norm"),
     Row(BLOCK + "self_attn.k_norm.weight", ("head_dim",), "qk_norm"),
+    Row(BLOCK + "self_attn.query_layernorm.weight", ("head_dim",), "qk_layernorm"),
+    Row(BLOCK + "self_attn.key_layernorm.weight", ("head_dim",), "qk_layernorm"),
     Row(BLOCK + "mlp.gate_proj.weight", ("ffn", "hidden")),
     Row(BLOCK + "mlp.gate_proj.bias", ("ffn",), "mlp_bias"),
     Row(BLOCK + "mlp.up_proj.weight", ("ffn", "hidden")),
@@ -68,6 +70,7 @@ class Shape(BaseModel):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_layernorm: bool = False  # q/k norms by another name, behind the rotation (Hunyuan)
 
     @property
     def sizes(self) -> dict[Axis, int]:
@@ -89,6 +92,7 @@ class Shape(BaseModel):
             "o_bias": self.o_bias,
             "mlp_bias": self.mlp_bias,
             "qk_norm": self.qk_norm,
+            "qk_layernorm": self.qk_layernorm,
         }
         return frozenset(name for name, on in flags.items() if on)
 
@@ -217,7 +221,7 @@ def check_within(shape: Shape, source: Shape) -> None:
         wanted, have = getattr(shape, field), getattr(source, field)
         if wanted > have:
             raise UserError(f"--{option} {wanted} is more than the source has ({have}); at most --{option} {have}")
-    for field in ("head_dim", "vocab", "tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+    for field in ("head_dim", "vocab", "tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"):
         wanted, have = getattr(shape, field), getattr(source, field)
         if wanted != have:
             raise UserError(f"{field} {wanted} differs from the source's {have}; pruning keeps {field}, use {have}")

@@ -1,12 +1,14 @@
 """Batches are a function of the step; splits are disjoint and stable; held-out text stays unseen."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 from draftlab import data
 from draftlab.checkpoint import load_tokenizer
+from draftlab.data import Batch, DynamicBatches, TokenBatches
 from draftlab.errors import UserError
 
 
@@ -119,3 +121,35 @@ def test_json_lines_are_read_with_any_text_column(tmp_path):
     rows = [{"question": "q"}, {"text": "t"}, {"prompt": "p", "text": "t2"}]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert {d.text for d in data.documents(str(tmp_path / "x.jsonl"))} == {"q", "t", "t2"}
+
+
+def dynamic(rows: int = 8) -> DynamicBatches:
+    streams = {name: np.arange(2000, dtype=np.uint32) + start for name, start in (("a", 0), ("b", 10_000))}
+    base = TokenBatches(streams, {"a": 0.5, "b": 0.5}, rows=rows, seq_len=10, seed=0)
+    return DynamicBatches.of(base, {}, {"a": 1.0, "b": 1.0}, every=2)
+
+
+def counts(batch: Batch) -> tuple[int, int]:
+    return int((batch.ids[:, 0] < 10_000).sum()), int((batch.ids[:, 0] >= 10_000).sum())
+
+
+def test_a_source_that_lags_its_reference_gets_more_rows():
+    batches = dynamic()
+    assert counts(batches.batch(0)) == (4, 4)
+    batches.reweigh(2, {"a": 2.1, "b": 0.4})  # b is ahead of its reference and does not lose by it
+    weights = batches.phases[-1][1]
+    assert weights["a"] == pytest.approx(math.exp(1.1) / (1 + math.exp(1.1)), abs=1e-3)
+    assert sum(weights.values()) == pytest.approx(1)
+    assert counts(batches.batch(2)) == (6, 2)
+    assert counts(batches.batch(1)) == (4, 4)
+
+
+def test_changing_the_weights_repeats_and_skips_no_row():
+    batches = dynamic()
+    starts = [tuple(row) for step in range(2) for row in batches.batch(step).ids]
+    batches.reweigh(2, {"a": 2.1, "b": 1.0})
+    starts += [tuple(row) for step in range(2, 5) for row in batches.batch(step).ids]
+    assert len(set(starts)) == len(starts)
+    fresh = dynamic()
+    fresh.load_state_dict(batches.state_dict())
+    assert all((fresh.batch(step).ids == batches.batch(step).ids).all() for step in range(5))

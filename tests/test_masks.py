@@ -108,9 +108,10 @@ def test_a_shifted_index_a_doubled_fold_or_a_dropped_bias_breaks_the_equality(fa
         assert error() > 1e-3
 
 
-def mean_over_all(weight: Tensor, masks: Masks, eps: float):
+def mean_over_all(norm: torch.nn.Module, masks: Masks, eps: float):
     def forward(x: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight * masks.values.hidden
+        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return x * scale * norm.get_parameter("weight") * masks.values.hidden
 
     return forward
 

@@ -18,6 +18,7 @@ from draftlab.commands.shared import (
     Optimizer,
     Out,
     Outcome,
+    ReweighEvery,
     Rows,
     SaveEvery,
     Seed,
@@ -186,6 +187,7 @@ def distill(
     compile: Compile = False,
     eval_every: EvalEvery = 100,
     save_every: SaveEvery = 100,
+    reweigh_every: ReweighEvery = 0,
     seed: Seed = 0,
     out: Out = None,
     force: Force = False,
@@ -224,6 +226,10 @@ def distill(
             batches, teacher_dir, state, steps=steps, prompt=prompt_tokens, temperature=sample_temperature,
             device=checkpoint.resolve_device(space.device), eos_id=checkpoint.special_ids(tok)["eos"],
         )  # fmt: skip
+    elif reweigh_every:
+        reference = teacher_dir or checkpoint.locate(target or space.target)
+        device = checkpoint.resolve_device(space.device)
+        batches = run.reweighing(batches, reference, tok, device, reweigh_every)
     teacher_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     teacher = checkpoint.load_model(teacher_dir, teacher_dtype) if parse_loss(loss).divergence and teacher_dir else None
     fitted = run.fit_and_write(

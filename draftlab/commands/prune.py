@@ -16,6 +16,7 @@ from draftlab.commands.shared import (
     MicroRows,
     Out,
     Outcome,
+    ReweighEvery,
     Rows,
     SaveEvery,
     Seed,
@@ -72,6 +73,7 @@ def prune(
     dtype: Dtype = "bfloat16",
     eval_every: EvalEvery = 100,
     save_every: SaveEvery = 100,
+    reweigh_every: ReweighEvery = 0,
     seed: Seed = 0,
     out: Out = None,
     force: Force = False,
@@ -109,6 +111,7 @@ def prune(
         rows=rows,
         seq_len=seq_len,
         target=checkpoint.locate(target) if target else None,
+        reweigh_every=reweigh_every,
     )
     chosen = run.Plan(
         source=directory,

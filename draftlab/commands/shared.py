@@ -26,6 +26,9 @@ Lr = Annotated[float, Option(help="Peak learning rate.")]
 WeightDecay = Annotated[float, Option(min=0, help="Decoupled weight decay of matrices.")]
 EvalEvery = Annotated[int, Option(min=1, help="Steps between held-out evaluations.")]
 SaveEvery = Annotated[int, Option(min=1, help="Steps between checkpoints to resume from.")]
+ReweighEvery = Annotated[
+    int, Option(min=0, help="Steps between changes of a mixture's weights toward what lags behind; 0: fixed weights.")
+]
 Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="bfloat16: autocast with fp32 weights.")]
 Optimizer = Annotated[Literal["adamw", "muon"], Option(help="muon: Muon on the blocks' matrices, AdamW on the rest.")]
 Compile = Annotated[bool, Option("--compile", help="torch.compile: a minute to start, then faster.")]

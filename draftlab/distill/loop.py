@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftlab.data import Batch
+from draftlab.data import Batch, DynamicBatches
 from draftlab.distill.losses import Loss, acceptance, log_probs, parse_loss
 from draftlab.errors import UserError
 
@@ -170,6 +170,8 @@ def train(
         accelerator.unwrap_model(step_module).compile()
         if teacher is not None:
             teacher.compile()
+    if isinstance(batches, DynamicBatches):
+        accelerator.register_for_checkpointing(batches)
     began_at = _restore(accelerator, state)
     if began_at == 0:
         yield evaluate(accelerator, step_module, teacher, heldout, 0)
@@ -178,6 +180,10 @@ def train(
         done = step + 1
         if done % settings.eval_every == 0 or done == settings.steps:
             yield evaluate(accelerator, step_module, teacher, heldout, done)
+        if isinstance(batches, DynamicBatches) and done % batches.every == 0:
+            sources = batches.heldout.items()
+            losses = {n: evaluate(accelerator, step_module, None, rows, done).cross_entropy for n, rows in sources}
+            batches.reweigh(done, losses)
         if done % settings.save_every == 0 and done < settings.steps:
             _save(accelerator, state, done)
     accelerator.free_memory()
@@ -193,9 +199,10 @@ def evaluate(
     step_module.eval()
     totals, tokens = torch.zeros(5, dtype=torch.float64), 0
     with torch.no_grad():
-        for batch in heldout[accelerator.process_index :: accelerator.num_processes]:
-            totals += _sums(accelerator, step_module, teacher, batch).double().cpu()
-            tokens += int(batch.mask.sum())
+        for batch in heldout:  # split by rows: under FSDP every process takes part in every forward
+            share = batch.part(accelerator.process_index, accelerator.num_processes)
+            totals += _sums(accelerator, step_module, teacher, share).double().cpu()
+            tokens += int(share.mask.sum())
     step_module.train()
     totals = _total(accelerator, totals)
     tokens = int(_total(accelerator, torch.tensor(tokens)))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
-from draftlab.data import HeldOut
-from draftlab.distill.loop import Batches, Constraint, EvalRecord, Settings, StepRecord, train
+from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_heldout
+from draftlab.distill.loop import Batches, Constraint, DistillStep, EvalRecord, Settings, StepRecord, train
+from draftlab.distill.losses import parse_loss
 from draftlab.distill.teacher import GeneratedRows, cached_rows, generate_rows
 from draftlab.errors import UserError
 
@@ -140,6 +141,32 @@ def target_text(
 
     state.mkdir(parents=True, exist_ok=True)
     return GeneratedRows(cached_rows(state / "target_text.safetensors", make), prompt, eos_id, rows)
+
+
+def reweighing(
+    batches: TokenBatches, reference: Path, tokenizer: PreTrainedTokenizerBase, device: torch.device, every: int
+) -> DynamicBatches:
+    """batches with weights that follow the student's held-out loss on each source, against a reference model's.
+
+    Raises:
+        UserError: a source without one held-out window.
+    """
+    most, rows = 16, min(8, batches.rows)
+    heldout = {
+        name: open_heldout(name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=most).batches
+        for name in batches.weights
+    }
+    model = checkpoint.load_model(reference, torch.bfloat16, device).eval()
+    return DynamicBatches.of(batches, heldout, {name: _cross_entropy(model, b) for name, b in heldout.items()}, every)
+
+
+@torch.inference_mode()
+def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
+    step = DistillStep(model, parse_loss("ce"), 1.0)
+    sums = [
+        step(torch.from_numpy(b.ids).to(model.device), torch.from_numpy(b.mask).to(model.device), None) for b in batches
+    ]
+    return float(sum(s[1] for s in sums) / sum(int(b.mask.sum()) for b in batches))
 
 
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:

@@ -14,7 +14,7 @@ from draftlab.console import note
 from draftlab.data import open_batches, open_heldout, parse_mixture
 from draftlab.distill.loop import Settings
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.run import fit
+from draftlab.distill.run import fit, reweighing
 from draftlab.prune.cut import Keep
 from draftlab.prune.masked import Folded, masked
 from draftlab.prune.masks import Masks
@@ -35,6 +35,7 @@ class Learning:
     rows: int
     seq_len: int
     target: Path | None
+    reweigh_every: int = 0  # steps between changes of the mixture's weights; 0: fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ def learn(
     tokenizer = checkpoint.load_tokenizer(source)
     sizes = {"rows": how.rows, "seq_len": how.seq_len}
     batches = open_batches(data, tokenizer, steps=settings.steps, seed=settings.seed, **sizes)
+    if how.reweigh_every:
+        batches = reweighing(batches, source, tokenizer, student.device, how.reweigh_every)
     heldout = open_heldout(next(iter(parse_mixture(data))), tokenizer, most_rows=32, **sizes)
     eps = float(str(checkpoint.read_config(source)["rms_norm_eps"]))
     with masked(student, masks, eps):

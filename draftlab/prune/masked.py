@@ -26,7 +26,7 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
         if part == "embed_tokens":
             handles.append(module.register_forward_hook(lambda *call: call[2] * masks.values.hidden))
         elif part in NORMS and "hidden" in masks.families:
-            module.forward = _masked_norm(module.get_parameter("weight"), masks, eps)
+            module.forward = _masked_norm(module, masks, eps)
             patched.append(module)
         elif part in ("o_proj", "down_proj") and layer is not None:
             before = _mask_heads(masks, layer) if part == "o_proj" else _mask_neurons(masks, layer)
@@ -69,7 +69,7 @@ class Folded(Mapping[str, Tensor]):
         return len(self._axes)
 
 
-def _masked_norm(weight: Tensor, masks: Masks, eps: float) -> Callable[[Tensor], Tensor]:
+def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor], Tensor]:
     """RMSNorm over the dimensions that are not masked, as the cut model will compute it."""
 
     def forward(x: Tensor) -> Tensor:
@@ -77,6 +77,7 @@ def _masked_norm(weight: Tensor, masks: Masks, eps: float) -> Callable[[Tensor],
         on = (z != 0).float()
         h = x.float()
         scale = (h.square() @ on / on.sum() + eps).rsqrt()  # [B, T]
+        weight = norm.get_parameter("weight")  # looked up each time: FSDP exchanges it
         return (h * scale.unsqueeze(-1)).to(x.dtype) * (weight * z).to(x.dtype)
 
     return forward

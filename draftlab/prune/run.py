@@ -30,6 +30,7 @@ from draftlab.prune.cut import Cut, Keep, Rotated, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate, load_scores, save_scores
 from draftlab.prune.learn import MASKS_FILE, Learning, learn
 from draftlab.prune.masks import Masks
+from draftlab.prune.probe import check_built, check_cuttable
 from draftlab.prune.refit import Agreement, Fit, Lockstep
 from draftlab.prune.walk import Walk
 from draftlab.shape import Shape
@@ -100,7 +101,10 @@ class Pruned:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises UserError: a tied head cannot be rotated or refitted; only activations find a basis."""
+    """Raises UserError: not what the axis table takes it for; a tied head cannot be rotated or refitted alone."""
+    config = checkpoint.read_config(plan.source)
+    check_cuttable(config, plan.have)
+    check_built(checkpoint.config_for(plan.shape, config, list(range(plan.shape.layers))), plan.shape)
     if plan.basis == "pca" and plan.have.tied:
         raise UserError("--basis pca moves the last norm into the head, and this source ties it; use coordinates")
     if plan.basis == "pca" and plan.method != "activation":

@@ -1,0 +1,131 @@
+"""A 7B source cut on a small machine: peak memory and minutes of `draftlab prune --layers 12 --width 2560`.
+
+The source is LLaMA-7B's shape with random weights, written layer by layer. Also: what a step of mask training costs
+over a plain training step of the same source, on a model that fits.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks import environment
+from draftlab import checkpoint
+from draftlab.console import note
+from draftlab.data import Batch
+from draftlab.distill.loop import Settings, StepRecord, train
+from draftlab.prune.masked import masked
+from draftlab.prune.masks import Masks
+from draftlab.shape import Shape
+
+LLAMA_7B = Shape(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Where 13.5 GB of source go; removed at the end.")],
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 8192,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+    seven_b: Annotated[bool, typer.Option(help="The 7B run.")] = True,
+    mask_steps: Annotated[int, typer.Option(help="Pairs of steps that are compared; 0: none.")] = 12,
+) -> None:
+    torch.set_num_threads(threads)
+    result: dict[str, object] = _mask_cost(mask_steps) if mask_steps else {}
+    if seven_b:
+        source = folder / "llama-7b-shape"
+        _write_source(source)
+        result |= _prune(folder, source, tokens, threads)
+        shutil.rmtree(source)
+    print(json.dumps(result | environment(threads)))
+
+
+def _write_source(out: Path) -> None:
+    if out.exists():
+        return
+    rng = torch.Generator().manual_seed(0)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, axes in LLAMA_7B.axes().items():
+            size = LLAMA_7B.dims(axes)
+            spread = 0.02 if "embed" in name else size[-1] ** -0.5
+            tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=rng) * spread
+            yield name, tensor.to(torch.bfloat16)
+
+    config = checkpoint.llama_config(LLAMA_7B, context=4096, bos=0, eos=1, pad=2)
+    with checkpoint.new_directory(out, force=False) as work:
+        checkpoint.write_checkpoint(work, config, weights(), checkpoint.locate("tiny"))
+
+
+def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, object]:
+    """In a workspace of its own, as a user types it."""
+    work = folder / "workspace"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    draftlab = [str(Path(sys.executable).with_name("draftlab"))]
+    began = time.perf_counter()
+    for words in (
+        ["init", "--preset", str(source)],
+        ["prune", "--layers", "12", "--width", "2560", "--data", "stdlib", "--tokens", str(tokens), "--out", "draft"],
+    ):
+        environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        subprocess.run([*draftlab, *words], cwd=work, check=True, env=environ)
+    seconds = time.perf_counter() - began
+    record = json.loads((work / "draft" / "draftlab.json").read_text())
+    shape = checkpoint.read_shape(work / "draft")
+    model = checkpoint.load_model(work / "draft", torch.bfloat16)
+    return {
+        "parameters": shape.params(),
+        "loaded_parameters": sum(p.numel() for p in model.parameters()),
+        "peak_rss_gb": record["peak_memory_bytes"] / 1e9,
+        "minutes": seconds / 60,
+        "calibration_tokens": tokens,
+        "agreement": record["notes"]["agreement"],
+    }
+
+
+class _Rows:
+    def batch(self, step: int) -> Batch:
+        ids = np.random.default_rng(step).integers(3, 4000, (8, 257))
+        return Batch(ids, np.ones((8, 256), dtype=np.float32))
+
+
+def _mask_cost(pairs: int) -> dict[str, object]:
+    """Cross-entropy steps of the embedded target with all weights trained, with and without masks, taking turns."""
+    source = checkpoint.locate("tiny")
+    have = checkpoint.read_shape(source)
+    shape = have.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512})
+    settings = Settings(loss="ce", steps=pairs + 3, lr=1e-4, eval_every=10**9, save_every=10**9)
+    runs: dict[str, Iterator[object]] = {}
+    seconds: dict[str, list[float]] = {"plain": [], "masked": []}
+    state = Path(os.devnull)
+    masks = Masks(have, shape, 0)
+    models = {name: checkpoint.load_model(source, torch.float32) for name in seconds}
+    with masked(models["masked"], masks, 1e-6):
+        for name, model in models.items():
+            constraint = masks if name == "masked" else None
+            runs[name] = train(model, None, _Rows(), [_Rows().batch(0)], settings, state, constraint)
+        for number in range(pairs + 3):
+            for name in seconds if number % 2 else reversed(seconds):
+                record = next(r for r in runs[name] if isinstance(r, StepRecord))
+                seconds[name] += [record.seconds] if number >= 3 else []
+    ratios = [m / p for m, p in zip(seconds["masked"], seconds["plain"], strict=True)]
+    note(f"steps: {seconds}")
+    return {
+        "mask_step_over_plain_step": statistics.median(ratios),
+        "mask_step_ratios": sorted(round(r, 3) for r in ratios),
+        "mask_step_model": have.describe(),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from draftlab.data import Batch
+from draftlab.distill.fused import Dense
 from draftlab.distill.loop import DistillStep, train
 from draftlab.distill.losses import parse_loss
 from draftlab.prune.masked import masked
@@ -44,8 +45,8 @@ def trained(out: Path) -> dict[str, Tensor]:
 def gradients(sharded: bool) -> dict[str, Tensor]:
     """Gradients of one step, with FSDP2 around every layer and the whole step, or without."""
     model, masks = build("mistral", seed=1), Masks(HAVE, smaller(HAVE), 0)
-    masks.progress = 0.7
     step = DistillStep(model, parse_loss("fkl"), 1.0, masks)
+    step.begin(0.7)
     rows, processes = Rows().batch(2), 1
     tokens = float(rows.mask.sum())
     if sharded:
@@ -59,11 +60,11 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
         rows = rows.part(dist.get_rank(), processes)
     ids, mask = torch.from_numpy(rows.ids), torch.from_numpy(rows.mask)
     with torch.no_grad():
-        logits = build("mistral", seed=2)(ids[:, :-1]).logits
+        logits = build("mistral", seed=2)(ids[:, :-1]).logits.flatten(0, 1)[mask.flatten() > 0]
     torch.manual_seed(0)
     with masked(model, masks, 1e-6):
-        sums = step(ids, mask, logits)
-        (sums[4] * processes / tokens).backward()
+        sums = step(ids, mask, Dense(logits, None))
+        (sums[5] * processes / tokens).backward()
     return {name: grad for name, p in step.named_parameters() if (grad := p.grad) is not None}
 
 

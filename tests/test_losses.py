@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.distill.losses import acceptance, fkl, jsd, log_probs, parse_loss, rkl
+from draftlab.distill.losses import FKL, NLA, RKL, TVD, Loss, acceptance, jsd, lk, log_probs, parse_loss
 from draftlab.errors import UserError
+
+EVERY = ["fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(2)", "0.25*rkl + 2*tvd"]
 
 
 def logits_pair(seed: int, rows: int = 7, vocab: int = 23, spread: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -22,17 +24,25 @@ def by_definition(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
     kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
     m = 0.3 * p + 0.7 * q
-    values = {"fkl": kl(p, q), "rkl": kl(q, p), "jsd(0.3)": 0.3 * kl(p, m) + 0.7 * kl(q, m)}
+    tv = 0.5 * (p - q).abs().sum(-1)
+    part = (-2 * (1 - tv)).exp()
+    values = {
+        "fkl": kl(p, q),
+        "rkl": kl(q, p),
+        "jsd(0.3)": 0.3 * kl(p, m) + 0.7 * kl(q, m),
+        "tvd": tv,
+        "nla": -(1 - tv).log(),
+        "lk(2)": part * kl(p, q) + (1 - part) * tv,
+        "0.25*rkl + 2*tvd": 0.25 * kl(q, p) + 2 * tv,
+    }
     return values[name]
 
 
 def divergence(name: str):
-    found = parse_loss(name).divergence
-    assert found is not None
-    return found
+    return parse_loss(name).value
 
 
-@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)"])
+@pytest.mark.parametrize("name", EVERY)
 @given(st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
 def test_value_is_the_definition(name, seed):
@@ -70,17 +80,19 @@ def test_inequalities_between_them(seed, spread):
     log_p, log_q = logits_pair(seed, spread=spread)
     tv = 1 - acceptance(log_p, log_q)
     slack = 1e-12
-    assert (tv <= (fkl(log_p, log_q) / 2).sqrt() + slack).all()  # Pinsker
-    assert (tv <= (rkl(log_p, log_q) / 2).sqrt() + slack).all()
-    assert (tv <= (1 - (-fkl(log_p, log_q)).exp()).sqrt() + slack).all()  # Bretagnolle-Huber
-    assert (jsd(0.5)(log_p, log_q) <= math.log(2) * tv + slack).all()
+    assert (tv <= (FKL.value(log_p, log_q) / 2).sqrt() + slack).all()  # Pinsker
+    assert (tv <= (RKL.value(log_p, log_q) / 2).sqrt() + slack).all()
+    assert (tv <= (1 - (-FKL.value(log_p, log_q)).exp()).sqrt() + slack).all()  # Bretagnolle-Huber
+    assert (jsd(0.5).value(log_p, log_q) <= math.log(2) * tv + slack).all()
+    assert (NLA.value(log_p, log_q) >= tv - slack).all()
+    torch.testing.assert_close(TVD.value(log_p, log_q), 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1))
 
 
 def test_jsd_goes_to_the_kls_at_its_ends():
     log_p, log_q = logits_pair(1, spread=1.0)
     beta = 1e-4
-    torch.testing.assert_close(jsd(beta)(log_p, log_q) / beta, fkl(log_p, log_q), rtol=2e-2, atol=0)
-    torch.testing.assert_close(jsd(1 - beta)(log_p, log_q) / beta, rkl(log_p, log_q), rtol=2e-2, atol=0)
+    torch.testing.assert_close(jsd(beta).value(log_p, log_q) / beta, FKL.value(log_p, log_q), rtol=2e-2, atol=0)
+    torch.testing.assert_close(jsd(1 - beta).value(log_p, log_q) / beta, RKL.value(log_p, log_q), rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)"])
@@ -121,8 +133,62 @@ def test_acceptance_is_the_enumerated_chance():
         ("jsd(1)", "use fkl"),
         ("jsd(x)", "beta"),
         ("fkl(2)", "unknown"),
+        ("lk(-1)", "eta"),
+        ("x*fkl", "weight"),
+        ("fkl@2 -> tvd", "above 0 and below 1"),
+        ("fkl -> tvd@0.5", "leave out"),
     ],
 )
 def test_bad_losses_are_refused(spec, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         parse_loss(spec)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_slopes_give_autograds_gradient_of_the_value(name):
+    log_p, _ = logits_pair(4)
+    z = torch.randn(7, 23, dtype=torch.float64, requires_grad=True)
+    loss = parse_loss(name)
+    log_q = torch.log_softmax(z, -1)
+    (grad,) = torch.autograd.grad(loss.value(log_p, log_q).sum(), z)
+    slope = loss.slope(log_p, log_q.detach())
+    torch.testing.assert_close(grad, slope - log_q.detach().exp() * slope.sum(-1, keepdim=True), atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_equal_distributions_have_no_loss_and_no_gradient(name):
+    log_p, _ = logits_pair(5)
+    log_p = torch.cat([log_p, torch.full((7, 2), -200.0).to(log_p)], 1)  # padded vocabulary
+    loss = parse_loss(name)
+    assert loss.value(log_p, log_p).abs().max() < 1e-12
+    slope = loss.slope(log_p, log_p)
+    assert (slope - log_p.exp() * slope.sum(-1, keepdim=True)).abs().max() < 1e-12
+
+
+def test_lk_holds_its_share_constant():
+    """With the share in the gradient it would be another loss: finite differences of the value must not agree."""
+    log_p, _ = logits_pair(6)
+    z = torch.randn(7, 23, dtype=torch.float64, requires_grad=True)
+
+    def value(logits: Tensor) -> Tensor:
+        return lk(2.0).value(log_p, torch.log_softmax(logits, -1)).sum()
+
+    (grad,) = torch.autograd.grad(value(z), z)
+    step = torch.zeros_like(z)
+    step[0, 0] = 1e-6
+    finite = (value(z.detach() + step) - value(z.detach() - step)) / 2e-6
+    assert abs(float(finite) - float(grad[0, 0])) > 1e-4
+
+
+def test_phases_follow_each_other():
+    loss = parse_loss("fkl@0.3 -> 0.5*tvd + 0.5*ce@0.6 -> lk(3)")
+    assert [loss.at(x).name for x in (0.0, 0.29, 0.3, 0.5, 0.6, 1.0)] == [
+        "fkl", "fkl", "0.5*tvd + 0.5*ce", "0.5*tvd + 0.5*ce", "lk(3)", "lk(3)",
+    ]  # fmt: skip
+    assert parse_loss("fkl -> tvd").at(0.2).name == "tvd"
+    assert parse_loss("fkl -> tvd").at(0.19).name == "fkl"
+    assert loss.at(0.4).cross_entropy == 0.5
+    assert isinstance(loss, Loss)
+    assert loss.needs_teacher
+    assert not parse_loss("ce").needs_teacher
+    assert parse_loss("ce -> tvd").needs_teacher

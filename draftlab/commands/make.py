@@ -205,7 +205,7 @@ def distill(
     from draftlab.tokenizer import check_same_vocabulary
 
     space = workspace.load()
-    needs_target = parse_loss(loss).divergence is not None or text == "target"
+    needs_target = parse_loss(loss).needs_teacher or text == "target"
     source = checkpoint.locate(draft or newest(space, ("prune",), "prune"))
     teacher_dir = checkpoint.locate(target or space.target) if needs_target else None
     out = out or space.runs / f"distill-{source.name.removeprefix('prune-')}"
@@ -231,7 +231,9 @@ def distill(
         device = checkpoint.resolve_device(space.device)
         batches = run.reweighing(batches, reference, tok, device, reweigh_every)
     teacher_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    teacher = checkpoint.load_model(teacher_dir, teacher_dtype) if parse_loss(loss).divergence and teacher_dir else None
+    teacher = (
+        checkpoint.load_model(teacher_dir, teacher_dtype) if parse_loss(loss).needs_teacher and teacher_dir else None
+    )
     fitted = run.fit_and_write(
         checkpoint.load_model(source, torch.float32), teacher, batches, heldout, settings, out=out, command="distill",
         arguments=arguments, inputs=[source, *([teacher_dir] if teacher_dir else [])], like=source,

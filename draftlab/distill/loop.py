@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch, DynamicBatches
-from draftlab.distill.losses import Loss, acceptance, log_probs, parse_loss
+from draftlab.distill.fused import Teacher, fused_loss
+from draftlab.distill.losses import Loss, parse_loss
+from draftlab.distill.teacher import LocalTeacher, PlainHead
 from draftlab.errors import UserError
 
 OptimizerName = Literal["adamw", "muon"]
@@ -110,30 +112,32 @@ class DistillStep(nn.Module):
         self.loss = loss
         self.temperature = temperature
         self.constraint = constraint
+        self.head = PlainHead.of(student)
+        self.progress = 0.0
 
-    def forward(self, ids: Tensor, mask: Tensor, teacher_logits: Tensor | None) -> Tensor:
-        """Sums over the tokens of mask: objective, cross-entropy, acceptance, agreement, and what to descend on: [5].
+    def begin(self, progress: float) -> None:
+        """Tell what depends on it how much of the run is done."""
+        self.progress = progress
+        if self.constraint is not None:
+            self.constraint.progress = progress
 
-        ids: [B, T + 1]. mask: [B, T], 1 where the next token counts. teacher_logits: [B, T, V] or None.
+    def forward(self, ids: Tensor, mask: Tensor, teacher: Teacher) -> Tensor:
+        """Sums over tokens, [6]: objective, cross-entropy, acceptance, its slack, agreement, and what to descend on.
+
+        ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
         """
         if self.constraint is not None:
             self.constraint.draw()
-        logits = self.student(input_ids=ids[:, :-1], use_cache=False).logits.float()  # [B, T, V]
-        ce = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        ce = (ce * mask.flatten()).sum()
-        if teacher_logits is None or self.loss.divergence is None:
-            none = torch.zeros_like(ce)
-            return torch.stack([ce.detach(), ce.detach(), none, none, self._constrained(ce, mask)])
-        log_p = log_probs(teacher_logits, self.temperature)
-        log_q = log_probs(logits, self.temperature)
-        objective = (self.loss.divergence(log_p, log_q) * mask).sum()
-        alpha = (acceptance(log_p, log_q.detach()) * mask).sum()
-        agree = ((log_p.argmax(-1) == log_q.argmax(-1)) * mask).sum()
-        return torch.stack([objective.detach(), ce.detach(), alpha, agree, self._constrained(objective, mask)])
-
-    def _constrained(self, objective: Tensor, mask: Tensor) -> Tensor:
-        """With the penalty of every token, as the objective is a sum over tokens."""
-        return objective if self.constraint is None else objective + self.constraint.penalty() * mask.sum()
+        counted = mask.flatten().nonzero().squeeze(1)
+        hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted)
+        labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
+        loss = self.loss.at(self.progress)
+        found = fused_loss(hidden, head, labels, weights, teacher, loss, self.temperature)
+        total = found.objective
+        if self.constraint is not None:  # on every token, as the objective is a sum over tokens
+            total = total + self.constraint.penalty() * weights.sum()
+        watched = [found.objective, found.cross_entropy, found.acceptance, found.slack, found.agreement]
+        return torch.stack([*(w.detach() for w in watched), total])
 
 
 def train(
@@ -154,7 +158,7 @@ def train(
         UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
     """
     loss = parse_loss(settings.loss)
-    if loss.divergence is not None and teacher is None:
+    if loss.needs_teacher and teacher is None:
         raise UserError(f"loss {settings.loss!r} compares with a target; give one, or train with ce")
     torch.manual_seed(settings.seed)
     accelerator = Accelerator(mixed_precision="bf16" if settings.dtype == "bfloat16" else "no")
@@ -164,22 +168,19 @@ def train(
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     step_module, *optimizers = accelerator.prepare(step_module, *optimizers)
-    if teacher is not None:
-        teacher = teacher.to(accelerator.device).eval()
     if settings.compile:
-        accelerator.unwrap_model(step_module).compile()
-        if teacher is not None:
-            teacher.compile()
+        student.get_decoder().compile()
+    taught = None if teacher is None else LocalTeacher(teacher.to(accelerator.device).eval(), settings.compile)
     if isinstance(batches, DynamicBatches):
         accelerator.register_for_checkpointing(batches)
     began_at = _restore(accelerator, state)
     if began_at == 0:
-        yield evaluate(accelerator, step_module, teacher, heldout, 0)
+        yield evaluate(accelerator, step_module, taught, heldout, 0)
     for step in range(began_at, settings.steps):
-        yield _step(accelerator, step_module, optimizers, teacher, batches, settings, step)
+        yield _step(accelerator, step_module, optimizers, taught, batches, settings, step)
         done = step + 1
         if done % settings.eval_every == 0 or done == settings.steps:
-            yield evaluate(accelerator, step_module, teacher, heldout, done)
+            yield evaluate(accelerator, step_module, taught, heldout, done)
         if isinstance(batches, DynamicBatches) and done % batches.every == 0:
             sources = batches.heldout.items()
             losses = {n: evaluate(accelerator, step_module, None, rows, done).cross_entropy for n, rows in sources}
@@ -192,12 +193,12 @@ def train(
 def evaluate(
     accelerator: Accelerator,
     step_module: nn.Module,
-    teacher: PreTrainedModel | None,
+    teacher: LocalTeacher | None,
     heldout: list[Batch],
     step: int,
 ) -> EvalRecord:
     step_module.eval()
-    totals, tokens = torch.zeros(5, dtype=torch.float64), 0
+    totals, tokens = torch.zeros(6, dtype=torch.float64), 0
     with torch.no_grad():
         for batch in heldout:  # split by rows: under FSDP every process takes part in every forward
             share = batch.part(accelerator.process_index, accelerator.num_processes)
@@ -206,7 +207,7 @@ def evaluate(
     step_module.train()
     totals = _total(accelerator, totals)
     tokens = int(_total(accelerator, torch.tensor(tokens)))
-    loss, cross_entropy, alpha, agreement, _ = (totals / tokens).tolist()
+    loss, cross_entropy, alpha, _, agreement, _ = (totals / tokens).tolist()
     return EvalRecord(
         step=step,
         tokens=tokens,
@@ -227,7 +228,7 @@ def _step(
     accelerator: Accelerator,
     step_module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    teacher: PreTrainedModel | None,
+    teacher: LocalTeacher | None,
     batches: Batches,
     settings: Settings,
     step: int,
@@ -235,14 +236,12 @@ def _step(
     began = time.perf_counter()
     rows = batches.batch(step).part(accelerator.process_index, accelerator.num_processes)
     tokens = int(_total(accelerator, torch.tensor(int(rows.mask.sum()))))
-    totals = torch.zeros(5, dtype=torch.float64)
-    constraint = accelerator.unwrap_model(step_module).constraint
-    if constraint is not None:
-        constraint.progress = step / settings.steps
+    totals = torch.zeros(6, dtype=torch.float64)
+    accelerator.unwrap_model(step_module).begin(step / settings.steps)
     for micro in rows.split(settings.micro_rows or len(rows.ids)):
         sums = _sums(accelerator, step_module, teacher, micro)
         # DDP averages over processes; the token count is that of the whole step, so scale back
-        accelerator.backward(sums[4] * accelerator.num_processes / max(1, tokens))
+        accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
         totals += sums.detach().double().cpu()
     norm = accelerator.clip_grad_norm_(step_module.parameters(), settings.clip)
     share = schedule(step, settings)
@@ -270,14 +269,10 @@ def _total(accelerator: Accelerator, values: Tensor) -> Tensor:
     return cast(Tensor, accelerator.reduce(values.to(accelerator.device)))
 
 
-def _sums(accelerator: Accelerator, step_module: nn.Module, teacher: PreTrainedModel | None, batch: Batch) -> Tensor:
+def _sums(accelerator: Accelerator, step_module: nn.Module, teacher: LocalTeacher | None, batch: Batch) -> Tensor:
     ids = torch.from_numpy(batch.ids).to(accelerator.device)
     mask = torch.from_numpy(batch.mask).to(accelerator.device)
-    logits = None
-    if teacher is not None:
-        with torch.no_grad():
-            logits = teacher(input_ids=ids[:, :-1], use_cache=False).logits  # [B, T, V]
-    return step_module(ids, mask, logits)
+    return step_module(ids, mask, None if teacher is None else teacher.look(ids[:, :-1], mask))
 
 
 def _optimizers(student: PreTrainedModel, settings: Settings) -> list[torch.optim.Optimizer]:

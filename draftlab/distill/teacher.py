@@ -1,4 +1,7 @@
-"""Text that the target itself writes: what a draft will have to predict when it serves."""
+"""The target as teacher: its distributions, and text that it writes itself.
+
+B rows, T tokens, N of them that count, D hidden, V vocab.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,10 +10,60 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftlab.data import Batch
+from draftlab.distill.fused import Dense
 from draftlab.engine.verify import distribution, draw
 from draftlab.llama import Llama
+
+
+@dataclass(frozen=True, slots=True)
+class PlainHead:
+    """Whether a model's logits are its head's product with the last hidden states, and nothing more.
+
+    Then the product may be taken in parts. Models that scale or cap their logits give whole logits instead.
+    """
+
+    plain: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "PlainHead":
+        """Tried on a few tokens."""
+        ids = torch.arange(4, device=model.device).unsqueeze(0)
+        with torch.no_grad():
+            whole = model(input_ids=ids, use_cache=False).logits
+            hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            return cls(torch.equal(_head(model)(hidden).float(), whole.float()))
+
+    def hidden_and_weight(self, model: PreTrainedModel, ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor | None]:
+        """At the counted positions of ids [B, T]: hidden states [N, D] and head [V, D], or logits [N, V] and None."""
+        if not self.plain:
+            return model(input_ids=ids, use_cache=False).logits.flatten(0, 1)[counted], None
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, D]
+        return hidden.flatten(0, 1)[counted], _head(model).get_parameter("weight")
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    head = model.get_output_embeddings()
+    assert head is not None  # every causal language model has one
+    return head
+
+
+class LocalTeacher:
+    """The target itself, in memory."""
+
+    def __init__(self, model: PreTrainedModel, compiled: bool) -> None:
+        self.model, self.head = model, PlainHead.of(model)
+        if compiled:
+            model.get_decoder().compile()
+
+    @torch.no_grad()
+    def look(self, ids: Tensor, mask: Tensor) -> Dense:
+        """Its distributions after the positions of ids [B, T] whose mask is not zero."""
+        counted = mask.flatten().nonzero().squeeze(1)
+        return Dense(*self.head.hidden_and_weight(self.model, ids, counted))
 
 
 @dataclass(frozen=True, slots=True)

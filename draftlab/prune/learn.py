@@ -63,7 +63,7 @@ def learn(
     masks = Masks(have, shape, settings.seed)
     student = _student(source, how)
     teacher = None
-    if parse_loss(settings.loss).divergence is not None:
+    if parse_loss(settings.loss).needs_teacher:
         teacher_dir = how.target or source
         check_same_vocabulary(source, teacher_dir)
         teacher = checkpoint.load_model(teacher_dir, checkpoint.DTYPES[settings.dtype])

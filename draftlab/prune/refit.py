@@ -76,6 +76,7 @@ class Lockstep:
                     self._refit(_Site(module, "self_attn.o_proj", run, "post_attention_layernorm"), followed, middle)
                     self._refit(_Site(module, "mlp.down_proj", run, None), followed, streams)
                 followed = [run(stream) for stream in followed]
+                advance(after)
                 yield from self.draft.tensors(f"model.layers.{j}")
         yield from self._head(streams, followed, heldout)
 

@@ -75,8 +75,13 @@ def options(version: Annotated[bool, Option("--version", help="Print the version
         raise typer.Exit()
 
 
-for _command in (*COMMANDS.values(), run):
-    app.command()(present(_command))
+GROUPS = {"cache": "A target's distributions on disk, to distil from without the target."}
+_apps = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
+for _group in GROUPS:
+    app.add_typer(_apps[_group], name=_group)
+for _name, _command in {**COMMANDS, "run": run}.items():
+    _group, _, _leaf = _name.rpartition(" ")
+    _apps[_group].command(_leaf)(present(_command))
 
 
 def main() -> None:

@@ -101,22 +101,40 @@ def tokenize(docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: in
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """A target's k most probable tokens at each position: ids, log-probabilities [B, T, k], log tail mass [B, T]."""
+
+    ids: np.ndarray
+    log_p: np.ndarray
+    tail: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids [B, T + 1] and mask [B, T]: 1 where the token after this position is trained on or scored."""
+    """Token ids [B, T + 1] and mask [B, T]: 1 where the token after this position is trained on or scored.
+
+    listed: what a target thought of these positions, where that was kept.
+    """
 
     ids: np.ndarray
     mask: np.ndarray
+    listed: Listed | None = None
+
+    def rows(self, which: slice) -> "Batch":
+        held = self.listed
+        listed = None if held is None else Listed(held.ids[which], held.log_p[which], held.tail[which])
+        return Batch(self.ids[which], self.mask[which], listed)
 
     def split(self, rows: int) -> "list[Batch]":
         """Parts of at most rows rows."""
-        starts = range(0, len(self.ids), rows)
-        return [Batch(self.ids[i : i + rows], self.mask[i : i + rows]) for i in starts]
+        return [self.rows(slice(i, i + rows)) for i in range(0, len(self.ids), rows)]
 
     def part(self, index: int, count: int) -> "Batch":
         """Every count-th row from index on: one process's share; with fewer rows than that, one that does not count."""
         if index < len(self.ids):
-            return Batch(self.ids[index::count], self.mask[index::count])
-        return Batch(self.ids[:1], np.zeros_like(self.mask[:1]))
+            return self.rows(slice(index, None, count))
+        spare = self.rows(slice(0, 1))
+        return Batch(spare.ids, np.zeros_like(spare.mask), spare.listed)
 
 
 def text_batch(rows: list[np.ndarray]) -> Batch:

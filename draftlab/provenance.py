@@ -70,7 +70,7 @@ def plain(arguments: dict[str, object]) -> dict[str, object]:
 def fingerprint(path: Path) -> str:
     """sha256 over what a path holds that decides a result: config and weights of a checkpoint, else every file."""
     digest = hashlib.sha256()
-    names = ("config.json", "tokenizer.json", "score.json")
+    names = ("config.json", "tokenizer.json", "score.json", "manifest.json")
     if path.is_dir():
         files = [f for f in sorted(path.iterdir()) if f.suffix == ".safetensors" or f.name in names]
     else:

@@ -155,14 +155,14 @@ def test_init_writes_a_preset(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [*COMMANDS, "run"])
 def test_every_command_explains_itself(name):
-    out = call(name, "--help").output
+    out = call(*name.split(), "--help").output
     assert "Usage:" in out
     assert "--json" in out
 
 
 def test_every_parameter_has_help():
     for name in COMMANDS:
-        for line in re.findall(r"^│ (--[a-z-]+) .*│$", call(name, "--help").output, re.M):
+        for line in re.findall(r"^│ (--[a-z-]+) .*│$", call(*name.split(), "--help").output, re.M):
             assert line
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from draftlab.commands import cache
 from draftlab.commands.make import design, distill, init, tokenizer, train
 from draftlab.commands.measure import report, score
 from draftlab.commands.prune import prune
@@ -9,6 +10,6 @@ from draftlab.commands.shared import DryRun, Outcome
 
 COMMANDS: dict[str, Callable[..., Outcome]] = {
     f.__name__: f for f in (init, design, prune, distill, score, report, train, tokenizer)
-}
+} | {f"cache {f.__name__}": f for f in (cache.build, cache.verify, cache.info)}
 
 __all__ = ["COMMANDS", "DryRun", "Outcome"]

@@ -172,7 +172,12 @@ def distill(
         Literal["data", "target"],
         Option(help="Train on the data itself, or on what the target writes after its prompts."),
     ] = "data",
-    loss: Annotated[str, Option(help="fkl, rkl, jsd(0.5), or ce (no target).")] = "fkl",
+    cache: Annotated[
+        Path | None, Option(help="Distil from this cache instead: neither target nor data are needed.")
+    ] = None,
+    loss: Annotated[
+        str, Option(help="fkl, rkl, jsd(0.5), tvd, nla, lk(3), ce; 0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).")
+    ] = "fkl",
     temperature: Annotated[float, Option(min=0.01, help="Softens both distributions in the loss.")] = 1.0,
     sample_temperature: Annotated[float, Option(min=0, help="With --text target: how the target samples.")] = 1.0,
     prompt_tokens: Annotated[int, Option(min=1, help="With --text target: tokens of each prompt.")] = 32,
@@ -200,12 +205,15 @@ def distill(
     from draftlab import checkpoint
     from draftlab.data import open_batches, open_heldout, parse_mixture
     from draftlab.distill import run
-    from draftlab.distill.loop import Settings
+    from draftlab.distill.cache import open_cache
+    from draftlab.distill.loop import GivenTeacher, Settings
     from draftlab.distill.losses import parse_loss
     from draftlab.tokenizer import check_same_vocabulary
 
     space = workspace.load()
-    needs_target = parse_loss(loss).needs_teacher or text == "target"
+    if cache is not None and (data or text == "target" or reweigh_every):
+        raise UserError(f"--cache {cache} brings its own text; leave out --data, --text and --reweigh-every")
+    needs_target = cache is None and (parse_loss(loss).needs_teacher or text == "target")
     source = checkpoint.locate(draft or newest(space, ("prune",), "prune"))
     teacher_dir = checkpoint.locate(target or space.target) if needs_target else None
     out = out or space.runs / f"distill-{source.name.removeprefix('prune-')}"
@@ -216,27 +224,30 @@ def distill(
         student, teaching = checkpoint.read_shape(source), checkpoint.read_shape(teacher_dir) if teacher_dir else None
         cost = training_cost(student, teaching, tokens=steps * rows * seq_len, rows=micro_rows or rows, seq_len=seq_len)
         return plan(out, {"draft": student.describe(), "target": teaching.describe() if teaching else "none"} | cost)
-    spec, tok = data or space.data, checkpoint.load_tokenizer(source)
-    state = run.state_of(out)
     settings = Settings.of(arguments)
-    heldout = open_heldout(next(iter(parse_mixture(spec))), tok, rows=rows, seq_len=seq_len, most_rows=64)
-    batches = open_batches(spec, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
-    if text == "target" and teacher_dir is not None:
-        batches = run.target_text(
-            batches, teacher_dir, state, steps=steps, prompt=prompt_tokens, temperature=sample_temperature,
-            device=checkpoint.resolve_device(space.device), eos_id=checkpoint.special_ids(tok)["eos"],
-        )  # fmt: skip
-    elif reweigh_every:
-        reference = teacher_dir or checkpoint.locate(target or space.target)
+    teacher: GivenTeacher = None
+    if cache is not None:
+        batches, heldout = open_cache(cache, source, rows=rows, temperature=temperature)
+        teacher = "cached"
+    else:
+        spec, tok = data or space.data, checkpoint.load_tokenizer(source)
+        heldout = open_heldout(next(iter(parse_mixture(spec))), tok, rows=rows, seq_len=seq_len, most_rows=64)
+        batches = open_batches(spec, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
         device = checkpoint.resolve_device(space.device)
-        batches = run.reweighing(batches, reference, tok, device, reweigh_every)
-    teacher_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    teacher = (
-        checkpoint.load_model(teacher_dir, teacher_dtype) if parse_loss(loss).needs_teacher and teacher_dir else None
-    )
+        if text == "target" and teacher_dir is not None:
+            batches = run.target_text(
+                batches, teacher_dir, run.state_of(out), steps=steps, prompt=prompt_tokens,
+                temperature=sample_temperature, seed=seed, device=device, eos_id=checkpoint.special_ids(tok)["eos"],
+            )  # fmt: skip
+        elif reweigh_every:
+            batches = run.reweighing(
+                batches, teacher_dir or checkpoint.locate(target or space.target), tok, device, reweigh_every
+            )
+        if parse_loss(loss).needs_teacher and teacher_dir:
+            teacher = checkpoint.load_model(teacher_dir, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     fitted = run.fit_and_write(
         checkpoint.load_model(source, torch.float32), teacher, batches, heldout, settings, out=out, command="distill",
-        arguments=arguments, inputs=[source, *([teacher_dir] if teacher_dir else [])], like=source,
+        arguments=arguments, inputs=[p for p in (source, teacher_dir, cache) if p], like=source,
         config=checkpoint.read_config(source), began=began, force=force,
     )  # fmt: skip
     return _trained(out, fitted)

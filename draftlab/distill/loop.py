@@ -21,10 +21,12 @@ from transformers import PreTrainedModel
 from draftlab.data import Batch, DynamicBatches
 from draftlab.distill.fused import Teacher, fused_loss
 from draftlab.distill.losses import Loss, parse_loss
-from draftlab.distill.teacher import LocalTeacher, PlainHead
+from draftlab.distill.teacher import CachedTeacher, LocalTeacher, PlainHead
 from draftlab.errors import UserError
 
 OptimizerName = Literal["adamw", "muon"]
+Teaching = LocalTeacher | CachedTeacher
+GivenTeacher = PreTrainedModel | Literal["cached"] | None
 
 
 class Batches(Protocol):
@@ -142,7 +144,7 @@ class DistillStep(nn.Module):
 
 def train(
     student: PreTrainedModel,
-    teacher: PreTrainedModel | None,
+    teacher: GivenTeacher,
     batches: Batches,
     heldout: list[Batch],
     settings: Settings,
@@ -151,6 +153,7 @@ def train(
 ) -> Iterator[StepRecord | EvalRecord]:
     """Train student in place; yields a record per optimiser step and per held-out evaluation (before, during, after).
 
+    teacher: a model, or "cached" where the batches carry what a target thought of them.
     state: where checkpoints go while training; a checkpoint found there is gone on from. constraint: trained along;
     a student whose weights are frozen is trained through it alone.
 
@@ -170,7 +173,7 @@ def train(
     step_module, *optimizers = accelerator.prepare(step_module, *optimizers)
     if settings.compile:
         student.get_decoder().compile()
-    taught = None if teacher is None else LocalTeacher(teacher.to(accelerator.device).eval(), settings.compile)
+    taught = _teaching(teacher, accelerator.device, settings.compile)
     if isinstance(batches, DynamicBatches):
         accelerator.register_for_checkpointing(batches)
     began_at = _restore(accelerator, state)
@@ -190,10 +193,18 @@ def train(
     accelerator.free_memory()
 
 
+def _teaching(teacher: GivenTeacher, device: torch.device, compiled: bool) -> Teaching | None:
+    if teacher is None:
+        return None
+    if isinstance(teacher, str):
+        return CachedTeacher(device)
+    return LocalTeacher(cast(nn.Module, teacher).to(device).eval(), compiled)  # type: ignore[arg-type]
+
+
 def evaluate(
     accelerator: Accelerator,
     step_module: nn.Module,
-    teacher: LocalTeacher | None,
+    teacher: Teaching | None,
     heldout: list[Batch],
     step: int,
 ) -> EvalRecord:
@@ -228,7 +239,7 @@ def _step(
     accelerator: Accelerator,
     step_module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    teacher: LocalTeacher | None,
+    teacher: Teaching | None,
     batches: Batches,
     settings: Settings,
     step: int,
@@ -269,10 +280,10 @@ def _total(accelerator: Accelerator, values: Tensor) -> Tensor:
     return cast(Tensor, accelerator.reduce(values.to(accelerator.device)))
 
 
-def _sums(accelerator: Accelerator, step_module: nn.Module, teacher: LocalTeacher | None, batch: Batch) -> Tensor:
+def _sums(accelerator: Accelerator, step_module: nn.Module, teacher: Teaching | None, batch: Batch) -> Tensor:
     ids = torch.from_numpy(batch.ids).to(accelerator.device)
     mask = torch.from_numpy(batch.mask).to(accelerator.device)
-    return step_module(ids, mask, None if teacher is None else teacher.look(ids[:, :-1], mask))
+    return step_module(ids, mask, None if teacher is None else teacher.look(batch))
 
 
 def _optimizers(student: PreTrainedModel, settings: Settings) -> list[torch.optim.Optimizer]:

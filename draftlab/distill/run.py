@@ -12,7 +12,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
 from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_heldout
-from draftlab.distill.loop import Batches, Constraint, DistillStep, EvalRecord, Settings, StepRecord, train
+from draftlab.distill.loop import (
+    Batches,
+    Constraint,
+    DistillStep,
+    EvalRecord,
+    GivenTeacher,
+    Settings,
+    StepRecord,
+    train,
+)
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.teacher import GeneratedRows, cached_rows, generate_rows
 from draftlab.errors import UserError
@@ -34,7 +43,7 @@ class Fitted:
 
 def fit(
     student: PreTrainedModel,
-    teacher: PreTrainedModel | None,
+    teacher: GivenTeacher,
     batches: Batches,
     heldout: HeldOut,
     settings: Settings,
@@ -76,7 +85,7 @@ def fit(
 
 def fit_and_write(
     student: PreTrainedModel,
-    teacher: PreTrainedModel | None,
+    teacher: GivenTeacher,
     batches: Batches,
     heldout: HeldOut,
     settings: Settings,
@@ -116,6 +125,7 @@ def target_text(
     steps: int,
     prompt: int,
     temperature: float,
+    seed: int,
     device: torch.device,
     eos_id: int | None,
 ) -> GeneratedRows:
@@ -134,7 +144,7 @@ def target_text(
                 prompts,
                 length=length,
                 temperature=temperature,
-                seed=0,
+                seed=seed,
                 rows=64,
                 advance=lambda n: advance(n, ""),
             )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch
-from draftlab.distill.fused import Dense
+from draftlab.distill.fused import Dense, TopK
 from draftlab.engine.verify import distribution, draw
 from draftlab.llama import Llama
 
@@ -60,10 +60,31 @@ class LocalTeacher:
             model.get_decoder().compile()
 
     @torch.no_grad()
-    def look(self, ids: Tensor, mask: Tensor) -> Dense:
-        """Its distributions after the positions of ids [B, T] whose mask is not zero."""
-        counted = mask.flatten().nonzero().squeeze(1)
-        return Dense(*self.head.hidden_and_weight(self.model, ids, counted))
+    def look(self, batch: Batch) -> Dense:
+        """Its distributions after the positions that count."""
+        ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
+        counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1).to(self.model.device)
+        hidden, weight = self.head.hidden_and_weight(self.model, ids, counted)
+        return Dense(hidden, None if weight is None else weight.detach())
+
+
+class CachedTeacher:
+    """What a cache keeps of the target; the target itself is not needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def look(self, batch: Batch) -> TopK:
+        """Its distributions after the positions that count.
+
+        Raises:
+            ValueError: a batch that does not come from a cache.
+        """
+        if batch.listed is None:
+            raise ValueError("the batch carries nothing of a target")
+        counted = batch.mask > 0
+        listed = (batch.listed.ids, batch.listed.log_p, batch.listed.tail)
+        return TopK(*(torch.from_numpy(array[counted]).to(self.device) for array in listed))
 
 
 @dataclass(frozen=True, slots=True)

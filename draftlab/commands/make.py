@@ -33,6 +33,7 @@ from draftlab.errors import UserError
 from draftlab.shape import parse_numbers, training_cost
 
 if TYPE_CHECKING:
+    from draftlab.distill.evaluate import Length
     from draftlab.distill.run import Fitted
 
 
@@ -157,10 +158,11 @@ def train(
     batches = open_batches(data, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
     heldout = open_heldout(next(iter(parse_mixture(data))), tok, rows=rows, seq_len=seq_len, most_rows=512)
     settings = Settings.of(arguments, loss="ce")
-    fitted = run.fit_and_write(
-        student, None, batches, heldout, settings, out=out, command="train", arguments=arguments,
-        inputs=[source], like=source, config=config, began=began, force=force,
+    job = run.Job(
+        command="train", arguments=arguments, inputs=[source], out=out, like=source, config=config, began=began,
+        force=force,
     )  # fmt: skip
+    fitted = run.fit_and_write(job, student, None, batches, heldout, settings)
     return _trained(out, fitted)
 
 
@@ -179,6 +181,9 @@ def distill(
         str, Option(help="fkl, rkl, jsd(0.5), tvd, nla, lk(3), ce; 0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).")
     ] = "fkl",
     temperature: Annotated[float, Option(min=0.01, help="Softens both distributions in the loss.")] = 1.0,
+    serve_temperature: Annotated[
+        float, Option(min=0, help="Temperature at which tokens per target pass are reported; 0 is greedy.")
+    ] = 0.0,
     sample_temperature: Annotated[float, Option(min=0, help="With --text target: how the target samples.")] = 1.0,
     prompt_tokens: Annotated[int, Option(min=1, help="With --text target: tokens of each prompt.")] = 32,
     steps: Steps = 500,
@@ -221,9 +226,13 @@ def distill(
     if teacher_dir is not None:
         check_same_vocabulary(source, teacher_dir)
     if dry_run:
-        student, teaching = checkpoint.read_shape(source), checkpoint.read_shape(teacher_dir) if teacher_dir else None
-        cost = training_cost(student, teaching, tokens=steps * rows * seq_len, rows=micro_rows or rows, seq_len=seq_len)
-        return plan(out, {"draft": student.describe(), "target": teaching.describe() if teaching else "none"} | cost)
+        small, teaching = checkpoint.read_shape(source), checkpoint.read_shape(teacher_dir) if teacher_dir else None
+        cost = training_cost(small, teaching, tokens=steps * rows * seq_len, rows=micro_rows or rows, seq_len=seq_len)
+        return plan(out, {"draft": small.describe(), "target": teaching.describe() if teaching else "none"} | cost)
+    job = run.Job(
+        command="distill", arguments=arguments, inputs=[p for p in (source, teacher_dir, cache) if p], out=out,
+        like=source, config=checkpoint.read_config(source), began=began, force=force,
+    )  # fmt: skip
     settings = Settings.of(arguments)
     teacher: GivenTeacher = None
     if cache is not None:
@@ -236,7 +245,7 @@ def distill(
         device = checkpoint.resolve_device(space.device)
         if text == "target" and teacher_dir is not None:
             batches = run.target_text(
-                batches, teacher_dir, run.state_of(out), steps=steps, prompt=prompt_tokens,
+                batches, teacher_dir, run.claim(job), steps=steps, prompt=prompt_tokens,
                 temperature=sample_temperature, seed=seed, device=device, eos_id=checkpoint.special_ids(tok)["eos"],
             )  # fmt: skip
         elif reweigh_every:
@@ -245,11 +254,10 @@ def distill(
             )
         if parse_loss(loss).needs_teacher and teacher_dir:
             teacher = checkpoint.load_model(teacher_dir, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-    fitted = run.fit_and_write(
-        checkpoint.load_model(source, torch.float32), teacher, batches, heldout, settings, out=out, command="distill",
-        arguments=arguments, inputs=[p for p in (source, teacher_dir, cache) if p], like=source,
-        config=checkpoint.read_config(source), began=began, force=force,
-    )  # fmt: skip
+    eos_id = checkpoint.special_ids(checkpoint.load_tokenizer(source))["eos"]
+    replay = run.Replay(temperature=serve_temperature, texts=48, prompt=min(64, seq_len), length=64, eos_id=eos_id)
+    student = checkpoint.load_model(source, torch.float32)
+    fitted = run.fit_and_write(job, student, teacher, batches, heldout, settings, replay)
     return _trained(out, fitted)
 
 
@@ -261,4 +269,12 @@ def _trained(out: Path, fitted: "Fitted") -> Outcome:
     before, after = fitted.before.acceptance, fitted.after.acceptance
     if before is not None and after is not None:
         lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}")
+    if fitted.lengths:
+        lines.append("tokens per target pass: " + "; ".join(_length_text(n) for n in fitted.lengths if n.k in (2, 4)))
+    if fitted.lengths and all(n.gain_low <= 1 for n in fitted.lengths):
+        lines.append("no gain beyond the noise at any K: more steps, a larger rate or other text may help")
     return Outcome(path=out, show=lines, data={"path": str(out), **fitted.as_dict()})
+
+
+def _length_text(found: "Length") -> str:
+    return f"K = {found.k}: {found.before:.2f} -> {found.after:.2f} ({found.low:.2f} to {found.high:.2f})"

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
 from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_heldout
+from draftlab.distill import evaluate
+from draftlab.distill.evaluate import Length
 from draftlab.distill.loop import (
     Batches,
     Constraint,
@@ -28,14 +31,53 @@ from draftlab.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a run is called and what it writes. like: the checkpoint whose dtype and tokenizer the result gets."""
+
+    command: str
+    arguments: dict[str, object]
+    inputs: list[Path]
+    out: Path
+    like: Path
+    config: dict[str, object]
+    began: float
+    force: bool
+
+    @property
+    def state(self) -> Path:
+        return state_of(self.out)
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What makes this run this run."""
+        inputs = [provenance.fingerprint(path) for path in self.inputs]
+        return self.arguments | {"command": self.command, "inputs": inputs}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """How tokens per target pass are measured: what the target writes after the held-out windows' first tokens."""
+
+    temperature: float
+    texts: int
+    prompt: int
+    length: int
+    eos_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """What a finished run measured. seconds count every step once, also those before a resume."""
+    """What a finished run measured. seconds count every step once, also those before a resume.
+
+    lengths: tokens per target pass for every K, empty where no target could write text.
+    """
 
     before: EvalRecord
     after: EvalRecord
     tokens: int
     seconds: float
     bits_per_byte: float
+    lengths: list[Length] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -83,33 +125,59 @@ def fit(
     )
 
 
+def claim(job: Job) -> Path:
+    """The folder of an unfinished run, made if there is none.
+
+    Raises:
+        UserError: it belongs to another run, or cannot be written.
+    """
+    _claim(job.state, job.identity)
+    return job.state
+
+
 def fit_and_write(
+    job: Job,
     student: PreTrainedModel,
     teacher: GivenTeacher,
     batches: Batches,
     heldout: HeldOut,
     settings: Settings,
-    *,
-    out: Path,
-    command: str,
-    arguments: dict[str, object],
-    inputs: list[Path],
-    like: Path,
-    config: dict[str, object],
-    began: float,
-    force: bool,
+    replay: Replay | None = None,
 ) -> Fitted:
-    """fit, then out: the trained model with the weights' dtype of like (bf16 for a new one), log.jsonl and record."""
-    state = state_of(out)
-    identity = arguments | {"command": command, "inputs": [provenance.fingerprint(path) for path in inputs]}
-    fitted = fit(student, teacher, batches, heldout, settings, state=state, identity=identity, what=command)
-    dtype = checkpoint.stored_dtype(like) if (like / "config.json").is_file() else torch.bfloat16
-    with checkpoint.new_directory(out, force=force) as work:
-        checkpoint.write_checkpoint(work, config, checkpoint.model_weights(student, dtype), like)
+    """fit, then job.out: the trained model in the dtype of like (bf16 for a new one), log.jsonl and record."""
+    state, identity = claim(job), job.identity
+    measure = _replayed(student, teacher, heldout, replay, state, settings.seed)
+    fitted = fit(student, teacher, batches, heldout, settings, state=state, identity=identity, what=job.command)
+    fitted = replace(fitted, lengths=measure())
+    bare = not (job.like / "config.json").is_file()  # a tokenizer alone
+    dtype = torch.bfloat16 if bare else checkpoint.stored_dtype(job.like)
+    with checkpoint.new_directory(job.out, force=job.force) as work:
+        checkpoint.write_checkpoint(work, job.config, checkpoint.model_weights(student, dtype), job.like)
         shutil.copyfile(state / "log.jsonl", work / "log.jsonl")
-        provenance.write_record(work, command, arguments, inputs, began, **fitted.as_dict())
+        provenance.write_record(work, job.command, job.arguments, job.inputs, job.began, **fitted.as_dict())
     shutil.rmtree(state)
     return fitted
+
+
+def _replayed(
+    student: PreTrainedModel,
+    teacher: GivenTeacher,
+    heldout: HeldOut,
+    how: Replay | None,
+    state: Path,
+    seed: int,
+) -> Callable[[], list[Length]]:
+    """Measure the student now, and give a function that compares it with itself later."""
+    if how is None or not isinstance(teacher, PreTrainedModel):
+        return list
+    windows = np.concatenate([batch.ids for batch in heldout.batches])[: how.texts, : how.prompt]
+    written = evaluate.write(teacher, windows, how.length, how.temperature, how.eos_id, seed)
+
+    def flat() -> dict[str, np.ndarray]:
+        return {f"{i:04d}": row for i, row in enumerate(evaluate.chances(student, written))}
+
+    before = evaluate.kept(state / "before.safetensors", flat)
+    return lambda: evaluate.lengths([before[name] for name in sorted(before)], evaluate.chances(student, written))
 
 
 def state_of(out: Path) -> Path:

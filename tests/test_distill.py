@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import torch
 from conftest import build
 
 from draftlab.data import Batch, text_batch
+from draftlab.distill.adapters import adapt, merged
 from draftlab.distill.loop import EvalRecord, Settings, StepRecord, schedule, train
-from draftlab.distill.teacher import GeneratedRows, generate_rows
+from draftlab.distill.text import GeneratedRows, Mixed, StudentText, generate_rows, parse_texts
 from draftlab.errors import UserError
 from draftlab.llama import load
 
@@ -184,3 +187,127 @@ def test_greedy_generated_text_is_what_transformers_writes(family_dirs):
         attention_mask=torch.ones(2, 9, dtype=torch.long),
     )  # fmt: skip
     assert ours.tolist() == theirs.tolist()
+
+
+class Numbered:
+    """Rows that say which batch they are."""
+
+    def __init__(self, tag: int) -> None:
+        self.tag = tag
+
+    def batch(self, step: int) -> Batch:
+        return text_batch([np.array([self.tag, step, 0])])
+
+
+def test_texts_are_mixed_by_weight_and_each_is_read_in_turn():
+    mixed = Mixed({"data": Numbered(0), "draft": Numbered(1)}, {"data": 0.7, "draft": 0.3})
+    seen = [tuple(mixed.batch(step).ids[0, :2]) for step in range(100)]
+    for tag, share in ((0, 70), (1, 30)):
+        assert [step for t, step in seen if t == tag] == list(range(share))
+    for n in range(1, 100):
+        assert abs(sum(t == 1 for t, _ in seen[:n]) - 0.3 * n) <= 1
+
+
+def test_shares_of_texts_are_read():
+    assert parse_texts("target=3,draft=1") == {"target": 0.75, "draft": 0.25}
+
+
+@pytest.mark.parametrize(("spec", "message"), [("dat", "did you mean 'data'"), ("target=x", "not a number")])
+def test_unknown_texts_and_wrong_shares_are_refused(spec, message):
+    with pytest.raises(UserError, match=message):
+        parse_texts(spec)
+
+
+def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
+    model = student()
+
+    def rows(seed: int = 0, step: int = 0) -> Batch:
+        return StudentText(model, RandomText(masked=False), 4, 1.0, 1, seed).batch(step)
+
+    torch.manual_seed(1)
+    first = rows()
+    torch.rand(5)
+    again = rows()
+    assert np.array_equal(first.ids, again.ids)
+    assert not np.array_equal(first.ids, rows(seed=1).ids)
+    assert np.array_equal(first.ids[:, :4], RandomText(masked=False).batch(0).ids[:, :4])
+    assert (first.mask[:, :3] == 0).all()
+    state = torch.get_rng_state()
+    rows(step=3)
+    assert torch.equal(torch.get_rng_state(), state)  # the run's own randomness does not notice
+    assert model.training == student().training
+
+
+def test_on_policy_training_resumes_bit_for_bit(tmp_path, teacher):
+    def go(state: Path, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+        model = student()
+        batches = Mixed(
+            {"data": RandomText(), "draft": StudentText(model, RandomText(masked=False), 4, 1.0, 1, 0)},
+            {"data": 0.5, "draft": 0.5},
+        )
+        run(model, teacher, state, SETTINGS, batches, stop_after)
+        return weights(model)
+
+    whole = go(tmp_path / "a")
+    go(tmp_path / "b", stop_after=5)
+    resumed = go(tmp_path / "b")
+    assert all(torch.equal(whole[name], w) for name, w in resumed.items())
+
+
+def test_lora_trains_adapters_alone_and_merges_into_a_plain_model(tmp_path, teacher):
+    model = student()
+    before = weights(model)
+    adapted = adapt(model, 4)
+    first = run(adapted, teacher, tmp_path, replace(SETTINGS, lr=1e-2, steps=30))
+    assert all(
+        torch.equal(before[n.replace(".base_layer", "")], p) for n, p in model.named_parameters() if "lora" not in n
+    )
+    plain = merged(adapted)
+    after = weights(plain)
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "proj" in name and name.endswith("weight")}
+    evals = [r for r in first if isinstance(r, EvalRecord)]
+    assert evals[-1].loss < evals[0].loss
+
+
+def test_checkpointing_changes_memory_and_not_the_step(tmp_path, teacher):
+    results = []
+    for on in (False, True):
+        model = student()
+        if on:
+            model.gradient_checkpointing_enable()
+        run(model, teacher, tmp_path / str(on), replace(SETTINGS, steps=2))
+        results.append(weights(model))
+    assert all(torch.equal(results[0][name], w) for name, w in results[1].items())
+
+
+def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher):
+    whole, resumed = student(), student()
+    run(whole, teacher, tmp_path / "a")
+    settings = replace(SETTINGS, save_every=100)
+    records = train(resumed, teacher, RandomText(), [RandomText(masked=False).batch(10_000)], settings, tmp_path / "b")
+    for record in records:
+        if isinstance(record, StepRecord) and record.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            break
+    with pytest.raises(KeyboardInterrupt):
+        next(records)
+    assert (tmp_path / "b" / "step-00000005").is_dir()
+    resumed = student()
+    run(resumed, teacher, tmp_path / "b", replace(SETTINGS, save_every=100))
+    assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
+
+
+@pytest.mark.parametrize("loss", ["tvd", "nla", "lk(3)", "fkl@0.5 -> lk(3)", "0.5*fkl + 0.5*ce"])
+def test_every_loss_learns_and_resumes(tmp_path, teacher, loss):
+    settings = replace(SETTINGS, loss=loss, steps=40, lr=1e-2, save_every=15)
+    whole = student()
+    records = run(whole, teacher, tmp_path / "a", settings)
+    evals = [r for r in records if isinstance(r, EvalRecord)]
+    assert evals[-1].acceptance > evals[0].acceptance
+    resumed = student()
+    run(resumed, teacher, tmp_path / "b", settings, stop_after=20)
+    resumed = student()
+    run(resumed, teacher, tmp_path / "b", settings)
+    assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())

@@ -264,12 +264,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["frozen", "lora", "full"])
-def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, family_dirs, tmp_path):
-    source = family_dirs["qwen3"]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family_dirs, tmp_path):
+    source = tmp_path / "source"
+    build("qwen3").to(checkpoint.DTYPES[dtype]).save_pretrained(source)
+    for file in family_dirs["qwen3"].glob("tokenizer*"):
+        (source / file.name).write_bytes(file.read_bytes())
     text = "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(120))
     (tmp_path / "text.txt").write_text(text)
     have = checkpoint.read_shape(source)
-    settings = replace(SETTINGS, steps=3)
+    settings = replace(SETTINGS, steps=3, dtype=dtype)
     learning = Learning(settings=settings, weights=weights, rows=2, seq_len=32, target=None)
     plan = Plan(
         source=source, shape=smaller(have), method="masks", depth="influence", basis="auto",

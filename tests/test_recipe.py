@@ -40,7 +40,7 @@ def _names(value: object) -> list[str]:
         ({"prune": {"layer": 2}}, r"step 1 \(prune\): unknown key 'layer'; did you mean 'layers'"),
         ({"prune": {"layers": "two"}}, r"step 1 \(prune\): layers: .*got 'two'"),
         ({"prune": {"layers": 0}}, "layers: .*greater than or equal to 1"),
-        ({"distill": {"text": "targets"}}, "text: .*'data' or 'target'"),
+        ({"distill": {"optimizer": "adamv"}}, "optimizer: .*'adamw' or 'muon'"),
         ({"train": {"steps": 3}}, "data: field required"),
         ({"prune": {}, "score": {}}, "want one command"),
         ("prune", "want one command"),

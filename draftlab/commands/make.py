@@ -1,7 +1,7 @@
 """Commands that make something: a workspace, shapes, a tokenizer, a trained model or draft."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -171,8 +171,8 @@ def distill(
     target: TargetName = None,
     data: Data = None,
     text: Annotated[
-        Literal["data", "target"],
-        Option(help="Train on the data itself, or on what the target writes after its prompts."),
+        str,
+        Option(help="Train on data itself, what the target writes, what the draft writes; or target=0.7,draft=0.3."),
     ] = "data",
     cache: Annotated[
         Path | None, Option(help="Distil from this cache instead: neither target nor data are needed.")
@@ -184,8 +184,12 @@ def distill(
     serve_temperature: Annotated[
         float, Option(min=0, help="Temperature at which tokens per target pass are reported; 0 is greedy.")
     ] = 0.0,
-    sample_temperature: Annotated[float, Option(min=0, help="With --text target: how the target samples.")] = 1.0,
-    prompt_tokens: Annotated[int, Option(min=1, help="With --text target: tokens of each prompt.")] = 32,
+    sample_temperature: Annotated[float, Option(min=0, help="How target and draft sample what they write.")] = 1.0,
+    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of each prompt for what they write.")] = 32,
+    lora: Annotated[int, Option(min=0, help="Train adapters of this rank instead of all weights; 0: all.")] = 0,
+    checkpointing: Annotated[
+        bool, Option("--checkpointing", help="Compute activations again in the backward pass: less memory, more time.")
+    ] = False,
     steps: Steps = 500,
     rows: Rows = 16,
     micro_rows: MicroRows = 0,
@@ -210,15 +214,18 @@ def distill(
     from draftlab import checkpoint
     from draftlab.data import open_batches, open_heldout, parse_mixture
     from draftlab.distill import run
+    from draftlab.distill.adapters import adapt
     from draftlab.distill.cache import open_cache
     from draftlab.distill.loop import GivenTeacher, Settings
     from draftlab.distill.losses import parse_loss
+    from draftlab.distill.text import parse_texts
     from draftlab.tokenizer import check_same_vocabulary
 
     space = workspace.load()
-    if cache is not None and (data or text == "target" or reweigh_every):
+    texts = parse_texts(text)
+    if cache is not None and (data or list(texts) != ["data"] or reweigh_every):
         raise UserError(f"--cache {cache} brings its own text; leave out --data, --text and --reweigh-every")
-    needs_target = cache is None and (parse_loss(loss).needs_teacher or text == "target")
+    needs_target = cache is None and (parse_loss(loss).needs_teacher or "target" in texts)
     source = checkpoint.locate(draft or newest(space, ("prune",), "prune"))
     teacher_dir = checkpoint.locate(target or space.target) if needs_target else None
     out = out or space.runs / f"distill-{source.name.removeprefix('prune-')}"
@@ -234,6 +241,11 @@ def distill(
         like=source, config=checkpoint.read_config(source), began=began, force=force,
     )  # fmt: skip
     settings = Settings.of(arguments)
+    eos_id = checkpoint.special_ids(checkpoint.load_tokenizer(source))["eos"]
+    student = checkpoint.load_model(source, torch.float32)
+    if checkpointing:
+        student.gradient_checkpointing_enable()
+    student = adapt(student, lora) if lora else student
     teacher: GivenTeacher = None
     if cache is not None:
         batches, heldout = open_cache(cache, source, rows=rows, temperature=temperature)
@@ -243,20 +255,17 @@ def distill(
         heldout = open_heldout(next(iter(parse_mixture(spec))), tok, rows=rows, seq_len=seq_len, most_rows=64)
         batches = open_batches(spec, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
         device = checkpoint.resolve_device(space.device)
-        if text == "target" and teacher_dir is not None:
-            batches = run.target_text(
-                batches, teacher_dir, run.claim(job), steps=steps, prompt=prompt_tokens,
-                temperature=sample_temperature, seed=seed, device=device, eos_id=checkpoint.special_ids(tok)["eos"],
-            )  # fmt: skip
-        elif reweigh_every:
-            batches = run.reweighing(
-                batches, teacher_dir or checkpoint.locate(target or space.target), tok, device, reweigh_every
-            )
+        if reweigh_every:
+            reference = teacher_dir or checkpoint.locate(target or space.target)
+            batches = run.reweighing(batches, reference, tok, device, reweigh_every)
+        writing = run.Writing(prompt=prompt_tokens, temperature=sample_temperature, eos_id=eos_id, seed=seed)
+        batches = run.mixed(
+            texts, batches, writing, student=student, target=teacher_dir, state=run.claim(job), steps=steps,
+            device=device,
+        )  # fmt: skip
         if parse_loss(loss).needs_teacher and teacher_dir:
             teacher = checkpoint.load_model(teacher_dir, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-    eos_id = checkpoint.special_ids(checkpoint.load_tokenizer(source))["eos"]
     replay = run.Replay(temperature=serve_temperature, texts=48, prompt=min(64, seq_len), length=64, eos_id=eos_id)
-    student = checkpoint.load_model(source, torch.float32)
     fitted = run.fit_and_write(job, student, teacher, batches, heldout, settings, replay)
     return _trained(out, fitted)
 

@@ -23,7 +23,8 @@ from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
 from draftlab.data import Batch, HeldOut, Listed, open_batches, open_heldout, parse_mixture
 from draftlab.distill.fused import Dense
-from draftlab.distill.teacher import GeneratedRows, LocalTeacher, generate_rows
+from draftlab.distill.teacher import LocalTeacher
+from draftlab.distill.text import GeneratedRows, generate_rows
 from draftlab.errors import UserError
 from draftlab.shape import validation_text
 

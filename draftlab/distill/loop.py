@@ -6,6 +6,8 @@ so a run that was killed goes on bit for bit.
 
 import math
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -14,6 +16,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,17 +25,12 @@ from draftlab.data import Batch, DynamicBatches
 from draftlab.distill.fused import Teacher, fused_loss
 from draftlab.distill.losses import Loss, parse_loss
 from draftlab.distill.teacher import CachedTeacher, LocalTeacher, PlainHead
+from draftlab.distill.text import Batches
 from draftlab.errors import UserError
 
 OptimizerName = Literal["adamw", "muon"]
 Teaching = LocalTeacher | CachedTeacher
 GivenTeacher = PreTrainedModel | Literal["cached"] | None
-
-
-class Batches(Protocol):
-    """The rows of each step, a pure function of its index."""
-
-    def batch(self, step: int) -> Batch: ...
 
 
 class Constraint(Protocol):
@@ -164,6 +162,7 @@ def train(
     if loss.needs_teacher and teacher is None:
         raise UserError(f"loss {settings.loss!r} compares with a target; give one, or train with ce")
     torch.manual_seed(settings.seed)
+    AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
     accelerator = Accelerator(mixed_precision="bf16" if settings.dtype == "bfloat16" else "no")
     student.train()
     step_module = DistillStep(student, loss, settings.temperature, constraint)
@@ -179,6 +178,7 @@ def train(
     began_at = _restore(accelerator, state)
     if began_at == 0:
         yield evaluate(accelerator, step_module, taught, heldout, 0)
+    stopping = _Stopping()
     for step in range(began_at, settings.steps):
         yield _step(accelerator, step_module, optimizers, taught, batches, settings, step)
         done = step + 1
@@ -188,9 +188,23 @@ def train(
             sources = batches.heldout.items()
             losses = {n: evaluate(accelerator, step_module, None, rows, done).cross_entropy for n, rows in sources}
             batches.reweigh(done, losses)
-        if done % settings.save_every == 0 and done < settings.steps:
+        if (done % settings.save_every == 0 or stopping.asked) and done < settings.steps:
             _save(accelerator, state, done)
+        if stopping.asked:
+            raise KeyboardInterrupt
     accelerator.free_memory()
+
+
+class _Stopping:
+    """Whether SIGTERM came: schedulers send it before they kill, and a checkpoint fits in between."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
 
 
 def _teaching(teacher: GivenTeacher, device: torch.device, compiled: bool) -> Teaching | None:

@@ -1,6 +1,7 @@
 """One training run on disk: train, log, checkpoint, write the model; go on where a killed run stopped."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -14,9 +15,9 @@ from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
 from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_heldout
 from draftlab.distill import evaluate
+from draftlab.distill.adapters import merged
 from draftlab.distill.evaluate import Length
 from draftlab.distill.loop import (
-    Batches,
     Constraint,
     DistillStep,
     EvalRecord,
@@ -26,7 +27,7 @@ from draftlab.distill.loop import (
     train,
 )
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.teacher import GeneratedRows, cached_rows, generate_rows
+from draftlab.distill.text import Batches, GeneratedRows, Mixed, StudentText, cached_rows, generate_rows
 from draftlab.errors import UserError
 
 
@@ -152,7 +153,7 @@ def fit_and_write(
     bare = not (job.like / "config.json").is_file()  # a tokenizer alone
     dtype = torch.bfloat16 if bare else checkpoint.stored_dtype(job.like)
     with checkpoint.new_directory(job.out, force=job.force) as work:
-        checkpoint.write_checkpoint(work, job.config, checkpoint.model_weights(student, dtype), job.like)
+        checkpoint.write_checkpoint(work, job.config, checkpoint.model_weights(merged(student), dtype), job.like)
         shutil.copyfile(state / "log.jsonl", work / "log.jsonl")
         provenance.write_record(work, job.command, job.arguments, job.inputs, job.began, **fitted.as_dict())
     shutil.rmtree(state)
@@ -185,40 +186,66 @@ def state_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.state")
 
 
-def target_text(
-    batches: Batches,
-    target: Path,
-    state: Path,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How target and draft write after prompts."""
+
+    prompt: int
+    temperature: float
+    eos_id: int | None
+    seed: int
+
+
+def mixed(
+    shares: dict[str, float],
+    data: Batches,
+    how: Writing,
     *,
+    student: PreTrainedModel,
+    target: Path | None,
+    state: Path,
     steps: int,
-    prompt: int,
-    temperature: float,
-    seed: int,
     device: torch.device,
-    eos_id: int | None,
+) -> Batches:
+    """data, what the target writes after the starts of its rows, and what the draft writes, by their shares of steps.
+
+    The target's text is made once and kept in state.
+    """
+    row = data.batch(0).ids
+    if list(shares) != ["data"] and row.shape[1] <= how.prompt:
+        raise UserError(
+            f"--prompt-tokens {how.prompt} leaves nothing to write in sequences of {row.shape[1] - 1} tokens"
+        )
+    sources: dict[str, Batches] = {"data": data}
+    if "target" in shares and target is not None:
+        needed = math.ceil(steps * shares["target"]) + 1
+        sources["target"] = target_text(data, target, state, how, steps=min(steps, needed), device=device)
+    if "draft" in shares:
+        sources["draft"] = StudentText(student, data, how.prompt, how.temperature, how.eos_id, how.seed)
+    return sources[next(iter(shares))] if len(shares) == 1 else Mixed(sources, shares)
+
+
+def target_text(
+    data: Batches, target: Path, state: Path, how: Writing, *, steps: int, device: torch.device
 ) -> GeneratedRows:
-    """Rows that begin as those of batches do and go on as the target samples; made once and kept in state."""
-    first = batches.batch(0).ids
-    rows, length = first.shape[0], first.shape[1] - prompt
-    if length < 1:
-        raise UserError(f"--prompt-tokens {prompt} leaves nothing to write in sequences of {first.shape[1] - 1} tokens")
+    """Rows that begin as those of data do and go on as the target samples."""
+    rows, width = data.batch(0).ids.shape
 
     def make() -> np.ndarray:
         model = llama.load(target, torch.float32, device)
-        prompts = np.concatenate([batches.batch(step).ids[:, :prompt] for step in range(steps)])
+        prompts = np.concatenate([data.batch(step).ids[:, : how.prompt] for step in range(steps)])
         with progress("target writes", len(prompts)) as advance:
             return generate_rows(
                 model,
                 prompts,
-                length=length,
-                temperature=temperature,
-                seed=seed,
+                length=width - how.prompt,
+                temperature=how.temperature,
+                seed=how.seed,
                 rows=64,
                 advance=lambda n: advance(n, ""),
             )
 
-    state.mkdir(parents=True, exist_ok=True)
-    return GeneratedRows(cached_rows(state / "target_text.safetensors", make), prompt, eos_id, rows)
+    return GeneratedRows(cached_rows(state / "target_text.safetensors", make), how.prompt, how.eos_id, rows)
 
 
 def reweighing(

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftlab import checkpoint
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout, parse_mixture
+from draftlab.distill.adapters import adapt, merged
 from draftlab.distill.loop import Settings
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.run import fit, reweighing
@@ -81,7 +81,8 @@ def learn(
         )  # fmt: skip
     gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
     note(f"expected less wanted sparsity: {gaps}")
-    weights = Folded(_weights(student, checkpoint.stored_dtype(source)), have, masks.deterministic())
+    trained = dict(checkpoint.model_weights(merged(student), checkpoint.stored_dtype(source)))
+    weights = Folded(trained, have, masks.deterministic())
     return Learned(masks=masks, keep=masks.keep(), weights=weights)
 
 
@@ -91,12 +92,5 @@ def _student(source: Path, how: Learning) -> PreTrainedModel:
     if how.weights == "frozen":
         student.requires_grad_(False)
     if how.weights == "lora":
-        config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
-        return get_peft_model(student, config)  # type: ignore[return-value]  # a PeftModel runs like what it wraps
+        return adapt(student, LORA_RANK)
     return student
-
-
-def _weights(student: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Trained weights by their names in the source, adapters merged in."""
-    merged: Any = student.merge_and_unload() if isinstance(student, PeftModel) else student
-    return dict(checkpoint.model_weights(merged, dtype))

@@ -24,7 +24,7 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
         name = path[path.find("model.layers.") :] if "model.layers." in path else path
         layer, part = layer_of(name), name.rsplit(".", 1)[-1]
         if part == "embed_tokens":
-            handles.append(module.register_forward_hook(lambda *call: call[2] * masks.values.hidden))
+            handles.append(module.register_forward_hook(_mask_embedding(masks)))
         elif part in NORMS and "hidden" in masks.families:
             module.forward = _masked_norm(module, masks, eps)
             patched.append(module)
@@ -81,6 +81,10 @@ def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor]
         return (h * scale.unsqueeze(-1)).to(x.dtype) * (weight * z).to(x.dtype)
 
     return forward
+
+
+def _mask_embedding(masks: Masks) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
+    return lambda _, args, output: output * masks.values.hidden.to(output.dtype)
 
 
 def _mask_heads(masks: Masks, layer: int) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:

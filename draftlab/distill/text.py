@@ -1,0 +1,150 @@
+"""What a draft is trained on besides the data: what the target writes, and what the draft writes itself.
+
+B rows, P prompt tokens, G written ones, V vocab. Text is tokens: no gradient goes through how it was drawn.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedModel
+
+from draftlab.data import Batch, parse_mixture
+from draftlab.engine.verify import distribution, draw
+from draftlab.errors import UserError, did_you_mean
+from draftlab.llama import Llama
+
+TEXTS = ("data", "target", "draft")
+
+
+class Batches(Protocol):
+    """The rows of each step."""
+
+    def batch(self, step: int) -> Batch: ...
+
+
+def parse_texts(spec: str) -> dict[str, float]:
+    """``data``, ``target``, ``draft``, or shares of them: ``target=0.7,draft=0.3``.
+
+    Raises:
+        UserError: another name, or a share that is not a positive number.
+    """
+    shares = parse_mixture(spec)
+    for name in shares:
+        if name not in TEXTS:
+            raise UserError(f"--text {name!r} is not known{did_you_mean(name, TEXTS)}; want {', '.join(TEXTS)}")
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Each step from one source, in proportion to their weights: after n steps none is more than a step off."""
+
+    sources: dict[str, Batches]
+    weights: dict[str, float]
+
+    def batch(self, step: int) -> Batch:
+        taken = dict.fromkeys(self.weights, 0)
+        name = ""
+        for number in range(1, step + 2):
+            name = max(self.weights, key=lambda n: self.weights[n] * number - taken[n])
+            taken[name] += 1
+        return self.sources[name].batch(taken[name] - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StudentText:
+    """Rows that the draft writes after prompts as it is at that step (on-policy), by seed and step alone."""
+
+    student: PreTrainedModel
+    prompts: Batches
+    prompt: int
+    temperature: float
+    eos_id: int | None
+    seed: int
+
+    def batch(self, step: int) -> Batch:
+        given = self.prompts.batch(step).ids
+        start = torch.from_numpy(given[:, : self.prompt]).to(self.student.device)
+        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}
+        was_training, generate = self.student.training, self._generate()
+        self.student.eval()
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(self.seed * 1_000_003 + step)
+            ids = generate(
+                start,
+                attention_mask=torch.ones_like(start),
+                max_new_tokens=given.shape[1] - self.prompt,
+                min_new_tokens=given.shape[1] - self.prompt,
+                pad_token_id=0,
+                **(sampling if self.temperature else {"do_sample": False}),
+            )
+        self.student.train(was_training)
+        return GeneratedRows(ids.cpu().numpy().astype(np.uint32), self.prompt, self.eos_id, len(ids)).batch(0)
+
+    def _generate(self) -> Any:
+        return self.student.generate
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedRows:
+    """Prompts with the target's continuation, ids [N, P + G]; the prompt and what follows eos do not count."""
+
+    ids: np.ndarray
+    prompt: int
+    eos_id: int | None
+    rows: int
+
+    def batch(self, step: int) -> Batch:
+        """Rows in turn; they were drawn at random already."""
+        picked = self.ids[(step * self.rows + np.arange(self.rows)) % len(self.ids)].astype(np.int64)
+        mask = np.ones((self.rows, picked.shape[1] - 1), dtype=np.float32)
+        mask[:, : self.prompt - 1] = 0
+        if self.eos_id is not None:
+            after = np.cumsum(picked[:, self.prompt :] == self.eos_id, axis=1)  # [B, G]
+            mask[:, self.prompt :] *= after[:, :-1] == 0  # the eos itself is predicted, nothing after it
+        return Batch(picked, mask)
+
+
+def generate_rows(
+    target: Llama,
+    prompts: np.ndarray,
+    *,
+    length: int,
+    temperature: float,
+    seed: int,
+    rows: int,
+    advance: Callable[[int], None],
+) -> np.ndarray:
+    """Continue prompts [N, P] by length tokens, rows at a time: ids [N, P + length], uint32. advance: rows done."""
+    parts = []
+    for start in range(0, len(prompts), rows):
+        part = torch.from_numpy(prompts[start : start + rows].astype(np.int64)).to(target.device)
+        rng = torch.Generator().manual_seed(seed * 1_000_003 + start)
+        parts.append(_continue(target, part, length, temperature, rng))
+        advance(min(start + rows, len(prompts)))
+    return torch.cat(parts).numpy().astype(np.uint32)
+
+
+def cached_rows(path: Path, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """The rows kept at path, made and kept if there are none: a resumed run reads the same text."""
+    if not path.exists():
+        ids = make()
+        writing = path.with_suffix(".writing")
+        save_file({"ids": ids}, writing)
+        writing.rename(path)
+    return load_file(path)["ids"]
+
+
+def _continue(target: Llama, ids: torch.Tensor, length: int, temperature: float, rng: torch.Generator) -> torch.Tensor:
+    cache = target.new_cache(len(ids), ids.shape[1] + length)
+    fed, out = ids, [ids]
+    for _ in range(length):
+        probabilities = distribution(target.forward(fed, cache, last=1)[:, -1], temperature)  # [B, V]
+        fed = draw(probabilities, torch.rand(len(ids), generator=rng)).unsqueeze(1)
+        out.append(fed)
+    return torch.cat(out, 1).cpu()

@@ -93,7 +93,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """agreement is None where the draft is the source itself."""
+    """agreement with the source; None where the draft is the source itself."""
 
     keep: Keep
     agreement: Agreement | None

@@ -207,3 +207,17 @@ def test_a_resumed_run_from_a_cache_is_the_uninterrupted_one(made, tmp_path):
 def test_a_batch_without_lists_is_no_batch_of_a_cache():
     with pytest.raises(ValueError, match="nothing of a target"):
         CachedTeacher(CPU).look(text_batch([np.arange(5)]))
+
+
+def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
+    batches = CachedBatches(made, 4)
+    model = build("llama", 3, num_hidden_layers=2)
+    teacher = checkpoint.load_model(family_dirs["llama"], torch.float32)
+    bare = replace(batches.batch(0), listed=None)
+    few, whole = (
+        next(iter(train(model, given, batches, [rows], SETTINGS, tmp_path / name)))
+        for name, given, rows in (("a", "cached", batches.batch(0)), ("b", teacher, bare))
+    )
+    assert few.acceptance - 1e-3 <= whole.acceptance <= few.acceptance + few.slack + 1e-3
+    assert few.slack > 0.01
+    assert whole.slack == 0

@@ -277,7 +277,8 @@ def _trained(out: Path, fitted: "Fitted") -> Outcome:
     ]
     before, after = fitted.before.acceptance, fitted.after.acceptance
     if before is not None and after is not None:
-        lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}")
+        more = f" (or up to {fitted.after.slack:.3f} more: the cache lists the likeliest tokens only)"
+        lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if fitted.after.slack > 0.001 else ""))
     if fitted.lengths:
         lines.append("tokens per target pass: " + "; ".join(_length_text(n) for n in fitted.lengths if n.k in (2, 4)))
     if fitted.lengths and all(n.gain_low <= 1 for n in fitted.lengths):

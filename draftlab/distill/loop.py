@@ -90,7 +90,8 @@ class StepRecord:
 class EvalRecord:
     """Held-out means over tokens, teacher-forced. agreement: share where both top tokens are the same.
 
-    acceptance and agreement are None without a teacher.
+    acceptance and agreement are None without a teacher. slack: what acceptance may be more, where a cache lists only
+    the most probable tokens.
     """
 
     step: int
@@ -99,6 +100,7 @@ class EvalRecord:
     cross_entropy: float
     acceptance: float | None
     agreement: float | None
+    slack: float = 0.0
 
 
 class DistillStep(nn.Module):
@@ -232,7 +234,7 @@ def evaluate(
     step_module.train()
     totals = _total(accelerator, totals)
     tokens = int(_total(accelerator, torch.tensor(tokens)))
-    loss, cross_entropy, alpha, _, agreement, _ = (totals / tokens).tolist()
+    loss, cross_entropy, alpha, slack, agreement, _ = (totals / tokens).tolist()
     return EvalRecord(
         step=step,
         tokens=tokens,
@@ -240,6 +242,7 @@ def evaluate(
         cross_entropy=cross_entropy,
         acceptance=None if teacher is None else alpha,
         agreement=None if teacher is None else agreement,
+        slack=slack,
     )
 
 

@@ -213,6 +213,14 @@ def test_rotated_and_refitted_checkpoints_load_and_generate_with_and_without_a_c
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     made = [model.generate(IDS[:1], max_new_tokens=12, do_sample=False, use_cache=c).tolist() for c in (True, False)]
     assert made[0] == made[1]
+    padded = torch.cat([torch.full((1, 4), 2), IDS[:1, 4:]], 1)  # left, with the padding id
+    mask = torch.tensor([[0] * 4 + [1] * 20, [1] * 24])
+    options = {"max_new_tokens": 8, "do_sample": False}
+    rows = model.generate(torch.cat([padded, IDS[1:]]), attention_mask=mask, **options)[:, 24:].tolist()
+    assert rows == [
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+        for ids in (IDS[:1, 4:], IDS[1:])
+    ]
 
 
 def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_nothing(family_dirs, tmp_path, text):

@@ -215,7 +215,7 @@ def test_rotated_and_refitted_checkpoints_load_and_generate_with_and_without_a_c
     assert made[0] == made[1]
     padded = torch.cat([torch.full((1, 4), 2), IDS[:1, 4:]], 1)  # left, with the padding id
     mask = torch.tensor([[0] * 4 + [1] * 20, [1] * 24])
-    options = {"max_new_tokens": 8, "do_sample": False}
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     rows = model.generate(torch.cat([padded, IDS[1:]]), attention_mask=mask, **options)[:, 24:].tolist()
     assert rows == [
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()

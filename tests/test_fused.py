@@ -45,7 +45,7 @@ def naive(x: dict[str, Tensor], name: str, temperature: float) -> dict[str, Tens
 
 
 def fused(x: dict[str, Tensor], name: str, temperature: float, chunk: int, teacher: Teacher) -> Sums:
-    budget = 4 * 6 * V * chunk
+    budget = 4 * 10 * V * chunk
     return fused_loss(x["hidden"], x["head"], x["labels"], x["weights"], teacher, parse_loss(name), temperature, budget)
 
 
@@ -90,7 +90,7 @@ def test_logits_and_a_frozen_head_work_too():
     teacher = Dense(x["teacher_hidden"] @ x["teacher_head"].T, None)
     z = (x["hidden"] @ x["head"].T).detach().requires_grad_()
     loss = parse_loss("jsd(0.3)")
-    found = fused_loss(z, None, x["labels"], x["weights"], teacher, loss, 1.0, 4 * 6 * V * 3)
+    found = fused_loss(z, None, x["labels"], x["weights"], teacher, loss, 1.0, 4 * 10 * V * 3)
     wanted = naive(x, "jsd(0.3)", 1.0)["objective"]
     torch.testing.assert_close(found.objective, wanted)
     (d_z,) = torch.autograd.grad(found.objective, z)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from draftlab.distill.losses import Loss, acceptance, log_probs
 
-BUDGET = 256_000_000  # bytes of a chunk's buffers
-BUFFERS = 6  # fp32 [c, V] buffers that live at once
+BUDGET = 128_000_000  # bytes of a chunk's buffers
+BUFFERS = 10  # fp32 [c, V] buffers that live at once
 
 
 @dataclass(frozen=True, slots=True)

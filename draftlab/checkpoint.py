@@ -265,13 +265,8 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
     """A randomly initialised fp32 model of that config."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(seed)
-    fields = {k: v for k, v in config.items() if k != "model_type"}
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(str(config["model_type"]), **fields), dtype=torch.float32
-    )
+    return _from_config(config, torch.float32)
 
 
 def skeleton(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
@@ -281,13 +276,10 @@ def skeleton(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel"
         UserError: transformers cannot build it.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {k: v for k, v in config.items() if k != "model_type"}
     try:
         with init_empty_weights(include_buffers=False):
-            built = AutoConfig.for_model(str(config["model_type"]), **fields)
-            return AutoModelForCausalLM.from_config(built, dtype=dtype).eval()
+            return _from_config(config, dtype).eval()
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"transformers cannot build this model: {' '.join(str(error).split())[:300]}") from error
 
@@ -356,6 +348,13 @@ def layer_of(name: str) -> int | None:
     """The layer a tensor belongs to, None for embedding, final norm and head."""
     parts = name.split(".")
     return int(parts[2]) if name.startswith("model.layers.") else None
+
+
+def _from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **fields), dtype=dtype)
 
 
 def _siblings(path: Path) -> list[str]:

@@ -247,14 +247,13 @@ class HeldOut:
         return cross_entropy / math.log(2) / self.bytes_per_token
 
 
-def open_heldout(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, rows: int, seq_len: int, most_rows: int
-) -> HeldOut:
-    """The first most_rows windows of a source's held-out split, in batches of rows.
+def open_heldout(spec: str, tokenizer: PreTrainedTokenizerBase, *, rows: int, seq_len: int, most_rows: int) -> HeldOut:
+    """The first most_rows windows of the held-out split of a mixture's first source, in batches of rows.
 
     Raises:
         UserError: not one window of that length.
     """
+    source = _first_source(spec)
     docs = documents(source, "heldout")
     stream = tokenize(docs, tokenizer)
     count = min(most_rows, (len(stream) - 1) // seq_len)
@@ -265,12 +264,13 @@ def open_heldout(
     return HeldOut(batches, sum(len(d.text.encode()) for d in docs) / len(stream))
 
 
-def prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int) -> list[list[int]]:
+def prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int) -> list[list[int]]:
     """Prompts of exactly length tokens, each the start of a held-out document or, when these run out, of a later part.
 
     Raises:
-        UserError: the held-out split is too short for that many.
+        UserError: the held-out split of the mixture's first source is too short for that many.
     """
+    source = _first_source(spec)
     docs = documents(source, "heldout")
     ids = [tokenizer(d.text, verbose=False)["input_ids"] for d in docs]
     cut = [i[at : at + length] for at in range(0, 16 * length, 2 * length) for i in ids if len(i) >= at + 2 * length]
@@ -278,6 +278,10 @@ def prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, count: int, leng
         raise UserError(f"data {source!r}: held-out text gives {len(cut)} prompts of {length} tokens, {count} wanted")
     order = np.random.default_rng(seed).permutation(count)
     return [cut[i] for i in order]
+
+
+def _first_source(spec: str) -> str:
+    return next(iter(parse_mixture(spec)))
 
 
 def _read(source: str) -> Iterator[Document]:

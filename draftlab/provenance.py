@@ -77,10 +77,20 @@ def fingerprint(path: Path) -> str:
         files = [path]
     for file in files:
         digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
+        _add(digest, file)
     return digest.hexdigest()
+
+
+def file_sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    _add(digest, file)
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib._Hash", file: Path) -> None:
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
 
 
 def versions() -> dict[str, str]:

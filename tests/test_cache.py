@@ -10,7 +10,7 @@ import torch
 from conftest import build
 from safetensors.numpy import load_file, save_file
 
-from draftlab import checkpoint
+from draftlab import checkpoint, provenance
 from draftlab.data import Batch, text_batch
 from draftlab.distill import cache
 from draftlab.distill.cache import TEMPERATURES, Building, CachedBatches, open_cache, read_manifest
@@ -105,7 +105,7 @@ def spoilt(made: Path, out: Path, change) -> Path:
     out.mkdir()
     save_file(shard, out / "shard-00000.safetensors")
     manifest = json.loads((made / "manifest.json").read_text())
-    manifest["shards"][0]["sha256"] = cache._sha(out / "shard-00000.safetensors")
+    manifest["shards"][0]["sha256"] = provenance.file_sha256(out / "shard-00000.safetensors")
     (out / "manifest.json").write_text(json.dumps(manifest))
     return out
 

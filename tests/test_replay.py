@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from draftlab.distill import evaluate
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
-from draftlab.engine.replay import expected_passes, ratio_interval, simulate_passes, tokens_per_pass
+from draftlab.engine.replay import expected_passes, ratio_interval, tokens_per_pass
 from draftlab.llama import load
 
 chance_lists = st.lists(st.floats(0, 1), min_size=1, max_size=6)
@@ -31,6 +31,17 @@ def by_enumeration(chances: list[float], k: int) -> float:
             passes += 1
         total += float(weight) * passes
     return total
+
+
+def simulate_passes(chances: np.ndarray, k: int, rng: np.random.Generator) -> int:
+    """What expected_passes expects, drawn once."""
+    position, passes = 0, 0
+    while position < len(chances):
+        drafted = chances[position : position + k]
+        rejected = np.flatnonzero(rng.random(len(drafted)) >= drafted)
+        position += (int(rejected[0]) if len(rejected) else k) + 1
+        passes += 1
+    return passes
 
 
 @given(chance_lists, st.integers(1, 5))

@@ -135,7 +135,7 @@ def train(
     import torch
 
     from draftlab import checkpoint
-    from draftlab.data import open_batches, open_heldout, parse_mixture
+    from draftlab.data import open_batches, open_heldout
     from draftlab.distill import run
     from draftlab.distill.loop import Settings
     from draftlab.shape import read_shape_file
@@ -156,7 +156,7 @@ def train(
         return plan(out, {"model": start.describe()} | cost)
     student = checkpoint.load_model(source, torch.float32) if model else checkpoint.new_model(config, seed)
     batches = open_batches(data, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
-    heldout = open_heldout(next(iter(parse_mixture(data))), tok, rows=rows, seq_len=seq_len, most_rows=512)
+    heldout = open_heldout(data, tok, rows=rows, seq_len=seq_len, most_rows=512)
     settings = Settings.of(arguments, loss="ce")
     job = run.Job(
         command="train", arguments=arguments, inputs=[source], out=out, like=source, config=config, began=began,
@@ -212,7 +212,7 @@ def distill(
     import torch
 
     from draftlab import checkpoint
-    from draftlab.data import open_batches, open_heldout, parse_mixture
+    from draftlab.data import open_batches, open_heldout
     from draftlab.distill import run
     from draftlab.distill.adapters import adapt
     from draftlab.distill.cache import open_cache
@@ -252,7 +252,7 @@ def distill(
         teacher = "cached"
     else:
         spec, tok = data or space.data, checkpoint.load_tokenizer(source)
-        heldout = open_heldout(next(iter(parse_mixture(spec))), tok, rows=rows, seq_len=seq_len, most_rows=64)
+        heldout = open_heldout(spec, tok, rows=rows, seq_len=seq_len, most_rows=64)
         batches = open_batches(spec, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
         device = checkpoint.resolve_device(space.device)
         if reweigh_every:

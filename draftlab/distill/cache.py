@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
-from draftlab.data import Batch, HeldOut, Listed, open_batches, open_heldout, parse_mixture
+from draftlab.data import Batch, HeldOut, Listed, open_batches, open_heldout
 from draftlab.distill.fused import Dense
 from draftlab.distill.teacher import LocalTeacher
 from draftlab.distill.text import GeneratedRows, generate_rows
@@ -138,11 +138,8 @@ def build(how: Building, out: Path) -> Manifest:
     batches = open_batches(
         how.data, tokenizer, rows=SHARD_ROWS, seq_len=how.seq_len, steps=-(-how.sequences // SHARD_ROWS), seed=how.seed
     )
-    source = next(iter(parse_mixture(how.data)))
-    held = open_heldout(source, tokenizer, rows=HELDOUT_ROWS, seq_len=how.seq_len, most_rows=HELDOUT_ROWS).batches[0]
-    teacher = LocalTeacher(
-        checkpoint.load_model(how.target, checkpoint.stored_dtype(how.target), how.device).eval(), compiled=False
-    )
+    held = open_heldout(how.data, tokenizer, rows=HELDOUT_ROWS, seq_len=how.seq_len, most_rows=HELDOUT_ROWS).batches[0]
+    teacher = _teacher(how.target, how.device)
     writer = llama.load(how.target, torch.float32, how.device) if how.text == "target" else None
     eos = checkpoint.special_ids(tokenizer)["eos"]
 
@@ -183,9 +180,7 @@ def verify(directory: Path, target: Path, seed: int, device: torch.device) -> Ve
     shards = [read_shard(directory, manifest, i) for i in range(len(manifest.shards))]
     where = [(s, r) for s, shard in enumerate(shards) for r in range(len(shard["input_ids"]))]
     order = np.random.default_rng(seed).permutation(len(where))[:VERIFIED]
-    teacher = LocalTeacher(
-        checkpoint.load_model(target, checkpoint.stored_dtype(target), device).eval(), compiled=False
-    )
+    teacher = _teacher(target, device)
     worst, same, count = 0.0, 0, 0
     for s, r in (where[i] for i in order):
         shard = shards[s]
@@ -199,6 +194,12 @@ def verify(directory: Path, target: Path, seed: int, device: torch.device) -> Ve
         same += int((log_p.argmax(-1) == ids[:, 0]).sum())
         count += len(ids)
     return Verified(shards=len(shards), sequences=len(order), worst=worst, same_top=same / max(1, count))
+
+
+def _teacher(target: Path, device: torch.device) -> LocalTeacher:
+    """The target as it is stored."""
+    model = checkpoint.load_model(target, checkpoint.stored_dtype(target), device).eval()
+    return LocalTeacher(model, compiled=False)
 
 
 def open_cache(directory: Path, draft: Path, *, rows: int, temperature: float) -> tuple["CachedBatches", HeldOut]:
@@ -256,7 +257,9 @@ def write_shards(
             tensors = _shard(batch, look(batch), manifest.k)
             writing, file = directory / f".{_name(number)}.writing", directory / _name(number)
             save_file(tensors, writing)
-            shard = Shard(sequences=len(batch.ids), tokens=int((batch.mask > 0).sum()), sha256=_sha(writing))
+            shard = Shard(
+                sequences=len(batch.ids), tokens=int((batch.mask > 0).sum()), sha256=provenance.file_sha256(writing)
+            )
             writing.rename(file)
             manifest = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
             listing = directory / f".{MANIFEST}.writing"
@@ -305,7 +308,7 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> dict[str, np
     """Raises UserError: missing, corrupt, or its token log-probabilities contradict its lists."""
     file = directory / _name(number)
     try:
-        if _sha(file) != manifest.shards[number].sha256:
+        if provenance.file_sha256(file) != manifest.shards[number].sha256:
             raise UserError(f"{file} is corrupt: its checksum is not the manifest's; remove it and build again")
         shard = load_file(file)
     except OSError as error:
@@ -345,14 +348,6 @@ def _shard(batch: Batch, teacher: Dense, k: int) -> dict[str, np.ndarray]:
 
 def _name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
-
-
-def _sha(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def tokenizer_sha(directory: Path) -> str:

@@ -3,18 +3,15 @@
 R texts, P prompt tokens, G written ones, V vocab.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftlab.distill.losses import log_probs
+from draftlab.distill.text import generate
 from draftlab.engine.replay import ratio_interval, tokens_per_pass
 
 KS = tuple(range(1, 9))
@@ -43,9 +40,6 @@ class Length:
     high: float
     gain_low: float  # lower end of after / before
 
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
-
 
 @torch.inference_mode()
 def write(
@@ -54,20 +48,7 @@ def write(
     """Let the target continue prompts [R, P]; greedy at temperature 0."""
     ids = torch.from_numpy(prompts.astype(np.int64)).to(teacher.device)
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    generate: Any = teacher.generate
-    parts = [
-        generate(
-            part,
-            attention_mask=torch.ones_like(part),
-            max_new_tokens=length,
-            min_new_tokens=length,
-            pad_token_id=0,
-            **sampling,
-        )
-        for part in ids.split(ROWS)
-    ]
-    whole = torch.cat([torch.as_tensor(part) for part in parts])
+    whole = torch.cat([generate(teacher, part, length, temperature) for part in ids.split(ROWS)])
     wrote = whole[:, ids.shape[1] :].cpu().numpy()
     ended = wrote == eos_id if eos_id is not None else np.zeros_like(wrote, dtype=bool)
     lengths = np.where(ended.any(1), ended.argmax(1) + 1, wrote.shape[1])
@@ -95,16 +76,6 @@ def lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[Length]:
         first = float(old[:, 0].sum() / old[:, 1].sum())
         found.append(Length(k=k, before=first, after=value, low=low, high=high, gain_low=gain_low))
     return found
-
-
-def kept(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Arrays read back from file, or made and kept there: a resumed run sees the same."""
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        writing = file.with_suffix(".writing")
-        save_file(make(), writing)
-        writing.rename(file)
-    return load_file(file)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.distill.losses import Loss, acceptance, log_probs
+from draftlab.distill.losses import Loss, acceptance, log_probs, wide
 
 BUDGET = 128_000_000  # bytes of a chunk's buffers
 BUFFERS = 10  # fp32 [c, V] buffers that live at once
@@ -99,18 +99,18 @@ class _Fused(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if with_gradient and needs[0] else None
         d_head = None
         if with_gradient and head is not None and needs[1]:
-            d_head = torch.zeros_like(_wide(head))
+            d_head = torch.zeros_like(wide(head))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             z = hidden[rows] if head is None else hidden[rows] @ head.T
-            part, gradient = _chunk(_wide(z), labels[rows], weights[rows], teacher, rows, loss, temperature)
+            part, gradient = _chunk(wide(z), labels[rows], weights[rows], teacher, rows, loss, temperature)
             sums += part
             if d_head is not None:
                 d_head += gradient.T.to(z.dtype) @ hidden[rows].to(z.dtype)
             if d_hidden is not None:
                 d_hidden[rows] = gradient if head is None else gradient.to(z.dtype) @ head.to(z.dtype)
         ctx.gradients = d_hidden, None if d_head is None or head is None else d_head.to(head.dtype)
-        return _wide(sums.to(hidden.dtype))
+        return wide(sums.to(hidden.dtype))
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
@@ -159,7 +159,7 @@ def _listed(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """The same with k tokens and a bucket as atoms; every token in the bucket gets the bucket's slope by its share."""
     ids = teacher.ids[rows]
-    log_p = _wide(torch.cat([teacher.log_p[rows], teacher.tail[rows].unsqueeze(1)], 1))  # [c, k + 1]
+    log_p = wide(torch.cat([teacher.log_p[rows], teacher.tail[rows].unsqueeze(1)], 1))  # [c, k + 1]
     rest = log_q.scatter(1, ids, -torch.inf)
     tail = torch.logsumexp(rest, -1, keepdim=True).clamp_min(-80.0)  # an empty bucket would have no finite log
     atoms = torch.cat([log_q.gather(1, ids), tail], 1)
@@ -170,7 +170,3 @@ def _listed(
     gradient = (gradient - log_q.exp() * slope.sum(-1, keepdim=True)) / temperature
     agree = (ids.gather(1, log_p[:, :-1].argmax(-1, keepdim=True)).squeeze(1) == log_q.argmax(-1)).float()
     return loss.value(log_p, atoms), [shared[:, :-1].sum(-1), shared[:, -1], agree], gradient
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

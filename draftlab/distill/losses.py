@@ -121,8 +121,13 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:
     """log-softmax of logits / temperature over the last axis, in fp32 at least."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = wide(logits)
     return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """fp32, or fp64 where it is that already."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def kl_terms(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -157,10 +162,7 @@ class Loss:
     def slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """q dD/dq [N, A], without cross-entropy."""
         parts = [d.slope(log_p, log_q) if w == 1 else w * d.slope(log_p, log_q) for w, d in self.terms]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return sum(parts[1:], parts[0])
 
 
 def parse_loss(spec: str) -> Loss:

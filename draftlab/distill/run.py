@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +28,11 @@ from draftlab.distill.loop import (
     train,
 )
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.text import Batches, GeneratedRows, Mixed, StudentText, cached_rows, generate_rows
+from draftlab.distill.text import Batches, GeneratedRows, Mixed, StudentText, generate_rows, kept
 from draftlab.errors import UserError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What a run is called and what it writes. like: the checkpoint whose dtype and tokenizer the result gets."""
 
@@ -48,7 +49,7 @@ class Job:
     def state(self) -> Path:
         return state_of(self.out)
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, object]:
         """What makes this run this run."""
         inputs = [provenance.fingerprint(path) for path in self.inputs]
@@ -177,7 +178,7 @@ def _replayed(
     def flat() -> dict[str, np.ndarray]:
         return {f"{i:04d}": row for i, row in enumerate(evaluate.chances(student, written))}
 
-    before = evaluate.kept(state / "before.safetensors", flat)
+    before = kept(state / "before.safetensors", flat)
     return lambda: evaluate.lengths([before[name] for name in sorted(before)], evaluate.chances(student, written))
 
 
@@ -231,11 +232,11 @@ def target_text(
     """Rows that begin as those of data do and go on as the target samples."""
     rows, width = data.batch(0).ids.shape
 
-    def make() -> np.ndarray:
+    def make() -> dict[str, np.ndarray]:
         model = llama.load(target, torch.float32, device)
         prompts = np.concatenate([data.batch(step).ids[:, : how.prompt] for step in range(steps)])
         with progress("target writes", len(prompts)) as advance:
-            return generate_rows(
+            ids = generate_rows(
                 model,
                 prompts,
                 length=width - how.prompt,
@@ -244,8 +245,9 @@ def target_text(
                 rows=64,
                 advance=lambda n: advance(n, ""),
             )
+        return {"ids": ids}
 
-    return GeneratedRows(cached_rows(state / "target_text.safetensors", make), how.prompt, how.eos_id, rows)
+    return GeneratedRows(kept(state / "target_text.safetensors", make)["ids"], how.prompt, how.eos_id, rows)
 
 
 def reweighing(

@@ -70,24 +70,28 @@ class StudentText:
     def batch(self, step: int) -> Batch:
         given = self.prompts.batch(step).ids
         start = torch.from_numpy(given[:, : self.prompt]).to(self.student.device)
-        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}
-        was_training, generate = self.student.training, self._generate()
+        was_training = self.student.training
         self.student.eval()
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng():
             torch.manual_seed(self.seed * 1_000_003 + step)
-            ids = generate(
-                start,
-                attention_mask=torch.ones_like(start),
-                max_new_tokens=given.shape[1] - self.prompt,
-                min_new_tokens=given.shape[1] - self.prompt,
-                pad_token_id=0,
-                **(sampling if self.temperature else {"do_sample": False}),
-            )
+            ids = generate(self.student, start, given.shape[1] - self.prompt, self.temperature)
         self.student.train(was_training)
         return GeneratedRows(ids.cpu().numpy().astype(np.uint32), self.prompt, self.eos_id, len(ids)).batch(0)
 
-    def _generate(self) -> Any:
-        return self.student.generate
+
+@torch.no_grad()
+def generate(model: PreTrainedModel, start: torch.Tensor, length: int, temperature: float) -> torch.Tensor:
+    """start [B, P] and length tokens more, through eos, by any transformers model; greedy at temperature 0."""
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    run: Any = model.generate
+    return run(
+        start,
+        attention_mask=torch.ones_like(start),
+        max_new_tokens=length,
+        min_new_tokens=length,
+        pad_token_id=0,
+        **sampling,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +134,13 @@ def generate_rows(
     return torch.cat(parts).numpy().astype(np.uint32)
 
 
-def cached_rows(path: Path, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """The rows kept at path, made and kept if there are none: a resumed run reads the same text."""
-    if not path.exists():
-        ids = make()
-        writing = path.with_suffix(".writing")
-        save_file({"ids": ids}, writing)
-        writing.rename(path)
-    return load_file(path)["ids"]
+def kept(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Arrays read back from file, or made and kept there: a resumed run reads the same."""
+    if not file.exists():
+        writing = file.with_suffix(".writing")
+        save_file(make(), writing)
+        writing.rename(file)
+    return load_file(file)
 
 
 def _continue(target: Llama, ids: torch.Tensor, length: int, temperature: float, rng: torch.Generator) -> torch.Tensor:

@@ -21,17 +21,6 @@ def expected_passes(chances: np.ndarray, k: int) -> float:
     return float(ahead[0])
 
 
-def simulate_passes(chances: np.ndarray, k: int, rng: np.random.Generator) -> int:
-    """The same by drawing, for one run."""
-    position, passes = 0, 0
-    while position < len(chances):
-        drafted = chances[position : position + k]
-        rejected = np.flatnonzero(rng.random(len(drafted)) >= drafted)
-        position += (int(rejected[0]) if len(rejected) else k) + 1
-        passes += 1
-    return passes
-
-
 def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
     """Of each text its tokens and expected passes: [texts, 2]. Their ratio of sums is the acceptance length."""
     return np.array([[len(c), expected_passes(c, k)] for c in chances if len(c)])

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from draftlab.checkpoint import layer_of
 from draftlab.prune.cut import Keep
 from draftlab.prune.importance import Importance, Scores
 from draftlab.prune.walk import Walk
@@ -122,7 +123,7 @@ def magnitude_scores(weights: Mapping[str, Tensor], shape: Shape) -> Scores:
     )
     for name, axes in shape.axes().items():
         square = weights[name].float().square()
-        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
+        layer = layer_of(name)
         for dim, axis in enumerate(axes):
             others = [d for d in range(len(axes)) if d != dim]
             along = square.sum(others) if others else square

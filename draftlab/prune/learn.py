@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftlab import checkpoint
 from draftlab.console import note
-from draftlab.data import open_batches, open_heldout, parse_mixture
+from draftlab.data import open_batches, open_heldout
 from draftlab.distill.adapters import adapt, merged
 from draftlab.distill.loop import Settings
 from draftlab.distill.losses import parse_loss
@@ -72,7 +72,7 @@ def learn(
     batches = open_batches(data, tokenizer, steps=settings.steps, seed=settings.seed, **sizes)
     if how.reweigh_every:
         batches = reweighing(batches, source, tokenizer, student.device, how.reweigh_every)
-    heldout = open_heldout(next(iter(parse_mixture(data))), tokenizer, most_rows=32, **sizes)
+    heldout = open_heldout(data, tokenizer, most_rows=32, **sizes)
     eps = float(str(checkpoint.read_config(source)["rms_norm_eps"]))
     with masked(student, masks, eps):
         fit(

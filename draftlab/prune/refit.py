@@ -47,7 +47,6 @@ class Lockstep:
         """layers: those of the source that the draft keeps. basis: [D, D']; x @ basis is x as the draft has it."""
         self.source, self.draft, self.layers, self.fit = source, draft, layers, fit
         self.basis = basis.to(source.device, torch.float32)
-        self.chunks: list[Tensor] = []
         self.agreement: Agreement | None = None  # known once all tensors were yielded
 
     def tensors(
@@ -58,9 +57,9 @@ class Lockstep:
         heldout: ids [1, T + 1]; a matrix that does worse on them after its refit keeps its cut weights.
         advance: told how many layers of the source are done.
         """
-        self.chunks = chunks + [row[:, :-1] for row in heldout]
         self.fitted = len(chunks)
-        streams, followed = self.source.embed(self.chunks), self.draft.embed(self.chunks)
+        ids = chunks + [row[:, :-1] for row in heldout]
+        streams, followed = self.source.embed(ids), self.draft.embed(ids)
         yield "model.embed_tokens.weight", self.draft.weights["model.embed_tokens.weight"]
         streams = self._source_layers(range(self.layers[0]), streams, advance)
         for j, layer in enumerate(self.layers):

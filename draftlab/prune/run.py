@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from draftlab import checkpoint, provenance
 from draftlab.console import progress
-from draftlab.data import open_batches, open_heldout, parse_mixture
+from draftlab.data import open_batches, open_heldout
 from draftlab.distill.run import state_of
 from draftlab.errors import UserError
 from draftlab.prune.choose import (
@@ -43,7 +44,7 @@ HELDOUT_TOKENS = 4096
 GREEDY_TOKENS = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What to cut, by which rule, and what to adjust afterwards."""
 
@@ -61,11 +62,11 @@ class Plan:
     scores_cache: Path | None
     learning: Learning | None = None  # of masks
 
-    @property
+    @cached_property
     def have(self) -> Shape:
         return checkpoint.read_shape(self.source)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Everything is computed as the source is stored."""
         return checkpoint.stored_dtype(self.source)
@@ -206,8 +207,7 @@ def _importance(plan: Plan, chunks: list[Tensor]) -> Importance:
 def _fitted(lockstep: Lockstep, plan: Plan, chunks: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The draft's tensors as the source stores its own."""
     most = max(1, HELDOUT_TOKENS // plan.seq_len)
-    name, tokenizer = next(iter(parse_mixture(plan.data))), checkpoint.load_tokenizer(plan.source)
-    held = open_heldout(name, tokenizer, rows=1, seq_len=plan.seq_len, most_rows=most)
+    held = open_heldout(plan.data, checkpoint.load_tokenizer(plan.source), rows=1, seq_len=plan.seq_len, most_rows=most)
     heldout = [torch.from_numpy(batch.ids) for batch in held.batches]
     with progress("refit", plan.have.layers) as advance:
         for name, tensor in lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers")):

@@ -8,7 +8,6 @@ import torch
 
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
-from draftlab.data import parse_mixture
 from draftlab.data import prompts as read_prompts
 from draftlab.engine.generate import Sampling
 from draftlab.record import Conditions, Latency, Model, Score, TaskResult
@@ -92,8 +91,7 @@ def _latency(models: dict[str, llama.Llama], plan: Plan) -> dict[str, list[Laten
 
 def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
     tokenizer = checkpoint.load_tokenizer(plan.target)
-    source = next(iter(parse_mixture(plan.data)))
-    texts = read_prompts(source, tokenizer, count=plan.prompts, length=plan.prompt_tokens, seed=plan.seed)
+    texts = read_prompts(plan.data, tokenizer, count=plan.prompts, length=plan.prompt_tokens, seed=plan.seed)
     sampling = Sampling(
         temperature=plan.temperature,
         max_new_tokens=plan.max_new_tokens,

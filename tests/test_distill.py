@@ -291,8 +291,11 @@ def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher):
         if isinstance(record, StepRecord) and record.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
             break
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         next(records)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # what comes after training can be ended as ever
+    assert handler is not signal.SIG_DFL
     assert (tmp_path / "b" / "step-00000005").is_dir()
     resumed = student()
     run(resumed, teacher, tmp_path / "b", replace(SETTINGS, save_every=100))

@@ -4,6 +4,7 @@ B rows, T predicted tokens per row, V vocabulary. A step is a pure function of (
 so a run that was killed goes on bit for bit.
 """
 
+import contextlib
 import math
 import shutil
 import signal
@@ -180,33 +181,35 @@ def train(
     began_at = _restore(accelerator, state)
     if began_at == 0:
         yield evaluate(accelerator, step_module, taught, heldout, 0)
-    stopping = _Stopping()
-    for step in range(began_at, settings.steps):
-        yield _step(accelerator, step_module, optimizers, taught, batches, settings, step)
-        done = step + 1
-        if done % settings.eval_every == 0 or done == settings.steps:
-            yield evaluate(accelerator, step_module, taught, heldout, done)
-        if isinstance(batches, DynamicBatches) and done % batches.every == 0:
-            sources = batches.heldout.items()
-            losses = {n: evaluate(accelerator, step_module, None, rows, done).cross_entropy for n, rows in sources}
-            batches.reweigh(done, losses)
-        if (done % settings.save_every == 0 or stopping.asked) and done < settings.steps:
-            _save(accelerator, state, done)
-        if stopping.asked:
-            raise KeyboardInterrupt
+    with _sigterm_noted() as stopping:
+        for step in range(began_at, settings.steps):
+            yield _step(accelerator, step_module, optimizers, taught, batches, settings, step)
+            done = step + 1
+            if done % settings.eval_every == 0 or done == settings.steps:
+                yield evaluate(accelerator, step_module, taught, heldout, done)
+            if isinstance(batches, DynamicBatches) and done % batches.every == 0:
+                sources = batches.heldout.items()
+                losses = {n: evaluate(accelerator, step_module, None, rows, done).cross_entropy for n, rows in sources}
+                batches.reweigh(done, losses)
+            if (done % settings.save_every == 0 or stopping) and done < settings.steps:
+                _save(accelerator, state, done)
+            if stopping:
+                raise KeyboardInterrupt
     accelerator.free_memory()
 
 
-class _Stopping:
-    """Whether SIGTERM came: schedulers send it before they kill, and a checkpoint fits in between."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._ask)
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
+@contextlib.contextmanager
+def _sigterm_noted() -> Iterator[list[int]]:
+    """Inside, SIGTERM is only noted: schedulers send it before they kill, and a checkpoint fits in between."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _teaching(teacher: GivenTeacher, device: torch.device, compiled: bool) -> Teaching | None:

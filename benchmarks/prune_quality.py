@@ -1,7 +1,8 @@
-"""Acceptance of one shape cut in many ways: right after pruning, and after the same short distillation.
+"""Acceptance of one shape cut in many ways: right after pruning, and after the same short distillations.
 
 Every arm gives the same shape, is distilled on the same text at the same rate, and is measured on the same held-out
-tokens. Arms that are done are read back from --state, so a killed run goes on.
+tokens; every budget is a run of its own. Arms that are done are read back from --state, so a killed run goes on, and
+several may fill one state. Costs are CPU seconds, which other work on the machine does not change.
 """
 
 import json
@@ -20,7 +21,7 @@ from benchmarks import environment
 from draftlab import checkpoint
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill.loop import EvalRecord, Settings, train
+from draftlab.distill.loop import EvalRecord, Lesson, Settings, train
 from draftlab.prune.learn import Learning
 from draftlab.prune.refit import Fit
 from draftlab.prune.run import Plan, prune
@@ -28,6 +29,7 @@ from draftlab.shape import Shape, read_shape_file
 
 NOTHING = Fit(norms=False, outputs=False)
 CPU = torch.device("cpu")
+ROWS, SEQ_LEN = 8, 256
 Make = Callable[[int, Path], None]  # seed, directory
 
 
@@ -35,9 +37,9 @@ def main(
     shape: Annotated[Path, typer.Option(help="Shape file to cut to.")] = Path("configs/widths/tiny-6x192.yaml"),
     source: Annotated[str, typer.Option(help="Source and target.")] = "tiny",
     data: Annotated[str, typer.Option(help="Text.")] = "stdlib",
-    seeds: Annotated[int, typer.Option(help="Seeds.")] = 3,
+    seeds: Annotated[str, typer.Option(help="Seeds, by comma.")] = "0,1,2",
     mask_steps: Annotated[int, typer.Option(help="Steps of mask training, 8 rows of 256 tokens.")] = 300,
-    steps: Annotated[int, typer.Option(help="Steps of distillation, 8 rows of 256 tokens.")] = 120,
+    budgets: Annotated[str, typer.Option(help="Steps of distillation, 8 rows of 256 tokens, by comma.")] = "60,240",
     arms: Annotated[str, typer.Option(help="Arms, by comma; all if left out.")] = "",
     state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path("runs/prune_quality"),
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
@@ -45,15 +47,12 @@ def main(
     torch.set_num_threads(threads)
     directory, wanted = checkpoint.locate(source), read_shape_file(shape)
     makers = _arms(directory, wanted, data, mask_steps)
-    chosen = arms.split(",") if arms else list(makers)
+    chosen, steps = arms.split(",") if arms else list(makers), [int(n) for n in budgets.split(",")]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
-    for seed in range(seeds):
+    for seed in map(int, seeds.split(",")):
         for name in chosen:
-            file = state / f"{shape.stem}-{name.replace(' ', '_')}-{seed}-{mask_steps}-{steps}.json"
-            if not file.exists():
-                result = _measure(makers[name], directory, data, seed, steps, state / "draft")
-                file.write_text(json.dumps(result))
-            found[name].append(json.loads(file.read_text()))
+            work = state / f"{shape.stem}-{name.replace(' ', '_')}-{seed}-{mask_steps}"
+            found[name].append(_measured(makers[name], directory, data, seed, steps, work))
             note(f"{name}, seed {seed}: {found[name][-1]}")
     print(json.dumps(_report(found, wanted, checkpoint.read_shape(directory)) | environment(threads)))
 
@@ -62,7 +61,7 @@ def _arms(source: Path, shape: Shape, data: str, mask_steps: int) -> dict[str, M
     settings = Settings(
         loss="fkl", steps=mask_steps, lr=1e-4, weight_decay=0.0, warmup_share=0.1, eval_every=10**9, save_every=10**9
     )
-    learning = Learning(settings=settings, weights="frozen", rows=8, seq_len=256, target=None)
+    learning = Learning(settings=settings, weights="frozen", rows=ROWS, seq_len=SEQ_LEN, target=None)
     base = Plan(
         source=source, shape=shape, method="activation", depth="influence", basis="coordinates", fit=NOTHING,
         data=data, tokens=32768, seq_len=512, seed=0, device=CPU, scores_cache=None,
@@ -101,24 +100,39 @@ def _random(source: Path, shape: Shape, seed: int, out: Path) -> None:
         checkpoint.write_checkpoint(work, config, weights, source)
 
 
-def _measure(make: Make, target: Path, data: str, seed: int, steps: int, out: Path) -> dict[str, float]:
-    """Seconds to make the draft, and held-out acceptance by tokens of distillation."""
-    shutil.rmtree(out.with_name(f".{out.name}.state"), ignore_errors=True)
-    began = time.perf_counter()
-    make(seed, out)
-    seconds = time.perf_counter() - began
+def _measured(make: Make, target: Path, data: str, seed: int, budgets: list[int], work: Path) -> dict[str, float]:
+    """CPU seconds to make the draft, and held-out acceptance by tokens of distillation; what is missing is measured."""
+    file, draft = work / "found.json", work / "draft"
+    found: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    if "seconds" not in found:
+        began = time.process_time()
+        make(seed, draft)
+        found["seconds"] = time.process_time() - began
+        file.write_text(json.dumps(found))
+    for steps in budgets:
+        if _tokens(steps) not in found:
+            found |= _distilled(draft, target, data, seed, steps, work / "distilling")
+            file.write_text(json.dumps(found))
+    return {key: found[key] for key in ("seconds", _tokens(0), *map(_tokens, budgets))}
+
+
+def _tokens(steps: int) -> str:
+    return str(steps * ROWS * SEQ_LEN)
+
+
+def _distilled(draft: Path, target: Path, data: str, seed: int, steps: int, state: Path) -> dict[str, float]:
     tokenizer = checkpoint.load_tokenizer(target)
-    batches = open_batches(data, tokenizer, rows=8, seq_len=256, steps=steps, seed=seed + 100)
-    heldout = open_heldout(data, tokenizer, rows=16, seq_len=256, most_rows=64)
+    batches = open_batches(data, tokenizer, rows=ROWS, seq_len=SEQ_LEN, steps=steps, seed=seed + 100)
+    heldout = open_heldout(data, tokenizer, rows=16, seq_len=SEQ_LEN, most_rows=64)
     settings = Settings(
         loss="fkl", steps=steps, lr=4e-3, optimizer="muon", weight_decay=0.0, eval_every=steps, save_every=10**9
     )
-    student = checkpoint.load_model(out, torch.float32)
+    student = checkpoint.load_model(draft, torch.float32)
     teacher = checkpoint.load_model(target, torch.bfloat16)
-    state = out.with_name("distilling")
+    lesson = Lesson(teacher=teacher, batches=batches, heldout=heldout)
     shutil.rmtree(state, ignore_errors=True)
-    evals = [r for r in train(student, teacher, batches, heldout.batches, settings, state) if isinstance(r, EvalRecord)]
-    return {"seconds": seconds} | {str(r.step * 8 * 256): r.acceptance or 0.0 for r in evals}
+    evals = [r for r in train(student, lesson, settings, state) if isinstance(r, EvalRecord)]
+    return {_tokens(r.step): r.acceptance or 0.0 for r in evals}
 
 
 def _report(found: dict[str, list[dict[str, float]]], shape: Shape, source: Shape) -> dict[str, object]:

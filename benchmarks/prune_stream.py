@@ -10,6 +10,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ from torch import Tensor
 from benchmarks import environment
 from draftlab import checkpoint
 from draftlab.console import note
-from draftlab.data import Batch
-from draftlab.distill.loop import Settings, StepRecord, train
+from draftlab.data import Batch, HeldOut
+from draftlab.distill.loop import Lesson, Settings, StepRecord, train
 from draftlab.prune.masked import masked
 from draftlab.prune.masks import Masks
 from draftlab.shape import Shape
@@ -107,13 +108,14 @@ def _mask_cost(pairs: int) -> dict[str, object]:
     settings = Settings(loss="ce", steps=pairs + 3, lr=1e-4, eval_every=10**9, save_every=10**9)
     runs: dict[str, Iterator[object]] = {}
     seconds: dict[str, list[float]] = {"plain": [], "masked": []}
-    state = Path(os.devnull)
+    state = Path(tempfile.mkdtemp())
+    lesson = Lesson(teacher=None, batches=_Rows(), heldout=HeldOut([_Rows().batch(0)], 1.0))
     masks = Masks(have, shape, 0)
     models = {name: checkpoint.load_model(source, torch.float32) for name in seconds}
     with masked(models["masked"], masks, 1e-6):
         for name, model in models.items():
             constraint = masks if name == "masked" else None
-            runs[name] = train(model, None, _Rows(), [_Rows().batch(0)], settings, state, constraint)
+            runs[name] = train(model, lesson, settings, state / name, constraint)
         for number in range(pairs + 3):
             for name in seconds if number % 2 else reversed(seconds):
                 record = next(r for r in runs[name] if isinstance(r, StepRecord))

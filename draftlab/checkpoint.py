@@ -237,8 +237,12 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(directory: Path, dtype: torch.dtype, device: torch.device = CPU) -> "PreTrainedModel":
+def load_model(
+    directory: Path, dtype: torch.dtype, device: torch.device = CPU, device_map: str | None = None
+) -> "PreTrainedModel":
     """The checkpoint as a transformers model on device, with every weight accounted for.
+
+    device_map: accelerate's ``auto`` and the like, which spread it over devices, memory and disk instead.
 
     Raises:
         UserError: it cannot be built, or weights are missing or left over.
@@ -248,14 +252,21 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device = CPU) 
 
     logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, device_map=device_map, output_loading_info=True
+        )
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{directory} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     model, info = loaded
     wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
     if wrong:
         raise UserError(f"{directory} does not fit its config.json: {wrong}")
-    return model.to(device)
+    return model if device_map else model.to(device)
+
+
+def vocab_size(directory: Path) -> int:
+    """How many logits a checkpoint has, padding included."""
+    return int(str(read_config(directory)["vocab_size"]))
 
 
 def stored_dtype(directory: Path) -> torch.dtype:

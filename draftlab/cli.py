@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -16,9 +17,11 @@ from typer import Argument, Option
 
 from draftlab import __version__
 from draftlab.commands import COMMANDS, DryRun, Outcome
+from draftlab.console import is_main_process, processes
 from draftlab.errors import UserError
 
 EXIT_USER_ERROR, EXIT_MISSED = 1, 3
+LAUNCHED = ("train", "distill", "prune")  # commands that a launcher may run in several processes
 
 app = typer.Typer(
     name="draftlab",
@@ -44,13 +47,18 @@ def present(command: Callable[..., Outcome]) -> Callable[..., None]:
     @functools.wraps(command)
     def shown(json_output: bool, **arguments: Any) -> None:
         try:
+            if processes() > 1 and command.__name__ not in LAUNCHED:
+                raise UserError(f"{command.__name__} runs in one process; launch {', '.join(LAUNCHED)} in several")
             outcome = command(**arguments)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            if is_main_process():
+                print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(EXIT_USER_ERROR) from None
         except KeyboardInterrupt:
             print("interrupted; repeat the command to go on where it stopped", file=sys.stderr)
             raise typer.Exit(130) from None
+        if not is_main_process():
+            return
         _print(outcome, json_output)
         if outcome.missed:
             for text in outcome.missed:
@@ -89,6 +97,7 @@ def main() -> None:
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     app()
 
 

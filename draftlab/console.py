@@ -1,6 +1,7 @@
 """What people see while they wait: progress and notes on stderr. Results are printed by cli.py alone."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -9,8 +10,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Advance = Callable[[int, str], None]
 
 
+def processes() -> int:
+    """How many processes a launcher such as accelerate started for this command."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that speaks and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def note(text: str) -> None:
     """One line on stderr, not part of the result."""
+    if not is_main_process():
+        return
     Console(stderr=True, soft_wrap=True).print(text, style="dim", highlight=False, markup=False)
 
 
@@ -21,7 +34,7 @@ def progress(what: str, total: int) -> Iterator[Advance]:
     Where stderr is no terminal the word is printed as a plain line, ten times in all.
     """
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or not is_main_process():
         yield _plain_lines(what, total)
         return
     columns = (

@@ -129,6 +129,28 @@ class Batch:
         """Parts of at most rows rows."""
         return [self.rows(slice(i, i + rows)) for i in range(0, len(self.ids), rows)]
 
+    def packed(self, tokens: int) -> "list[Batch]":
+        """Parts of at most that many tokens each (at least one row), long rows together; 0: one part.
+
+        Each is cut where its longest row ends: what comes after the last token that counts decides nothing.
+        """
+        lengths = np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)  # [B]
+        order = np.argsort(-lengths, kind="stable")
+        parts: list[list[int]] = []
+        for row in order:
+            longest = lengths[parts[-1][0]] if parts else 0
+            if parts and (tokens == 0 or (len(parts[-1]) + 1) * longest <= tokens):
+                parts[-1].append(int(row))
+            else:
+                parts.append([int(row)])
+        return [self._picked(rows, int(lengths[rows[0]])) for rows in parts]
+
+    def _picked(self, rows: list[int], length: int) -> "Batch":
+        held = self.listed
+        cut = (rows, slice(0, length))
+        listed = None if held is None else Listed(held.ids[cut], held.log_p[cut], held.tail[cut])
+        return Batch(self.ids[rows, : length + 1], self.mask[cut], listed)
+
     def part(self, index: int, count: int) -> "Batch":
         """Every count-th row from index on: one process's share; with fewer rows than that, one that does not count."""
         if index < len(self.ids):

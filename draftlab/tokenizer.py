@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftlab.checkpoint import load_tokenizer, read_config
+from draftlab.checkpoint import load_tokenizer, vocab_size
 from draftlab.errors import UserError
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
@@ -39,22 +39,20 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
     wrapped.save_pretrained(out)
 
 
-def check_same_vocabulary(draft: Path, target: Path) -> None:
-    """Speculation compares token ids, so every id must mean the same to both.
+def common_vocabulary(draft: Path, target: Path) -> int:
+    """How many ids, from 0 on, both models have logits for and both tokenizers give the same meaning.
+
+    Speculation compares ids. Heads of one family are padded to different sizes: the smaller size counts.
 
     Raises:
-        UserError: the first id that differs, or vocabularies of different size in config.json.
+        UserError: the first id below it that differs.
     """
-    ours, theirs = load_tokenizer(draft).get_vocab(), load_tokenizer(target).get_vocab()
-    if ours != theirs:
-        mine, its = {i: t for t, i in ours.items()}, {i: t for t, i in theirs.items()}
-        first = min(i for i in mine.keys() | its.keys() if mine.get(i) != its.get(i))
+    size = min(vocab_size(model) for model in (draft, target))
+    mine, its = ({i: t for t, i in load_tokenizer(model).get_vocab().items()} for model in (draft, target))
+    first = next((i for i in range(size) if mine.get(i) != its.get(i)), None)
+    if first is not None:
         raise UserError(
             f"draft {draft.name} and target {target.name} have different tokenizers: id {first} is "
             f"{mine.get(first)!r} and {its.get(first)!r}; speculation needs the same vocabulary"
         )
-    sizes = read_config(draft)["vocab_size"], read_config(target)["vocab_size"]
-    if sizes[0] != sizes[1]:
-        raise UserError(
-            f"draft {draft.name} has {sizes[0]} logits, target {target.name} {sizes[1]}; pad or trim the draft"
-        )
+    return size

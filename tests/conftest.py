@@ -16,6 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from draftlab.data import Batch, HeldOut
+from draftlab.distill.loop import GivenTeacher, Lesson
+from draftlab.distill.text import Batches
 from draftlab.tokenizer import train_tokenizer
 
 torch.set_num_threads(1)
@@ -72,6 +75,10 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
     return model.eval()
+
+
+def lesson(teacher: GivenTeacher, batches: Batches, heldout: list[Batch]) -> Lesson:
+    return Lesson(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0))
 
 
 @pytest.fixture(scope="session")

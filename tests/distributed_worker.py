@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from conftest import build
+from conftest import build, lesson
 from safetensors.torch import save_file
 from test_masks import SETTINGS, smaller
 from torch import Tensor
@@ -38,14 +38,14 @@ def trained(out: Path) -> dict[str, Tensor]:
     """Weights and masks after a few steps of the loop."""
     model, masks, teacher = build("mistral", seed=1), Masks(HAVE, smaller(HAVE), 0), build("mistral", seed=2)
     with masked(model, masks, 1e-6):
-        list(train(model, teacher, Rows(), [Rows().batch(9)], SETTINGS, out.with_suffix(".state"), masks))
+        list(train(model, lesson(teacher, Rows(), [Rows().batch(9)]), SETTINGS, out.with_suffix(".state"), masks))
     return {name: p.detach() for name, p in [*model.named_parameters(), *masks.named_parameters()]}
 
 
 def gradients(sharded: bool) -> dict[str, Tensor]:
     """Gradients of one step, with FSDP2 around every layer and the whole step, or without."""
     model, masks = build("mistral", seed=1), Masks(HAVE, smaller(HAVE), 0)
-    step = DistillStep(model, parse_loss("fkl"), 1.0, masks)
+    step = DistillStep(model, parse_loss("fkl"), 1.0, constraint=masks)
     step.begin(0.7)
     rows, processes = Rows().batch(2), 1
     tokens = float(rows.mask.sum())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import build
+from conftest import build, lesson
 from safetensors.numpy import load_file, save_file
 
 from draftlab import checkpoint, provenance
@@ -48,14 +48,14 @@ def made(family_dirs, text, tmp_path_factory) -> Path:
 
 def whole(target: Path, batch: Batch) -> torch.Tensor:
     """The target's log-probabilities [n, V] where the batch counts."""
-    teacher = LocalTeacher(checkpoint.load_model(target, torch.float32).eval(), compiled=False)
+    teacher = LocalTeacher(checkpoint.load_model(target, torch.float32).eval(), 307, CPU)
     return teacher.look(batch).log_probs(slice(None), 1.0)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_what_is_read_back_is_the_targets_distribution(temperature, made, family_dirs):
     batch = CachedBatches(made, 4, temperature).batch(2)
-    listed = CachedTeacher(CPU).look(batch)
+    listed = CachedTeacher(307).look(batch)
     log_p = log_probs(whole(family_dirs["llama"], replace(batch, listed=None)), temperature)
     assert torch.equal(listed.ids.sort().values, log_p.topk(8).indices.sort().values)
     torch.testing.assert_close(listed.log_p, log_p.gather(1, listed.ids), atol=8e-3, rtol=1e-3)
@@ -167,7 +167,7 @@ SETTINGS = Settings(loss="fkl", steps=6, lr=3e-3, dtype="float32", eval_every=6,
 def fit(batches, teacher, state: Path, settings: Settings = SETTINGS, stop: int | None = None):
     model = build("llama", 3, num_hidden_layers=2)
     records = []
-    for record in train(model, teacher, batches, [batches.batch(99)], settings, state):
+    for record in train(model, lesson(teacher, batches, [batches.batch(99)]), settings, state):
         records.append(record)
         if isinstance(record, StepRecord) and record.step == stop:
             break
@@ -186,7 +186,7 @@ def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, te
 
     gentle = replace(SETTINGS, lr=1e-4)
     teacher = checkpoint.load_model(target, torch.float32)
-    _, cached = fit(batches, "cached", tmp_path / "a", gentle)
+    _, cached = fit(batches, CachedTeacher(307), tmp_path / "a", gentle)
     _, local = fit(Bare(), teacher, tmp_path / "b", gentle)
     for a, b in zip(cached, local, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=2e-3)
@@ -195,9 +195,9 @@ def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, te
 
 def test_a_resumed_run_from_a_cache_is_the_uninterrupted_one(made, tmp_path):
     batches = CachedBatches(made, 3)
-    wanted, records = fit(batches, "cached", tmp_path / "a")
-    fit(batches, "cached", tmp_path / "b", stop=3)
-    found, _ = fit(batches, "cached", tmp_path / "b")
+    wanted, records = fit(batches, CachedTeacher(307), tmp_path / "a")
+    fit(batches, CachedTeacher(307), tmp_path / "b", stop=3)
+    found, _ = fit(batches, CachedTeacher(307), tmp_path / "b")
     assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True))
     assert isinstance(records[-1], EvalRecord)
     assert isinstance(records[0], EvalRecord)
@@ -206,7 +206,7 @@ def test_a_resumed_run_from_a_cache_is_the_uninterrupted_one(made, tmp_path):
 
 def test_a_batch_without_lists_is_no_batch_of_a_cache():
     with pytest.raises(ValueError, match="nothing of a target"):
-        CachedTeacher(CPU).look(text_batch([np.arange(5)]))
+        CachedTeacher(307).look(text_batch([np.arange(5)]))
 
 
 def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
@@ -215,8 +215,8 @@ def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_d
     teacher = checkpoint.load_model(family_dirs["llama"], torch.float32)
     bare = replace(batches.batch(0), listed=None)
     few, whole = (
-        next(iter(train(model, given, batches, [rows], SETTINGS, tmp_path / name)))
-        for name, given, rows in (("a", "cached", batches.batch(0)), ("b", teacher, bare))
+        next(iter(train(model, lesson(given, batches, [rows]), SETTINGS, tmp_path / name)))
+        for name, given, rows in (("a", CachedTeacher(307), batches.batch(0)), ("b", teacher, bare))
     )
     assert few.acceptance - 1e-3 <= whole.acceptance <= few.acceptance + few.slack + 1e-3
     assert few.slack > 0.01

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from draftlab import checkpoint, provenance
 from draftlab.errors import UserError
-from draftlab.tokenizer import check_same_vocabulary, train_tokenizer
+from draftlab.tokenizer import common_vocabulary, train_tokenizer
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
@@ -170,18 +170,18 @@ def test_a_fingerprint_sees_the_weights_and_not_the_notes(family_dirs, tmp_path)
 
 
 def test_unequal_vocabularies_are_refused_by_the_first_differing_id(family_dirs, tmp_path):
-    check_same_vocabulary(family_dirs["llama"], family_dirs["qwen3"])
+    common_vocabulary(family_dirs["llama"], family_dirs["qwen3"])
     other = tmp_path / "other"
     train_tokenizer(["x = y + z\n" * 40, "while True:\n    pass\n" * 30], 307, other)
     (other / "config.json").write_text((family_dirs["llama"] / "config.json").read_text())
     with pytest.raises(UserError, match=r"different tokenizers: id \d+ is .* and .*same vocabulary"):
-        check_same_vocabulary(other, family_dirs["llama"])
+        common_vocabulary(other, family_dirs["llama"])
 
 
-def test_padded_heads_are_refused(family_dirs, tmp_path):
+def test_of_padded_heads_the_smaller_size_is_common(family_dirs, tmp_path):
     for file in family_dirs["llama"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = checkpoint.read_config(tmp_path) | {"vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="has 320 logits, target llama 307"):
-        check_same_vocabulary(tmp_path, family_dirs["llama"])
+    assert common_vocabulary(tmp_path, family_dirs["llama"]) == 307
+    assert common_vocabulary(family_dirs["llama"], tmp_path) == 307

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import build
+from conftest import build, lesson
 
 from draftlab.data import Batch, text_batch
-from draftlab.distill.adapters import adapt, merged
+from draftlab.distill.adapters import adapt, merged_weights
 from draftlab.distill.loop import EvalRecord, Settings, StepRecord, schedule, train
+from draftlab.distill.states import best_weights
 from draftlab.distill.text import GeneratedRows, Mixed, StudentText, generate_rows, parse_texts
 from draftlab.errors import UserError
 from draftlab.llama import load
@@ -49,7 +50,7 @@ def teacher():
 def run(model, teacher, state: Path, settings: Settings = SETTINGS, batches=None, stop_after: int | None = None):
     heldout = [RandomText(masked=False).batch(10_000)]
     records = []
-    for record in train(model, teacher, batches or RandomText(), heldout, settings, state):
+    for record in train(model, lesson(teacher, batches or RandomText(), heldout), settings, state):
         records.append(record)
         if isinstance(record, StepRecord) and record.step == stop_after:
             break  # a kill: nothing more is saved
@@ -80,9 +81,9 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, teacher, o
 def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, loss):
     one = replace(SETTINGS, loss=loss, steps=2)
     results = []
-    for micro_rows in (0, 1, 3):
+    for tokens in (0, 1, 30):
         model = student()
-        run(model, teacher, tmp_path / f"{micro_rows}", replace(one, micro_rows=micro_rows))
+        run(model, teacher, tmp_path / str(tokens), replace(one, micro_tokens=tokens))
         results.append(weights(model))
     for other in results[1:]:
         for name, w in results[0].items():
@@ -200,7 +201,7 @@ class Numbered:
 
 
 def test_texts_are_mixed_by_weight_and_each_is_read_in_turn():
-    mixed = Mixed({"data": Numbered(0), "draft": Numbered(1)}, {"data": 0.7, "draft": 0.3})
+    mixed = Mixed.of({"data": Numbered(0), "draft": Numbered(1)}, {"data": 0.7, "draft": 0.3}, 100)
     seen = [tuple(mixed.batch(step).ids[0, :2]) for step in range(100)]
     for tag, share in ((0, 70), (1, 30)):
         assert [step for t, step in seen if t == tag] == list(range(share))
@@ -241,9 +242,10 @@ def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
 def test_on_policy_training_resumes_bit_for_bit(tmp_path, teacher):
     def go(state: Path, stop_after: int | None = None) -> dict[str, torch.Tensor]:
         model = student()
-        batches = Mixed(
+        batches = Mixed.of(
             {"data": RandomText(), "draft": StudentText(model, RandomText(masked=False), 4, 1.0, 1, 0)},
             {"data": 0.5, "draft": 0.5},
+            SETTINGS.steps,
         )
         run(model, teacher, state, SETTINGS, batches, stop_after)
         return weights(model)
@@ -262,8 +264,9 @@ def test_lora_trains_adapters_alone_and_merges_into_a_plain_model(tmp_path, teac
     assert all(
         torch.equal(before[n.replace(".base_layer", "")], p) for n, p in model.named_parameters() if "lora" not in n
     )
-    plain = merged(adapted)
-    after = weights(plain)
+    source = tmp_path / "source"
+    student().save_pretrained(source)
+    after = merged_weights(source, 4, best_weights(tmp_path, "student"))
     assert after.keys() == before.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "proj" in name and name.endswith("weight")}
@@ -286,7 +289,8 @@ def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher):
     whole, resumed = student(), student()
     run(whole, teacher, tmp_path / "a")
     settings = replace(SETTINGS, save_every=100)
-    records = train(resumed, teacher, RandomText(), [RandomText(masked=False).batch(10_000)], settings, tmp_path / "b")
+    given = lesson(teacher, RandomText(), [RandomText(masked=False).batch(10_000)])
+    records = train(resumed, given, settings, tmp_path / "b")
     for record in records:
         if isinstance(record, StepRecord) and record.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)

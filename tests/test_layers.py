@@ -24,6 +24,7 @@ LAYERS = [
     ["commands"],
     ["recipe"],
     ["cli"],
+    ["__main__"],
 ]
 NO_TORCH = [
     "errors",

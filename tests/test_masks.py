@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FAMILIES, build
+from conftest import FAMILIES, build, lesson
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -216,15 +216,16 @@ class Rows:
 SETTINGS = Settings(loss="fkl", steps=6, lr=1e-4, dtype="float32", eval_every=6, save_every=2, warmup_share=0.1)
 
 
-def run(tmp_path: Path, settings: Settings, *, stop: int | None = None, weights: str = "full", rows: int = 4):
+def run(tmp_path: Path, settings: Settings, *, stop: int | None = None, weights: str = "full", micro_tokens: int = 0):
     have = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
     model, masks = build("mistral", seed=1), Masks(have, smaller(have), 0)
     model.requires_grad_(weights == "full")
     records = []
     with masked(model, masks, 1e-6):
-        settings = replace(settings, micro_rows=rows)
+        settings = replace(settings, micro_tokens=micro_tokens)
         data = Rows(307)
-        for record in train(model, build("mistral", seed=1), data, [data.batch(60)], settings, tmp_path, masks):
+        given = lesson(build("mistral", seed=1), data, [data.batch(60)])
+        for record in train(model, given, settings, tmp_path, masks):
             records.append(record)
             if isinstance(record, StepRecord) and record.step == stop:
                 break
@@ -258,7 +259,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     model = build("mistral", seed=1)
     with torch.no_grad():
         model.get_parameter("model.norm.weight")[0] = torch.nan
-    records = train(model, None, Rows(307), [Rows(307).batch(0)], replace(SETTINGS, loss="ce"), tmp_path)
+    records = train(model, lesson(None, Rows(307), [Rows(307).batch(0)]), replace(SETTINGS, loss="ce"), tmp_path)
     with pytest.raises(UserError, match="loss is nan"):
         list(records)
 

@@ -55,7 +55,7 @@ def score(
     from draftlab import checkpoint
     from draftlab.report import json_rows, score_table
     from draftlab.score import run
-    from draftlab.tokenizer import check_same_vocabulary
+    from draftlab.tokenizer import common_vocabulary
 
     space = workspace.load()
     names = draft or [str(newest(space, ("distill", "prune"), "distill"))]
@@ -64,7 +64,7 @@ def score(
     out = out or space.runs / ("score-" + "-".join(name.split("-", 1)[-1] for name in drafts))
     checkpoint.check_free(out, force=force)
     for directory in drafts.values():
-        check_same_vocabulary(directory, target_dir)
+        common_vocabulary(directory, target_dir)
     device = checkpoint.resolve_device(space.device)
     measuring = run.Plan(
         target=target_dir,

@@ -21,11 +21,16 @@ Data = Annotated[str | None, Option(help="Text: SOURCE, or SOURCE=WEIGHT,SOURCE=
 TargetName = Annotated[str | None, Option(help="Checkpoint of the target; the workspace's if left out.")]
 Steps = Annotated[int, Option(min=1, help="Optimiser steps.")]
 Rows = Annotated[int, Option(min=1, help="Sequences per step.")]
-MicroRows = Annotated[int, Option(min=0, help="Sequences per forward; 0: all at once.")]
+MicroTokens = Annotated[int, Option(min=0, help="Tokens per forward pass, to save memory; 0: all at once.")]
 Lr = Annotated[float, Option(help="Peak learning rate.")]
 WeightDecay = Annotated[float, Option(min=0, help="Decoupled weight decay of matrices.")]
 EvalEvery = Annotated[int, Option(min=1, help="Steps between held-out evaluations.")]
 SaveEvery = Annotated[int, Option(min=1, help="Steps between checkpoints to resume from.")]
+KeepLast = Annotated[int, Option(min=1, help="Checkpoints kept to resume from, the newest ones.")]
+Patience = Annotated[int, Option(min=0, help="End after so many evaluations without a better one; 0: never.")]
+Track = Annotated[
+    list[str] | None, Option(help="Tell tensorboard, trackio, wandb or others how it goes; again for each.")
+]
 ReweighEvery = Annotated[
     int, Option(min=0, help="Steps between changes of a mixture's weights toward what lags behind; 0: fixed weights.")
 ]

@@ -1,9 +1,15 @@
 """LoRA through peft: small matrices beside frozen ones, merged when the model is written."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftModel, get_peft_model
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from draftlab import checkpoint
 
 
 def adapt(model: PreTrainedModel, rank: int) -> PreTrainedModel:
@@ -12,7 +18,13 @@ def adapt(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     return get_peft_model(model, config)  # type: ignore[return-value]  # a PeftModel runs like what it wraps
 
 
-def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """The plain model, adapters added into its weights; a model without any is returned as it is."""
-    wrapped: Any = model
-    return wrapped.merge_and_unload() if isinstance(wrapped, PeftModel) else model
+def merged_weights(source: Path, rank: int, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of source with trained adapters of that rank added in, fp32."""
+    model: Any = adapt(checkpoint.load_model(source, torch.float32), rank)
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if adapters.keys() != trained.keys():
+        raise ValueError(f"adapters of rank {rank} on {source} have other names than those that were trained")
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            parameter.copy_(trained[name])
+    return dict(checkpoint.model_weights(model.merge_and_unload(), torch.float32))

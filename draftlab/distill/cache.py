@@ -23,7 +23,7 @@ from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
 from draftlab.data import Batch, HeldOut, Listed, open_batches, open_heldout
 from draftlab.distill.fused import Dense
-from draftlab.distill.teacher import LocalTeacher
+from draftlab.distill.teacher import LocalTeacher, logits_of
 from draftlab.distill.text import GeneratedRows, generate_rows
 from draftlab.errors import UserError
 from draftlab.shape import validation_text
@@ -199,7 +199,7 @@ def verify(directory: Path, target: Path, seed: int, device: torch.device) -> Ve
 def _teacher(target: Path, device: torch.device) -> LocalTeacher:
     """The target as it is stored."""
     model = checkpoint.load_model(target, checkpoint.stored_dtype(target), device).eval()
-    return LocalTeacher(model, compiled=False)
+    return LocalTeacher(model, logits_of(model), device)
 
 
 def open_cache(directory: Path, draft: Path, *, rows: int, temperature: float) -> tuple["CachedBatches", HeldOut]:

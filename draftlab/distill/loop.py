@@ -6,32 +6,50 @@ so a run that was killed goes on bit for bit.
 
 import contextlib
 import math
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftlab.data import Batch, DynamicBatches
-from draftlab.distill.fused import Teacher, fused_loss
+from draftlab.data import Batch, DynamicBatches, HeldOut
+from draftlab.distill import states
+from draftlab.distill.evaluate import Length
+from draftlab.distill.fused import Dense, Teacher, TopK, fused_loss
 from draftlab.distill.losses import Loss, parse_loss
-from draftlab.distill.teacher import CachedTeacher, LocalTeacher, PlainHead
+from draftlab.distill.teacher import Listing, LocalTeacher, PlainHead, logits_of, shard_by_layer
 from draftlab.distill.text import Batches
 from draftlab.errors import UserError
 
 OptimizerName = Literal["adamw", "muon"]
-Teaching = LocalTeacher | CachedTeacher
-GivenTeacher = PreTrainedModel | Literal["cached"] | None
+Teaching = LocalTeacher | Listing
+GivenTeacher = PreTrainedModel | Listing | None
+
+
+class Measure(Protocol):
+    """Tokens per target pass at K = 4 of a student after so many steps; and later, for every K, of two of those."""
+
+    def __call__(self, student: PreTrainedModel, step: int) -> float: ...
+
+    def compared(self, before: int, after: int) -> list[Length]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What a student learns from, and how it is measured on the way. teacher: None where the text alone is learnt."""
+
+    teacher: GivenTeacher
+    batches: Batches
+    heldout: HeldOut
+    length: Measure | None = None
 
 
 class Constraint(Protocol):
@@ -60,11 +78,13 @@ class Settings:
     optimizer: OptimizerName = "adamw"
     weight_decay: float = 0.1
     clip: float = 1.0
-    micro_rows: int = 0  # rows per forward; 0: all at once
+    micro_tokens: int = 0  # per forward, padding counted; 0: all at once
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     compile: bool = False
     eval_every: int = 100
     save_every: int = 200
+    keep_last: int = 1  # checkpoints
+    patience: int = 0  # evaluations without a better one before the run ends; 0: it runs to its end
     seed: int = 0
 
     @classmethod
@@ -92,7 +112,7 @@ class EvalRecord:
     """Held-out means over tokens, teacher-forced. agreement: share where both top tokens are the same.
 
     acceptance and agreement are None without a teacher. slack: what acceptance may be more, where a cache lists only
-    the most probable tokens.
+    the most probable tokens. mean_acceptance_length: tokens per target pass at K = 4, where it was measured.
     """
 
     step: int
@@ -102,20 +122,33 @@ class EvalRecord:
     acceptance: float | None
     agreement: float | None
     slack: float = 0.0
+    mean_acceptance_length: float | None = None
+
+    @property
+    def merit(self) -> float:
+        """What the best evaluation has most of: tokens per target pass, or else acceptance, or else likelihood."""
+        if self.mean_acceptance_length is not None:
+            return self.mean_acceptance_length
+        return -self.cross_entropy if self.acceptance is None else self.acceptance
 
 
 class DistillStep(nn.Module):
     """Student and objective in one forward, so that DDP and FSDP hooks see the whole of it."""
 
     def __init__(
-        self, student: PreTrainedModel, loss: Loss, temperature: float, constraint: Constraint | None = None
+        self,
+        student: PreTrainedModel,
+        loss: Loss,
+        temperature: float,
+        vocab: int | None = None,  # logits that count: fewer where one of both heads is padded
+        constraint: Constraint | None = None,
     ) -> None:
         super().__init__()
         self.student = student
         self.loss = loss
         self.temperature = temperature
         self.constraint = constraint
-        self.head = PlainHead.of(student)
+        self.head = PlainHead.of(student, vocab or logits_of(student))
         self.progress = 0.0
 
     def begin(self, progress: float) -> None:
@@ -144,55 +177,64 @@ class DistillStep(nn.Module):
 
 
 def train(
-    student: PreTrainedModel,
-    teacher: GivenTeacher,
-    batches: Batches,
-    heldout: list[Batch],
-    settings: Settings,
-    state: Path,
-    constraint: Constraint | None = None,
+    student: PreTrainedModel, lesson: Lesson, settings: Settings, state: Path, constraint: Constraint | None = None
 ) -> Iterator[StepRecord | EvalRecord]:
     """Train student in place; yields a record per optimiser step and per held-out evaluation (before, during, after).
 
-    teacher: a model, or "cached" where the batches carry what a target thought of them.
-    state: where checkpoints go while training; a checkpoint found there is gone on from. constraint: trained along;
-    a student whose weights are frozen is trained through it alone.
+    state: where checkpoints go while training, and the weights of the best evaluation, which states.best_weights
+    reads; a checkpoint found there is gone on from. constraint: trained along; a student whose weights are frozen is
+    trained through it alone, and the last evaluation counts as the best.
 
     Raises:
         UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
     """
     loss = parse_loss(settings.loss)
-    if loss.needs_teacher and teacher is None:
+    batches, heldout, length = lesson.batches, lesson.heldout.batches, lesson.length
+    if loss.needs_teacher and lesson.teacher is None:
         raise UserError(f"loss {settings.loss!r} compares with a target; give one, or train with ce")
     torch.manual_seed(settings.seed)
     AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
+    states.crew()
     accelerator = Accelerator(mixed_precision="bf16" if settings.dtype == "bfloat16" else "no")
     student.train()
-    step_module = DistillStep(student, loss, settings.temperature, constraint)
+    vocab = _shared_vocab(student, lesson.teacher)
+    step_module = DistillStep(student, loss, settings.temperature, vocab, constraint)
     optimizers = _optimizers(student, settings) + (constraint.optimizers() if constraint else [])
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     step_module, *optimizers = accelerator.prepare(step_module, *optimizers)
     if settings.compile:
         student.get_decoder().compile()
-    taught = _teaching(teacher, accelerator.device, settings.compile)
+    taught, best = _teaching(lesson.teacher, vocab, accelerator, settings.compile), states.Best()
+    accelerator.register_for_checkpointing(best)
     if isinstance(batches, DynamicBatches):
         accelerator.register_for_checkpointing(batches)
-    began_at = _restore(accelerator, state)
+
+    def evaluated(done: int) -> EvalRecord:
+        record = evaluate(accelerator, step_module, taught, heldout, done)
+        if length is not None:
+            record = replace(record, mean_acceptance_length=length(student, done))
+        merit = record.merit if constraint is None else done
+        best.offer(merit, done, accelerator, step_module, state)
+        return record
+
+    began_at = states.restore(accelerator, state)
     if began_at == 0:
-        yield evaluate(accelerator, step_module, taught, heldout, 0)
+        yield evaluated(0)
     with _sigterm_noted() as stopping:
         for step in range(began_at, settings.steps):
             yield _step(accelerator, step_module, optimizers, taught, batches, settings, step)
             done = step + 1
             if done % settings.eval_every == 0 or done == settings.steps:
-                yield evaluate(accelerator, step_module, taught, heldout, done)
+                yield evaluated(done)
+            if settings.patience and best.since >= settings.patience:
+                break
             if isinstance(batches, DynamicBatches) and done % batches.every == 0:
                 sources = batches.heldout.items()
                 losses = {n: evaluate(accelerator, step_module, None, rows, done).cross_entropy for n, rows in sources}
                 batches.reweigh(done, losses)
             if (done % settings.save_every == 0 or stopping) and done < settings.steps:
-                _save(accelerator, state, done)
+                states.save(accelerator, state, done, settings.keep_last)
             if stopping:
                 raise KeyboardInterrupt
     accelerator.free_memory()
@@ -212,12 +254,25 @@ def _sigterm_noted() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _teaching(teacher: GivenTeacher, device: torch.device, compiled: bool) -> Teaching | None:
+def _shared_vocab(student: PreTrainedModel, teacher: GivenTeacher) -> int:
+    """Logits that both have: what is beyond them pads one of the heads."""
+    ours = logits_of(student)
     if teacher is None:
-        return None
-    if isinstance(teacher, str):
-        return CachedTeacher(device)
-    return LocalTeacher(cast(nn.Module, teacher).to(device).eval(), compiled)  # type: ignore[arg-type]
+        return ours
+    return min(ours, logits_of(teacher) if isinstance(teacher, PreTrainedModel) else teacher.vocab)
+
+
+def _teaching(teacher: GivenTeacher, vocab: int, accelerator: Accelerator, compiled: bool) -> Teaching | None:
+    if not isinstance(teacher, PreTrainedModel):
+        return teacher
+    model = teacher.eval()
+    if accelerator.is_fsdp2:
+        shard_by_layer(model)
+    elif getattr(model, "hf_device_map", None) is None:  # accelerate has not spread it over devices already
+        model.to(accelerator.device)  # type: ignore[arg-type]
+    if compiled:
+        model.get_decoder().compile()
+    return LocalTeacher(model, vocab, accelerator.device)
 
 
 def evaluate(
@@ -265,14 +320,19 @@ def _step(
     step: int,
 ) -> StepRecord:
     began = time.perf_counter()
-    rows = batches.batch(step).part(accelerator.process_index, accelerator.num_processes)
-    tokens = int(_total(accelerator, torch.tensor(int(rows.mask.sum()))))
+    batch = batches.batch(step)
+    tokens = int(batch.mask.sum())
     totals = torch.zeros(6, dtype=torch.float64)
     accelerator.unwrap_model(step_module).begin(step / settings.steps)
-    for micro in rows.split(settings.micro_rows or len(rows.ids)):
-        sums = _sums(accelerator, step_module, teacher, micro)
-        # DDP averages over processes; the token count is that of the whole step, so scale back
-        accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
+    # parts are made before they are shared out, so that every process takes part in as many passes
+    parts = batch.packed(settings.micro_tokens * accelerator.num_processes)
+    for number, part in enumerate(parts, 1):
+        waiting = accelerator.no_sync(step_module) if number < len(parts) else contextlib.nullcontext()
+        with waiting:
+            share = part.part(accelerator.process_index, accelerator.num_processes)
+            sums = _sums(accelerator, step_module, teacher, share)
+            # DDP averages over processes; the token count is that of the whole step, so scale back
+            accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
         totals += sums.detach().double().cpu()
     norm = accelerator.clip_grad_norm_(step_module.parameters(), settings.clip)
     share = schedule(step, settings)
@@ -303,7 +363,13 @@ def _total(accelerator: Accelerator, values: Tensor) -> Tensor:
 def _sums(accelerator: Accelerator, step_module: nn.Module, teacher: Teaching | None, batch: Batch) -> Tensor:
     ids = torch.from_numpy(batch.ids).to(accelerator.device)
     mask = torch.from_numpy(batch.mask).to(accelerator.device)
-    return step_module(ids, mask, None if teacher is None else teacher.look(batch))
+    return step_module(ids, mask, None if teacher is None else _on(teacher.look(batch), accelerator.device))
+
+
+def _on(teacher: Dense | TopK, device: torch.device) -> Dense | TopK:
+    if isinstance(teacher, Dense):
+        return teacher  # a local teacher knows where its student is
+    return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))
 
 
 def _optimizers(student: PreTrainedModel, settings: Settings) -> list[torch.optim.Optimizer]:
@@ -327,33 +393,3 @@ def _optimizers(student: PreTrainedModel, settings: Settings) -> list[torch.opti
         return [adamw(matrices + ends, vectors)]
     muon = torch.optim.Muon(matrices, lr=settings.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw([], ends + vectors)]
-
-
-def _save(accelerator: Accelerator, state: Path, step: int) -> None:
-    """Write step-N under a temporary name, then rename and drop the older one: always one whole checkpoint."""
-    work = state / "writing"
-    try:
-        accelerator.save_state(str(work))
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors say a full disk their own way
-        shutil.rmtree(work, ignore_errors=True)
-        raise UserError(f"cannot write a checkpoint to {state}: {' '.join(str(error).split())[:200]}") from error
-    if accelerator.is_main_process:
-        older = _checkpoints(state)
-        work.rename(state / f"step-{step:08d}")
-        for checkpoint in older:
-            shutil.rmtree(checkpoint)
-    accelerator.wait_for_everyone()
-
-
-def _restore(accelerator: Accelerator, state: Path) -> int:
-    """Load the newest checkpoint into what was prepared; the step to go on from, 0 when there is none."""
-    shutil.rmtree(state / "writing", ignore_errors=True)
-    found = _checkpoints(state)
-    if not found:
-        return 0
-    accelerator.load_state(str(found[-1]))
-    return int(found[-1].name.removeprefix("step-"))
-
-
-def _checkpoints(state: Path) -> list[Path]:
-    return sorted(state.glob("step-*"))

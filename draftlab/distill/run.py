@@ -1,40 +1,34 @@
 """One training run on disk: train, log, checkpoint, write the model; go on where a killed run stopped."""
 
 import json
-import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from draftlab import checkpoint, llama, provenance
-from draftlab.console import progress
-from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_heldout
-from draftlab.distill import evaluate
-from draftlab.distill.adapters import merged
+from draftlab import checkpoint, provenance
+from draftlab.console import note, progress
+from draftlab.distill import states, vocabulary
+from draftlab.distill.adapters import merged_weights
 from draftlab.distill.evaluate import Length
-from draftlab.distill.loop import (
-    Constraint,
-    DistillStep,
-    EvalRecord,
-    GivenTeacher,
-    Settings,
-    StepRecord,
-    train,
-)
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.text import Batches, GeneratedRows, Mixed, StudentText, generate_rows, kept
+from draftlab.distill.loop import Constraint, EvalRecord, Lesson, Settings, StepRecord, train
+from draftlab.distill.track import Trackers, tracked
 from draftlab.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a run is called and what it writes. like: the checkpoint whose dtype and tokenizer the result gets."""
+    """What a run is called and what it writes.
+
+    like: the checkpoint whose dtype and tokenizer the result gets. lora: rank of the adapters on it, 0 for none.
+    vocab: logits that the result must have, None for as many as config says. track: accelerate's names of who is told
+    how the run goes.
+    """
 
     command: str
     arguments: dict[str, object]
@@ -44,6 +38,9 @@ class Job:
     config: dict[str, object]
     began: float
     force: bool
+    lora: int = 0
+    vocab: int | None = None
+    track: tuple[str, ...] = ()
 
     @property
     def state(self) -> Path:
@@ -57,21 +54,11 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """How tokens per target pass are measured: what the target writes after the held-out windows' first tokens."""
-
-    temperature: float
-    texts: int
-    prompt: int
-    length: int
-    eos_id: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
     """What a finished run measured. seconds count every step once, also those before a resume.
 
-    lengths: tokens per target pass for every K, empty where no target could write text.
+    after: the best evaluation, whose weights are written. lengths: tokens per target pass for every K, empty where no
+    target could write text.
     """
 
     before: EvalRecord
@@ -87,17 +74,16 @@ class Fitted:
 
 def fit(
     student: PreTrainedModel,
-    teacher: GivenTeacher,
-    batches: Batches,
-    heldout: HeldOut,
+    lesson: Lesson,
     settings: Settings,
     *,
     state: Path,
     identity: dict[str, object],
     what: str,
     constraint: Constraint | None = None,
+    trackers: Trackers | None = None,
 ) -> Fitted:
-    """Train student in place; state keeps checkpoints and log.jsonl until the caller has written the model.
+    """Train student in place; state keeps checkpoints, log.jsonl and the best weights until the caller removes it.
 
     identity: what makes this run this run; an unfinished one in state with another identity is refused.
 
@@ -107,23 +93,27 @@ def fit(
     _claim(state, identity)
     log = state / "log.jsonl"
     with progress(what, settings.steps) as advance:
-        for record in train(student, teacher, batches, heldout.batches, settings, state, constraint):
+        for record in train(student, lesson, settings, state, constraint):
             _append(log, record)
+            if trackers is not None:
+                trackers.log(record)
             if isinstance(record, StepRecord):
                 word = f"{record.tokens / record.seconds:,.0f} tokens/s, loss {record.loss:.3f}"
                 advance(record.step, word + _alpha_text(record.acceptance))
             else:
-                bits = heldout.bits_per_byte(record.cross_entropy)
+                bits = lesson.heldout.bits_per_byte(record.cross_entropy)
                 advance(record.step, f"held out: {bits:.3f} bits per byte" + _alpha_text(record.acceptance))
+    states.crew().wait_for_everyone()
     records = read_log(log)
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
+    after = evals[-1] if constraint is not None else max(evals, key=lambda r: r.merit)  # the first of equals, as Best
     return Fitted(
         before=evals[0],
-        after=evals[-1],
+        after=after,
         tokens=sum(r.tokens for r in steps),
         seconds=sum(r.seconds for r in steps),
-        bits_per_byte=heldout.bits_per_byte(evals[-1].cross_entropy),
+        bits_per_byte=lesson.heldout.bits_per_byte(after.cross_entropy),
     )
 
 
@@ -137,143 +127,40 @@ def claim(job: Job) -> Path:
     return job.state
 
 
-def fit_and_write(
-    job: Job,
-    student: PreTrainedModel,
-    teacher: GivenTeacher,
-    batches: Batches,
-    heldout: HeldOut,
-    settings: Settings,
-    replay: Replay | None = None,
-) -> Fitted:
-    """fit, then job.out: the trained model in the dtype of like (bf16 for a new one), log.jsonl and record."""
-    state, identity = claim(job), job.identity
-    measure = _replayed(student, teacher, heldout, replay, state, settings.seed)
-    fitted = fit(student, teacher, batches, heldout, settings, state=state, identity=identity, what=job.command)
-    fitted = replace(fitted, lengths=measure())
-    bare = not (job.like / "config.json").is_file()  # a tokenizer alone
-    dtype = torch.bfloat16 if bare else checkpoint.stored_dtype(job.like)
-    with checkpoint.new_directory(job.out, force=job.force) as work:
-        checkpoint.write_checkpoint(work, job.config, checkpoint.model_weights(merged(student), dtype), job.like)
-        shutil.copyfile(state / "log.jsonl", work / "log.jsonl")
-        provenance.write_record(work, job.command, job.arguments, job.inputs, job.began, **fitted.as_dict())
-    shutil.rmtree(state)
+def fit_and_write(job: Job, student: PreTrainedModel, lesson: Lesson, settings: Settings, **notes: object) -> Fitted:
+    """fit, then job.out: the best weights in the dtype of like (bf16 for a new one), log.jsonl, record with notes."""
+    state = claim(job)
+    with tracked(job.track, job.out, job.arguments) as trackers:
+        fitted = fit(student, lesson, settings, state=state, identity=job.identity, what=job.command, trackers=trackers)
+    if lesson.length is not None:
+        fitted = replace(fitted, lengths=lesson.length.compared(fitted.before.step, fitted.after.step))
+    if fitted.after.step < settings.steps:
+        best = f"after step {fitted.after.step}" if fitted.after.step else "before the first step"
+        note(f"the best evaluation was {best}: those weights are written")
+    if states.crew().is_main_process:
+        with checkpoint.new_directory(job.out, force=job.force) as work:
+            checkpoint.write_checkpoint(work, job.config, _weights(job), job.like)
+            if job.vocab is not None:
+                notes["vocab"] = vocabulary.resize(work, job.vocab)
+            shutil.copyfile(state / "log.jsonl", work / "log.jsonl")
+            notes |= fitted.as_dict()
+            provenance.write_record(work, job.command, job.arguments, job.inputs, job.began, **notes)
+        shutil.rmtree(state)
+    states.crew().wait_for_everyone()
     return fitted
 
 
-def _replayed(
-    student: PreTrainedModel,
-    teacher: GivenTeacher,
-    heldout: HeldOut,
-    how: Replay | None,
-    state: Path,
-    seed: int,
-) -> Callable[[], list[Length]]:
-    """Measure the student now, and give a function that compares it with itself later."""
-    if how is None or not isinstance(teacher, PreTrainedModel):
-        return list
-    windows = np.concatenate([batch.ids for batch in heldout.batches])[: how.texts, : how.prompt]
-    written = evaluate.write(teacher, windows, how.length, how.temperature, how.eos_id, seed)
-
-    def flat() -> dict[str, np.ndarray]:
-        return {f"{i:04d}": row for i, row in enumerate(evaluate.chances(student, written))}
-
-    before = kept(state / "before.safetensors", flat)
-    return lambda: evaluate.lengths([before[name] for name in sorted(before)], evaluate.chances(student, written))
+def _weights(job: Job) -> Iterator[tuple[str, Tensor]]:
+    trained = states.best_weights(job.state, "student")
+    bare = not (job.like / "config.json").is_file()  # a tokenizer alone
+    dtype = torch.bfloat16 if bare else checkpoint.stored_dtype(job.like)
+    whole = merged_weights(job.like, job.lora, trained) if job.lora else trained
+    return ((name, weight.to(dtype)) for name, weight in whole.items())
 
 
 def state_of(out: Path) -> Path:
     """Where an unfinished run for out keeps its checkpoints and log."""
     return out.with_name(f".{out.name}.state")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
-    """How target and draft write after prompts."""
-
-    prompt: int
-    temperature: float
-    eos_id: int | None
-    seed: int
-
-
-def mixed(
-    shares: dict[str, float],
-    data: Batches,
-    how: Writing,
-    *,
-    student: PreTrainedModel,
-    target: Path | None,
-    state: Path,
-    steps: int,
-    device: torch.device,
-) -> Batches:
-    """data, what the target writes after the starts of its rows, and what the draft writes, by their shares of steps.
-
-    The target's text is made once and kept in state.
-    """
-    row = data.batch(0).ids
-    if list(shares) != ["data"] and row.shape[1] <= how.prompt:
-        raise UserError(
-            f"--prompt-tokens {how.prompt} leaves nothing to write in sequences of {row.shape[1] - 1} tokens"
-        )
-    sources: dict[str, Batches] = {"data": data}
-    if "target" in shares and target is not None:
-        needed = math.ceil(steps * shares["target"]) + 1
-        sources["target"] = target_text(data, target, state, how, steps=min(steps, needed), device=device)
-    if "draft" in shares:
-        sources["draft"] = StudentText(student, data, how.prompt, how.temperature, how.eos_id, how.seed)
-    return sources[next(iter(shares))] if len(shares) == 1 else Mixed(sources, shares)
-
-
-def target_text(
-    data: Batches, target: Path, state: Path, how: Writing, *, steps: int, device: torch.device
-) -> GeneratedRows:
-    """Rows that begin as those of data do and go on as the target samples."""
-    rows, width = data.batch(0).ids.shape
-
-    def make() -> dict[str, np.ndarray]:
-        model = llama.load(target, torch.float32, device)
-        prompts = np.concatenate([data.batch(step).ids[:, : how.prompt] for step in range(steps)])
-        with progress("target writes", len(prompts)) as advance:
-            ids = generate_rows(
-                model,
-                prompts,
-                length=width - how.prompt,
-                temperature=how.temperature,
-                seed=how.seed,
-                rows=64,
-                advance=lambda n: advance(n, ""),
-            )
-        return {"ids": ids}
-
-    return GeneratedRows(kept(state / "target_text.safetensors", make)["ids"], how.prompt, how.eos_id, rows)
-
-
-def reweighing(
-    batches: TokenBatches, reference: Path, tokenizer: PreTrainedTokenizerBase, device: torch.device, every: int
-) -> DynamicBatches:
-    """batches with weights that follow the student's held-out loss on each source, against a reference model's.
-
-    Raises:
-        UserError: a source without one held-out window.
-    """
-    most, rows = 16, min(8, batches.rows)
-    heldout = {
-        name: open_heldout(name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=most).batches
-        for name in batches.weights
-    }
-    model = checkpoint.load_model(reference, torch.bfloat16, device).eval()
-    return DynamicBatches.of(batches, heldout, {name: _cross_entropy(model, b) for name, b in heldout.items()}, every)
-
-
-@torch.inference_mode()
-def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
-    step = DistillStep(model, parse_loss("ce"), 1.0)
-    sums = [
-        step(torch.from_numpy(b.ids).to(model.device), torch.from_numpy(b.mask).to(model.device), None) for b in batches
-    ]
-    return float(sum(s[1] for s in sums) / sum(int(b.mask.sum()) for b in batches))
 
 
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
@@ -287,6 +174,11 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
 
 
 def _claim(state: Path, identity: dict[str, object]) -> None:
+    with states.crew().main_process_first():
+        _claim_alone(state, identity)
+
+
+def _claim_alone(state: Path, identity: dict[str, object]) -> None:
     wanted, file = provenance.plain(identity), state / "run.json"
     if file.exists():
         held = json.loads(file.read_text())
@@ -306,6 +198,8 @@ def _claim(state: Path, identity: dict[str, object]) -> None:
 
 
 def _append(log: Path, record: StepRecord | EvalRecord) -> None:
+    if not states.crew().is_main_process:
+        return
     try:
         with log.open("a") as stream:
             stream.write(json.dumps(asdict(record)) + "\n")

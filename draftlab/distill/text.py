@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch, parse_mixture
+from draftlab.distill.states import crew
 from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError, did_you_mean
 from draftlab.llama import Llama
@@ -42,18 +43,24 @@ def parse_texts(spec: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Each step from one source, in proportion to their weights: after n steps none is more than a step off."""
+    """Each step from one source: its name and which of its batches, by step."""
 
     sources: dict[str, Batches]
-    weights: dict[str, float]
+    turns: list[tuple[str, int]]
+
+    @classmethod
+    def of(cls, sources: dict[str, Batches], weights: dict[str, float], steps: int) -> "Mixed":
+        """In proportion to their weights: after n steps none is more than a step off."""
+        taken, turns = dict.fromkeys(weights, 0), []
+        for number in range(1, steps + 1):
+            name = max(weights, key=lambda n: weights[n] * number - taken[n])
+            turns.append((name, taken[name]))
+            taken[name] += 1
+        return cls(sources, turns)
 
     def batch(self, step: int) -> Batch:
-        taken = dict.fromkeys(self.weights, 0)
-        name = ""
-        for number in range(1, step + 2):
-            name = max(self.weights, key=lambda n: self.weights[n] * number - taken[n])
-            taken[name] += 1
-        return self.sources[name].batch(taken[name] - 1)
+        name, number = self.turns[step]
+        return self.sources[name].batch(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +142,12 @@ def generate_rows(
 
 
 def kept(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Arrays read back from file, or made and kept there: a resumed run reads the same."""
-    if not file.exists():
-        writing = file.with_suffix(".writing")
-        save_file(make(), writing)
-        writing.rename(file)
+    """Arrays read back from file, or made and kept there, by one process: a resumed run reads the same."""
+    with crew().main_process_first():
+        if not file.exists():
+            writing = file.with_suffix(".writing")
+            save_file(make(), writing)
+            writing.rename(file)
     return load_file(file)
 
 

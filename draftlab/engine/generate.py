@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.verify import distribution, draw, verify
@@ -56,10 +57,13 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """A draft model with a cache of its own, rolled back to what was emitted."""
+    """A draft model with a cache of its own, rolled back to what was emitted.
 
-    def __init__(self, model: Llama) -> None:
-        self.model = model
+    vocab: the target's, where the draft's head is padded to another size.
+    """
+
+    def __init__(self, model: Llama, vocab: int | None = None) -> None:
+        self.model, self.vocab = model, vocab
         self.cache = model.new_cache(1, 1)
 
     def reset(self, capacity: int) -> None:
@@ -69,9 +73,14 @@ class ModelDrafter:
         self.cache.used = min(self.cache.used, len(tokens) - 1)
         # after full acceptance the last drafted token was never fed: two tokens go in at once
         fed = torch.tensor([tokens[self.cache.used :]], device=self.model.device)
+        if self.vocab is not None and self.vocab > self.model.shape.vocab:
+            fed.clamp_(max=self.model.shape.vocab - 1)  # an id that the draft does not know
         drafted, q = [], []
         for i in range(count):
-            q.append(distribution(self.model.forward(fed, self.cache, last=1)[0, -1], sampling.temperature))
+            logits = self.model.forward(fed, self.cache, last=1)[0, -1]
+            if self.vocab is not None and len(logits) != self.vocab:
+                logits = F.pad(logits, (0, self.vocab - len(logits)), value=-torch.inf)  # cuts where it is longer
+            q.append(distribution(logits, sampling.temperature))
             drafted.append(draw(q[-1], uniform[i]))
             fed = drafted[-1].view(1, 1)
         return torch.stack(drafted), torch.stack(q)

@@ -1,5 +1,6 @@
 """Learning masks on disk: train them under their constraint, with the weights frozen, adapted or free."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,15 +12,17 @@ from transformers import PreTrainedModel
 from draftlab import checkpoint
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill.adapters import adapt, merged
-from draftlab.distill.loop import Settings
+from draftlab.distill.adapters import adapt, merged_weights
+from draftlab.distill.lesson import reweighing
+from draftlab.distill.loop import Lesson, Settings
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.run import fit, reweighing
+from draftlab.distill.run import fit
+from draftlab.distill.states import best_weights
 from draftlab.prune.cut import Keep
 from draftlab.prune.masked import Folded, masked
 from draftlab.prune.masks import Masks
 from draftlab.shape import Shape
-from draftlab.tokenizer import check_same_vocabulary
+from draftlab.tokenizer import common_vocabulary
 
 Trained = Literal["frozen", "lora", "full"]
 MASKS_FILE = "masks/masks.safetensors"  # apart: runtimes load every safetensors file beside config.json
@@ -65,7 +68,7 @@ def learn(
     teacher = None
     if parse_loss(settings.loss).needs_teacher:
         teacher_dir = how.target or source
-        check_same_vocabulary(source, teacher_dir)
+        common_vocabulary(source, teacher_dir)
         teacher = checkpoint.load_model(teacher_dir, checkpoint.DTYPES[settings.dtype])
     tokenizer = checkpoint.load_tokenizer(source)
     sizes = {"rows": how.rows, "seq_len": how.seq_len}
@@ -75,15 +78,24 @@ def learn(
     heldout = open_heldout(data, tokenizer, most_rows=32, **sizes)
     eps = float(str(checkpoint.read_config(source)["rms_norm_eps"]))
     with masked(student, masks, eps):
-        fit(
-            student, teacher, batches, heldout, settings,
-            state=state, identity=identity, what="masks", constraint=masks,
-        )  # fmt: skip
+        lesson = Lesson(teacher=teacher, batches=batches, heldout=heldout)
+        fit(student, lesson, settings, state=state, identity=identity, what="masks", constraint=masks)
+    with torch.no_grad():  # under FSDP the module's own parameters are but a part
+        for name, trained in best_weights(state, "constraint").items():
+            masks.get_parameter(name).copy_(trained)
     gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
     note(f"expected less wanted sparsity: {gaps}")
-    trained = dict(checkpoint.model_weights(merged(student), checkpoint.stored_dtype(source)))
-    weights = Folded(trained, have, masks.deterministic())
+    weights = Folded(_trained(source, how.weights, state), have, masks.deterministic())
     return Learned(masks=masks, keep=masks.keep(), weights=weights)
+
+
+def _trained(source: Path, weights: Trained, state: Path) -> Mapping[str, Tensor]:
+    """The source's weights after training, as it stores them."""
+    if weights == "frozen":
+        return checkpoint.Weights(source)
+    found = best_weights(state, "student")
+    whole = merged_weights(source, LORA_RANK, found) if weights == "lora" else found
+    return {name: tensor.to(checkpoint.stored_dtype(source)) for name, tensor in whole.items()}
 
 
 def _student(source: Path, how: Learning) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftlab import checkpoint, provenance
-from draftlab.console import progress
+from draftlab.console import is_main_process, processes, progress
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill.run import state_of
 from draftlab.errors import UserError
@@ -103,6 +103,8 @@ class Pruned:
 
 def check_plan(plan: Plan) -> None:
     """Raises UserError: not what the axis table takes it for; a tied head cannot be rotated or refitted alone."""
+    if processes() > 1 and plan.learning is None:
+        raise UserError(f"--method {plan.method} runs in one process; only --method masks trains in several")
     config = checkpoint.read_config(plan.source)
     check_cuttable(config, plan.have)
     check_built(checkpoint.config_for(plan.shape, config, list(range(plan.shape.layers))), plan.shape)
@@ -128,6 +130,8 @@ def prune(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         return Pruned(keep=keep, agreement=None, disk_bytes=size)
     chunks, state = _text(plan), state_of(out)
     made = _decide(plan, chunks, state, arguments)
+    if not is_main_process():  # masks may be trained in several, and one writes
+        return Pruned(keep=made.keep, agreement=None, disk_bytes=0)
     config = checkpoint.config_for(plan.shape, checkpoint.read_config(plan.source), made.keep.layers)
     draft = Walk(Cut(made.weights, plan.shape, made.keep), config, plan.dtype, plan.device)
     lockstep = Lockstep(plan.walk(), draft, layers=made.keep.layers, basis=made.basis, fit=plan.fit)

@@ -82,7 +82,7 @@ def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
 
 
 def _decoder(target: Llama, drafts: dict[str, Llama], sampling: Sampling) -> Callable[[Arm, list[int]], Iterator[Step]]:
-    drafters = {name: ModelDrafter(model) for name, model in drafts.items()}
+    drafters = {name: ModelDrafter(model, target.shape.vocab) for name, model in drafts.items()}
     clock: Clock = clock_for(target.device)
 
     def decode(arm: Arm, prompt: list[int]) -> Iterator[Step]:

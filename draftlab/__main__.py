@@ -1,0 +1,6 @@
+"""python -m draftlab, which launchers such as accelerate need."""
+
+from draftlab.cli import main
+
+if __name__ == "__main__":
+    main()

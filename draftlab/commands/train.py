@@ -1,0 +1,244 @@
+"""Commands that train: a draft against a target, or a model on text."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from draftlab import workspace
+from draftlab.commands.shared import (
+    Compile,
+    Data,
+    DryRun,
+    Dtype,
+    EvalEvery,
+    Force,
+    KeepLast,
+    Lr,
+    MicroTokens,
+    Optimizer,
+    Out,
+    Outcome,
+    Patience,
+    ReweighEvery,
+    Rows,
+    SaveEvery,
+    Seed,
+    Steps,
+    TargetName,
+    Track,
+    WeightDecay,
+    newest,
+    plan,
+    recorded,
+)
+from draftlab.console import note
+from draftlab.errors import UserError
+from draftlab.shape import training_cost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from draftlab.distill.evaluate import Length
+    from draftlab.distill.run import Fitted
+
+
+def train(
+    data: Annotated[str, Option(help="Text to train on: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")],
+    out: Annotated[Path, Option(help="Directory to write.")],
+    model: Annotated[str | None, Option(help="Checkpoint to continue from.")] = None,
+    shape: Annotated[Path | None, Option(help="Or a shape file: start from random weights.")] = None,
+    tokenizer: Annotated[str | None, Option(help="Checkpoint or directory with the tokenizer of a new model.")] = None,
+    steps: Steps = 1000,
+    rows: Rows = 16,
+    micro_tokens: MicroTokens = 0,
+    seq_len: Annotated[int, Option(min=8, help="Tokens per sequence.")] = 512,
+    context: Annotated[int, Option(min=8, help="Longest context of a new model.")] = 2048,
+    lr: Lr = 1.0e-3,
+    optimizer: Optimizer = "adamw",
+    weight_decay: WeightDecay = 0.1,
+    dtype: Dtype = "bfloat16",
+    compile: Compile = False,
+    eval_every: EvalEvery = 200,
+    save_every: SaveEvery = 200,
+    keep_last: KeepLast = 1,
+    patience: Patience = 0,
+    track: Track = None,
+    seed: Seed = 0,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Train with cross-entropy on text: a new model, or continued pretraining after pruning."""
+    arguments, began = recorded(locals())
+    import torch
+
+    from draftlab import checkpoint
+    from draftlab.data import open_batches, open_heldout
+    from draftlab.distill import run
+    from draftlab.distill.loop import Lesson, Settings
+    from draftlab.distill.track import check as check_trackers
+    from draftlab.shape import read_shape_file
+
+    check_trackers(tuple(track or ()))
+    checkpoint.check_free(out, force=force)
+    if model is not None:
+        source = checkpoint.locate(model)
+        tok, config = checkpoint.load_tokenizer(source), checkpoint.read_config(source)
+        start = checkpoint.read_shape(source)
+    elif shape is not None and tokenizer is not None:
+        source = Path(tokenizer) if Path(tokenizer).is_dir() else checkpoint.locate(tokenizer)
+        tok, start = checkpoint.load_tokenizer(source), read_shape_file(shape)
+        config = checkpoint.llama_config(start, context=context, **checkpoint.special_ids(tok))
+    else:
+        raise UserError("say what to train: --model CHECKPOINT, or --shape FILE with --tokenizer DIR for a new model")
+    if dry_run:
+        cost = training_cost(start, None, tokens=steps * rows * seq_len, seq_len=seq_len)
+        return plan(out, {"model": start.describe()} | cost)
+    student = checkpoint.load_model(source, torch.float32) if model else checkpoint.new_model(config, seed)
+    batches = open_batches(data, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
+    heldout = open_heldout(data, tok, rows=rows, seq_len=seq_len, most_rows=512)
+    settings = Settings.of(arguments, loss="ce")
+    job = run.Job(
+        command="train", arguments=arguments, inputs=[source], out=out, like=source, config=config, began=began,
+        force=force, track=tuple(track or ()),
+    )  # fmt: skip
+    fitted = run.fit_and_write(job, student, Lesson(teacher=None, batches=batches, heldout=heldout), settings)
+    return _trained(out, fitted)
+
+
+def distill(
+    draft: Annotated[str | None, Option(help="Checkpoint to train; the newest pruned one if left out.")] = None,
+    target: TargetName = None,
+    data: Data = None,
+    text: Annotated[
+        str,
+        Option(help="Train on data itself, what the target writes, what the draft writes; or target=0.7,draft=0.3."),
+    ] = "data",
+    cache: Annotated[
+        Path | None, Option(help="Distil from this cache instead: neither target nor data are needed.")
+    ] = None,
+    loss: Annotated[
+        str, Option(help="fkl, rkl, jsd(0.5), tvd, nla, lk(3), ce; 0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).")
+    ] = "fkl",
+    temperature: Annotated[float, Option(min=0.01, help="Softens both distributions in the loss.")] = 1.0,
+    serve_temperature: Annotated[
+        float, Option(min=0, help="Temperature at which tokens per target pass are reported; 0 is greedy.")
+    ] = 0.0,
+    sample_temperature: Annotated[float, Option(min=0, help="How target and draft sample what they write.")] = 1.0,
+    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of each prompt for what they write.")] = 32,
+    lora: Annotated[int, Option(min=0, help="Train adapters of this rank instead of all weights; 0: all.")] = 0,
+    checkpointing: Annotated[
+        bool, Option("--checkpointing", help="Compute activations again in the backward pass: less memory, more time.")
+    ] = False,
+    steps: Steps = 500,
+    rows: Rows = 16,
+    micro_tokens: MicroTokens = 0,
+    seq_len: Annotated[int, Option(min=8, help="Tokens per sequence.")] = 256,
+    lr: Lr = 1.0e-3,
+    optimizer: Optimizer = "adamw",
+    weight_decay: WeightDecay = 0.0,
+    dtype: Dtype = "bfloat16",
+    compile: Compile = False,
+    eval_every: EvalEvery = 100,
+    save_every: SaveEvery = 100,
+    keep_last: KeepLast = 1,
+    patience: Patience = 0,
+    pilot: Annotated[
+        int, Option(min=0, help="First try several losses for so many steps each, and keep the best; 0: take --loss.")
+    ] = 0,
+    reweigh_every: ReweighEvery = 0,
+    device_map: Annotated[
+        str | None, Option(help="auto: spread the target over all devices and memory, by accelerate.")
+    ] = None,
+    track: Track = None,
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Train a draft to agree with the target."""
+    arguments, began = recorded(locals())
+    from draftlab import checkpoint
+    from draftlab.distill import run
+    from draftlab.distill.lesson import Reading, cached_lesson, target_lesson
+    from draftlab.distill.loop import Settings
+    from draftlab.distill.losses import parse_loss
+    from draftlab.distill.pilot import pilot as try_losses
+    from draftlab.distill.text import parse_texts
+    from draftlab.distill.track import check as check_trackers
+    from draftlab.tokenizer import common_vocabulary
+
+    space = workspace.load()
+    texts, told = parse_texts(text), tuple(track or ())
+    check_trackers(told)
+    if cache is not None and (data or list(texts) != ["data"] or reweigh_every):
+        raise UserError(f"--cache {cache} brings its own text; leave out --data, --text and --reweigh-every")
+    if pilot and reweigh_every:
+        raise UserError("--pilot compares losses on the same text, and --reweigh-every changes it; leave out one")
+    compared = bool(pilot) or parse_loss(loss).needs_teacher
+    source = checkpoint.locate(draft or newest(space, ("prune",), "prune"))
+    needed = cache is None and (compared or "target" in texts or reweigh_every)
+    target_dir = checkpoint.locate(target or space.target) if needed else None
+    out = out or space.runs / f"distill-{source.name.removeprefix('prune-')}"
+    checkpoint.check_free(out, force=force)
+    if target_dir is not None:
+        common_vocabulary(source, target_dir)
+    if dry_run:
+        small, teaching = checkpoint.read_shape(source), checkpoint.read_shape(target_dir) if target_dir else None
+        cost = training_cost(small, teaching, tokens=steps * rows * seq_len, seq_len=seq_len)
+        return plan(out, {"draft": small.describe(), "target": teaching.describe() if teaching else "none"} | cost)
+    job = run.Job(
+        command="distill", arguments=arguments, inputs=[p for p in (source, target_dir, cache) if p], out=out,
+        like=source, config=checkpoint.read_config(source), began=began, force=force, lora=lora,
+        vocab=checkpoint.vocab_size(target_dir) if target_dir else None, track=told,
+    )  # fmt: skip
+    settings, state = Settings.of(arguments), run.claim(job)
+    student = _student(source, lora, checkpointing)
+    if cache is not None:
+        lesson = cached_lesson(cache, source, rows=rows, temperature=temperature)
+    else:
+        reading = Reading.of(
+            arguments, data=data or space.data, texts=texts, compared=compared,
+            device=checkpoint.resolve_device(space.device),
+        )  # fmt: skip
+        lesson = target_lesson(student, source, target_dir, reading, state)
+    notes: dict[str, object] = {}
+    if pilot:
+        notes["pilot"] = merits = try_losses(student, lesson, settings, pilot, state)
+        settings = replace(settings, loss=next(iter(merits)))
+        note("pilot: " + ", ".join(f"{name} {merit:.3f}" for name, merit in merits.items()))
+    fitted = run.fit_and_write(job, student, lesson, settings, **notes)
+    return _trained(out, fitted)
+
+
+def _student(source: Path, lora: int, checkpointing: bool) -> "PreTrainedModel":
+    import torch
+
+    from draftlab import checkpoint
+    from draftlab.distill.adapters import adapt
+
+    student = checkpoint.load_model(source, torch.float32)
+    if checkpointing:
+        student.gradient_checkpointing_enable()
+    return adapt(student, lora) if lora else student
+
+
+def _trained(out: Path, fitted: "Fitted") -> Outcome:
+    lines = [
+        str(out),
+        f"{fitted.tokens:,} tokens in {fitted.seconds:.0f} s; {fitted.bits_per_byte:.3f} bits per byte held out",
+    ]
+    before, after = fitted.before.acceptance, fitted.after.acceptance
+    if before is not None and after is not None:
+        more = f" (or up to {fitted.after.slack:.3f} more: the cache lists the likeliest tokens only)"
+        lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if fitted.after.slack > 0.001 else ""))
+    if fitted.lengths:
+        lines.append("tokens per target pass: " + "; ".join(_length_text(n) for n in fitted.lengths if n.k in (2, 4)))
+    if fitted.lengths and all(n.gain_low <= 1 for n in fitted.lengths):
+        lines.append("no gain beyond the noise at any K: more steps, a larger rate or other text may help")
+    return Outcome(path=out, show=lines, data={"path": str(out), **fitted.as_dict()})
+
+
+def _length_text(found: "Length") -> str:
+    return f"K = {found.k}: {found.before:.2f} -> {found.after:.2f} ({found.low:.2f} to {found.high:.2f})"

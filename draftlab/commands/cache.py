@@ -6,16 +6,39 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Option
 
 from draftlab import workspace
-from draftlab.commands.shared import Data, DryRun, Out, Outcome, Seed, TargetName, plan, recorded
+from draftlab.commands.shared import (
+    ApiKeyFile,
+    Data,
+    DryRun,
+    Out,
+    Outcome,
+    Seed,
+    ServedModel,
+    ServerUrl,
+    TargetName,
+    TokenizerDir,
+    connect,
+    plan,
+    recorded,
+)
+from draftlab.errors import UserError
 
 if TYPE_CHECKING:
     from draftlab.distill.cache import Manifest
+    from draftlab.distill.origin import Origin
 
 CacheDir = Annotated[Path, Argument(help="Directory of the cache.")]
 
 
 def build(
     target: TargetName = None,
+    server: ServerUrl = None,
+    model: ServedModel = None,
+    tokenizer: TokenizerDir = None,
+    api_key_file: ApiKeyFile = None,
+    traffic: Annotated[
+        Path | None, Option(help="A server's log in JSON lines (docs/formats.md) to keep whole, instead.")
+    ] = None,
     data: Data = None,
     text: Annotated[
         Literal["data", "target"], Option(help="Keep distributions on the data, or on what the target writes.")
@@ -32,24 +55,38 @@ def build(
     """Keep a target's distributions, for distilling without it; a killed build goes on where it stopped."""
     arguments, began = recorded(locals())
     from draftlab import checkpoint, provenance
-    from draftlab.distill import cache
+    from draftlab.distill import cache, origin
 
+    if server is not None and traffic is not None:
+        raise UserError(f"--server {server} and --traffic {traffic} are two sources; leave out one")
+    if traffic is None and text == "target" and prompt_tokens > seq_len:
+        raise UserError(f"--prompt-tokens {prompt_tokens} leaves nothing to write in sequences of {seq_len}")
     space = workspace.load()
-    directory = checkpoint.locate(target or space.target)
-    out = out or space.runs / f"cache-{directory.name}"
-    shape = checkpoint.read_shape(directory)
-    size = sequences * seq_len * (6 * k + 6 + 4 * len(cache.TEMPERATURES) + 8)
+    directory = _directory(target, tokenizer)
+    out = out or space.runs / f"cache-{traffic.stem if traffic else directory.name}"
+    k = min(k, origin.vocab_of(directory))
+    if traffic is not None:
+        log = cache.Traffic.open(traffic, vocab=origin.vocab_of(directory), seq_len=seq_len, k=k)
+        if dry_run:
+            return plan(out, _disk(len(log.starts), seq_len, log.k, temperatures=1))
+        manifest = cache.build_from_traffic(log, directory, out)
+        provenance.write_record(out, "cache build", arguments, [traffic], began)
+        return _shown(out, manifest)
+    if dry_run and server is not None:
+        return plan(out, _disk(sequences, seq_len, k, temperatures=1))
     if dry_run:
-        facts = {"tokens": f"{sequences * seq_len:,}", "disk": f"about {size / 1e6:,.4g} MB"}
-        cost = {"compute": f"{sequences * seq_len * shape.flops_per_token(seq_len // 2) / 1e12:,.3g} TFLOP"}
-        return plan(out, facts | cost)
+        flops = sequences * seq_len * checkpoint.read_shape(directory).flops_per_token(seq_len // 2)
+        facts = _disk(sequences, seq_len, k, temperatures=len(origin.TEMPERATURES))
+        return plan(out, facts | {"compute": f"{flops / 1e12:,.3g} TFLOP"})
     how = cache.Building(
-        target=directory, data=data or space.data, text=text, sequences=sequences, seq_len=seq_len,
-        prompt_tokens=prompt_tokens, temperature=sample_temperature, k=min(k, shape.vocab), seed=seed,
-        device=checkpoint.resolve_device(space.device),
+        data=data or space.data, text=text, sequences=sequences, seq_len=seq_len, prompt_tokens=prompt_tokens,
+        temperature=sample_temperature, k=k, seed=seed,
     )  # fmt: skip
-    manifest = cache.build(how, out)
-    provenance.write_record(out, "cache build", arguments, [directory], began)
+    whose, notes, inputs = _origin(
+        directory, server, model, api_key_file, sample_temperature if text == "target" else None
+    )
+    manifest = cache.build(how, whose, out)
+    provenance.write_record(out, "cache build", arguments, inputs, began, **notes)
     return _shown(out, manifest)
 
 
@@ -63,21 +100,51 @@ def info(directory: CacheDir) -> Outcome:
 def verify(
     directory: CacheDir,
     target: TargetName = None,
+    server: ServerUrl = None,
+    model: ServedModel = None,
+    tokenizer: TokenizerDir = None,
+    api_key_file: ApiKeyFile = None,
     seed: Seed = 0,
 ) -> Outcome:
     """Check a cache: every checksum and list, and some sequences scored again by the target."""
-    from draftlab import checkpoint
     from draftlab.distill import cache
 
-    space = workspace.load()
-    place = checkpoint.locate(target or space.target)
-    found = cache.verify(directory, place, seed, checkpoint.resolve_device(space.device))
+    place = _directory(target, tokenizer)
+    whose, _, _ = _origin(place, server, model, api_key_file, None)
+    found = cache.verify(directory, whose, seed)
     text = (
         f"{found.shards} shards with their checksums and lists; {found.sequences} sequences scored again: "
-        f"log-probabilities within {found.worst:.4f}, {found.same_top:.2%} of the most probable tokens the same"
+        f"log-probabilities {found.mean:.4f} apart on average and {found.worst:.4f} at most, "
+        f"{found.same_top:.2%} of the most probable tokens the same"
     )
-    missed = [] if found.good else [f"{directory} is not what {place} says now"]
+    missed = [] if found.good else [f"{directory} is not what {server or place} says now"]
     return Outcome(path=directory, show=[text], data=found.as_dict(), missed=missed)
+
+
+def _directory(target: str | None, tokenizer: Path | None) -> Path:
+    """With the tokenizer, and with the target itself where no server runs it."""
+    from draftlab import checkpoint
+
+    return tokenizer or checkpoint.locate(target or workspace.load().target)
+
+
+def _origin(
+    directory: Path, server: str | None, model: str | None, api_key_file: Path | None, temperature: float | None
+) -> "tuple[Origin, dict[str, object], list[Path]]":
+    """Whose distributions are kept, notes for the record, and inputs. temperature: None where no text is written."""
+    from draftlab import checkpoint
+    from draftlab.distill import origin
+
+    if server is None:
+        return origin.Local(directory, checkpoint.resolve_device(workspace.load().device)), {}, [directory]
+    running = connect(server, model, api_key_file)
+    about = {"kind": running.kind, "version": running.version, "model": running.model}
+    return origin.Served.of(running, directory, temperature), {"server": about}, []
+
+
+def _disk(sequences: int, seq_len: int, k: int, temperatures: int) -> dict[str, str]:
+    tokens = sequences * seq_len
+    return {"tokens": f"{tokens:,}", "disk": f"about {tokens * (6 * k + 14 + 4 * temperatures) / 1e6:,.4g} MB"}
 
 
 def _shown(directory: Path, manifest: "Manifest") -> Outcome:
@@ -87,6 +154,7 @@ def _shown(directory: Path, manifest: "Manifest") -> Outcome:
         str(directory),
         f"{manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens, {size / 1e6:,.1f} MB "
         f"({per_token:.0f} bytes per token, 1/{2 * manifest.vocab / per_token:,.0f} of fp16 logits)",
-        f"{manifest.target}, {manifest.k} of {manifest.vocab:,} tokens listed; text: {manifest.data} ({manifest.text})",
+        f"{manifest.target} ({manifest.source}), {manifest.k} of {manifest.vocab:,} tokens listed; "
+        f"text: {manifest.data} ({manifest.text})",
     ]
     return Outcome(path=directory, show=text, data={**manifest.model_dump(mode="json"), "bytes": size})

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
@@ -13,12 +13,23 @@ from draftlab import workspace
 from draftlab.console import note
 from draftlab.errors import UserError
 
+if TYPE_CHECKING:
+    from draftlab.serve import Server
+
 Force = Annotated[bool, Option("--force", help="Replace an output that exists.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Show what would be done, and do nothing.")]
 Seed = Annotated[int, Option(help="Seed of everything random.")]
 Out = Annotated[Path | None, Option(help="Directory to write; a name under the workspace's runs if left out.")]
 Data = Annotated[str | None, Option(help="Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT; the workspace's if left out.")]
 TargetName = Annotated[str | None, Option(help="Checkpoint of the target; the workspace's if left out.")]
+ServerUrl = Annotated[
+    str | None, Option("--server", help="http://HOST:PORT of a server that runs the target (docs/servers.md), instead.")
+]
+ServedModel = Annotated[str | None, Option(help="Which model of the server; its first if left out.")]
+TokenizerDir = Annotated[
+    Path | None, Option("--tokenizer", help="Directory with the server's tokenizer, if not that of --target.")
+]
+ApiKeyFile = Annotated[Path | None, Option(help="File that holds the server's API key.")]
 Steps = Annotated[int, Option(min=1, help="Optimiser steps.")]
 Rows = Annotated[int, Option(min=1, help="Sequences per step.")]
 MicroTokens = Annotated[int, Option(min=0, help="Tokens per forward pass, to save memory; 0: all at once.")]
@@ -62,6 +73,16 @@ def command_line(command: str, arguments: dict[str, object]) -> str:
         for item in value if isinstance(value, list) else [value]:
             words += [] if item is None or item is False else [flag] if item is True else [flag, str(item)]
     return shlex.join(words)
+
+
+def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":
+    from draftlab.serve import Server
+
+    try:
+        key = api_key_file.read_text().strip() if api_key_file else None
+    except OSError as error:
+        raise UserError(f"{api_key_file}: {error.strerror}") from None
+    return Server.connect(url, model, key)
 
 
 def plan(out: Path, facts: Mapping[str, object]) -> Outcome:

@@ -1,4 +1,4 @@
-"""The target as teacher: its distributions, from memory or from a cache.
+"""The target as teacher: its distributions, from memory, from a cache or from a server.
 
 B rows, T tokens, N of them that count, D hidden, V vocab, k listed tokens.
 """
@@ -6,6 +6,7 @@ B rows, T tokens, N of them that count, D hidden, V vocab, k listed tokens.
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 
 from draftlab.data import Batch
 from draftlab.distill.fused import Dense, TopK
+from draftlab.errors import UserError
+from draftlab.serve import Server
 
 
 class Listing(Protocol):
@@ -108,3 +111,54 @@ class CachedTeacher:
         counted = batch.mask > 0
         listed = (batch.listed.ids, batch.listed.log_p, batch.listed.tail)
         return TopK(*(torch.from_numpy(array[counted]) for array in listed))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTeacher:
+    """A target that runs on a server, asked anew for every batch: its k most probable tokens."""
+
+    server: Server
+    k: int
+    vocab: int
+
+    def look(self, batch: Batch) -> TopK:
+        """Its distributions after the positions that count.
+
+        Raises:
+            UserError: the server fails, or lists a token beyond the vocabulary.
+        """
+        ids, log_p, _ = look_through(self.server, batch, self.k, self.vocab)
+        return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_rest(log_p))))
+
+
+def look_through(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a server thinks of the tokens that count: ids [N, k], log-probabilities [N, k], those of what came [N].
+
+    Raises:
+        UserError: the server fails, or lists a token beyond vocab.
+    """
+    counted = batch.mask > 0
+    ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]  # what comes later decides nothing
+    asked = [number for number, end in enumerate(ends) if end]
+    found = server.look([batch.ids[number, : ends[number] + 1].tolist() for number in asked], k)
+    ids, log_p, came = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)], [np.empty(0, np.float32)]
+    for number, row in zip(asked, found, strict=True):
+        here = counted[number, : ends[number]]
+        ids.append(np.array(row.top_ids, np.int64)[here])
+        log_p.append(np.array(row.top_logprobs, np.float32)[here])
+        came.append(np.array(row.logprobs, np.float32)[here])
+    listed = np.concatenate(ids)
+    check_ids(listed, vocab)
+    return listed, np.concatenate(log_p), np.concatenate(came)
+
+
+def check_ids(listed: np.ndarray, vocab: int) -> None:
+    """Raises UserError: a server lists a token beyond vocab."""
+    if listed.max(initial=0) >= vocab:
+        raise UserError(f"the server lists token {listed.max()}, and the vocabulary here has {vocab} tokens")
+
+
+def log_rest(log_p: np.ndarray) -> np.ndarray:
+    """log mass of the tokens that are not listed: [N, k] -> [N]. 1e-7 where rounding leaves less."""
+    listed = np.logaddexp.reduce(log_p.astype(np.float64), axis=-1)
+    return np.log(-np.expm1(np.minimum(listed, -1e-7))).astype(np.float32)

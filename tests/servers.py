@@ -1,0 +1,141 @@
+"""Servers of other people's kinds, for tests: one that replays what a real one said, one around a small model."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "vllm_tiny.json").read_text())  # vLLM 0.32.0, CPU, fp32
+Answering = Callable[[str, str, Any], tuple[int, Any]]  # method, path, body -> status, answer
+DROP = -1  # a status: close the connection without an answer
+
+
+@contextmanager
+def running(answering: Answering) -> Iterator[str]:
+    """URL of a server that answers so, each request in a thread of its own."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            length = int(self.headers.get("content-length", 0))
+            body = json.loads(self.rfile.read(length)) if length else None
+            if "authorization" in self.headers:
+                body = {"authorization": self.headers["authorization"]} | (body or {})
+            status, answer = answering(self.command, self.path, body)
+            if status == DROP:
+                self.close_connection = True
+                return
+            content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            if status in (429, 503):
+                self.send_header("retry-after", "7")
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def replay(which: str) -> Answering:
+    """What a real vLLM answered to the very same requests."""
+
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        found = [r for r in RECORDED[which] if (r["method"], r["path"], r["body"]) == (method, path, body)]
+        return (found[0]["status"], found[0]["answer"]) if found else (500, f"{method} {path} was not recorded")
+
+    return answer
+
+
+@dataclass
+class Observed:
+    """How many requests came, and how many at once at most."""
+
+    now: int = 0
+    most: int = 0
+    paths: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, answering: Answering, seconds: float = 0.0) -> Answering:
+        def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+            with self.lock:
+                self.paths.append(path)
+                self.now += 1
+                self.most = max(self.most, self.now)
+            time.sleep(seconds)
+            found = answering(method, path, body)
+            with self.lock:
+                self.now -= 1
+            return found
+
+        return answer
+
+
+@dataclass(frozen=True)
+class SmallVLLM:
+    """vLLM's answers, in the form that was recorded, from a transformers model in fp32. Text ends with one of stops."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    stops: frozenset[int]
+    longest: int = 128
+
+    def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": self.longest}]}
+        if path == "/version":
+            return 200, {"version": "0.32.0"}
+        if path == "/tokenize":
+            return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+        return 200, {"choices": [self._scored(body) if "prompt_logprobs" in body else self._written(body)]}
+
+    @torch.no_grad()
+    def _log_probs(self, ids: list[int]) -> torch.Tensor:
+        return self.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)  # [T, V]
+
+    def _scored(self, body: Any) -> dict[str, Any]:
+        ids = body["prompt"]
+        rows: list[dict[str, Any] | None] = [None]
+        for log_p, came in zip(self._log_probs(ids), ids[1:], strict=False):
+            listed = [came, *log_p.topk(body["prompt_logprobs"]).indices.tolist()]
+            rows.append({str(i): {"logprob": float(log_p[i]), "decoded_token": "?"} for i in listed})
+        return {"prompt_logprobs": rows}
+
+    def _written(self, body: Any) -> dict[str, Any]:
+        rng, ids, values, tops = torch.Generator().manual_seed(body["seed"]), [], [], []
+        while len(ids) < body["max_tokens"]:
+            log_p = self._log_probs(body["prompt"] + ids)[-1]
+            heat = body["temperature"]
+            new = torch.multinomial((log_p / heat).softmax(-1), 1, generator=rng) if heat else log_p.argmax(-1)
+            ids.append(int(new))
+            values.append(float(log_p[ids[-1]]))
+            listed = [ids[-1], *log_p.topk(body["logprobs"]).indices.tolist()]
+            tops.append({f"token_id:{i}": float(log_p[i]) for i in listed})
+            if ids[-1] in self.stops and not body["ignore_eos"]:
+                return self._choice(ids, values, tops, "stop")
+        return self._choice(ids, values, tops, "length")
+
+    @staticmethod
+    def _choice(ids: list[int], values: list[float], tops: list[Any], reason: str) -> dict[str, Any]:
+        return {
+            "token_ids": ids,
+            "logprobs": {"token_logprobs": values, "top_logprobs": tops},
+            "finish_reason": reason,
+        }

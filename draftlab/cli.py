@@ -83,7 +83,10 @@ def options(version: Annotated[bool, Option("--version", help="Print the version
         raise typer.Exit()
 
 
-GROUPS = {"cache": "A target's distributions on disk, to distil from without the target."}
+GROUPS = {
+    "cache": "A target's distributions on disk, to distil from without the target.",
+    "trace": "A target's own output, to measure drafts on without the target.",
+}
 _apps = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
 for _group in GROUPS:
     app.add_typer(_apps[_group], name=_group)

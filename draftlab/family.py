@@ -56,17 +56,22 @@ def shape_name(shape: Shape, *, with_ffn: bool = False) -> str:
 
 
 def widths_folder() -> Path:
-    """Where the named shapes are: in the package when installed from a wheel, else in configs/ of the checkout.
+    """Where the named shapes are."""
+    return shipped("widths")
+
+
+def shipped(folder: str) -> Path:
+    """A folder of files that come with draftlab: in the package when installed from a wheel, else in configs/ here.
 
     Raises:
         UserError: in neither.
     """
     package = Path(__file__).parent
-    places = (package / "widths", package.parent / "configs" / "widths")
+    places = (package / folder, package.parent / "configs" / folder)
     for place in places:
         if place.is_dir():
             return place
-    raise UserError(f"the named shapes are missing: neither {places[0]} nor {places[1]} exists; reinstall draftlab")
+    raise UserError(f"draftlab's {folder} are missing: neither {places[0]} nor {places[1]} exists; reinstall draftlab")
 
 
 def presets(folder: Path) -> dict[str, Shape]:

@@ -84,7 +84,7 @@ class Llama:
             raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
         s = self.shape
         size = (s.layers, rows, s.kv_heads, capacity, s.head_dim)
-        return Cache(torch.zeros(size).to(self.embed), torch.zeros(size).to(self.embed))
+        return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0) -> Tensor:

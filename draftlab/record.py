@@ -5,6 +5,7 @@ before it; K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, less only whe
 """
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -48,17 +49,20 @@ class Generation(_Frozen):
 
 
 class Acceptance(_Frozen):
-    """Acceptance over all steps of some generations; always read rate and length together."""
+    """Acceptance over all steps of some generations; always read rate and length together.
 
-    num_spec_steps: int
-    num_draft_tokens: int
-    num_accepted_draft_tokens: int
+    Counts are whole numbers where they were counted, expectations where they were replayed.
+    """
+
+    num_spec_steps: int | float
+    num_draft_tokens: int | float
+    num_accepted_draft_tokens: int | float
     draft_acceptance_rate: float  # accepted / drafted
     mean_acceptance_length: float  # tokens per target pass, the target's own included; the paper's TAR
     per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
     conditional_acceptance: list[float]  # share accepted at i of those steps that drafted and reached it
-    acceptance_histogram: list[int]  # steps by accepted tokens, 0..K
-    n_truncated_steps: int  # cut by EOS or the length limit
+    acceptance_histogram: list[int | float]  # steps by accepted tokens, 0..K
+    n_truncated_steps: int | float  # cut by EOS or the length limit
 
 
 class Interval(_Frozen):
@@ -218,10 +222,22 @@ def acceptance(generations: list[Generation], k: int) -> Acceptance:
     steps = [(d, a, e) for g in generations for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True) if d > 0]
     if any(not 0 <= a <= d <= k or not 1 <= e <= a + 1 for d, a, e in steps):
         raise ValueError(f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1")
-    n = len(steps)
-    reached = [sum(a >= i for _, a, _ in steps) for i in range(k + 1)]
-    eligible = [sum(a >= i - 1 and d >= i for d, a, _ in steps) for i in range(1, k + 1)]
-    drafted, accepted = sum(d for d, _, _ in steps), sum(a for _, a, _ in steps)
+    return summary(
+        reached=[sum(a >= i for _, a, _ in steps) for i in range(k + 1)],
+        eligible=[sum(a >= i - 1 and d >= i for d, a, _ in steps) for i in range(1, k + 1)],
+        drafted=sum(d for d, _, _ in steps),
+        truncated=sum(e < a + 1 for _, a, e in steps),
+    )
+
+
+def summary(*, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float) -> Acceptance:
+    """From counts over the steps that drafted something, live ones or expected ones.
+
+    Args:
+        reached: steps that accepted at least i tokens, i = 0..K.
+        eligible: steps that drafted an i-th token and accepted those before it, i = 1..K.
+    """
+    n, accepted = reached[0], sum(reached[1:])
     return Acceptance(
         num_spec_steps=n,
         num_draft_tokens=drafted,
@@ -230,8 +246,8 @@ def acceptance(generations: list[Generation], k: int) -> Acceptance:
         mean_acceptance_length=1 + accepted / n if n else 1.0,
         per_position_acceptance=[r / n if n else 0.0 for r in reached[1:]],
         conditional_acceptance=[r / e if e else 0.0 for r, e in zip(reached[1:], eligible, strict=True)],
-        acceptance_histogram=[sum(a == i for _, a, _ in steps) for i in range(k + 1)],
-        n_truncated_steps=sum(e < a + 1 for _, a, e in steps),
+        acceptance_histogram=[a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
+        n_truncated_steps=truncated,
     )
 
 

@@ -7,7 +7,8 @@ from conftest import build
 from draftlab import llama
 from draftlab.engine.generate import Sampling
 from draftlab.record import acceptance
-from draftlab.score.throughput import PLAIN, distinct_ngrams, measure_latency, measure_throughput
+from draftlab.score.profile import measure_latency
+from draftlab.score.throughput import PLAIN, distinct_ngrams, measure_throughput
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
 

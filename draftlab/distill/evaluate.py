@@ -1,17 +1,18 @@
 """What a draft is for: tokens per target pass, on text that the target writes, for every K from one pass.
 
-R texts, P prompt tokens, G written ones, V vocab.
+R texts, P prompt tokens, G written ones.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftlab.distill.losses import log_probs
 from draftlab.distill.text import generate
+from draftlab.engine import replay
+from draftlab.engine.decoder import Hosted
+from draftlab.engine.forced import Looked, Warp, look
 from draftlab.engine.replay import ratio_interval, tokens_per_pass
 
 KS = tuple(range(1, 9))
@@ -48,23 +49,28 @@ def write(
     """Let the target continue prompts [R, P]; greedy at temperature 0."""
     ids = torch.from_numpy(prompts.astype(np.int64)).to(teacher.device)
     torch.manual_seed(seed)
-    whole = torch.cat([generate(teacher, part, length, temperature) for part in ids.split(ROWS)])
-    wrote = whole[:, ids.shape[1] :].cpu().numpy()
+    whole = torch.cat([generate(teacher, part, length, temperature) for part in ids.split(ROWS)]).cpu().numpy()
+    wrote = whole[:, ids.shape[1] :]
     ended = wrote == eos_id if eos_id is not None else np.zeros_like(wrote, dtype=bool)
     lengths = np.where(ended.any(1), ended.argmax(1) + 1, wrote.shape[1])
-    log_p = _each(teacher, whole, ids.shape[1], temperature)[0]
-    return Written(whole.cpu().numpy(), ids.shape[1], lengths, log_p, temperature)
+    texts = [(row[: ids.shape[1]], row[ids.shape[1] :]) for row in whole]
+    log_p = [found.log_q if temperature else np.zeros(length) for found in _look(teacher, texts, temperature)]
+    return Written(whole, ids.shape[1], lengths, np.stack(log_p), temperature)
 
 
 def chances(student: PreTrainedModel, written: Written) -> list[np.ndarray]:
     """Chance of each written token to be accepted; the first of a text comes with the prefill and does not count."""
-    ids = torch.from_numpy(written.ids).to(student.device)
-    log_q, top = _each(student, ids, written.prompt, written.temperature)
-    if written.temperature == 0:
-        found = (top == written.ids[:, written.prompt :]).astype(np.float64)
-    else:
-        found = np.exp(np.minimum(0.0, log_q.astype(np.float64) - written.log_p))
-    return [row[1:n] for row, n in zip(found, written.lengths, strict=True)]
+    prompt, every = written.prompt, list(zip(written.ids, written.lengths, written.log_p, strict=True))
+    texts = [(row[:prompt], row[prompt:][:n]) for row, n, _ in every]
+    return replayed(student, texts, [log_p[:n] for _, n, log_p in every], written.temperature)
+
+
+def replayed(
+    student: PreTrainedModel, texts: list[tuple[np.ndarray, np.ndarray]], log_p: list[np.ndarray], temperature: float
+) -> list[np.ndarray]:
+    """The same of texts as (prompt, written) ids with the target's log-probabilities of what it wrote."""
+    found = _look(student, texts, temperature)
+    return [replay.chances(one.log_q, p)[1:] for one, p in zip(found, log_p, strict=True)]
 
 
 def lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[Length]:
@@ -78,16 +84,9 @@ def lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[Length]:
     return found
 
 
-@torch.inference_mode()
-def _each(model: PreTrainedModel, ids: Tensor, prompt: int, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """log-probability of each token after the prompt, and the most probable one in its place: [R, G] each."""
+def _look(model: PreTrainedModel, texts: list[tuple[np.ndarray, np.ndarray]], temperature: float) -> list[Looked]:
     was_training = model.training
     model.eval()
-    values, tops = [], []
-    for part in ids.split(ROWS):
-        logits = model(input_ids=part[:, :-1], use_cache=False).logits[:, prompt - 1 :]  # [R, G, V]
-        found = log_probs(logits, temperature or 1.0)
-        values.append(found.gather(2, part[:, prompt:, None]).squeeze(2).cpu())
-        tops.append(found.argmax(-1).cpu())
+    found = look(Hosted(model), texts, int(model.config.vocab_size), Warp(temperature=temperature))
     model.train(was_training)
-    return torch.cat(values).numpy(), torch.cat(tops).numpy()
+    return found

@@ -7,11 +7,21 @@ import torch
 from torch import Tensor
 
 
-def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Next-token probabilities, [..., V], fp32. Temperature 0: one-hot on the largest logit, of a tie the lowest id."""
+def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Next-token probabilities, [..., V], fp32. Temperature 0: one-hot on the largest logit, of a tie the lowest id.
+
+    top_k (0: all), then top_p cut what is least probable, as transformers and vLLM do: of what top_k left, the fewest
+    tokens that together have top_p stay, and at least one.
+    """
     if temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.softmax(logits.float() / temperature, -1)
+    p = torch.softmax(logits.float() / temperature, -1)
+    if top_k == 0 and top_p == 1:
+        return p
+    values, ids = p.topk(top_k, -1) if 0 < top_k < p.shape[-1] else p.sort(-1, descending=True)
+    values = values / values.sum(-1, keepdim=True)
+    values = values * (values.cumsum(-1) - values < top_p)  # what stands before it has not yet reached top_p
+    return torch.zeros_like(p).scatter_(-1, ids, values / values.sum(-1, keepdim=True))
 
 
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:

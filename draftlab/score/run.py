@@ -12,7 +12,8 @@ from draftlab.data import prompts as read_prompts
 from draftlab.engine.generate import Sampling
 from draftlab.record import Conditions, Latency, Model, Score, TaskResult
 from draftlab.score.accuracy import evaluate_tasks
-from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_latency, measure_throughput
+from draftlab.score.profile import device_name, measure_latency
+from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
 
 LATENCY_PASSES = 60
 
@@ -129,7 +130,7 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan) 
         target=models[""],
         draft=models[name],
         conditions=Conditions(
-            device=_device_name(plan.device),
+            device=device_name(plan.device),
             dtype=str(plan.dtype).removeprefix("torch."),
             mode="eager",
             threads=torch.get_num_threads(),
@@ -155,13 +156,3 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan) 
 def _context(plan: Plan) -> int:
     """The middle of what is decoded."""
     return plan.prompt_tokens + plan.max_new_tokens // 2
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name() or device.type
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

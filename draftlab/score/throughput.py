@@ -7,11 +7,9 @@ so that drift of the machine falls on all alike.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from draftlab.engine.generate import Clock, ModelDrafter, Sampling, Step, clock_for, plain, speculative
 from draftlab.llama import Llama
-from draftlab.record import Generation, Latency
+from draftlab.record import Generation
 
 Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
 PLAIN: Arm = ("", 0)
@@ -34,10 +32,14 @@ def measure_throughput(
     sampling: Sampling,
     repeats: int,
     advance: Callable[[int], None],
+    clock: Clock | None = None,
 ) -> Measured:
-    """Decode every prompt in every arm, repeats times; one generation per arm beforehand is thrown away."""
+    """Decode every prompt in every arm, repeats times; one generation per arm beforehand is thrown away.
+
+    clock: seconds, by default those of the wall.
+    """
     arms = [PLAIN, *((name, k) for name in drafts for k in ks)]
-    decode = _decoder(target, drafts, sampling)
+    decode = _decoder(target, drafts, sampling, clock or clock_for(target.device))
     for arm in arms:
         list(decode(arm, prompts[0]))
     generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
@@ -56,24 +58,6 @@ def measure_throughput(
     return Measured(generations=generations, tokens=tokens)
 
 
-def measure_latency(
-    models: dict[str, Llama], *, widths: list[int], context: int, passes: int
-) -> dict[str, list[Latency]]:
-    """Milliseconds of one forward pass over width tokens behind context cached ones, models taking turns."""
-    caches = {name: model.new_cache(1, context + max(widths)) for name, model in models.items()}
-    samples: dict[tuple[str, int], list[float]] = {(name, width): [] for name in models for width in widths}
-    for number in range(passes + 3):
-        for (name, width), times in samples.items():
-            model, cache, clock = models[name], caches[name], clock_for(models[name].device)
-            ids = torch.ones(1, width, dtype=torch.long, device=model.device)
-            cache.used = context
-            began = clock()
-            model.forward(ids, cache, last=width)
-            if number >= 3:  # warm-up
-                times.append((clock() - began) * 1e3)
-    return {name: [_latency(width, samples[name, width]) for width in widths] for name in models}
-
-
 def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
     """Distinct n-grams of each text over all its n-grams, sums over texts; 1 is no repeats."""
     grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in tokens]
@@ -81,9 +65,10 @@ def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
     return sum(len(set(g)) for g in grams) / total if total else 1.0
 
 
-def _decoder(target: Llama, drafts: dict[str, Llama], sampling: Sampling) -> Callable[[Arm, list[int]], Iterator[Step]]:
+def _decoder(
+    target: Llama, drafts: dict[str, Llama], sampling: Sampling, clock: Clock
+) -> Callable[[Arm, list[int]], Iterator[Step]]:
     drafters = {name: ModelDrafter(model, target.shape.vocab) for name, model in drafts.items()}
-    clock: Clock = clock_for(target.device)
 
     def decode(arm: Arm, prompt: list[int]) -> Iterator[Step]:
         name, k = arm
@@ -107,9 +92,3 @@ def _generation(prompt: int, steps: list[Step]) -> Generation:
         verify_seconds=sum(s.verify_seconds for s in decode),
         host_seconds=sum(s.host_seconds for s in decode),
     )
-
-
-def _latency(width: int, times: list[float]) -> Latency:
-    ordered = sorted(times)
-    n = len(ordered)
-    return Latency(width=width, median_ms=ordered[n // 2], low_ms=ordered[n // 4], high_ms=ordered[3 * n // 4], n=n)

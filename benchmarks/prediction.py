@@ -1,0 +1,203 @@
+"""Predicted against measured speed-up: drafts cut from tiny, some of them distilled, at every K, in one process.
+
+Each round profiles all models and then decodes some prompts in every arm, so that both see the machine as it was then;
+curves are averaged over rounds. Predictions get acceptance from one teacher-forced pass of each draft over what plain
+decoding wrote. Times are CPU seconds of the process, which other work on the machine lengthens less than the wall's.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks import environment
+from draftlab import checkpoint, llama
+from draftlab.commands.prune import prune
+from draftlab.commands.train import distill
+from draftlab.console import note
+from draftlab.cost import Cost, Profile, expected_length
+from draftlab.data import prompts as read_prompts
+from draftlab.engine.forced import Warp, look
+from draftlab.engine.generate import Sampling
+from draftlab.engine.replay import chances
+from draftlab.llama import Llama
+from draftlab.record import Generation, Latency, bootstrap_speedup
+from draftlab.score import predict as predicting
+from draftlab.score.predict import Prices, Workload, prices, replayed, spend, steps
+from draftlab.score.profile import Curves, Grid, device_name, measure
+from draftlab.score.throughput import PLAIN, Arm, measure_throughput
+
+TARGET = "tiny"
+DRAFTS = {"12x128": 60, "3x256": 60, "6x192": 60, "2x256": 0, "4x192": 0}  # layers x width -> steps of distillation
+KS = (1, 2, 3, 4, 6)
+PROMPT = 64
+Timed = TypeVar("Timed", bound=Latency)
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Drafts are made here, or found.")] = Path("runs/prediction"),
+    rounds: Annotated[int, typer.Option(help="Rounds of profiling and decoding.")] = 12,
+    prompts: Annotated[int, typer.Option(help="Prompts of a round.")] = 1,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
+    repeats: Annotated[int, typer.Option(help="Times every pass is measured in a round.")] = 3,
+) -> None:
+    torch.set_num_threads(1)
+    target = llama.load(checkpoint.locate(TARGET), torch.float32)
+    drafts = {name: llama.load(_draft(name, folder), torch.float32) for name in DRAFTS}
+    tokenizer = checkpoint.load_tokenizer(checkpoint.locate(TARGET))
+    texts = read_prompts("stdlib", tokenizer, count=rounds * prompts, length=PROMPT, seed=0)
+    contexts = [PROMPT, PROMPT + new_tokens + max(KS)]
+    widths = sorted({1, 2, *(k + 1 for k in KS)})
+    grid = Grid(widths=widths, batches=[1], contexts=contexts, prompts=[PROMPT, PROMPT + 1], repeats=repeats)
+    curves: list[dict[str, Curves]] = []
+    runs: dict[Arm, list[Generation]] = {}
+    wrote: list[list[int]] = []
+    for number in range(rounds):
+        curves.append(measure({TARGET: target, **drafts}, grid, mode="eager", clock=time.process_time))
+        measured = measure_throughput(
+            target, drafts, texts[number * prompts : (number + 1) * prompts], ks=list(KS),
+            sampling=Sampling(max_new_tokens=new_tokens), repeats=1, advance=lambda done: None, clock=time.process_time,
+        )  # fmt: skip
+        wrote += measured.tokens[PLAIN]
+        for arm, found in measured.generations.items():
+            placed = [g.model_copy(update={"prompt": number * prompts + g.prompt}) for g in found]
+            runs.setdefault(arm, []).extend(placed)
+        note(f"round {number + 1} of {rounds}")
+    costs = {n: _cost(n, m, [each[n] for each in curves]) for n, m in {TARGET: target, **drafts}.items()}
+    rows = [row for name in drafts for row in _rows(name, drafts[name], costs, texts, wrote, runs)]
+    print(json.dumps(_result(rows, rounds * prompts, new_tokens, rounds, repeats) | environment(1)))
+
+
+def _draft(name: str, folder: Path) -> Path:
+    """A draft of that shape, made if it is not there."""
+    layers, width = map(int, name.split("x"))
+    pruned, distilled = folder / f"pruned-{name}", folder / f"distilled-{name}"
+    if not pruned.exists():
+        prune(source=TARGET, layers=layers, width=width, data="stdlib", out=pruned)
+    if DRAFTS[name] == 0:
+        return pruned
+    if not distilled.exists():
+        distill(
+            draft=str(pruned), target=TARGET, data="stdlib", steps=DRAFTS[name], rows=8, optimizer="muon", lr=4e-3,
+            out=distilled,
+        )  # fmt: skip
+    return distilled
+
+
+def _cost(name: str, model: Llama, rounds: list[Curves]) -> Cost:
+    """Medians of each round, averaged."""
+    profile = Profile(
+        kind="measured", name=name, sha256=None, shape=model.shape, device=device_name(model.device), dtype="float32",
+        mode="eager", threads=1, bandwidth_gbs=1, matrix_tflops={}, command="", versions={}, created="",
+        forward=_mean([r.forward for r in rounds]), again=_mean([r.again for r in rounds]),
+        prefill=_mean([r.prefill for r in rounds]), host=_mean([r.host for r in rounds]),
+    )  # fmt: skip
+    return Cost.of(profile)
+
+
+def _mean(rounds: Sequence[Sequence[Timed]]) -> list[Timed]:
+    return [
+        each[0].model_copy(update={"median_ms": statistics.mean(one.median_ms for one in each)})
+        for each in zip(*rounds, strict=True)
+    ]
+
+
+def _rows(
+    name: str,
+    draft: Llama,
+    costs: dict[str, Cost],
+    texts: list[list[int]],
+    wrote: list[list[int]],
+    runs: dict[Arm, list[Generation]],
+) -> list[dict[str, object]]:
+    pairs = [(np.array(p), np.array(w)) for p, w in zip(texts, wrote, strict=True)]
+    looked = look(draft, pairs, draft.shape.vocab, Warp())
+    accepted = [chances(one.log_q, np.zeros(len(one.log_q)))[1:] for one in looked]  # the first comes with the prefill
+    work = replayed(accepted, [PROMPT] * len(accepted))
+    paid = prices(costs[name], costs[TARGET], work, max(KS), 1)
+    found = predicting.predict(costs[name], costs[TARGET], work, KS)
+    kept = float(np.concatenate(accepted).mean())
+    return [_row(name, row, paid, work, kept, runs) for row in found.rows]
+
+
+def _row(
+    name: str, row: predicting.Row, paid: Prices, work: Workload, kept: float, runs: dict[Arm, list[Generation]]
+) -> dict[str, object]:
+    """predicted, and what would have been without one part of the model."""
+    measured = bootstrap_speedup(runs[name, row.k], runs[PLAIN])
+    counted = sum(len(g.drafted) for g in runs[name, row.k])
+    less = {
+        "without_turns": replace(paid, settling=0 * paid.settling),
+        "without_catching_up": replace(paid, catch_up=0 * paid.catch_up),
+        "without_draft_prefill": replace(paid, draft_prefill=0 * paid.draft_prefill),
+        "without_host": replace(paid, host=0 * paid.host),
+        "without_growth": _at_middle(paid, work),
+    }
+    independent = expected_length(kept, row.k) / row.length.value
+    return {
+        "draft": name,
+        "steps_distilled": DRAFTS[name],
+        "k": row.k,
+        "acceptance_length": row.length.value,
+        "steps_predicted_over_counted": float(steps(work, row.k).begun.sum() / counted),
+        "measured": measured.value,
+        "measured_interval": [measured.low, measured.high],
+        "predicted": row.speedup.value,
+        "error": row.speedup.value / measured.value - 1,
+        "others": {
+            "closed_form": row.closed_speedup / measured.value - 1,
+            "closed_form_independent": row.closed_speedup * independent / measured.value - 1,
+            **{what: _speedup(prices, work, row.k) / measured.value - 1 for what, prices in less.items()},
+        },
+    }
+
+
+def _at_middle(paid: Prices, work: Workload) -> Prices:
+    """Every pass at the cost that it has half way through the texts."""
+    at = int(work.texts.lengths.mean() / 2)
+    flat = {name: np.full_like(getattr(paid, name), getattr(paid, name)[at]) for name in ("draft", "catch_up")}
+    verify = np.repeat(paid.verify[:, at : at + 1], paid.verify.shape[1], axis=1)
+    return replace(paid, verify=verify, **flat)
+
+
+def _speedup(paid: Prices, work: Workload, k: int) -> float:
+    plain, drafted = (float(spend(paid, work.prompts, steps(work, n)).total.sum()) for n in (0, k))
+    return plain / drafted
+
+
+def _result(
+    rows: list[dict[str, object]], prompts: int, new_tokens: int, rounds: int, repeats: int
+) -> dict[str, object]:
+    def median(errors: list[float]) -> float:
+        return statistics.median(map(abs, errors))
+
+    errors = [float(str(row["error"])) for row in rows]
+    others: list[dict[str, float]] = [row["others"] for row in rows]  # type: ignore[misc]
+    return {
+        "benchmark": "prediction",
+        "median_abs_error": median(errors),
+        "mean_error": statistics.mean(errors),
+        "worst_abs_error": max(map(abs, errors)),
+        "median_abs_error_of_simpler_models": {name: median([each[name] for each in others]) for name in others[0]},
+        "rows": rows,
+        "target": TARGET,
+        "prompts": prompts,
+        "prompt_tokens": PROMPT,
+        "new_tokens": new_tokens,
+        "rounds": rounds,
+        "profile_repeats_per_round": repeats,
+        "clock": "CPU seconds of the process",
+        "dtype": "float32",
+        "device": device_name(torch.device("cpu")),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

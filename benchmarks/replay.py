@@ -1,0 +1,131 @@
+"""Acceptance of one draft for K = 1 to 8: replay of a trace against drafting over it again and again.
+
+Same draft, same engine (llama.py, greedy, fp32, one thread), same texts that the target wrote. Three arms take turns on
+each part of the texts: replay (one teacher-forced pass and the recursion for every K), sequential (at each step of each
+K draft anew, with the cache kept and rolled back), and the paper's way (the same, but each step feeds its whole prefix
+again). Times are CPU seconds of the process; the first part warms up.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks import environment
+from draftlab import checkpoint, llama
+from draftlab.console import progress
+from draftlab.data import prompts as read_prompts
+from draftlab.engine.forced import Warp, look
+from draftlab.engine.generate import ModelDrafter, Sampling
+from draftlab.engine.replay import chain, chances, texts_of, visits
+from draftlab.llama import Llama
+from draftlab.score.recording import LocalWriter
+from draftlab.score.trace import Decoding
+
+KS = range(1, 9)
+Texts = list[tuple[list[int], list[int]]]  # prompt and what the target wrote
+Accepted = dict[int, list[list[int]]]  # by K, of each text: tokens accepted in each step
+
+
+def main(
+    draft: Annotated[Path, typer.Option(help="Draft checkpoint.")],
+    target: Annotated[str, typer.Option(help="Target checkpoint.")] = "tiny",
+    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 40,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 128,
+    part: Annotated[int, typer.Option(help="Prompts of one turn.")] = 8,
+) -> None:
+    torch.set_num_threads(1)
+    place = checkpoint.locate(target)
+    texts = _written(place, prompts + part, prompt_tokens, new_tokens)
+    model = llama.load(draft, torch.float32)
+    arms: dict[str, Callable[[Texts], Accepted]] = {
+        "replay": lambda given: _replay(model, given),
+        "sequential": lambda given: _sequential(model, given, keep_cache=True),
+        "paper": lambda given: _sequential(model, given, keep_cache=False),
+    }
+    seconds = dict.fromkeys(arms, 0.0)
+    same = dict.fromkeys(arms, True)
+    counted: Accepted = {k: [] for k in KS}
+    with progress("measure", prompts) as advance:
+        for turn, at in enumerate(range(0, len(texts), part)):
+            found: dict[str, Accepted] = {}
+            for name, arm in arms.items() if turn % 2 else reversed(arms.items()):
+                began = time.process_time()
+                found[name] = arm(texts[at : at + part])
+                seconds[name] += (time.process_time() - began) if turn else 0.0
+            same = {name: same[name] and found[name] == found["replay"] for name in arms}
+            counted = {k: counted[k] + found["sequential"][k] for k in KS}
+            advance(at, "texts")
+    steps = {k: [a for text in counted[k] for a in text] for k in KS}
+    result = {
+        "benchmark": "replay",
+        "speedup_over_sequential": seconds["sequential"] / seconds["replay"],
+        "speedup_over_paper": seconds["paper"] / seconds["replay"],
+        "identical": all(same.values()),
+        "cpu_seconds": seconds,
+        "acceptance_length": {k: 1 + sum(a) / len(a) for k, a in steps.items()},
+        "steps": sum(map(len, steps.values())),
+        "ks": list(KS),
+        "prompts": prompts,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "draft": str(checkpoint.read_shape(draft).describe()),
+        "dtype": "float32",
+        **environment(1),
+    }
+    print(json.dumps(result))
+
+
+def _written(target: Path, count: int, prompt_tokens: int, new_tokens: int) -> Texts:
+    tokenizer = checkpoint.load_tokenizer(target)
+    given = read_prompts("stdlib", tokenizer, count=count, length=prompt_tokens, seed=0)
+    how = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=new_tokens, eos_ids=())
+    writer = LocalWriter(llama.load(target, torch.float32), how, rows=16, top=0, longest=prompt_tokens)
+    found = writer.write(given, list(range(count)))
+    return [(prompt, one.ids.tolist()) for prompt, one in zip(given, found, strict=True)]
+
+
+def _replay(model: Llama, texts: Texts) -> Accepted:
+    pairs = [(np.array(prompt), np.array(text)) for prompt, text in texts]
+    found = look(model, pairs, model.shape.vocab, Warp())
+    kept = texts_of([chances(one.log_q, np.zeros(len(one.log_q)))[1:] for one in found])
+    accepted: Accepted = {}
+    for k in KS:
+        chain(kept, k).acceptance()
+        starts = visits(kept.chances, k)
+        accepted[k] = [
+            (np.diff(np.append(np.flatnonzero(row), n)) - 1).tolist()
+            for row, n in zip(starts, kept.lengths, strict=True)
+        ]
+    return accepted
+
+
+def _sequential(model: Llama, texts: Texts, keep_cache: bool) -> Accepted:
+    return {k: [_drafted_again(model, prompt, text, k, keep_cache) for prompt, text in texts] for k in KS}
+
+
+def _drafted_again(model: Llama, prompt: list[int], text: list[int], k: int, keep_cache: bool) -> list[int]:
+    drafter, at, found = ModelDrafter(model), 1, []
+    drafter.reset(len(prompt) + len(text) + k)
+    while at < len(text):
+        count = min(k, len(text) - at - 1)  # as the engine: the target adds one itself
+        if not keep_cache:
+            drafter.cache.used = 0
+        accepted = 0
+        if count:
+            drafted = drafter.propose([*prompt, *text[:at]], count, Sampling(), torch.zeros(count))[0].tolist()
+            while accepted < count and drafted[accepted] == text[at + accepted]:
+                accepted += 1
+        found.append(accepted)
+        at += accepted + 1
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,419 @@
+"""Measure what a pass of a model costs: every width, batch and context, models taking turns, once all is warm.
+
+B rows, T new tokens, V vocab. Weights may be random: what a pass costs does not depend on what they are.
+"""
+
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftlab import checkpoint, llama, provenance
+from draftlab.console import note, progress
+from draftlab.cost import Again, Mode, Point, Profile, read_weights, write_profile
+from draftlab.engine.generate import Clock, Sampling, clock_for, plain, speculative
+from draftlab.errors import UserError
+from draftlab.llama import Cache, Llama
+from draftlab.record import Latency
+from draftlab.shape import Shape
+
+WARM_ROUNDS = (3, 12)  # before anything counts: at least, at most
+STEADY = 0.05  # warm is a round that takes as long as the one before, within this share
+AGAIN = (1, 2, 3)  # like passes before one; then nothing is left in the caches of what ran earlier
+BUFFER_BYTES = 1 << 30  # most that the ceiling of bandwidth is measured on
+SQUARE = {"cpu": 1024, "cuda": 8192}  # sides of the matrices that show the ceiling of arithmetic
+
+COLUMNS = 4096  # of a matrix that is read as a whole
+
+Task = Callable[[], object]
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What to measure of each model."""
+
+    widths: Sequence[int]
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    prompts: Sequence[int]  # lengths of prefills
+    repeats: int
+
+    @property
+    def capacity(self) -> int:
+        return max([max(self.contexts) + max(self.widths), *self.prompts])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """What was measured of one model: fields of a cost.Profile."""
+
+    forward: list[Point]
+    again: list[Again]
+    prefill: list[Latency]
+    host: list[Latency]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Checkpoints, or shapes to be filled with random weights, by name; and how to measure them."""
+
+    subjects: dict[str, Path | Shape]
+    grid: Grid
+    mode: Mode
+    dtype: torch.dtype
+    device: torch.device
+    threads: int | None
+    command: str
+
+    def shapes(self) -> dict[str, Shape]:
+        return {n: s if isinstance(s, Shape) else checkpoint.read_shape(s) for n, s in self.subjects.items()}
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """Weights of a shape, drawn on the device each time they are asked for, so that none is held twice."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.axes, self.dtype, self.device = shape, shape.axes(), dtype, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        size = self.shape.dims(self.axes[name])
+        if len(size) == 1:
+            return torch.ones(size, dtype=self.dtype, device=self.device)
+        return torch.randn(size, dtype=self.dtype, device=self.device).mul_(size[-1] ** -0.5)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+
+def check(plan: Plan) -> None:
+    """Fail before anything is loaded.
+
+    Raises:
+        UserError: graphs without CUDA, or a shape that the decoder does not compute.
+    """
+    if plan.mode == "graphs" and plan.device.type != "cuda":
+        raise UserError(f"mode graphs captures CUDA graphs, and this is {plan.device.type}; take eager or compiled")
+    for name, shape in plan.shapes().items():
+        if shape.qk_layernorm:
+            raise UserError(
+                f"{name} has q/k norms behind the rotation (qk_layernorm), which the engine does not compute"
+            )
+
+
+def run(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> list[Profile]:
+    """Measure all models in one process, and write out/NAME.yaml of each.
+
+    Raises:
+        UserError: graphs without CUDA, a model that the engine does not know, contexts that do not fit it.
+    """
+    check(plan)
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    context = max(plan.grid.capacity, (plan.grid.repeats + 3) * max(plan.grid.widths))
+    models = {
+        name: random_model(subject, plan.dtype, plan.device, context)
+        if isinstance(subject, Shape)
+        else llama.load(subject, plan.dtype, plan.device)
+        for name, subject in plan.subjects.items()
+    }
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        note(f"the machine is busy: load {load:.1f} on {cores} cores; what is measured now is slower and spreads more")
+    with progress("rounds", plan.grid.repeats) as advance:
+        curves = measure(
+            models, plan.grid, mode=plan.mode, clock=clock_for(plan.device), advance=lambda done: advance(done, "")
+        )
+    dtypes = {plan.dtype, torch.float32, torch.bfloat16}
+    most = {_name(dtype): matrix_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
+    profiles = [_profile(name, models[name].shape, curves[name], most, plan) for name in models]
+    with checkpoint.new_directory(out, force=force) as work:
+        for profile in profiles:
+            write_profile(profile, work / f"{profile.name}.yaml")
+        sources = [subject for subject in plan.subjects.values() if isinstance(subject, Path)]
+        provenance.write_record(work, "profile", arguments, sources, began)
+    return profiles
+
+
+def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
+    """A model of that shape with random weights."""
+    frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+    return Llama(shape, RandomWeights(shape, dtype, device), frequencies, 1.0, 1e-6, context)
+
+
+def measure(
+    models: dict[str, Llama],
+    grid: Grid,
+    *,
+    mode: Mode,
+    clock: Clock,
+    advance: Callable[[int], None] = lambda rounds: None,
+) -> dict[str, Curves]:
+    """The curves of each model. advance: rounds done, of grid.repeats.
+
+    Raises:
+        UserError: contexts that do not fit a model.
+    """
+    with _settings(mode):
+        passes = {name: dict(_passes(model, grid, mode)) for name, model in models.items()}
+        tasks: dict[tuple[str, int, int, int, int], tuple[Task, Task]] = {}
+        for name, each in passes.items():
+            other = _other_work(name, models, passes)
+            tasks |= {(name, *at, 0): (other, run) for at, run in each.items()}
+            ones = [(at, run) for at, run in each.items() if at[0] == 1]
+            tasks |= {(name, *at, n): (_lead(other, run, n), run) for n in AGAIN for at, run in ones}
+        times = in_turns(tasks, repeats=grid.repeats, clock=clock, advance=advance)
+
+    def point(name: str, width: int, batch: int, context: int, behind: int) -> Point:
+        found = latency(width, times[name, width, batch, context, behind])
+        return Point(**found.model_dump(), batch=batch, context=context)
+
+    places = list(itertools.product(grid.batches, grid.contexts))
+    return {
+        name: Curves(
+            forward=[point(name, w, *at, 0) for w in grid.widths for at in places],
+            again=[Again(**point(name, 1, *at, n).model_dump(), behind=n) for n in AGAIN for at in places],
+            prefill=[latency(length, times[name, length, 1, 0, 0]) for length in grid.prompts],
+            host=[latency(width, host_times(model, width, grid, clock)) for width in grid.widths],
+        )
+        for name, model in models.items()
+    }
+
+
+def measure_latency(
+    models: dict[str, Llama], *, widths: list[int], context: int, passes: int
+) -> dict[str, list[Latency]]:
+    """One forward pass over width tokens behind context cached ones, at batch 1 and eager, all taking turns."""
+    grid = Grid(widths=widths, batches=[1], contexts=[context], prompts=[], repeats=passes)
+    tasks = {
+        (name, *at): (_nothing, run) for name, model in models.items() for at, run in _passes(model, grid, "eager")
+    }
+    times = in_turns(tasks, repeats=passes, clock=clock_for(next(iter(models.values())).device))
+    return {name: [latency(width, times[name, width, 1, context]) for width in widths] for name in models}
+
+
+def in_turns(
+    tasks: Mapping[Key, tuple[Task, Task]],
+    *,
+    repeats: int,
+    clock: Clock,
+    advance: Callable[[int], None] = lambda rounds: None,
+) -> dict[Key, list[float]]:
+    """Milliseconds of the second of each pair right behind the first, once per round, in turning order.
+
+    Rounds before all is warm do not count.
+    """
+    order = list(tasks)
+
+    def once(number: int) -> dict[Key, float]:
+        found = {}
+        for key in order if number % 2 else reversed(order):
+            before, run = tasks[key]
+            before()
+            began = clock()
+            run()
+            found[key] = (clock() - began) * 1e3
+        return found
+
+    last = 0.0
+    for number in range(WARM_ROUNDS[1]):
+        total = sum(once(number).values())
+        if number + 1 >= WARM_ROUNDS[0] and abs(total - last) <= STEADY * last:
+            break
+        last = total
+    rounds = []
+    for number in range(repeats):
+        rounds.append(once(number))
+        advance(number + 1)
+    return {key: [found[key] for found in rounds] for key in tasks}
+
+
+def host_times(model: Llama, width: int, grid: Grid, clock: Clock) -> list[float]:
+    """Milliseconds that the engine takes beside the passes of a step which judges width tokens, one row, greedily."""
+    k, most = width - 1, (grid.repeats + 2) * width  # if all that is drafted stands
+    sampling = Sampling(max_new_tokens=min(most, model.context - width))
+    steps = speculative(model, Echo(model), [1], k, sampling, clock) if k else plain(model, [1], sampling, clock)
+    return [1e3 * step.host_seconds for step in itertools.islice(steps, 1, grid.repeats + 1) if step.drafted == k]
+
+
+class Echo:
+    """Drafts the last token again: what the engine does with a draft, without the time of a draft model."""
+
+    def __init__(self, model: Llama) -> None:
+        self.vocab, self.device = model.shape.vocab, model.device
+
+    def reset(self, capacity: int) -> None:
+        pass
+
+    def propose(self, tokens: list[int], count: int, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        drafted = torch.full((count,), tokens[-1], device=self.device)
+        return drafted, F.one_hot(drafted, self.vocab).float()
+
+
+def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Of one matrix-vector product over as many weights, at most a GiB: no decoder of that size has more."""
+    size, run = _sweep(weights * dtype.itemsize, dtype, device)
+    return size / 1e6 / _best_ms(run, device)
+
+
+def matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:
+    """Of one large square product."""
+    side = SQUARE[device.type]
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / 1e9 / _best_ms(lambda: a @ b, device)
+
+
+def latency(width: int, times: list[float]) -> Latency:
+    """Median and quartiles of times in milliseconds."""
+    ordered = sorted(times)
+    n = len(ordered)
+    return Latency(width=width, median_ms=ordered[n // 2], low_ms=ordered[n // 4], high_ms=ordered[3 * n // 4], n=n)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), device.type)
+
+
+@contextmanager
+def _settings(mode: Mode) -> Iterator[None]:
+    """torch.compile cannot trace tensors of inference mode, and compiles anew for widths, rows and contexts of 1."""
+    if mode != "compiled":
+        with torch.inference_mode():
+            yield
+        return
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        yield
+
+
+def _profile(name: str, shape: Shape, curves: Curves, most: dict[str, float], plan: Plan) -> Profile:
+    subject = plan.subjects[name]
+    return Profile(
+        kind="measured",
+        name=name,
+        sha256=None if isinstance(subject, Shape) else provenance.fingerprint(subject),
+        shape=shape,
+        device=device_name(plan.device),
+        dtype=_name(plan.dtype),
+        mode=plan.mode,
+        threads=torch.get_num_threads() if plan.device.type == "cpu" else None,
+        forward=curves.forward,
+        again=curves.again,
+        prefill=curves.prefill,
+        host=curves.host,
+        bandwidth_gbs=bandwidth_gbs(int(read_weights(shape)), plan.dtype, plan.device),
+        matrix_tflops=most,
+        command=plan.command,
+        versions=provenance.versions(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _passes(model: Llama, grid: Grid, mode: Mode) -> Iterator[tuple[tuple[int, int, int], Task]]:
+    """Each pass of the grid, and each prefill as a pass behind nothing: (width, batch, context), and how to run it."""
+    forward = _forward(model, mode)
+    for batch in grid.batches:
+        cache = model.new_cache(batch, grid.capacity)
+        for width, context in itertools.product(grid.widths, grid.contexts):
+            yield (width, batch, context), _pass(forward, cache, width, context, width, mode)
+    cache = model.new_cache(1, grid.capacity)
+    for length in grid.prompts:
+        yield (length, 1, 0), _pass(forward, cache, length, 0, 1, mode)
+
+
+def _other_work(name: str, models: dict[str, Llama], passes: dict[str, dict[tuple[int, int, int], Task]]) -> Task:
+    """What runs before a pass of name: one of the largest other model, or a sweep over memory where there is none."""
+    others = [other for other in models if other != name]
+    if others:
+        return next(iter(passes[max(others, key=lambda other: models[other].shape.params())].values()))
+    model = models[name]
+    return _sweep(model.shape.weight_bytes(model.embed.itemsize), model.embed.dtype, model.device)[1]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _lead(other: Task, run: Task, behind: int) -> Task:
+    """What runs before a pass that is measured behind so many like ones."""
+
+    def several() -> None:
+        other()
+        for _ in range(behind):
+            run()
+
+    return several
+
+
+def _sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Task]:
+    """A product that reads about size bytes, at most BUFFER_BYTES; and how many."""
+    rows = max(1, min(size, BUFFER_BYTES) // (COLUMNS * dtype.itemsize))
+    matrix = torch.ones(rows, COLUMNS, dtype=dtype, device=device)
+    vector = torch.ones(1, COLUMNS, dtype=dtype, device=device)
+    return matrix.nbytes, lambda: F.linear(vector, matrix)
+
+
+def _forward(model: Llama, mode: Mode) -> Callable[[Tensor, Cache, int], Tensor]:
+    if mode != "compiled":
+        return model.forward
+    return torch.compile(partial(inspect.unwrap(Llama.forward), model), fullgraph=True)  # never silently eager
+
+
+def _pass(
+    forward: Callable[[Tensor, Cache, int], Tensor], cache: Cache, width: int, context: int, last: int, mode: Mode
+) -> Task:
+    ids = torch.ones(cache.keys.shape[1], width, dtype=torch.long, device=cache.keys.device)
+
+    def run() -> Tensor:
+        cache.used = context
+        return forward(ids, cache, last)
+
+    return _captured(run) if mode == "graphs" else run
+
+
+def _captured(run: Task) -> Task:
+    """run as one CUDA graph: shapes and places in the cache are fixed, so it can be replayed as it is."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # libraries choose kernels and allocate before they may be captured
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replay(alive: Task = run) -> None:  # the graph reads and writes the tensors that run holds
+        graph.replay()
+
+    return replay
+
+
+def _best_ms(run: Task, device: torch.device, passes: int = 8) -> float:
+    clock = clock_for(device)
+    times = []
+    for _ in range(passes):
+        began = clock()
+        run()
+        times.append((clock() - began) * 1e3)
+    return min(times)

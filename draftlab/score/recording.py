@@ -1,0 +1,314 @@
+"""Where traces come from: prompts, and a target in memory, on a server, or in a file of the paper's scripts.
+
+B rows of equal length, T new tokens, k listed ones.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from draftlab import checkpoint, data, dialect, provenance
+from draftlab.console import progress
+from draftlab.distill.cache import tokenizer_sha
+from draftlab.distill.origin import same_ids, vocab_of
+from draftlab.engine.decoder import Decoder
+from draftlab.engine.verify import draw
+from draftlab.errors import UserError
+from draftlab.score.trace import SHARD_TEXTS, Continuation, Decoding, Manifest, Prompt, Writer, claim, record
+from draftlab.serve import Server
+
+Logprobs = Literal["sampled", "raw", "none"]
+LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
+TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Prompts and where they are from. sha256: of the file, or of the token ids of a data source."""
+
+    rows: list[Prompt]
+    source: str
+    sha256: str
+    tokens: int | None  # they were cut to this
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        return tuple(sorted({p.category for p in self.rows}))
+
+    @property
+    def longest(self) -> int:
+        return max(len(p.ids) for p in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What wrote a trace; see Manifest."""
+
+    target: str
+    target_sha256: str | None
+    written_by: str
+    dtype: str
+    rows: int
+    logprobs: Logprobs
+
+
+def run(
+    out: Path,
+    about: About,
+    start: Callable[[], Writer],
+    prompts: Prompts,
+    decoding: Decoding,
+    *,
+    top: int,
+    tokenizer_from: Path,
+) -> Manifest:
+    """Record what is missing of the trace in out; the writer is started only if something is.
+
+    Raises:
+        UserError: out holds something else, or cannot be written.
+    """
+    manifest = Manifest(
+        **asdict(about), tokenizer_sha256=tokenizer_sha(tokenizer_from), vocab=vocab_of(tokenizer_from),
+        decoding=decoding, top=top, prompts=prompts.source, prompts_sha256=prompts.sha256, prompt_tokens=prompts.tokens,
+        categories=prompts.categories, planned=len(prompts.rows), versions=provenance.versions(),
+    )  # fmt: skip
+    held = claim(out, manifest)
+    if held.texts == held.planned:
+        return held
+    writer = start()
+    with progress("trace", len(prompts.rows)) as advance:
+        return record(out, manifest, prompts.rows, writer, tokenizer_from, advance)
+
+
+def file_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int | None, tokens: int | None) -> Prompts:
+    """One prompt a JSON line: ``prompt``, the first of ``turns``, or another text column; ``category`` if there is one.
+
+    most: only the first ones. tokens: cut each to its first tokens, which must be there.
+
+    Raises:
+        UserError: no such file, a line without text, an empty prompt, or too few tokens.
+    """
+    rows = []
+    try:
+        with file.open(encoding="utf-8") as stream:
+            lines = list(itertools.islice(stream, most))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        text, category = _prompt_of(line, f"{file}:{number}")
+        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+        if not ids or (tokens is not None and len(ids) < tokens):
+            wanted = "is empty" if not ids else f"has {len(ids)} tokens, --prompt-tokens wants {tokens}"
+            raise UserError(f"{file}:{number}: the prompt {wanted}")
+        rows.append(Prompt(ids[:tokens], category))
+    if not rows:
+        raise UserError(f"{file} holds no prompts")
+    return Prompts(rows=rows, source=file.name, sha256=provenance.file_sha256(file), tokens=tokens)
+
+
+def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, most: int, tokens: int, seed: int) -> Prompts:
+    """Starts of held-out documents, as draftlab score takes them."""
+    rows = [Prompt(ids) for ids in data.prompts(spec, tokenizer, count=most, length=tokens, seed=seed)]
+    digest = hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()
+    return Prompts(rows=rows, source=spec, sha256=digest, tokens=tokens)
+
+
+def eos_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a text: the tokenizer's, and what the checkpoint's configs add (chat models have several)."""
+    found = {checkpoint.special_ids(tokenizer)["eos"]}
+    for name in ("config.json", "generation_config.json"):
+        if (directory / name).is_file():
+            value = json.loads((directory / name).read_text()).get("eos_token_id")
+            found |= set(value) if isinstance(value, list) else {value}
+    return tuple(sorted(i for i in found if isinstance(i, int)))
+
+
+class LocalWriter:
+    """A target in memory. Each prompt has random numbers of its own, so what is sampled depends on no other prompt.
+
+    Raises:
+        UserError: the longest prompt and its text do not fit the target's context.
+    """
+
+    def __init__(self, decoder: Decoder, decoding: Decoding, rows: int, top: int, longest: int) -> None:
+        if longest + decoding.max_new_tokens > decoder.context:
+            raise UserError(
+                f"a prompt has {longest} tokens; with {decoding.max_new_tokens} more it does not fit the target's "
+                f"context of {decoder.context}"
+            )
+        self.decoder, self.decoding, self.rows, self.top = decoder, decoding, rows, top
+
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+        found: list[Continuation] = []
+        for _, group in itertools.groupby(zip(prompts, numbers, strict=True), key=lambda pair: len(pair[0])):
+            pairs = list(group)  # of one length: no padding, no mask
+            for at in range(0, len(pairs), self.rows):
+                found += self._write(pairs[at : at + self.rows])
+        return found
+
+    @torch.inference_mode()
+    def _write(self, pairs: list[tuple[list[int], int]]) -> list[Continuation]:
+        how, device = self.decoding, self.decoder.device
+        fed = torch.tensor([ids for ids, _ in pairs], device=device)  # [B, P]
+        uniform = torch.stack([self._uniform(number) for _, number in pairs])  # [B, T]
+        cache = self.decoder.new_cache(len(pairs), fed.shape[1] + how.max_new_tokens)
+        ends = torch.tensor(how.eos_ids, device=device)
+        ended = torch.zeros(len(pairs), dtype=torch.bool, device=device)
+        steps: list[tuple[Tensor, ...]] = []
+        for u in uniform.T:
+            logits = self.decoder.forward(fed, cache, last=1)[:, -1].float()  # [B, V]
+            p = how.warp(logits)
+            fed = draw(p, u).unsqueeze(1)
+            listed = torch.log_softmax(logits, -1).topk(self.top)
+            steps.append((fed.squeeze(1), p.gather(1, fed).squeeze(1).log(), listed.indices, listed.values))
+            ended |= torch.isin(fed.squeeze(1), ends)
+            if ended.all():
+                break
+        columns = [torch.stack(column, 1).cpu().numpy() for column in zip(*steps, strict=True)]
+        return [continuation(*row, eos=how.eos_ids) for row in zip(*columns, strict=True)]
+
+    def _uniform(self, number: int) -> Tensor:
+        rng = torch.Generator().manual_seed(self.decoding.seed * 1_000_003 + number)
+        return torch.rand(self.decoding.max_new_tokens, generator=rng)
+
+
+class ServedWriter:
+    """A target on a server.
+
+    Raises:
+        UserError: its tokenizer is another one, or it samples where it should be greedy.
+    """
+
+    def __init__(self, server: Server, decoding: Decoding, top: int, tokenizer: Path) -> None:
+        self.server, self.decoding, self.top = server, decoding, top
+        probe = server.probe(same_ids(server, tokenizer))
+        if decoding.temperature == 0 and not probe.greedy:
+            raise UserError(f"{server.model} on the server does not decode greedily at temperature 0")
+        self.logprobs: Logprobs = LOGPROBS.get(probe.logprobs_mode, "none")
+
+    def about(self) -> About:
+        return About(
+            target=Path(self.server.model).name, target_sha256=None, dtype="as served", rows=self.server.workers,
+            written_by=f"{self.server.kind} {self.server.version}".strip(), logprobs=self.logprobs,
+        )  # fmt: skip
+
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+        how = self.decoding
+        sampling = dialect.Sampling(
+            max_tokens=how.max_new_tokens, temperature=how.temperature, top_p=how.top_p, top_k=how.top_k,
+            seed=how.seed * 1_000_003 + numbers[0] * SHARD_TEXTS,  # the server adds the place in this list
+        )  # fmt: skip
+        return [self._of(written) for written in self.server.generate(prompts, sampling, k=self.top)]
+
+    def _of(self, written: dialect.Written) -> Continuation:
+        n, greedy = len(written.ids), self.decoding.temperature == 0
+        return Continuation(
+            ids=np.array(written.ids),
+            log_p=np.zeros(n) if greedy else np.array(written.logprobs),
+            stop="eos" if written.finish_reason == "stop" else "length",
+            top_ids=np.array(written.top_ids).reshape(n, -1)[:, : self.top],
+            top_log_p=np.array(written.top_logprobs).reshape(n, -1)[:, : self.top],
+        )
+
+
+def continuation(
+    ids: np.ndarray, log_p: np.ndarray, top_ids: np.ndarray, top_log_p: np.ndarray, *, eos: tuple[int, ...]
+) -> Continuation:
+    """What was written, up to the first token that ends a text, which belongs to it."""
+    found = np.flatnonzero(np.isin(ids, eos))
+    n = int(found[0]) + 1 if len(found) else len(ids)
+    return Continuation(
+        ids=ids[:n],
+        log_p=log_p[:n],
+        top_ids=top_ids[:n],
+        top_log_p=top_log_p[:n],
+        stop="eos" if len(found) else "length",
+    )
+
+
+class PaperTrace:
+    """The trace file of the paper's scripts: ``tensor([[...]])`` of token ids, one for each prompt, greedy.
+
+    Texts that begin with their prompt lose it.
+
+    Raises:
+        UserError: not such a file, cut or abbreviated, not one text for each prompt, or ids that vocab does not have.
+    """
+
+    def __init__(self, file: Path, prompts: list[Prompt], most: int | None, vocab: int, eos: tuple[int, ...]) -> None:
+        texts = paper_texts(file)[:most]
+        if len(texts) != len(prompts):
+            raise UserError(
+                f"{file} holds {len(texts)} texts and there are {len(prompts)} prompts; "
+                "give the prompts that it was made with, or take the first ones of both with --prompts"
+            )
+        self.whole = all(text[: len(p.ids)].tolist() == p.ids for text, p in zip(texts, prompts, strict=True))
+        self.texts, self.eos = texts, eos
+        for number, text in enumerate(texts, 1):
+            if text.max() >= vocab:
+                raise UserError(
+                    f"{file}: text {number} has the id {text.max()}, the tokenizer only {vocab}: another one"
+                )
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.texts))
+
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+        found = []
+        for prompt, number in zip(prompts, numbers, strict=True):
+            ids = self.texts[number][len(prompt) if self.whole else 0 :]
+            nothing = np.zeros((len(ids), 0))
+            found.append(continuation(ids, np.zeros(len(ids)), nothing, nothing, eos=self.eos))
+        return found
+
+
+def paper_texts(file: Path) -> list[np.ndarray]:
+    """Token ids of each text. Raises UserError: see PaperTrace."""
+    try:
+        content = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    found = TENSOR.findall(content)
+    if not found or len(found) != content.count("tensor("):
+        end = f"its text {len(found) + 1} does not end" if found else "it has no tensor([[...]])"
+        raise UserError(f"{file} is not a trace of the paper's scripts, or is cut: {end}")
+    rows = [row for tensor in found for row in re.split(r"\]\s*,\s*\[", tensor)]
+    return [_ids(row, f"{file}: text {number}") for number, row in enumerate(rows, 1)]
+
+
+def _ids(row: str, where: str) -> np.ndarray:
+    if "..." in row:
+        raise UserError(f"{where} is abbreviated (...): print it whole, with torch.set_printoptions(threshold=10**9)")
+    try:
+        ids = np.array([int(word) for word in row.split(",")], dtype=np.int64)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; want token ids") from None
+    if ids.min() < 0:
+        raise UserError(f"{where}: {ids.min()} is not a token id")
+    return ids
+
+
+def _prompt_of(line: str, where: str) -> tuple[str, str]:
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error.msg})") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: want an object with the text under prompt")
+    turns = row.get("turns")
+    texts = [row.get("prompt"), turns[0] if isinstance(turns, list) and turns else None]
+    text = next((t for t in [*texts, *(row.get(c) for c in data.TEXT_COLUMNS)] if isinstance(t, str)), None)
+    if text is None:
+        raise UserError(f"{where}: no text; want one of prompt, turns, {', '.join(data.TEXT_COLUMNS)}")
+    return text, str(row.get("category", ""))

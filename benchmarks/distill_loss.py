@@ -1,144 +1,279 @@
-"""Memory and time of the fused losses against naive autograd on whole logits, same numbers, one process.
+"""Memory and time of the fused losses, against naive autograd on whole logits and against peers on the same tensors.
 
-Memory is what a forward and backward pass add at most to the resident size before it (CUDA: to torch's allocated
-bytes), less the gradients that both must return. Times are medians of runs that take turns.
+Naive is each loss's textbook formula on fp32 logits, in as few tensor operations as torch has for it. Memory is what a
+forward and backward pass add at most to the resident size before it (CUDA: to torch's allocated bytes), less the
+gradients that all of them return. Times are medians of runs that take turns: CPU seconds, and wall seconds beside them.
+Every loss has a process of its own, so that memory goes back to the system. TRL and Liger are measured where they are
+installed.
 """
 
 import ctypes
 import gc
+import importlib.util
 import json
+import math
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks import environment
+from draftlab.console import note
 from draftlab.distill.fused import BUDGET, Dense, TopK, fused_loss
-from draftlab.distill.losses import log_probs, parse_loss
+from draftlab.distill.losses import parse_loss
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)")
-Run = Callable[[], None]
+BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # what peers call them
+DTYPES = ("float32", "bfloat16")  # bfloat16: autocast with fp32 weights, and a teacher in bf16
+PEERS = {"trl": "trl", "trl_gkd": "trl", "liger": "liger_kernel"}  # arm -> package
+Arm = Callable[[], Tensor]  # the mean loss of a token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One loss on one set of inputs. top_k: tokens that the teacher lists, 0 where it gives all."""
+
+    loss: str
+    dtype: str
+    top_k: int
+    tokens: int
+    vocab: int
+    hidden: int
+    teacher_hidden: int
+    budget: int
+    repeats: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Medians of one arm."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    gib: float
+    loss: float
+
+    def over(self, other: "Found") -> dict[str, float]:
+        return {
+            "memory": self.gib / other.gib,
+            "time": self.cpu_seconds / other.cpu_seconds,
+            "wall": self.wall_seconds / other.wall_seconds,
+        }
 
 
 def main(
+    losses: Annotated[str, typer.Option(help="Losses, by space.")] = " ".join(LOSSES),
+    dtypes: Annotated[str, typer.Option(help="Dtypes, by space.")] = " ".join(DTYPES),
     tokens: Annotated[int, typer.Option(help="Tokens, N.")] = 2048,
     vocab: Annotated[int, typer.Option(help="Vocabulary, V.")] = 65536,
-    hidden: Annotated[int, typer.Option(help="Draft's hidden size.")] = 512,
-    teacher_hidden: Annotated[int, typer.Option(help="Target's hidden size.")] = 1024,
+    hidden: Annotated[int, typer.Option(help="Draft's hidden size.")] = 1024,
+    teacher_hidden: Annotated[int, typer.Option(help="Target's hidden size.")] = 2048,
     top_k: Annotated[int, typer.Option(help="Listed tokens of the cached teacher.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.")] = 3,
-    budget: Annotated[int, typer.Option(help="Bytes of the fused loss's buffers.")] = BUDGET,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+    budget: Annotated[int, typer.Option(help="Bytes of the fused loss's logits.")] = BUDGET,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
-    torch.set_num_threads(threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = {"N": tokens, "V": vocab, "D": hidden, "teacher_D": teacher_hidden}
-    result: dict[str, dict[str, float]] = {"memory_ratio": {}, "time_ratio": {}, "fused_gib": {}, "naive_gib": {}}
-    listed: dict[str, float] = {}
-    for name in LOSSES:
-        make = _Case(name, tokens, vocab, hidden, teacher_hidden, top_k, budget, device)
-        returned = 4 * hidden * (tokens + vocab)  # gradients that all of them must hand back
-        peaks = {k: _peak(run, device) - returned for k, run in make.runs.items()}
-        listed[name] = peaks["listed"] / peaks["naive"]
-        seconds = _times({"fused": make.fused, "naive": make.naive}, repeats, device)
-        result["memory_ratio"][name] = peaks["fused"] / peaks["naive"]
-        result["time_ratio"][name] = statistics.median(
-            f / n for f, n in zip(seconds["fused"], seconds["naive"], strict=True)
-        )
-        result["fused_gib"][name], result["naive_gib"][name] = (peaks[k] / 2**30 for k in ("fused", "naive"))
-    twice = _Case("fkl", 2 * tokens, vocab, hidden, teacher_hidden, top_k, budget, device)
-    twice_peak = _peak(twice.fused, device) - 4 * hidden * (2 * tokens + vocab)
-    growth = twice_peak / (result["fused_gib"]["fkl"] * 2**30)
-    report = {
-        "benchmark": "distill_loss",
-        **result,
-        "listed_memory_ratio": listed,
-        "growth_at_twice_the_tokens": growth,
+    case = Case(
+        loss="", dtype="", top_k=0, tokens=tokens, vocab=vocab, hidden=hidden, teacher_hidden=teacher_hidden,
+        budget=budget, repeats=repeats, threads=threads,
+    )  # fmt: skip
+    peers = {name: metadata.version(name) for name in ("trl", "liger_kernel") if importlib.util.find_spec(name)}
+    if len(peers) < 2:
+        note("left out, as not installed: " + ", ".join({"trl", "liger_kernel"} - peers.keys()))
+    result: dict[str, object] = {}
+    for dtype in dtypes.split():
+        whole = [replace(case, dtype=dtype, loss=loss) for loss in losses.split()]
+        found = _report(whole) | {"listed": _report([replace(c, top_k=top_k) for c in whole])}
+        result |= found if dtype == "float32" else {dtype: found}
+    sizes = {"N": tokens, "V": vocab, "D": hidden, "teacher_D": teacher_hidden, "k": top_k, "repeats": repeats}
+    about = {"benchmark": "distill_loss", "sizes": sizes, "device": str(_device()), "peers": peers}
+    print(json.dumps(about | result | environment(threads)))
+
+
+def _report(cases: list[Case]) -> dict[str, object]:
+    """Ratios of fused over every other arm, by loss, and what they are made of."""
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
+    growth, arms = {}, {}
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for case, found in zip(cases, pool.imap(_measure, cases), strict=True):
+            ours = found["fused"]
+            growth[case.loss] = found.pop("twice").gib / ours.gib
+            arms[case.loss] = {name: asdict(arm) for name, arm in found.items()}
+            for name in found.keys() - {"fused"}:
+                for key, value in ours.over(found[name]).items():
+                    ratios.setdefault(name, {}).setdefault(key, {})[case.loss] = value
+            note(f"{case.dtype} {case.loss} {case.top_k or 'all'}: {ours.over(found['naive'])} of naive")
+    naive = {f"{key}_ratio": values for key, values in ratios.pop("naive").items()}
+    peers = {f"over_{name}": values for name, values in sorted(ratios.items())}
+    return {**naive, "growth_at_twice_the_tokens": growth, **peers, "arms": arms}
+
+
+def _measure(case: Case) -> dict[str, Found]:
+    torch.set_num_threads(case.threads)
+    inputs = _Inputs(case, case.tokens)
+    arms = {"fused": inputs.fused, "naive": inputs.naive}
+    if case.loss in BETAS and not case.top_k:
+        arms |= {name: arm for name, arm in inputs.peers().items() if importlib.util.find_spec(PEERS[name])}
+    runs: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in arms}
+    for number in range(case.repeats + 1):
+        for name in arms if number % 2 else reversed(arms):
+            run = inputs.run(arms[name])
+            runs[name] += [run] if number else []  # the first warms up
+    twice = _Inputs(case, 2 * case.tokens)
+    runs["twice"] = [twice.run(twice.fused) for _ in range(2)]
+    return {
+        name: Found(*(statistics.median(column) for column in zip(*rows, strict=True))) for name, rows in runs.items()
     }
-    print(json.dumps(report | {"sizes": sizes, "device": str(device)} | environment(threads)))
 
 
-class _Case:
-    """One loss on one set of inputs; every run makes the gradients of hidden states and head."""
+class _Inputs:
+    """One set of tensors; an arm gives the mean loss of a token, from which hidden states and head get gradients."""
 
-    def __init__(
-        self, name: str, n: int, v: int, d: int, teacher_d: int, k: int, budget: int, device: torch.device
-    ) -> None:
-        rng = torch.Generator().manual_seed(0)
+    def __init__(self, case: Case, tokens: int) -> None:
+        rng, device = torch.Generator().manual_seed(0), _device()
 
-        def draw(*size: int) -> Tensor:
-            return (torch.randn(*size, generator=rng) * size[-1] ** -0.5 * 2).to(device)
+        def draw(*size: int, spread: float = 1.0) -> Tensor:
+            return (torch.randn(*size, generator=rng) * spread).to(device)
 
-        self.loss, self.budget = parse_loss(name), budget
-        self.hidden, self.head = draw(n, d).requires_grad_(), draw(v, d).requires_grad_()
-        self.teacher = Dense(draw(n, teacher_d) * teacher_d**0.5, draw(v, teacher_d))
-        self.labels, self.weights = torch.randint(0, v, (n,), generator=rng).to(device), torch.ones(n, device=device)
-        ids = torch.stack([torch.randperm(v, generator=rng)[:k] for _ in range(n)]).to(device)
-        log_p = torch.log_softmax(torch.randn(n, k + 1, generator=rng), -1).to(device)
-        self.top_k = TopK(ids, log_p[:, :-1], log_p[:, -1])
+        self.case, self.loss, self.tokens, self.device = case, parse_loss(case.loss), tokens, device
+        self.hidden = draw(tokens, case.hidden).requires_grad_()
+        self.head = draw(case.vocab, case.hidden, spread=2 * case.hidden**-0.5).requires_grad_()
+        kept = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
+        self.teacher = Dense(
+            draw(tokens, case.teacher_hidden).to(kept),
+            draw(case.vocab, case.teacher_hidden, spread=2 * case.teacher_hidden**-0.5).to(kept),
+        )
+        self.labels = torch.randint(0, case.vocab, (tokens,), generator=rng).to(device)
+        self.weights = torch.full((tokens,), 1 / tokens, device=device)
+        self.listed = None
+        if case.top_k:
+            ids = torch.stack([torch.randperm(case.vocab, generator=rng)[: case.top_k] for _ in range(tokens)])
+            log_p = torch.log_softmax(torch.randn(tokens, case.top_k + 1, generator=rng), -1)
+            self.listed = TopK(ids.to(device), log_p[:, :-1].to(device), log_p[:, -1].to(device))
 
-    @property
-    def runs(self) -> dict[str, Run]:
-        return {"fused": self.fused, "listed": self.listed, "naive": self.naive}
+    def run(self, arm: Arm) -> tuple[float, float, float, float]:
+        """CPU seconds, wall seconds, GiB, loss."""
+        before = _held(self.device)
+        began = _clock(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.case.dtype == "bfloat16"):
+            loss = arm()
+        torch.autograd.grad(loss, [self.hidden, self.head])
+        cpu, wall = (end - start for start, end in zip(began, _clock(self.device), strict=True))
+        returned = self.hidden.nbytes + self.head.nbytes
+        return cpu, wall, (_most(self.device) - before - returned) / 2**30, float(loss.detach())
 
-    def fused(self) -> None:
-        self._fused(self.teacher)
+    def fused(self) -> Tensor:
+        given = self.hidden, self.head, self.labels, self.weights
+        return fused_loss(*given, self.listed or self.teacher, self.loss, 1.0, self.case.budget).objective
 
-    def listed(self) -> None:
-        self._fused(self.top_k)
+    def naive(self) -> Tensor:
+        log_q = functional.log_softmax((self.hidden @ self.head.T).float(), -1)
+        if self.listed is None:
+            return TEXTBOOK[self.case.loss](functional.log_softmax(self._teacher_logits(), -1), log_q).mean()
+        listed = log_q.gather(1, self.listed.ids)
+        rest = torch.log1p(-listed.exp().sum(-1, keepdim=True).clamp_max(1 - 1e-7))
+        log_p = torch.cat([self.listed.log_p, self.listed.tail.unsqueeze(1)], 1)
+        return TEXTBOOK[self.case.loss](log_p, torch.cat([listed, rest], 1)).mean()
 
-    def naive(self) -> None:
-        assert self.teacher.head is not None
+    def peers(self) -> dict[str, Arm]:
+        """trl: what its DistillationTrainer uses; trl_gkd: on whole logits; liger: with its defaults."""
+        return {"trl": self._trl, "trl_gkd": self._trl_gkd, "liger": self._liger}
+
+    def _teacher_logits(self) -> Tensor:
         with torch.no_grad():
-            log_p = log_probs(self.teacher.hidden @ self.teacher.head.T, 1.0)
-        log_q = log_probs(self.hidden @ self.head.T, 1.0)
-        torch.autograd.grad(self.loss.value(log_p, log_q).sum(), [self.hidden, self.head])
+            return self.teacher.logits(slice(None)).float()
 
-    def _fused(self, teacher: Dense | TopK) -> None:
-        sums = fused_loss(self.hidden, self.head, self.labels, self.weights, teacher, self.loss, 1.0, self.budget)
-        torch.autograd.grad(sums.objective, [self.hidden, self.head])
+    def _trl(self) -> Tensor:
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # type: ignore[import-not-found]
+
+        heads = self.hidden, self.head, None, self.teacher.hidden, self.teacher.head, None
+        return ChunkedDivergenceFunction.apply(*heads, BETAS[self.case.loss])[0].mean()
+
+    def _trl_gkd(self) -> Tensor:
+        from trl.experimental.gkd import GKDTrainer  # type: ignore[import-not-found]
+
+        logits = (self.hidden @ self.head.T).float(), self._teacher_logits()  # as accelerate hands them on
+        return GKDTrainer.generalized_jsd_loss(*logits, beta=BETAS[self.case.loss])
+
+    def _liger(self) -> Tensor:
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # type: ignore[import-not-found]
+
+        loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETAS[self.case.loss])
+        return loss(self.hidden, self.head, self.teacher.hidden, self.teacher.head, self.labels)
 
 
-def _peak(run: Run, device: torch.device) -> float:
-    """Bytes that run adds at most to what is held before it."""
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b), [N]."""
+    return functional.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
+
+
+def _jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return 0.5 * (_kl(log_p, log_m) + _kl(log_q, log_m))
+
+
+def _tvd(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def _nla(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return -torch.minimum(log_p, log_q).exp().sum(-1).log()
+
+
+def _lk(log_p: Tensor, log_q: Tensor) -> Tensor:
+    distance = _tvd(log_p, log_q)
+    share = (-3 * (1 - distance)).exp().detach()
+    return share * _kl(log_p, log_q) + (1 - share) * distance
+
+
+TEXTBOOK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "fkl": _kl,
+    "rkl": lambda log_p, log_q: _kl(log_q, log_p),
+    "jsd(0.5)": _jsd,
+    "tvd": _tvd,
+    "nla": _nla,
+    "lk(3)": _lk,
+}
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _clock(device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
-        run()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    run()  # once, so that what libraries keep is there
+        torch.cuda.synchronize(device)
+    return time.process_time(), time.perf_counter()
+
+
+def _held(device: torch.device) -> int:
+    """Bytes that are held now; the peak starts anew."""
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew (Linux)
-    before = _resident("VmRSS")
-    run()
-    return _resident("VmHWM") - before
+    Path("/proc/self/clear_refs").write_text("5")  # Linux
+    return _resident("VmRSS")
+
+
+def _most(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
 
 
 def _resident(which: str) -> int:
     line = next(li for li in Path("/proc/self/status").read_text().splitlines() if li.startswith(which))
     return int(line.split()[1]) * 1024
-
-
-def _times(runs: dict[str, Run], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(repeats + 1):
-        for name, run in runs.items():
-            began = clock()
-            run()
-            seconds[name] += [clock() - began] if number else []
-    return seconds
 
 
 if __name__ == "__main__":

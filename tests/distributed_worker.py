@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from draftlab.data import Batch
-from draftlab.distill.fused import Dense
 from draftlab.distill.loop import DistillStep, train
 from draftlab.distill.losses import parse_loss
+from draftlab.distill.teacher import LocalTeacher, shard_by_layer
 from draftlab.prune.masked import masked
 from draftlab.prune.masks import Masks
 from draftlab.shape import Shape
@@ -43,7 +43,7 @@ def trained(out: Path) -> dict[str, Tensor]:
 
 
 def gradients(sharded: bool) -> dict[str, Tensor]:
-    """Gradients of one step, with FSDP2 around every layer and the whole step, or without."""
+    """Gradients of one step, with FSDP2 around every layer of student and teacher, or without."""
     model, masks = build("mistral", seed=1), Masks(HAVE, smaller(HAVE), 0)
     step = DistillStep(model, parse_loss("fkl"), 1.0, constraint=masks)
     step.begin(0.7)
@@ -58,12 +58,14 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
         fully_shard(step, mesh=mesh)
         assert all(isinstance(p, DTensor) for p in step.parameters())
         rows = rows.part(dist.get_rank(), processes)
+    target = build("mistral", seed=2)
+    if sharded:
+        shard_by_layer(target)
+    seen = LocalTeacher(target, 307, torch.device("cpu")).look(rows)
     ids, mask = torch.from_numpy(rows.ids), torch.from_numpy(rows.mask)
-    with torch.no_grad():
-        logits = build("mistral", seed=2)(ids[:, :-1]).logits.flatten(0, 1)[mask.flatten() > 0]
     torch.manual_seed(0)
     with masked(model, masks, 1e-6):
-        sums = step(ids, mask, Dense(logits, None))
+        sums = step(ids, mask, seen)
         (sums[5] * processes / tokens).backward()
     return {name: grad for name, p in step.named_parameters() if (grad := p.grad) is not None}
 

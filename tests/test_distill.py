@@ -259,7 +259,7 @@ def test_on_policy_training_resumes_bit_for_bit(tmp_path, teacher):
 def test_lora_trains_adapters_alone_and_merges_into_a_plain_model(tmp_path, teacher):
     model = student()
     before = weights(model)
-    adapted = adapt(model, 4)
+    adapted = adapt(model, 4, 0)
     first = run(adapted, teacher, tmp_path, replace(SETTINGS, lr=1e-2, steps=30))
     assert all(
         torch.equal(before[n.replace(".base_layer", "")], p) for n, p in model.named_parameters() if "lora" not in n

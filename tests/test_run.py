@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftlab import checkpoint
+from draftlab.commands import COMMANDS
 from draftlab.data import Batch, Listed
 from draftlab.distill import pilot as pilots
 from draftlab.distill import run
@@ -259,3 +260,40 @@ def test_a_lesson_from_a_target_measures_tokens_per_pass(serve, family_dirs, tmp
     found = given.length.compared(1, 0)
     assert found[3].before < 3 < found[3].after
     assert {given.batches.turns[n][0] for n in range(8)} == {"data", "target", "draft"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200)))
+    return str(path)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("source", ["data", "target", "draft", "data=0.5,target=0.25,draft=0.25", "cache"])
+def test_a_killed_command_writes_the_bytes_of_one_that_was_not(source, lora, text, family_dirs, tmp_path, monkeypatch):
+    draft, target = family_dirs["llama"], family_dirs["llama_mha"]
+    words = {"draft": str(draft), "lora": lora, "steps": 6, "rows": 2, "dtype": "float32", "eval_every": 2}
+    words |= {"save_every": 2, "seq_len": 48, "lr": 1e-2, "prompt_tokens": 8, "serve_temperature": 1.0}
+    if source == "cache":
+        COMMANDS["cache build"](target=str(target), data=text, sequences=16, seq_len=48, k=16, out=tmp_path / "cache")
+        words |= {"cache": tmp_path / "cache"}
+    else:
+        words |= {"target": str(target), "data": text, "text": source}
+    COMMANDS["distill"](**words, out=tmp_path / "whole")
+
+    def killed(*given):
+        for record in train(*given):
+            if isinstance(record, StepRecord) and record.step == 4:
+                raise KeyboardInterrupt  # the checkpoint of step 4 is not written yet
+            yield record
+
+    monkeypatch.setattr(run, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        COMMANDS["distill"](**words, out=tmp_path / "whole2")
+    monkeypatch.setattr(run, "train", train)
+    COMMANDS["distill"](**words, out=tmp_path / "whole2")
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("whole2", "whole"))
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+    start = load_file(draft / "model.safetensors")
+    assert any(not torch.equal(start[name], weight) for name, weight in wanted.items())

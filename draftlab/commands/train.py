@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from draftlab import workspace
 from draftlab.commands.shared import (
+    ApiKeyFile,
     Compile,
     Data,
     DryRun,
@@ -25,10 +26,13 @@ from draftlab.commands.shared import (
     Rows,
     SaveEvery,
     Seed,
+    ServedModel,
+    ServerUrl,
     Steps,
     TargetName,
     Track,
     WeightDecay,
+    connect,
     newest,
     plan,
     recorded,
@@ -118,9 +122,25 @@ def distill(
     cache: Annotated[
         Path | None, Option(help="Distil from this cache instead: neither target nor data are needed.")
     ] = None,
+    server: ServerUrl = None,
+    model: ServedModel = None,
+    api_key_file: ApiKeyFile = None,
+    k: Annotated[int, Option(min=1, help="With --server: most probable tokens asked for.")] = 20,
+    online: Annotated[
+        Path | None,
+        Option(help="Folder of caches of served traffic, by name in time: one round of following it, with --cache."),
+    ] = None,
+    replay: Annotated[
+        float, Option(min=0, max=0.99, help="With --online: share of steps on --cache, against forgetting.")
+    ] = 0.25,
+    window: Annotated[int, Option(min=1, help="With --online: newest caches of traffic that train.")] = 4,
     loss: Annotated[
         str, Option(help="fkl, rkl, jsd(0.5), tvd, nla, lk(3), ce; 0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).")
     ] = "fkl",
+    select_with: Annotated[
+        str | None, Option(help="Draft distilled before: only tokens count on which this one is furthest behind it.")
+    ] = None,
+    select_keep: Annotated[float, Option(min=0.01, max=1, help="With --select-with: share of tokens to count.")] = 0.4,
     temperature: Annotated[float, Option(min=0.01, help="Softens both distributions in the loss.")] = 1.0,
     serve_temperature: Annotated[
         float, Option(min=0, help="Temperature at which tokens per target pass are reported; 0 is greedy.")
@@ -161,10 +181,11 @@ def distill(
     arguments, began = recorded(locals())
     from draftlab import checkpoint
     from draftlab.distill import run
-    from draftlab.distill.lesson import Reading, cached_lesson, target_lesson
+    from draftlab.distill.lesson import Reading, cached_lesson, served_teacher, target_lesson
     from draftlab.distill.loop import Settings
     from draftlab.distill.losses import parse_loss
     from draftlab.distill.pilot import pilot as try_losses
+    from draftlab.distill.selection import Selection
     from draftlab.distill.text import parse_texts
     from draftlab.distill.track import check as check_trackers
     from draftlab.tokenizer import common_vocabulary
@@ -172,18 +193,27 @@ def distill(
     space = workspace.load()
     texts, told = parse_texts(text), tuple(track or ())
     check_trackers(told)
+    if online is not None:
+        return _follow(arguments, began)
     if cache is not None and (data or list(texts) != ["data"] or reweigh_every):
         raise UserError(f"--cache {cache} brings its own text; leave out --data, --text and --reweigh-every")
+    if server is not None and (cache or target or reweigh_every or "target" in texts):
+        raise UserError(
+            f"--server {server} is the target, and only looks at text; leave out --target, --cache and "
+            "--reweigh-every, and build a cache for --text target (draftlab cache build --server)"
+        )
     if pilot and reweigh_every:
         raise UserError("--pilot compares losses on the same text, and --reweigh-every changes it; leave out one")
     compared = bool(pilot) or parse_loss(loss).needs_teacher
     source = checkpoint.locate(draft or newest(space, ("prune",), "prune"))
-    needed = cache is None and (compared or "target" in texts or reweigh_every)
+    needed = cache is None and server is None and (compared or "target" in texts or reweigh_every)
     target_dir = checkpoint.locate(target or space.target) if needed else None
     out = out or space.runs / f"distill-{source.name.removeprefix('prune-')}"
     checkpoint.check_free(out, force=force)
     if target_dir is not None:
         common_vocabulary(source, target_dir)
+    if select_with is not None:
+        common_vocabulary(source, checkpoint.locate(select_with))
     if dry_run:
         small, teaching = checkpoint.read_shape(source), checkpoint.read_shape(target_dir) if target_dir else None
         cost = training_cost(small, teaching, tokens=steps * rows * seq_len, seq_len=seq_len)
@@ -194,7 +224,7 @@ def distill(
         vocab=checkpoint.vocab_size(target_dir) if target_dir else None, track=told,
     )  # fmt: skip
     settings, state = Settings.of(arguments), run.claim(job)
-    student = _student(source, lora, checkpointing)
+    student = _student(source, lora, checkpointing, seed)
     if cache is not None:
         lesson = cached_lesson(cache, source, rows=rows, temperature=temperature)
     else:
@@ -202,7 +232,11 @@ def distill(
             arguments, data=data or space.data, texts=texts, compared=compared,
             device=checkpoint.resolve_device(space.device),
         )  # fmt: skip
-        lesson = target_lesson(student, source, target_dir, reading, state)
+        teacher = served_teacher(connect(server, model, api_key_file), source, k) if server else None
+        lesson = target_lesson(student, source, target_dir, reading, state, teacher)
+    if select_with is not None:
+        reference = checkpoint.load_model(checkpoint.locate(select_with), checkpoint.DTYPES[dtype])
+        lesson = replace(lesson, selection=Selection(reference, select_keep))
     notes: dict[str, object] = {}
     if pilot:
         notes["pilot"] = merits = try_losses(student, lesson, settings, pilot, state)
@@ -212,7 +246,56 @@ def distill(
     return _trained(out, fitted)
 
 
-def _student(source: Path, lora: int, checkpointing: bool) -> "PreTrainedModel":
+def _follow(arguments: dict[str, Any], began: float) -> Outcome:
+    """One round of --online: train on traffic, be judged by newer traffic, be promoted or not."""
+    from draftlab import checkpoint
+    from draftlab.distill import online, run
+    from draftlab.distill.loop import Settings
+
+    space, cache, rows, steps = workspace.load(), arguments["cache"], arguments["rows"], arguments["steps"]
+    if cache is None:
+        raise UserError("--online needs --cache: what the draft must not forget, and what it must not get worse at")
+    folder = arguments["out"] or space.runs / "online"
+    how = online.Online(
+        folder=folder, traffic=arguments["online"], base=cache, replay=arguments["replay"],
+        window=arguments["window"], temperature=arguments["temperature"],
+    )  # fmt: skip
+    _, newest_cache = how.newest()
+    if (folder / online.LEDGER).exists():
+        if newest_cache.name in online.ledger(folder).judged():
+            return Outcome(path=folder, show=[f"{newest_cache.name} has judged already; nothing newer"], data={})
+    else:
+        online.start(folder, checkpoint.locate(arguments["draft"] or newest(space, ("distill", "prune"), "distill")))
+    live = online.version(folder, online.ledger(folder).live)
+    lesson, made = online.lesson(how, live, rows=rows, steps=steps), online.candidate(how)
+    if not made.exists():
+        job = run.Job(
+            command="distill", arguments=arguments, inputs=[live, cache], out=made, like=live,
+            config=checkpoint.read_config(live), began=began, force=False, lora=arguments["lora"],
+        )  # fmt: skip
+        student = _student(live, arguments["lora"], arguments["checkpointing"], arguments["seed"])
+        run.fit_and_write(job, student, lesson, Settings.of(arguments))
+    found = online.judge(how, made, checkpoint.resolve_device(space.device))
+    online.settle(folder, made, found)
+    verdict = f"promoted: version {found.version} is live" if found.promoted else "not promoted: the live version stays"
+    text = (
+        f"tokens per target pass at K = {online.JUDGED_K} on {found.judged_by}: "
+        f"{found.before:.3f} -> {found.after:.3f}, at least {found.gain_low - 1:+.1%}; "
+        f"on {cache.name}: {found.anchor - 1:+.1%}"
+    )
+    return Outcome(path=folder, show=[str(folder / online.LIVE), text, verdict], data=found.model_dump())
+
+
+def rollback(folder: Annotated[Path, Argument(help="What draftlab distill --online keeps.")]) -> Outcome:
+    """Make the version before the live one live again."""
+    from draftlab.distill import online
+
+    number = online.rollback(folder)
+    live = folder / online.LIVE
+    return Outcome(path=live, show=[str(live), f"version {number} is live"], data={"path": str(live), "live": number})
+
+
+def _student(source: Path, lora: int, checkpointing: bool, seed: int) -> "PreTrainedModel":
     import torch
 
     from draftlab import checkpoint
@@ -221,7 +304,7 @@ def _student(source: Path, lora: int, checkpointing: bool) -> "PreTrainedModel":
     student = checkpoint.load_model(source, torch.float32)
     if checkpointing:
         student.gradient_checkpointing_enable()
-    return adapt(student, lora) if lora else student
+    return adapt(student, lora, seed) if lora else student
 
 
 def _trained(out: Path, fitted: "Fitted") -> Outcome:
@@ -231,7 +314,7 @@ def _trained(out: Path, fitted: "Fitted") -> Outcome:
     ]
     before, after = fitted.before.acceptance, fitted.after.acceptance
     if before is not None and after is not None:
-        more = f" (or up to {fitted.after.slack:.3f} more: the cache lists the likeliest tokens only)"
+        more = f" (or up to {fitted.after.slack:.3f} more: only the likeliest tokens are listed)"
         lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if fitted.after.slack > 0.001 else ""))
     if fitted.lengths:
         lines.append("tokens per target pass: " + "; ".join(_length_text(n) for n in fitted.lengths if n.k in (2, 4)))

@@ -1,32 +1,55 @@
 """Loss and gradients together, a chunk of tokens at a time, so that logits of all tokens never exist at once.
 
-N tokens, c of them in a chunk, D hidden, V vocab, k listed tokens. Gradients with respect to hidden states and head
-are made in the forward pass (the idea of Liger's fused linear losses, 2410.10989) by the one rule of losses.py; the
-backward pass multiplies them by what comes from above. The teacher's head is applied once per token.
+N tokens, c of them in a chunk, b of those in a block, D hidden, V vocab, k listed tokens. Gradients with respect to
+hidden states and head are made in the forward pass (the idea of Liger's fused linear losses, 2410.10989) by the one
+rule of losses.py; the backward pass multiplies them by what comes from above. The teacher's head is applied once per
+token. Heads are applied to a chunk; the loss goes through it in blocks that stay in the processor's cache, and leaves
+gradients where logits were.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftlab.distill.losses import Loss, acceptance, log_probs, wide
+from draftlab.distill.losses import Loss, Pair, log_probs, wide
 
-BUDGET = 128_000_000  # bytes of a chunk's buffers
-BUFFERS = 10  # fp32 [c, V] buffers that live at once
+BUDGET = 128 << 20  # bytes of a chunk's logits, the student's and the teacher's, in fp32
+CPU_BLOCK, BLOCK = 1 << 19, 1 << 25  # bytes of an fp32 [b, V]; about ten live at once
+SLICE = 512  # rows of the head's gradient that are added to at once where it is wider than the head
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A teacher's whole distribution: hidden [N, D] and head [V, D]; or logits [N, V] and no head."""
+    """Whole distributions: hidden [N, D] and head [V, D]; or logits [N, V] and no head."""
 
     hidden: Tensor
     head: Tensor | None
 
-    def log_probs(self, rows: slice, temperature: float) -> Tensor:
+    @property
+    def vocab(self) -> int:
+        return self.hidden.shape[1] if self.head is None else self.head.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self.hidden.dtype if self.head is None else self.head.dtype
+
+    def room(self, rows: int) -> Tensor:
+        """Where logits of so many rows fit, [rows, V]."""
+        return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
+
+    def logits(self, rows: slice, room: Tensor | None = None) -> Tensor:
+        """[c, V], in room if that is given and a head makes them."""
         found = self.hidden[rows]
-        return log_probs(found if self.head is None else found @ self.head.T, temperature)
+        if self.head is None:
+            return found
+        return torch.mm(found.to(self.dtype), self.head.T, out=None if room is None else room[: len(found)])
+
+    def log_probs(self, rows: slice, temperature: float) -> Tensor:
+        return log_probs(self.logits(rows), temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +59,9 @@ class TopK:
     ids: Tensor
     log_p: Tensor
     tail: Tensor
+
+    def __getitem__(self, rows: slice) -> "TopK":
+        return TopK(self.ids[rows], self.log_p[rows], self.tail[rows])
 
 
 Teacher = Dense | TopK | None
@@ -66,7 +92,7 @@ def fused_loss(
     temperature: float,
     budget: int = BUDGET,
 ) -> Sums:
-    """Weighted sums over tokens of the loss and of what it is watched by.
+    """Weighted sums over tokens of the loss and of what it is watched by. It can be passed backward through once.
 
     Args:
         hidden: what enters the head, [N, D]; with no head, logits [N, V].
@@ -76,6 +102,22 @@ def fused_loss(
     sums = _Fused.apply(hidden, head, labels, weights, teacher, loss, temperature, budget, torch.is_grad_enabled())
     objective, (ce, alpha, slack, agreement) = sums[0], sums.detach()[1:].unbind()
     return Sums(objective=objective, cross_entropy=ce, acceptance=alpha, slack=slack, agreement=agreement)
+
+
+@torch.no_grad()
+def per_token(
+    hidden: Tensor,
+    head: Tensor | None,
+    labels: Tensor,
+    teacher: Teacher,
+    loss: Loss,
+    temperature: float,
+    budget: int = BUDGET,
+) -> Tensor:
+    """The loss of every token, [N] in fp64, which fused_loss sums by its weights; it makes no gradient."""
+    student, weights = _cast(hidden, head), torch.ones_like(labels)
+    found = [values[0] for _, values, _ in _chunks(student, labels, weights, teacher, loss, temperature, budget)]
+    return torch.cat([torch.empty(0, dtype=torch.float64, device=hidden.device), *found])
 
 
 class _Fused(torch.autograd.Function):
@@ -92,81 +134,123 @@ class _Fused(torch.autograd.Function):
         budget: int,
         with_gradient: bool,
     ) -> Tensor:
-        vocab = hidden.shape[1] if head is None else head.shape[0]
-        chunk = max(1, budget // (4 * BUFFERS * vocab))
+        student, exact = _cast(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
         sums = torch.zeros(5, dtype=torch.float64, device=hidden.device)
-        needs = ctx.needs_input_grad
-        d_hidden = torch.empty_like(hidden) if with_gradient and needs[0] else None
-        d_head = None
-        if with_gradient and head is not None and needs[1]:
-            d_head = torch.zeros_like(wide(head))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            z = hidden[rows] if head is None else hidden[rows] @ head.T
-            part, gradient = _chunk(wide(z), labels[rows], weights[rows], teacher, rows, loss, temperature)
-            sums += part
-            if d_head is not None:
-                d_head += gradient.T.to(z.dtype) @ hidden[rows].to(z.dtype)
+        d_hidden = d_head = None
+        if with_gradient and ctx.needs_input_grad[0]:
+            d_hidden = torch.empty_like(hidden)
+        if with_gradient and ctx.needs_input_grad[1] and head is not None:
+            d_head = torch.zeros_like(head, dtype=exact)
+        for rows, values, gradient in _chunks(student, labels, weights, teacher, loss, temperature, budget):
+            sums += (values * weights[rows]).sum(1)
             if d_hidden is not None:
-                d_hidden[rows] = gradient if head is None else gradient.to(z.dtype) @ head.to(z.dtype)
-        ctx.gradients = d_hidden, None if d_head is None or head is None else d_head.to(head.dtype)
-        return wide(sums.to(hidden.dtype))
+                d_hidden[rows] = gradient if student.head is None else gradient @ student.head
+            if d_head is not None:
+                states = hidden[rows].to(student.dtype)
+                if d_head.dtype == states.dtype:
+                    d_head.addmm_(gradient.T, states)
+                else:
+                    for part in _slices(len(d_head), SLICE):
+                        d_head[part].add_(gradient[:, part].T @ states)
+        ctx.save_for_backward(d_hidden, d_head)
+        return sums.to(exact)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_head = ctx.gradients
         scale = above[0][0]
-        scaled = [None if g is None else g * scale for g in (d_hidden, d_head)]
+        scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]  # in place: the head's is large
         return (*scaled, None, None, None, None, None, None, None)
 
 
-def _chunk(
-    z: Tensor, labels: Tensor, weights: Tensor, teacher: Teacher, rows: slice, loss: Loss, temperature: float
+def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
+    """The student, its head in the dtype that autocast wants."""
+    device = hidden.device.type
+    if head is not None and torch.is_autocast_enabled(device):
+        head = head.to(torch.get_autocast_dtype(device))
+    return Dense(hidden, head)
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _chunks(
+    student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, loss: Loss, temperature: float, budget: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by their logits [c, V].
+
+    The next gradient overwrites the one before.
+    """
+    total, on_cpu = len(student.hidden), student.hidden.device.type == "cpu"
+    chunk = max(1, budget // (2 * 4 * student.vocab))
+    block = max(1, (CPU_BLOCK if on_cpu else BLOCK) // (4 * student.vocab))
+    gradient = student.room(min(total, chunk))
+    room = teacher.room(min(total, chunk)) if isinstance(teacher, Dense) else None
+    for rows in _slices(total, chunk):
+        z = student.logits(rows, gradient)
+        y = _look(teacher, rows, room)
+        values = torch.empty(5, len(z), dtype=torch.float64, device=z.device)
+        for part in _slices(len(z), block):
+            here = slice(rows.start + part.start, rows.start + part.stop)
+            seen = None if y is None else y[part]
+            values[:, part], slope = _block(z[part], labels[here], seen, loss, temperature)
+            torch.mul(slope, weights[here].unsqueeze(1), out=gradient[part])
+        yield rows, values, gradient[: len(z)]
+
+
+def _look(teacher: Teacher, rows: slice, room: Tensor | None) -> Tensor | TopK | None:
+    """What is known of the teacher there: logits [c, V], or listed tokens."""
+    if isinstance(teacher, Dense):
+        return teacher.logits(rows, room)
+    return None if teacher is None else teacher[rows]
+
+
+def _block(
+    z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, loss: Loss, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Sums [5] of a chunk with logits z [c, V], and the gradient of the objective with respect to z."""
+    """Values [5, b] of tokens with logits z [b, V], and the gradient of each one's loss by its z."""
     log_q1 = log_probs(z, 1)
     labels = labels.unsqueeze(1)
     ce = -log_q1.gather(1, labels).squeeze(1)
     if teacher is None or not loss.terms:
-        values = [loss.cross_entropy * ce, ce, *[torch.zeros_like(ce)] * 3]
-        gradient = torch.zeros_like(z)
+        objective, watched, gradient = torch.zeros_like(ce), [torch.zeros_like(ce)] * 3, torch.zeros_like(log_q1)
     else:
         log_q = log_q1 if temperature == 1 else log_probs(z, temperature)
-        divergence = _dense if isinstance(teacher, Dense) else _listed
-        objective, watched, gradient = divergence(log_q, teacher, rows, loss, temperature)  # type: ignore[arg-type]
-        values = [objective + loss.cross_entropy * ce, ce, *watched]
+        if isinstance(teacher, TopK):
+            objective, watched, gradient = _listed(log_q, teacher, loss)
+        else:
+            objective, watched, gradient = _dense(log_q, log_probs(teacher, temperature), loss)
+        gradient = gradient if temperature == 1 else gradient.div_(temperature)
     if loss.cross_entropy:
-        gradient += loss.cross_entropy * log_q1.exp()
+        gradient.add_(log_q1.exp(), alpha=loss.cross_entropy)
         gradient.scatter_add_(1, labels, torch.full_like(ce, -loss.cross_entropy).unsqueeze(1))
-    gradient *= weights.unsqueeze(1)
-    return (torch.stack(values).double() * weights).sum(1), gradient
+    return torch.stack([objective + loss.cross_entropy * ce, ce, *watched]), gradient
 
 
-def _dense(
-    log_q: Tensor, teacher: Dense, rows: slice, loss: Loss, temperature: float
-) -> tuple[Tensor, list[Tensor], Tensor]:
+def _dense(log_q: Tensor, log_p: Tensor, loss: Loss) -> tuple[Tensor, list[Tensor], Tensor]:
     """Value, [acceptance, slack, agreement], and gradient, with all of the teacher's distribution."""
-    log_p = teacher.log_probs(rows, temperature)
-    alpha = acceptance(log_p, log_q)
-    agree = (log_p.argmax(-1) == log_q.argmax(-1)).float()
-    slope = loss.slope(log_p, log_q)
-    gradient = (slope - log_q.exp() * slope.sum(-1, keepdim=True)) / temperature
-    return loss.value(log_p, log_q), [alpha, torch.zeros_like(alpha), agree], gradient
+    x = Pair.of(log_p, log_q)
+    value, slope = loss.divergence(x)
+    gradient = slope.addcmul_(x.q, slope.sum(-1, keepdim=True), value=-1)
+    return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, log_p.max(-1, keepdim=True).indices)], gradient
 
 
-def _listed(
-    log_q: Tensor, teacher: TopK, rows: slice, loss: Loss, temperature: float
-) -> tuple[Tensor, list[Tensor], Tensor]:
+def _listed(log_q: Tensor, teacher: TopK, loss: Loss) -> tuple[Tensor, list[Tensor], Tensor]:
     """The same with k tokens and a bucket as atoms; every token in the bucket gets the bucket's slope by its share."""
-    ids = teacher.ids[rows]
-    log_p = wide(torch.cat([teacher.log_p[rows], teacher.tail[rows].unsqueeze(1)], 1))  # [c, k + 1]
-    rest = log_q.scatter(1, ids, -torch.inf)
-    tail = torch.logsumexp(rest, -1, keepdim=True).clamp_min(-80.0)  # an empty bucket would have no finite log
-    atoms = torch.cat([log_q.gather(1, ids), tail], 1)
-    shared = torch.minimum(log_p, atoms).exp()
-    slope = loss.slope(log_p, atoms)
-    gradient = (rest - tail).exp() * slope[:, -1:]  # 0 at the listed tokens
-    gradient.scatter_(1, ids, slope[:, :-1])
-    gradient = (gradient - log_q.exp() * slope.sum(-1, keepdim=True)) / temperature
-    agree = (ids.gather(1, log_p[:, :-1].argmax(-1, keepdim=True)).squeeze(1) == log_q.argmax(-1)).float()
-    return loss.value(log_p, atoms), [shared[:, :-1].sum(-1), shared[:, -1], agree], gradient
+    ids, q = teacher.ids, log_q.exp()
+    log_p = wide(torch.cat([teacher.log_p, teacher.tail.unsqueeze(1)], 1))  # [b, k + 1]
+    rest = q.scatter_(1, ids, 0.0)
+    tail = rest.sum(-1, keepdim=True).log().clamp_min(-80.0)  # an empty bucket has no finite log
+    x = Pair.of(log_p, torch.cat([log_q.gather(1, ids), tail], 1))
+    value, slope = loss.divergence(x)
+    total = slope.sum(-1, keepdim=True)
+    gradient = rest.mul_(slope[:, -1:] / x.q[:, -1:] - total)
+    gradient.scatter_(1, ids, slope[:, :-1] - x.q[:, :-1] * total)
+    slack = torch.minimum(x.p, x.q)[:, -1]
+    top = ids.gather(1, teacher.log_p.argmax(-1, keepdim=True))
+    return value, [x.alpha - slack, slack, _tops(log_q, top)], gradient
+
+
+def _tops(log_q: Tensor, ids: Tensor) -> Tensor:
+    """1 where ids [b, 1] are the student's most probable tokens, else 0: [b]."""
+    return (log_q.gather(1, ids).squeeze(1) == log_q.amax(-1)).to(log_q)

@@ -18,10 +18,12 @@ from draftlab.distill.cache import open_cache
 from draftlab.distill.evaluate import Length, Written
 from draftlab.distill.loop import DistillStep, Lesson
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.teacher import CachedTeacher
+from draftlab.distill.origin import same_ids, vocab_of
+from draftlab.distill.teacher import CachedTeacher, ServedTeacher
 from draftlab.distill.text import Batches, GeneratedRows, Mixed, StudentText, generate_rows, kept
 from draftlab.engine.replay import tokens_per_pass
 from draftlab.errors import UserError
+from draftlab.serve import Server
 
 REPLAYED_TEXTS, REPLAYED_PROMPT, REPLAYED_LENGTH = 48, 64, 64  # what the target writes to measure tokens per pass
 
@@ -66,8 +68,27 @@ def cached_lesson(cache: Path, draft: Path, *, rows: int, temperature: float) ->
     return Lesson(teacher=CachedTeacher(batches.manifest.vocab), batches=batches, heldout=heldout)
 
 
-def target_lesson(student: PreTrainedModel, draft: Path, target: Path | None, how: Reading, state: Path) -> Lesson:
-    """From the target itself, loaded here; target None where text alone is learnt."""
+def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
+    """What a server says of text.
+
+    Raises:
+        UserError: another tokenizer, or it cannot look at text.
+    """
+    same_ids(server, draft)
+    if not server.looks:
+        raise UserError(f"{server.kind} does not score given text; build a cache, or use vLLM or SGLang")
+    return ServedTeacher(server, k, vocab_of(draft))
+
+
+def target_lesson(
+    student: PreTrainedModel,
+    draft: Path,
+    target: Path | None,
+    how: Reading,
+    state: Path,
+    served: ServedTeacher | None = None,
+) -> Lesson:
+    """From the target itself, loaded here or run by a server; neither where text alone is learnt."""
     tokenizer = checkpoint.load_tokenizer(draft)
     sizes = {"rows": how.rows, "seq_len": how.seq_len}
     heldout = open_heldout(how.data, tokenizer, most_rows=64, **sizes)
@@ -77,7 +98,7 @@ def target_lesson(student: PreTrainedModel, draft: Path, target: Path | None, ho
     eos_id = checkpoint.special_ids(tokenizer)["eos"]
     batches = _mixed(how, data, eos_id, student, target, state)
     if target is None or not how.compared:
-        return Lesson(teacher=None, batches=batches, heldout=heldout)
+        return Lesson(teacher=served if how.compared else None, batches=batches, heldout=heldout)
     teacher = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], device_map=how.device_map)
     length = Replayed.of(teacher, heldout, how, eos_id, state)
     return Lesson(teacher=teacher, batches=batches, heldout=heldout, length=length)

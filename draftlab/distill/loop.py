@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -23,15 +23,19 @@ from transformers import PreTrainedModel
 from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.distill import states
 from draftlab.distill.evaluate import Length
-from draftlab.distill.fused import Dense, Teacher, TopK, fused_loss
+from draftlab.distill.fused import Dense, Teacher, TopK, fused_loss, per_token
 from draftlab.distill.losses import Loss, parse_loss
+from draftlab.distill.optimizers import OptimizerName, optimizers_for
+from draftlab.distill.selection import Selection, furthest_behind
 from draftlab.distill.teacher import Listing, LocalTeacher, PlainHead, logits_of, shard_by_layer
 from draftlab.distill.text import Batches
 from draftlab.errors import UserError
 
-OptimizerName = Literal["adamw", "muon"]
 Teaching = LocalTeacher | Listing
 GivenTeacher = PreTrainedModel | Listing | None
+
+
+Choose = Callable[[Batch, Teaching | None], Batch]
 
 
 class Measure(Protocol):
@@ -44,12 +48,16 @@ class Measure(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What a student learns from, and how it is measured on the way. teacher: None where the text alone is learnt."""
+    """What a student learns from, and how it is measured on the way.
+
+    teacher: None where the text alone is learnt. selection: which tokens of a batch count.
+    """
 
     teacher: GivenTeacher
     batches: Batches
     heldout: HeldOut
     length: Measure | None = None
+    selection: Selection | None = None
 
 
 class Constraint(Protocol):
@@ -157,10 +165,11 @@ class DistillStep(nn.Module):
         if self.constraint is not None:
             self.constraint.progress = progress
 
-    def forward(self, ids: Tensor, mask: Tensor, teacher: Teacher) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor, teacher: Teacher, each: bool = False) -> Tensor:
         """Sums over tokens, [6]: objective, cross-entropy, acceptance, its slack, agreement, and what to descend on.
 
         ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
+        each: the loss of every such token instead, [N], without gradient.
         """
         if self.constraint is not None:
             self.constraint.draw()
@@ -168,6 +177,8 @@ class DistillStep(nn.Module):
         hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         loss = self.loss.at(self.progress)
+        if each:
+            return per_token(hidden, head, labels, teacher, loss, self.temperature)
         found = fused_loss(hidden, head, labels, weights, teacher, loss, self.temperature)
         total = found.objective
         if self.constraint is not None:  # on every token, as the objective is a sum over tokens
@@ -199,12 +210,14 @@ def train(
     student.train()
     vocab = _shared_vocab(student, lesson.teacher)
     step_module = DistillStep(student, loss, settings.temperature, vocab, constraint)
-    optimizers = _optimizers(student, settings) + (constraint.optimizers() if constraint else [])
+    optimizers = optimizers_for(student, settings.optimizer, settings.lr, settings.weight_decay)
+    optimizers += constraint.optimizers() if constraint else []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     step_module, *optimizers = accelerator.prepare(step_module, *optimizers)
     if settings.compile:
         student.get_decoder().compile()
+    choose = _chooser(accelerator, lesson.selection, step_module, loss, settings.temperature, vocab)
     taught, best = _teaching(lesson.teacher, vocab, accelerator, settings.compile), states.Best()
     accelerator.register_for_checkpointing(best)
     if isinstance(batches, DynamicBatches):
@@ -223,7 +236,7 @@ def train(
         yield evaluated(0)
     with _sigterm_noted() as stopping:
         for step in range(began_at, settings.steps):
-            yield _step(accelerator, step_module, optimizers, taught, batches, settings, step)
+            yield _step(accelerator, step_module, optimizers, taught, batches, choose, settings, step)
             done = step + 1
             if done % settings.eval_every == 0 or done == settings.steps:
                 yield evaluated(done)
@@ -316,20 +329,20 @@ def _step(
     optimizers: list[torch.optim.Optimizer],
     teacher: Teaching | None,
     batches: Batches,
+    choose: Choose,
     settings: Settings,
     step: int,
 ) -> StepRecord:
     began = time.perf_counter()
-    batch = batches.batch(step)
-    tokens = int(batch.mask.sum())
     totals = torch.zeros(6, dtype=torch.float64)
     accelerator.unwrap_model(step_module).begin(step / settings.steps)
     # parts are made before they are shared out, so that every process takes part in as many passes
-    parts = batch.packed(settings.micro_tokens * accelerator.num_processes)
-    for number, part in enumerate(parts, 1):
-        waiting = accelerator.no_sync(step_module) if number < len(parts) else contextlib.nullcontext()
+    parts = batches.batch(step).packed(settings.micro_tokens * accelerator.num_processes)
+    shares = [choose(p.part(accelerator.process_index, accelerator.num_processes), teacher) for p in parts]
+    tokens = int(_total(accelerator, torch.tensor(sum(int(share.mask.sum()) for share in shares))))
+    for number, share in enumerate(shares, 1):
+        waiting = accelerator.no_sync(step_module) if number < len(shares) else contextlib.nullcontext()
         with waiting:
-            share = part.part(accelerator.process_index, accelerator.num_processes)
             sums = _sums(accelerator, step_module, teacher, share)
             # DDP averages over processes; the token count is that of the whole step, so scale back
             accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
@@ -360,36 +373,39 @@ def _total(accelerator: Accelerator, values: Tensor) -> Tensor:
     return cast(Tensor, accelerator.reduce(values.to(accelerator.device)))
 
 
-def _sums(accelerator: Accelerator, step_module: nn.Module, teacher: Teaching | None, batch: Batch) -> Tensor:
+def _sums(
+    accelerator: Accelerator, step_module: nn.Module, teacher: Teaching | None, batch: Batch, each: bool = False
+) -> Tensor:
+    """What step_module says of a batch: sums, or the loss of each token."""
     ids = torch.from_numpy(batch.ids).to(accelerator.device)
     mask = torch.from_numpy(batch.mask).to(accelerator.device)
-    return step_module(ids, mask, None if teacher is None else _on(teacher.look(batch), accelerator.device))
+    return step_module(ids, mask, None if teacher is None else _on(teacher.look(batch), accelerator.device), each)
+
+
+def _chooser(
+    accelerator: Accelerator,
+    selection: Selection | None,
+    step_module: nn.Module,
+    loss: Loss,
+    temperature: float,
+    vocab: int,
+) -> Choose:
+    """What keeps the tokens that count, by the losses of student and reference on them."""
+    if selection is None:
+        return lambda batch, teacher: batch
+    kept, device = selection, cast(Any, accelerator.device)
+    reference = DistillStep(kept.reference.to(device), loss, temperature, vocab).eval()
+
+    @torch.no_grad()
+    def choose(batch: Batch, teacher: Teaching | None) -> Batch:
+        reference.begin(accelerator.unwrap_model(step_module).progress)
+        draft, other = (_sums(accelerator, module, teacher, batch, each=True) for module in (step_module, reference))
+        return furthest_behind(batch, draft, other, kept.keep)
+
+    return choose
 
 
 def _on(teacher: Dense | TopK, device: torch.device) -> Dense | TopK:
     if isinstance(teacher, Dense):
         return teacher  # a local teacher knows where its student is
     return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))
-
-
-def _optimizers(student: PreTrainedModel, settings: Settings) -> list[torch.optim.Optimizer]:
-    """AdamW on all; or Muon (Jordan et al. 2024) on the blocks' matrices and AdamW on the rest.
-
-    Muon's update is scaled to AdamW's size (Liu et al. 2025), so that one learning rate serves both.
-    """
-    named = [(name, p) for name, p in student.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if p.ndim == 2 and ".layers." in name]
-    ends = [p for name, p in named if p.ndim == 2 and ".layers." not in name]
-    vectors = [p for _, p in named if p.ndim < 2]
-    decay = settings.weight_decay
-
-    def adamw(decayed: list[nn.Parameter], kept: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, 0.95))
-
-    if not named:
-        return []
-    if settings.optimizer == "adamw":
-        return [adamw(matrices + ends, vectors)]
-    muon = torch.optim.Muon(matrices, lr=settings.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    return [muon, adamw([], ends + vectors)]

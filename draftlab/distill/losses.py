@@ -1,9 +1,9 @@
 """Divergences between the teacher's distribution p and the student's q, per token: the readable reference.
 
-N tokens, A atoms: the vocabulary, or k tokens and one bucket for the rest. Everything takes log-probabilities [N, A].
-Values are [N] in nats, written so that they stay non-negative and exact when p and q nearly agree, where the textbook
-sum cancels (``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996). Slopes are q h [N, A] with
-h = dD/dq up to a constant; with them every loss has one gradient with respect to the student's logits z:
+N tokens, A atoms: the vocabulary, or k tokens and one bucket for the rest. A divergence D takes a pair of distributions
+[N, A] and gives its value [N] in nats, written so that it stays non-negative and exact when p and q nearly agree, where
+the textbook sum cancels (``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996), and its slope q h
+[N, A] with h = dD/dq up to a constant. From slopes every loss has one gradient with respect to the student's logits z:
 dD/dz = (q h - q sum(q h)) / temperature.
 """
 
@@ -11,49 +11,60 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from draftlab.errors import UserError, did_you_mean
 
-Function = Callable[[Tensor, Tensor], Tensor]
 LOWEST_ALPHA = 1e-5  # below it -log alpha is flat: its gradient would have no bound
 SWITCH = 0.2  # share of a run after which ``a -> b`` goes from a to b
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
-    """value(log_p, log_q) -> [N] in nats, and slope(log_p, log_q) -> q dD/dq [N, A]."""
+class Pair:
+    """p and q with their logs, [N, A] each, and what every loss is watched by.
 
-    value: Function
-    slope: Function
+    alpha: sum min(p, q) = 1 - total variation, [N] in [0, 1]: the chance that a sampled draft token is accepted
+    (Leviathan et al. 2023, corollary 3.6).
+    """
 
+    log_p: Tensor
+    log_q: Tensor
+    p: Tensor
+    q: Tensor
+    alpha: Tensor
 
-def _fkl_slope(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return -log_p.exp()
-
-
-def _tvd_value(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return 1 - acceptance(log_p, log_q)
-
-
-def _tvd_slope(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """With a half where both are equal, so that p = q has no gradient."""
-    below = (log_q < log_p).to(log_q) + 0.5 * (log_q == log_p).to(log_q)
-    return -log_q.exp() * below
+    @classmethod
+    def of(cls, log_p: Tensor, log_q: Tensor) -> "Pair":
+        p, q = log_p.exp(), log_q.exp()
+        return cls(log_p, log_q, p, q, torch.minimum(p, q).sum(-1))
 
 
-# Forward KL(p || q) = sum p (log p - log q), in [0, inf). Hinton et al. 2015, less the teacher's entropy.
-FKL = Divergence(lambda log_p, log_q: kl_terms(log_p, log_q).sum(-1), _fkl_slope)
+Divergence = Callable[[Pair], tuple[Tensor, Tensor]]  # value [N] and slope [N, A]
 
-# Reverse KL(q || p), in [0, inf). Mode-seeking; Gu et al. 2024 (MiniLLM).
-RKL = Divergence(
-    lambda log_p, log_q: kl_terms(log_q, log_p).sum(-1), lambda log_p, log_q: log_q.exp() * (log_q - log_p)
-)
 
-# Total variation, 1 - alpha, in [0, 1].
-TVD = Divergence(_tvd_value, _tvd_slope)
+def fkl(x: Pair) -> tuple[Tensor, Tensor]:
+    """Forward KL(p || q) = sum p (log p - log q), in [0, inf). Hinton et al. 2015, less the teacher's entropy."""
+    return kl_terms(x.p, x.q, x.log_q - x.log_p).sum(-1), -x.p
+
+
+def rkl(x: Pair) -> tuple[Tensor, Tensor]:
+    """Reverse KL(q || p), in [0, inf). Mode-seeking; Gu et al. 2024 (MiniLLM)."""
+    gap = x.log_p - x.log_q
+    return kl_terms(x.q, x.p, gap).sum(-1), -x.q * gap
+
+
+def tvd(x: Pair) -> tuple[Tensor, Tensor]:
+    """Total variation, 1 - alpha, in [0, 1]. The slope is -q where q < p, half of it at q = p: no gradient there."""
+    return 1 - x.alpha, -0.5 * x.q * (1 + (x.p - x.q).sign())
+
+
+def nla(x: Pair) -> tuple[Tensor, Tensor]:
+    """-log alpha, in [0, inf): the negative log of the chance to be accepted (LK losses, 2602.23881)."""
+    alpha = x.alpha.clamp_min(LOWEST_ALPHA)
+    return -alpha.log(), tvd(x)[1] * ((x.alpha > LOWEST_ALPHA) / alpha).unsqueeze(-1)
 
 
 def jsd(beta: float) -> Divergence:
@@ -62,33 +73,14 @@ def jsd(beta: float) -> Divergence:
     In [0, H(beta)], ln 2 at one half. beta weighs the teacher, as in GKD (Agarwal et al. 2024, eq. 1).
     """
 
-    def mixed(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    def divergence(x: Pair) -> tuple[Tensor, Tensor]:
+        m = torch.lerp(x.q, x.p, beta)
+        log_m = m.clamp_min(torch.finfo(m.dtype).tiny).log()  # where m underflows, so do p and q, and nothing is lost
+        gap = log_m - x.log_q
+        terms = beta * kl_terms(x.p, m, log_m - x.log_p) + (1 - beta) * kl_terms(x.q, m, gap)
+        return terms.sum(-1), (beta - 1) * x.q * gap
 
-    def value(log_p: Tensor, log_q: Tensor) -> Tensor:
-        log_m = mixed(log_p, log_q)
-        return (beta * kl_terms(log_p, log_m) + (1 - beta) * kl_terms(log_q, log_m)).sum(-1)
-
-    def slope(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return (1 - beta) * log_q.exp() * (log_q - mixed(log_p, log_q))
-
-    return Divergence(value, slope)
-
-
-def _nla() -> Divergence:
-    """-log alpha, in [0, inf): the negative log of the chance to be accepted (LK losses, 2602.23881)."""
-
-    def value(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return -acceptance(log_p, log_q).clamp_min(LOWEST_ALPHA).log()
-
-    def slope(log_p: Tensor, log_q: Tensor) -> Tensor:
-        alpha = acceptance(log_p, log_q).unsqueeze(-1)
-        return _tvd_slope(log_p, log_q) * torch.where(alpha > LOWEST_ALPHA, 1 / alpha.clamp_min(LOWEST_ALPHA), 0.0)
-
-    return Divergence(value, slope)
-
-
-NLA = _nla()
+    return divergence
 
 
 def lk(eta: float) -> Divergence:
@@ -97,26 +89,21 @@ def lk(eta: float) -> Divergence:
     Forward KL where the draft is far off, total variation where it is near.
     """
 
-    def share(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return (-eta * acceptance(log_p, log_q).detach()).exp()
+    def divergence(x: Pair) -> tuple[Tensor, Tensor]:
+        share = (-eta * x.alpha.detach()).exp()
+        (far, far_slope), (near, near_slope) = fkl(x), tvd(x)
+        slope = torch.lerp(near_slope, far_slope, share.unsqueeze(-1))
+        return share * far + (1 - share) * near, slope
 
-    def value(log_p: Tensor, log_q: Tensor) -> Tensor:
-        part = share(log_p, log_q)
-        return part * FKL.value(log_p, log_q) + (1 - part) * TVD.value(log_p, log_q)
-
-    def slope(log_p: Tensor, log_q: Tensor) -> Tensor:
-        part = share(log_p, log_q).unsqueeze(-1)
-        return part * _fkl_slope(log_p, log_q) + (1 - part) * _tvd_slope(log_p, log_q)
-
-    return Divergence(value, slope)
+    return divergence
 
 
-def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """alpha = sum min(p, q) = 1 - total variation: the chance that a sampled draft token is accepted.
+def kl_terms(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
+    """Terms of KL(a || b), d = log b - log a, as b - a - a d: each is >= 0, and they sum to the same.
 
-    Leviathan et al. 2023, corollary 3.6. In [0, 1].
+    b - a is written (a + b) tanh(d / 2), which has all its digits when both nearly agree and no overflow when not.
     """
-    return torch.minimum(log_p, log_q).exp().sum(-1)
+    return (a + b) * (d / 2).tanh() - a * d
 
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:
@@ -128,13 +115,6 @@ def log_probs(logits: Tensor, temperature: float) -> Tensor:
 def wide(x: Tensor) -> Tensor:
     """fp32, or fp64 where it is that already."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def kl_terms(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Terms of KL(a || b) in the form a (e^d - 1 - d) = b - a - a d, d = log b - log a: each is >= 0."""
-    a, d = log_a.exp(), log_b - log_a
-    near = a * (torch.expm1(d.clamp(-1, 1)) - d.clamp(-1, 1))
-    return torch.where(d.abs() < 1, near, log_b.exp() - a - a * d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +135,11 @@ class Loss:
         """The loss that holds at a share of the run."""
         return self if self.then is None or progress < self.until else self.then.at(progress)
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """[N], without cross-entropy."""
-        return sum((w * d.value(log_p, log_q) for w, d in self.terms), torch.zeros(log_q.shape[:-1]).to(log_q))
-
-    def slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """q dD/dq [N, A], without cross-entropy."""
-        parts = [d.slope(log_p, log_q) if w == 1 else w * d.slope(log_p, log_q) for w, d in self.terms]
-        return sum(parts[1:], parts[0])
+    def divergence(self, x: Pair) -> tuple[Tensor, Tensor]:
+        """Value [N] and slope [N, A], without cross-entropy."""
+        parts = [(weight, *divergence(x)) for weight, divergence in self.terms]
+        value = torch.stack([weight * value for weight, value, _ in parts]).sum(0)
+        return value, reduce(torch.add, [slope if weight == 1 else weight * slope for weight, _, slope in parts])
 
 
 def parse_loss(spec: str) -> Loss:
@@ -223,4 +200,4 @@ def _number(text: str, what: str, low: float, high: float) -> float:
     return value
 
 
-PLAIN: dict[str, Divergence | None] = {"ce": None, "fkl": FKL, "rkl": RKL, "tvd": TVD, "nla": NLA}
+PLAIN: dict[str, Divergence | None] = {"ce": None, "fkl": fkl, "rkl": rkl, "tvd": tvd, "nla": nla}

@@ -3,7 +3,7 @@
 B rows, P prompt tokens, G written ones, V vocab. Text is tokens: no gradient goes through how it was drawn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,11 +45,11 @@ def parse_texts(spec: str) -> dict[str, float]:
 class Mixed:
     """Each step from one source: its name and which of its batches, by step."""
 
-    sources: dict[str, Batches]
+    sources: Mapping[str, Batches]
     turns: list[tuple[str, int]]
 
     @classmethod
-    def of(cls, sources: dict[str, Batches], weights: dict[str, float], steps: int) -> "Mixed":
+    def of(cls, sources: Mapping[str, Batches], weights: dict[str, float], steps: int) -> "Mixed":
         """In proportion to their weights: after n steps none is more than a step off."""
         taken, turns = dict.fromkeys(weights, 0), []
         for number in range(1, steps + 1):

@@ -1,0 +1,135 @@
+"""What a loss and a text are worth: acceptance before and after distilling one draft, at equal token budgets.
+
+Every arm starts from the same pruned draft and counts the same tokens. Arms that are done are read back from --state,
+so a killed run goes on, and several may fill one state.
+"""
+
+import json
+import shutil
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import PreTrainedModel
+
+from benchmarks import environment
+from draftlab import checkpoint
+from draftlab.console import note
+from draftlab.distill.evaluate import Length
+from draftlab.distill.lesson import Reading, Replayed, target_lesson
+from draftlab.distill.loop import EvalRecord, Settings, StepRecord, train
+from draftlab.distill.text import parse_texts
+
+LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)", "fkl@0.2 -> lk(3)", "fkl@0.5 -> tvd", "ce")
+TEXTS = ("target", "draft", "data=0.5,draft=0.5", "target=0.5,draft=0.5")
+ROWS, SEQ_LEN, PROMPT = 8, 256, 32
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    loss: str = "fkl"
+    text: str = "data"
+
+    @property
+    def name(self) -> str:
+        return f"{self.loss} on {self.text}"
+
+
+def main(
+    draft: Annotated[Path, typer.Argument(help="Pruned draft to start from.")],
+    target: Annotated[str, typer.Option(help="Target.")] = "tiny",
+    data: Annotated[str, typer.Option(help="Text.")] = "stdlib",
+    steps: Annotated[int, typer.Option(help="Steps of 8 rows of 256 tokens of data; others until as many count.")] = 60,
+    lr: Annotated[float, typer.Option(help="Peak rate of Muon.")] = 4e-3,
+    seeds: Annotated[str, typer.Option(help="Seeds, by comma.")] = "0,1,2",
+    arms: Annotated[str, typer.Option(help="Losses and texts, by semicolon; all if left out.")] = "",
+    state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path("runs/distill_quality"),
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+) -> None:
+    torch.set_num_threads(threads)
+    every = [Arm(loss=loss) for loss in LOSSES] + [Arm(text=text) for text in TEXTS]
+    wanted = {name.strip() for name in arms.split(";")} if arms else set()
+    chosen = [arm for arm in every if not wanted or (arm.loss in wanted and arm.text == "data") or arm.text in wanted]
+    state.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in chosen}
+    for seed in map(int, seeds.split(",")):
+        for arm in chosen:
+            file = state / f"{draft.name}-{arm.name.replace(' ', '_')}-{seed}-{steps}-{lr:g}.json"
+            if not file.exists():
+                result = _measure(arm, draft, checkpoint.locate(target), data, seed, steps, lr, state)
+                file.write_text(json.dumps(result))
+            found[arm.name].append(json.loads(file.read_text()))
+            note(f"{arm.name}, seed {seed}: {found[arm.name][-1]}")
+    print(json.dumps({"arms": _summary(found), "draft": draft.name, "steps": steps, "lr": lr} | environment(threads)))
+
+
+def _measure(
+    arm: Arm, draft: Path, target: Path, data: str, seed: int, steps: int, lr: float, state: Path
+) -> dict[str, float]:
+    texts, scratch = parse_texts(arm.text), state / f"work-{time.time_ns()}"
+    scratch.mkdir()
+    counted = sum(share * (1 if name == "data" else (SEQ_LEN - PROMPT + 1) / SEQ_LEN) for name, share in texts.items())
+    settings = Settings(
+        loss=arm.loss, steps=round(steps / counted), lr=lr, optimizer="muon", weight_decay=0.0, seed=seed,
+        eval_every=10**9, save_every=10**9,
+    )  # fmt: skip
+    reading = Reading(
+        data=data, texts=texts, rows=ROWS, seq_len=SEQ_LEN, steps=settings.steps, prompt_tokens=PROMPT,
+        sample_temperature=1.0, serve_temperature=0.0, reweigh_every=0, seed=seed, dtype="bfloat16", device=CPU,
+        device_map=None, compared=True,
+    )  # fmt: skip
+    student = checkpoint.load_model(draft, torch.float32)
+    lesson = target_lesson(student, draft, target, reading, scratch)
+    assert isinstance(lesson.teacher, PreTrainedModel)
+    eos = checkpoint.special_ids(checkpoint.load_tokenizer(draft))["eos"]
+    sampled = Replayed.of(
+        lesson.teacher, lesson.heldout, replace(reading, serve_temperature=1.0), eos, _folder(scratch)
+    )
+    sampled(student, 0)
+    began = time.process_time()
+    records = list(train(student, lesson, settings, scratch))
+    seconds = time.process_time() - began
+    sampled(student, settings.steps)
+    evals = [r for r in records if isinstance(r, EvalRecord)]
+    assert lesson.length is not None
+    greedy = _at_four(lesson.length.compared(0, settings.steps))
+    drawn = _at_four(sampled.compared(0, settings.steps))
+    shutil.rmtree(scratch)
+    return {
+        "tokens": sum(r.tokens for r in records if isinstance(r, StepRecord)),
+        "cpu_seconds": seconds,
+        "alpha_before": evals[0].acceptance or 0.0,
+        "alpha": evals[-1].acceptance or 0.0,
+        "greedy_before": greedy.before,
+        "greedy": greedy.after,
+        "sampled_before": drawn.before,
+        "sampled": drawn.after,
+    }
+
+
+def _folder(scratch: Path) -> Path:
+    (scratch / "sampled").mkdir()
+    return scratch / "sampled"
+
+
+def _at_four(found: list[Length]) -> Length:
+    return next(n for n in found if n.k == 4)
+
+
+def _summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """arm -> figure -> mean and spread over seeds. greedy and sampled: tokens per target pass at K = 4."""
+
+    def one(values: list[float]) -> dict[str, float]:
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        return {"mean": statistics.mean(values), "spread": spread, "n": len(values)}
+
+    return {name: {key: one([run[key] for run in runs]) for key in runs[0]} for name, runs in found.items()}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -104,5 +104,5 @@ def _student(source: Path, how: Learning) -> PreTrainedModel:
     if how.weights == "frozen":
         student.requires_grad_(False)
     if how.weights == "lora":
-        return adapt(student, LORA_RANK)
+        return adapt(student, LORA_RANK, how.settings.seed)
     return student

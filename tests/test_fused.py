@@ -1,10 +1,14 @@
 """Fused is naive: values, gradients and what is watched, for every chunking, loss, temperature and kind of teacher."""
 
 import math
+import weakref
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from draftlab.distill.fused import Dense, Sums, Teacher, TopK, fused_loss, per_token
 from draftlab.distill.losses import Pair, log_probs, parse_loss, wide
@@ -13,19 +17,19 @@ N, D, V = 13, 6, 31
 LOSSES = ["ce", "fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(3)", "0.7*fkl + 0.3*ce"]
 
 
-def inputs(dtype: torch.dtype = torch.float64, vocab: int = V) -> dict[str, Tensor]:
+def inputs(dtype: torch.dtype = torch.float64, vocab: int = V, tokens: int = N) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=rng, dtype=torch.float64).to(dtype)
 
     return {
-        "hidden": draw(N, D).requires_grad_(),
+        "hidden": draw(tokens, D).requires_grad_(),
         "head": draw(vocab, D).requires_grad_(),
-        "teacher_hidden": draw(N, 5),
+        "teacher_hidden": draw(tokens, 5),
         "teacher_head": draw(vocab, 5),
-        "labels": torch.randint(0, vocab, (N,), generator=rng),
-        "weights": torch.rand(N, generator=rng, dtype=torch.float64).to(dtype),
+        "labels": torch.randint(0, vocab, (tokens,), generator=rng),
+        "weights": torch.rand(tokens, generator=rng, dtype=torch.float64).to(dtype),
     }
 
 
@@ -242,6 +246,47 @@ def test_far_apart_teachers_give_finite_values_and_gradients(name):
         assert torch.isfinite(torch.autograd.grad(found.objective, x["hidden"])[0]).all()
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: Counter[int] = Counter()  # by the storage they share
+        self.bytes = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and id(tensor) not in given:
+                storage = tensor.untyped_storage()
+                self.count(storage.data_ptr(), storage.nbytes(), 1)
+                weakref.finalize(tensor, self.count, storage.data_ptr(), storage.nbytes(), -1)
+        return made
+
+    def count(self, storage: int, size: int, by: int) -> None:
+        before = self.tensors[storage]
+        self.tensors[storage] += by
+        self.bytes += size * ((before + by > 0) - (before > 0))
+        self.most = max(self.most, self.bytes)
+
+
+@pytest.mark.parametrize("kind", ["whole", "listed"])
+def test_memory_does_not_grow_with_tokens(kind):
+    ours, theirs = [], []
+    for tokens in (64, 128):
+        x = inputs(torch.float32, 3000, tokens)
+        teacher = whole(x) if kind == "whole" else top_k(x, 4, 1.0)
+        with Peak() as peak:
+            fused(x, "fkl", 1.0, 16, teacher)
+        ours.append(peak.most)
+        with Peak() as peak:
+            naive(x, "fkl", 1.0)
+        theirs.append(peak.most)
+    assert ours[1] < 1.05 * ours[0]
+    assert theirs[1] > 1.9 * theirs[0]
+
+
 def test_no_token_at_all_is_no_loss():
     x = inputs()
     empty = {
@@ -252,3 +297,21 @@ def test_no_token_at_all_is_no_loss():
     assert float(found.objective.detach()) == 0
     found.objective.backward()
     assert x["head"].grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_cross_entropy_beside_a_teacher_reports_what_a_divergence_reports(k):
+    """A schedule that begins with cross-entropy is watched all the way."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, head, teacher = (torch.randn(size, generator=rng) for size in ((9, 6), (20, 6), (9, 20)))
+    labels, weights = torch.arange(9), torch.ones(9)
+    seen = Dense(teacher, None)
+    if k:
+        log_p, ids = teacher.log_softmax(-1).topk(k)
+        seen = TopK(ids, log_p, (1 - log_p.exp().sum(-1)).log())
+    ce, fkl = (fused_loss(hidden, head, labels, weights, seen, parse_loss(name), 1.0) for name in ("ce", "fkl"))
+    alone = fused_loss(hidden, head, labels, weights, None, parse_loss("ce"), 1.0)
+    assert float(ce.objective) == pytest.approx(float(alone.objective))
+    assert float(ce.acceptance) > 0
+    for name in ("acceptance", "slack", "agreement", "cross_entropy"):
+        assert float(getattr(ce, name)) == pytest.approx(float(getattr(fkl, name)))

@@ -137,6 +137,8 @@ class Loss:
 
     def divergence(self, x: Pair) -> tuple[Tensor, Tensor]:
         """Value [N] and slope [N, A], without cross-entropy."""
+        if not self.terms:
+            return torch.zeros_like(x.log_q[..., 0]), torch.zeros_like(x.log_q)
         parts = [(weight, *divergence(x)) for weight, divergence in self.terms]
         value = torch.stack([weight * value for weight, value, _ in parts]).sum(0)
         return value, reduce(torch.add, [slope if weight == 1 else weight * slope for weight, _, slope in parts])

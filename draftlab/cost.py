@@ -65,7 +65,7 @@ class Profile(_File):
     mode: Mode
     threads: int | None
     forward: list[Point] = Field(min_length=1)  # behind other work, as draft and target take turns; a full grid
-    again: list[Again]  # one token behind 1, 2, ... like passes, until other work is forgotten, as in plain decoding
+    again: list[Again]  # one token behind 1, 2, ... like passes, and behind many: other work is forgotten by then
     prefill: list[Latency] = Field(min_length=1)  # by length of the prompt, one row
     host: list[Latency] = Field(min_length=1)  # beside the pass, by tokens judged: sampling, accepting, bookkeeping
     bandwidth_gbs: PositiveFloat  # what could be had at best: measured in the same run, or assumed
@@ -80,8 +80,11 @@ class Profile(_File):
         again = sorted((p.behind, p.batch, p.context) for p in self.again)
         for what, grid in (("forward", found), ("again", again)):
             axes = [sorted(set(column)) for column in zip(*grid, strict=True)]
-            if grid != list(itertools.product(*axes)) or not grid or axes[0][0] != 1:
+            if not grid or grid != list(itertools.product(*axes)) or axes[0][0] != 1:
                 raise ValueError(f"{what} must hold every combination of batch and context once for 1 and what follows")
+        behind = sorted({p.behind for p in self.again})
+        if behind[:-1] != list(range(1, len(behind))):
+            raise ValueError(f"again is behind {behind} passes; all but the last must be 1, 2, 3 and so on")
         if {at[1:] for at in found} != {at[1:] for at in again} or min(p.width for p in self.host) != 1:
             raise ValueError("again must have the batches and contexts of forward, and host begin at width 1")
         return self
@@ -132,7 +135,7 @@ class Cost:
     batches: np.ndarray
     contexts: np.ndarray
     grid: np.ndarray  # [W, B, L] ms
-    again: np.ndarray  # [N, B, L] ms, behind 1, ... N like passes
+    again: np.ndarray  # [N, B, L] ms, behind 1, ... N - 1 like passes, and behind many
     prefill: tuple[np.ndarray, np.ndarray]  # lengths, ms
     host: tuple[np.ndarray, np.ndarray]  # widths, ms
     extrapolate: bool

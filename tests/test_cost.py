@@ -139,6 +139,12 @@ def test_a_grid_with_a_hole_is_refused(profile, tmp_path):
     file.write_text(yaml.safe_dump(fields | {"forward": fields["forward"][:-1]}))
     with pytest.raises(UserError, match="forward must hold every combination"):
         read_profile(file)
+    gap = [entry for entry in fields["again"] if entry["behind"] == 1] + [
+        entry | {"behind": n} for n in (3, 5) for entry in fields["again"] if entry["behind"] == 2
+    ]
+    file.write_text(yaml.safe_dump(fields | {"again": gap}))
+    with pytest.raises(UserError, match="again is behind"):
+        read_profile(file)
     file.write_text(yaml.safe_dump(fields | {"again": fields["again"][1:]}))
     with pytest.raises(UserError, match="again must hold every combination"):
         read_profile(file)

@@ -29,7 +29,7 @@ from draftlab.shape import Shape
 
 WARM_ROUNDS = (3, 12)  # before anything counts: at least, at most
 STEADY = 0.05  # warm is a round that takes as long as the one before, within this share
-AGAIN = (1, 2, 3)  # like passes before one; then nothing is left in the caches of what ran earlier
+AGAIN = (1, 2, 3, 8)  # like passes before one; behind the last number caches hold nothing of what ran earlier
 BUFFER_BYTES = 1 << 30  # most that the ceiling of bandwidth is measured on
 SQUARE = {"cpu": 1024, "cuda": 8192}  # sides of the matrices that show the ceiling of arithmetic
 

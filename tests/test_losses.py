@@ -69,7 +69,10 @@ def test_never_negative_in_fp32_when_p_and_q_nearly_agree(name):
     exact = value(name, *(torch.log_softmax(x.double(), -1) for x in (log_p, log_q)))
     found = value(name, log_p, log_q)
     assert (found >= 0).all()
-    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0)
+    if name != "jsd(0.5)":
+        textbook = by_definition(name, log_p, log_q)
+        assert ((textbook - exact) / exact).abs().median() > 0.05
 
 
 @given(st.integers(0, 1000), st.sampled_from([0.3, 2.0, 6.0]))

@@ -18,7 +18,7 @@ from draftlab.prune.choose import choose
 from draftlab.prune.cut import Cut, Keep, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate
 from draftlab.prune.refit import Fit
-from draftlab.prune.run import Plan, check_plan, prune
+from draftlab.prune.run import KEEP_FILE, Plan, check_plan, prune
 from draftlab.prune.walk import Walk
 from draftlab.shape import Shape, check, resolve
 
@@ -237,6 +237,19 @@ def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_not
             plan_for(source, text, shape=shape, scores_cache=cache, seed=1),
             out=tmp_path / "d", arguments={}, began=0.0, force=False,
         )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_what_the_cpu_keeps(family_dirs, tmp_path, text):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA")
+    source, kept = family_dirs["llama"], {}
+    shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
+    for name in ("cpu", "cuda"):
+        plan = plan_for(source, text, shape=shape, device=torch.device(name))
+        prune(plan, out=tmp_path / name, arguments={}, began=0.0, force=False)
+        kept[name] = (tmp_path / name / KEEP_FILE).read_text()
+    assert kept["cpu"] == kept["cuda"]
 
 
 def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, text):

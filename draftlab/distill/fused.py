@@ -17,6 +17,7 @@ from torch import Tensor
 from draftlab.distill.losses import Loss, Pair, log_probs, wide
 
 BUDGET = 128 << 20  # bytes of a chunk's logits, the student's and the teacher's, in fp32
+ROWS = 512  # of a chunk, at most: matrix products gain nothing from more
 CPU_BLOCK, BLOCK = 1 << 19, 1 << 25  # bytes of an fp32 [b, V]; about ten live at once
 SLICE = 512  # rows of the head's gradient that are added to at once where it is wider than the head
 
@@ -182,7 +183,7 @@ def _chunks(
     The next gradient overwrites the one before.
     """
     total, on_cpu = len(student.hidden), student.hidden.device.type == "cpu"
-    chunk = max(1, budget // (2 * 4 * student.vocab))
+    chunk = max(1, min(ROWS, budget // (2 * 4 * student.vocab)))
     block = max(1, (CPU_BLOCK if on_cpu else BLOCK) // (4 * student.vocab))
     gradient = student.room(min(total, chunk))
     room = teacher.room(min(total, chunk)) if isinstance(teacher, Dense) else None

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from draftlab.checkpoint import layer_of
 from draftlab.prune.masks import Masks, Values
@@ -18,7 +19,11 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 @contextlib.contextmanager
 def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
-    """Inside, model computes with masks.values; wrapped layers, such as LoRA's, are masked where they end."""
+    """Inside, model computes with masks.values.
+
+    They multiply a projection's weights, which a batch of tokens outnumbers; around wrapped layers, such as LoRA's,
+    what goes in and comes out.
+    """
     handles, patched = [], []
     for path, module in model.named_modules():
         name = path[path.find("model.layers.") :] if "model.layers." in path else path
@@ -28,9 +33,11 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
         elif part in NORMS and "hidden" in masks.families:
             module.forward = _masked_norm(module, masks, eps)
             patched.append(module)
+        elif part in ("o_proj", "down_proj") and layer is not None and isinstance(module, nn.Linear):
+            module.forward = _masked_linear(module, masks, layer, _columns(masks, part, layer))
+            patched.append(module)
         elif part in ("o_proj", "down_proj") and layer is not None:
-            before = _mask_heads(masks, layer) if part == "o_proj" else _mask_neurons(masks, layer)
-            handles.append(module.register_forward_pre_hook(before))
+            handles.append(module.register_forward_pre_hook(_mask_input(_columns(masks, part, layer))))
             handles.append(module.register_forward_hook(_mask_output(masks, layer)))
     try:
         yield
@@ -87,16 +94,25 @@ def _mask_embedding(masks: Masks) -> Callable[[nn.Module, tuple[Tensor], Tensor]
     return lambda _, args, output: output * masks.values.hidden.to(output.dtype)
 
 
-def _mask_heads(masks: Masks, layer: int) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
-    def hook(_: nn.Module, args: tuple[Tensor]) -> Tensor:
-        z = masks.values.heads[layer].repeat_interleave(masks.source.head_dim)
-        return args[0] * z.to(args[0].dtype)
+def _columns(masks: Masks, part: str, layer: int) -> Callable[[], Tensor]:
+    """Masks of what goes into a projection: query heads, [H C], or neurons, [F]."""
+    if part == "down_proj":
+        return lambda: masks.values.ffn[layer]
+    return lambda: masks.values.heads[layer].repeat_interleave(masks.source.head_dim)
 
-    return hook
+
+def _masked_linear(linear: nn.Linear, masks: Masks, layer: int, columns: Callable[[], Tensor]) -> Callable[..., Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        rows = masks.values.hidden * masks.values.layers[layer]
+        weight = linear.get_parameter("weight") * columns() * rows[:, None]
+        bias = None if linear.bias is None else (linear.get_parameter("bias") * rows).to(x.dtype)
+        return functional.linear(x, weight.to(x.dtype), bias)
+
+    return forward
 
 
-def _mask_neurons(masks: Masks, layer: int) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
-    return lambda _, args: args[0] * masks.values.ffn[layer].to(args[0].dtype)
+def _mask_input(columns: Callable[[], Tensor]) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
+    return lambda _, args: args[0] * columns().to(args[0].dtype)
 
 
 def _mask_output(masks: Masks, layer: int) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:

@@ -101,7 +101,7 @@ class _Rows:
 
 
 def _mask_cost(pairs: int) -> dict[str, object]:
-    """CPU seconds of cross-entropy steps of the embedded target, all weights trained, with and without masks in turn."""
+    """CPU seconds of cross-entropy steps of the embedded target, all weights trained, with masks and without in turn"""
     source = checkpoint.locate("tiny")
     have = checkpoint.read_shape(source)
     shape = have.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512})

@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/draftlab run recipes/quickstart.yaml
 
 test: .venv/ready lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -16,38 +16,72 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     from draftlab.serve import Server
 
-Force = Annotated[bool, Option("--force", help="Replace an output that exists.")]
-DryRun = Annotated[bool, Option("--dry-run", help="Show what would be done, and do nothing.")]
+OUTPUT, SERVED, TRAINING, KEEPING = "Output", "Server", "Training", "Evaluation and checkpoints"  # panels of --help
+
+Force = Annotated[bool, Option("--force", help="Replace an output that exists.", rich_help_panel=OUTPUT)]
+DryRun = Annotated[bool, Option("--dry-run", help="Show what would be done, and do nothing.", rich_help_panel=OUTPUT)]
 Seed = Annotated[int, Option(help="Seed of everything random.")]
-Out = Annotated[Path | None, Option(help="Directory to write; a name under the workspace's runs if left out.")]
+Out = Annotated[
+    Path | None,
+    Option(help="Directory to write; a name under the workspace's runs if left out.", rich_help_panel=OUTPUT),
+]
 Data = Annotated[str | None, Option(help="Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT; the workspace's if left out.")]
 TargetName = Annotated[str | None, Option(help="Checkpoint of the target; the workspace's if left out.")]
 ServerUrl = Annotated[
-    str | None, Option("--server", help="http://HOST:PORT of a server that runs the target (docs/servers.md), instead.")
+    str | None,
+    Option(
+        "--server",
+        help="http://HOST:PORT of a server that runs the target (docs/servers.md), instead.",
+        rich_help_panel=SERVED,
+    ),
 ]
-ServedModel = Annotated[str | None, Option(help="Which model of the server; its first if left out.")]
+ServedModel = Annotated[
+    str | None, Option(help="Which model of the server; its first if left out.", rich_help_panel=SERVED)
+]
 TokenizerDir = Annotated[
-    Path | None, Option("--tokenizer", help="Directory with the server's tokenizer, if not that of --target.")
+    Path | None,
+    Option(
+        "--tokenizer", help="Directory with the server's tokenizer, if not that of --target.", rich_help_panel=SERVED
+    ),
 ]
-ApiKeyFile = Annotated[Path | None, Option(help="File that holds the server's API key.")]
-Steps = Annotated[int, Option(min=1, help="Optimiser steps.")]
-Rows = Annotated[int, Option(min=1, help="Sequences per step.")]
-MicroTokens = Annotated[int, Option(min=0, help="Tokens per forward pass, to save memory; 0: all at once.")]
-Lr = Annotated[float, Option(help="Peak learning rate.")]
-WeightDecay = Annotated[float, Option(min=0, help="Decoupled weight decay of matrices.")]
-EvalEvery = Annotated[int, Option(min=1, help="Steps between held-out evaluations.")]
-SaveEvery = Annotated[int, Option(min=1, help="Steps between checkpoints to resume from.")]
-KeepLast = Annotated[int, Option(min=1, help="Checkpoints kept to resume from, the newest ones.")]
-Patience = Annotated[int, Option(min=0, help="End after so many evaluations without a better one; 0: never.")]
+ApiKeyFile = Annotated[Path | None, Option(help="File that holds the server's API key.", rich_help_panel=SERVED)]
+Steps = Annotated[int, Option(min=1, help="Optimiser steps.", rich_help_panel=TRAINING)]
+Rows = Annotated[int, Option(min=1, help="Sequences per step.", rich_help_panel=TRAINING)]
+MicroTokens = Annotated[
+    int, Option(min=0, help="Tokens per forward pass, to save memory; 0: all at once.", rich_help_panel=TRAINING)
+]
+Lr = Annotated[float, Option(help="Peak learning rate.", rich_help_panel=TRAINING)]
+WeightDecay = Annotated[float, Option(min=0, help="Decoupled weight decay of matrices.", rich_help_panel=TRAINING)]
+EvalEvery = Annotated[int, Option(min=1, help="Steps between held-out evaluations.", rich_help_panel=KEEPING)]
+SaveEvery = Annotated[int, Option(min=1, help="Steps between checkpoints to resume from.", rich_help_panel=KEEPING)]
+KeepLast = Annotated[
+    int, Option(min=1, help="Checkpoints kept to resume from, the newest ones.", rich_help_panel=KEEPING)
+]
+Patience = Annotated[
+    int, Option(min=0, help="End after so many evaluations without a better one; 0: never.", rich_help_panel=KEEPING)
+]
 Track = Annotated[
-    list[str] | None, Option(help="Tell tensorboard, trackio, wandb or others how it goes; again for each.")
+    list[str] | None,
+    Option(help="Tell tensorboard, trackio, wandb or others how it goes; again for each.", rich_help_panel=KEEPING),
 ]
 ReweighEvery = Annotated[
-    int, Option(min=0, help="Steps between changes of a mixture's weights toward what lags behind; 0: fixed weights.")
+    int,
+    Option(
+        min=0,
+        help="Steps between changes of a mixture's weights toward what lags behind; 0: fixed weights.",
+        rich_help_panel=TRAINING,
+    ),
 ]
-Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="bfloat16: autocast with fp32 weights.")]
-Optimizer = Annotated[Literal["adamw", "muon"], Option(help="muon: Muon on the blocks' matrices, AdamW on the rest.")]
-Compile = Annotated[bool, Option("--compile", help="torch.compile: a minute to start, then faster.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16"], Option(help="bfloat16: autocast with fp32 weights.", rich_help_panel=TRAINING)
+]
+Optimizer = Annotated[
+    Literal["adamw", "muon"],
+    Option(help="muon: Muon on the blocks' matrices, AdamW on the rest.", rich_help_panel=TRAINING),
+]
+Compile = Annotated[
+    bool, Option("--compile", help="torch.compile: a minute to start, then faster.", rich_help_panel=TRAINING)
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,9 @@ from typer import Argument, Option
 
 from draftlab import workspace
 from draftlab.commands.shared import (
+    KEEPING,
+    SERVED,
+    TRAINING,
     ApiKeyFile,
     Compile,
     Data,
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 
     from draftlab.distill.evaluate import Length
     from draftlab.distill.run import Fitted
+
+LOSS, WRITTEN, ONLINE = "Loss", "Text that models write", "Following traffic"  # panels of --help
 
 
 def train(
@@ -125,36 +130,77 @@ def distill(
     server: ServerUrl = None,
     model: ServedModel = None,
     api_key_file: ApiKeyFile = None,
-    k: Annotated[int, Option(min=1, help="With --server: most probable tokens asked for.")] = 20,
+    k: Annotated[
+        int, Option(min=1, help="With --server: most probable tokens asked for.", rich_help_panel=SERVED)
+    ] = 20,
     online: Annotated[
         Path | None,
-        Option(help="Folder of caches of served traffic, by name in time: one round of following it, with --cache."),
+        Option(
+            help="Folder of caches of served traffic, by name in time: one round of following it, with --cache.",
+            rich_help_panel=ONLINE,
+        ),
     ] = None,
     replay: Annotated[
-        float, Option(min=0, max=0.99, help="With --online: share of steps on --cache, against forgetting.")
+        float,
+        Option(
+            min=0,
+            max=0.99,
+            help="With --online: share of steps on --cache, against forgetting.",
+            rich_help_panel=ONLINE,
+        ),
     ] = 0.25,
-    window: Annotated[int, Option(min=1, help="With --online: newest caches of traffic that train.")] = 4,
+    window: Annotated[
+        int, Option(min=1, help="With --online: newest caches of traffic that train.", rich_help_panel=ONLINE)
+    ] = 4,
     loss: Annotated[
-        str, Option(help="fkl, rkl, jsd(0.5), tvd, nla, lk(3), ce; 0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).")
+        str,
+        Option(
+            help="fkl, rkl, jsd(0.5), tvd, nla, lk(3), ce; 0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).",
+            rich_help_panel=LOSS,
+        ),
     ] = "fkl",
     select_with: Annotated[
-        str | None, Option(help="Draft distilled before: only tokens count on which this one is furthest behind it.")
+        str | None,
+        Option(
+            help="Draft distilled before: only tokens count on which this one is furthest behind it.",
+            rich_help_panel=LOSS,
+        ),
     ] = None,
-    select_keep: Annotated[float, Option(min=0.01, max=1, help="With --select-with: share of tokens to count.")] = 0.4,
-    temperature: Annotated[float, Option(min=0.01, help="Softens both distributions in the loss.")] = 1.0,
+    select_keep: Annotated[
+        float, Option(min=0.01, max=1, help="With --select-with: share of tokens to count.", rich_help_panel=LOSS)
+    ] = 0.4,
+    temperature: Annotated[
+        float, Option(min=0.01, help="Softens both distributions in the loss.", rich_help_panel=LOSS)
+    ] = 1.0,
     serve_temperature: Annotated[
-        float, Option(min=0, help="Temperature at which tokens per target pass are reported; 0 is greedy.")
+        float,
+        Option(
+            min=0,
+            help="Temperature at which tokens per target pass are reported; 0 is greedy.",
+            rich_help_panel=KEEPING,
+        ),
     ] = 0.0,
-    sample_temperature: Annotated[float, Option(min=0, help="How target and draft sample what they write.")] = 1.0,
-    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of each prompt for what they write.")] = 32,
-    lora: Annotated[int, Option(min=0, help="Train adapters of this rank instead of all weights; 0: all.")] = 0,
+    sample_temperature: Annotated[
+        float, Option(min=0, help="How target and draft sample what they write.", rich_help_panel=WRITTEN)
+    ] = 1.0,
+    prompt_tokens: Annotated[
+        int, Option(min=1, help="Tokens of each prompt for what they write.", rich_help_panel=WRITTEN)
+    ] = 32,
+    lora: Annotated[
+        int, Option(min=0, help="Train adapters of this rank instead of all weights; 0: all.", rich_help_panel=TRAINING)
+    ] = 0,
     checkpointing: Annotated[
-        bool, Option("--checkpointing", help="Compute activations again in the backward pass: less memory, more time.")
+        bool,
+        Option(
+            "--checkpointing",
+            help="Compute activations again in the backward pass: less memory, more time.",
+            rich_help_panel=TRAINING,
+        ),
     ] = False,
     steps: Steps = 500,
     rows: Rows = 16,
     micro_tokens: MicroTokens = 0,
-    seq_len: Annotated[int, Option(min=8, help="Tokens per sequence.")] = 256,
+    seq_len: Annotated[int, Option(min=8, help="Tokens per sequence.", rich_help_panel=TRAINING)] = 256,
     lr: Lr = 1.0e-3,
     optimizer: Optimizer = "adamw",
     weight_decay: WeightDecay = 0.0,
@@ -165,7 +211,12 @@ def distill(
     keep_last: KeepLast = 1,
     patience: Patience = 0,
     pilot: Annotated[
-        int, Option(min=0, help="First try several losses for so many steps each, and keep the best; 0: take --loss.")
+        int,
+        Option(
+            min=0,
+            help="First try several losses for so many steps each, and keep the best; 0: take --loss.",
+            rich_help_panel=LOSS,
+        ),
     ] = 0,
     reweigh_every: ReweighEvery = 0,
     device_map: Annotated[

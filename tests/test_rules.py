@@ -69,7 +69,7 @@ def emitted(p: Table, drafting, rule, length: int) -> Tensor:
 
     def step(chance: Outcome) -> tuple[list[int], Tensor]:
         tokens = drafting(chance)
-        rows = torch.stack([p(tuple(tokens.ids[i] for i in tokens.path(n))) for n in range(-1, len(tokens.ids))])
+        rows = torch.stack([p(tuple(tokens.ids[i] for i in tokens.path(n))) for n in range(len(tokens.ids) + 1)])
         path, rest = rule(rows, tokens, chance)
         return [tokens.ids[i] for i in path], rest
 
@@ -112,7 +112,7 @@ def distinct(q: Table, parents: Sequence[int]):
         ids: list[int] = []
         kept: list[int] = []
         rows: list[Tensor] = []
-        index: dict[int, int] = {-1: -1}
+        index: dict[int, int] = {0: 0}
         for i, parent in enumerate(parents):
             if parent not in index:
                 continue
@@ -122,10 +122,10 @@ def distinct(q: Table, parents: Sequence[int]):
             if row.sum() == 0:
                 continue
             row /= row.sum()
-            index[i] = len(ids)
             kept.append(index[parent])
             rows.append(row)
             ids.append(chance.pick(row))
+            index[i + 1] = len(ids)
         return Tokens(ids=ids, parents=kept, q=torch.stack(rows))
 
     return drafting
@@ -152,9 +152,9 @@ def _rows(q: Table, tokens: Tokens) -> Tensor:
     return torch.stack([q(_prefix(tokens, parent)) for parent in tokens.parents])
 
 
-CHAIN = (-1, 0, 1)
-WIDE = (-1, -1, -1)
-TREE = (-1, -1, 0, 0, 1)
+CHAIN = (0, 1, 2)
+WIDE = (0, 0, 0)
+TREE = (0, 0, 1, 1, 2)
 LOSSLESS = {
     "recursive, a chain": (recursive, sampled, CHAIN),
     "recursive, drawn with replacement": (recursive, sampled, TREE),
@@ -167,9 +167,9 @@ LOSSLESS = {
     "match, drawn with replacement": (match, sampled, TREE),
     "block": (block, sampled, CHAIN),
     "block, certain tokens": (block, most_probable, CHAIN),
-    "k-sequential": (k_sequential, sampled, (-1, -1, 0)),
+    "k-sequential": (k_sequential, sampled, (0, 0, 1)),
     "k-sequential, three drafts": (k_sequential, sampled, WIDE),
-    "k-sequential, three drafts of two tokens": (k_sequential, sampled, (-1, -1, 0, 1)),
+    "k-sequential, three drafts of two tokens": (k_sequential, sampled, (0, 0, 1, 2)),
 }
 
 
@@ -324,21 +324,21 @@ def residual_is_p(p: Tensor, tokens: Tokens, chance) -> Verdict:
 
 def only_the_token_taken_out(p: Tensor, tokens: Tokens, chance) -> Verdict:
     path, rest = recursive(p, tokens, chance)
-    node = path[-1] if path else -1
+    node = path[-1] + 1 if path else 0
     if not tokens.children(node):
         return path, rest
-    rest = p[node + 1].clone()
+    rest = p[node].clone()
     rest[[tokens.ids[c] for c in tokens.children(node)]] = 0
-    return path, rest / rest.sum() if rest.sum() > 0 else p[node + 1]
+    return path, rest / rest.sum() if rest.sum() > 0 else p[node]
 
 
 def siblings_against_p(p: Tensor, tokens: Tokens, chance) -> Verdict:
     """Every sibling tried against p itself."""
-    for child in tokens.children(-1):
+    for child in tokens.children(0):
         assert tokens.q is not None
         if chance.coin(p[0, tokens.ids[child]] / tokens.q[child, tokens.ids[child]]):
             return [child], p[child + 1]
-    return [], recursive(p, Tokens(ids=tokens.ids[:1], parents=[-1], q=tokens.q), Never())[1]
+    return [], recursive(p, Tokens(ids=tokens.ids[:1], parents=[0], q=tokens.q), Never())[1]
 
 
 class Never:
@@ -419,7 +419,7 @@ def length_of(rule, drafting) -> float:
     def step(chance):
         tokens = drafting(chance)
         p = table(ROWS)
-        rows = torch.stack([p(_prefix(tokens, n)) for n in range(-1, len(tokens.ids))])
+        rows = torch.stack([p(_prefix(tokens, n)) for n in range(len(tokens.ids) + 1)])
         return len(rule(rows, tokens, chance)[0]) + 1
 
     return sum(weight * n for weight, n in outcomes(step))  # type: ignore[operator]
@@ -433,7 +433,7 @@ def test_block_verification_keeps_more_than_token_by_token():
 
 def test_more_drafts_keep_more():
     """Without replacement beats with; both beat one draft. K-sequential is within 1 - 1/e of the best (theorem 2)."""
-    one, three = sampled(table(DRAFTS), (-1,)), sampled(table(DRAFTS), WIDE)
+    one, three = sampled(table(DRAFTS), (0,)), sampled(table(DRAFTS), WIDE)
     least = length_of(recursive, one)
     assert least < length_of(k_sequential, three)
     assert least < length_of(recursive, three) < length_of(recursive, distinct(table(DRAFTS), WIDE))
@@ -442,9 +442,9 @@ def test_more_drafts_keep_more():
 def test_one_token_is_accepted_with_the_overlap_of_p_and_q():
     overlap = float(torch.minimum(ROWS[0], DRAFTS[0]).sum())
     for rule in (recursive, block, k_sequential):
-        assert length_of(rule, sampled(table(DRAFTS), (-1,))) - 1 == pytest.approx(overlap, abs=1e-8)
+        assert length_of(rule, sampled(table(DRAFTS), (0,))) - 1 == pytest.approx(overlap, abs=1e-8)
     matched = float((ROWS[0] * DRAFTS[0]).sum())
-    assert length_of(match, sampled(table(DRAFTS), (-1,))) - 1 == pytest.approx(matched, abs=1e-12)
+    assert length_of(match, sampled(table(DRAFTS), (0,))) - 1 == pytest.approx(matched, abs=1e-12)
 
 
 def test_rho_solves_spectrs_equation():
@@ -477,7 +477,7 @@ def test_rounding_never_makes_an_impossible_token():
 
 def test_block_refuses_a_tree():
     with pytest.raises(ValueError, match="a chain"):
-        block(torch.stack(ROWS[:3]), Tokens(ids=[0, 1], parents=(-1, -1)), Never())
+        block(torch.stack(ROWS[:3]), Tokens(ids=[0, 1], parents=(0, 0)), Never())
 
 
 def test_an_unknown_rule_names_its_neighbour():

@@ -1,9 +1,9 @@
 """Verify rules beside the plain one: which drafted tokens stand, and what the next one is drawn from. Pure functions.
 
 N drafted tokens, V vocab. A rule is handed its chances, so the same function decodes (``Uniforms``) and is proved by
-going through every outcome (tests/test_rules.py). A draft is a tree: ``parents`` gives of each token the one that it
-follows, -1 the text itself; siblings stand in the order in which they were drawn. A chain is the tree -1, 0, 1, ...
-Row 0 of p follows the text, row i + 1 follows drafted token i. q None: each token was certain (one-hot).
+going through every outcome (tests/test_rules.py). A draft is a tree of nodes: 0 is the text's last token, i + 1 the
+drafted token i; ``parents`` gives of each token the node that it follows, and siblings stand in the order in which they
+were drawn. A chain is the tree 0, 1, 2, ... Row n of p is what the target says behind node n.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,21 +52,22 @@ class Tokens:
 
     ids: Sequence[int]
     parents: Sequence[int]
-    q: Tensor | None = None
+    q: Tensor | None = None  # each token was certain, one-hot
 
     def children(self, node: int) -> list[int]:
-        """Of a node and of its siblings with the same token, which stand for the same text."""
-        parent = self.parents[node] if node >= 0 else None
-        same = [-1] if parent is None else [i for i in self.children(parent) if self.ids[i] == self.ids[node]]
-        return [i for i, above in enumerate(self.parents) if above in same]
+        """Tokens behind a node, and behind its siblings with the same token: they stand for the same text."""
+        same = [node]
+        if node:
+            same = [i + 1 for i in self.children(self.parents[node - 1]) if self.ids[i] == self.ids[node - 1]]
+        return [i for i, parent in enumerate(self.parents) if parent in same]
 
     def path(self, node: int) -> list[int]:
-        """From the root's child down to node."""
-        return [] if node < 0 else [*self.path(self.parents[node]), node]
+        """Tokens from the first down to node."""
+        return [*self.path(self.parents[node - 1]), node - 1] if node else []
 
-    def drawn_from(self, node: int, p: Tensor) -> Tensor:
-        """The distribution [V] that the token came from, of p's type."""
-        return torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[node], p), 1) if self.q is None else self.q[node]
+    def drawn_from(self, token: int, p: Tensor) -> Tensor:
+        """The distribution [V] that a token came from, of p's type."""
+        return torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1) if self.q is None else self.q[token]
 
 
 Verdict = tuple[list[int], Tensor]  # drafted tokens that stand, root first; distribution [V] of the next one
@@ -112,13 +113,13 @@ def k_sequential(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
     """The target's own sample is emitted; drafts stand as long as they are it (llama.cpp). Looks at no q."""
-    node = -1
+    node = 0
     while True:
-        token = chance.pick(p[node + 1])
+        token = chance.pick(p[node])
         child = next((c for c in tokens.children(node) if tokens.ids[c] == token), None)
         if child is None:
             return tokens.path(node), torch.zeros_like(p[0]).index_fill_(0, _at(token, p), 1)
-        node = child
+        node = child + 1
 
 
 def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
@@ -128,7 +129,7 @@ def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
         ValueError: not a chain.
     """
     n = len(tokens.ids)
-    if list(tokens.parents) != list(range(-1, n - 1)):
+    if list(tokens.parents) != list(range(n)):
         raise ValueError("block verification judges a chain, not a tree")
     q = [tokens.drawn_from(i, p) for i in range(n)]
     kept = [torch.ones((), dtype=p.dtype, device=p.device)]
@@ -203,13 +204,13 @@ def rule_named(name: str) -> Rule:
 
 
 def _descend(p: Tensor, tokens: Tokens, select: Callable[[Tensor, list[int]], tuple[int | None, Tensor]]) -> Verdict:
-    node = -1
+    node = 0
     while children := tokens.children(node):
-        child, rest = select(p[node + 1], children)
+        child, rest = select(p[node], children)
         if child is None:
             return tokens.path(node), rest
-        node = child
-    return tokens.path(node), p[node + 1]
+        node = child + 1
+    return tokens.path(node), p[node]
 
 
 def _normalised(left: Tensor, instead: Tensor) -> Tensor:

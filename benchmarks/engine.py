@@ -54,9 +54,9 @@ def _our_arms(directories: tuple[Path, Path], k: int, new_tokens: int) -> dict[s
     target, draft = (llama.load(path, torch.float32) for path in directories)
     drafter, sampling = ModelDrafter(draft), Sampling(max_new_tokens=new_tokens)
     return {
-        "draftlab_plain": lambda prompt: [t for step in plain(target, prompt, sampling) for t in step.tokens],
+        "draftlab_plain": lambda prompt: [t for step in plain(target, [prompt], sampling) for t in step.tokens],
         "draftlab_speculative": lambda prompt: [
-            t for step in speculative(target, drafter, prompt, k, sampling) for t in step.tokens
+            t for step in speculative(target, drafter, [prompt], k, sampling) for t in step.tokens
         ],
     }
 

@@ -24,9 +24,10 @@ from draftlab.commands.train import distill
 from draftlab.console import note
 from draftlab.cost import Cost, Profile, expected_length
 from draftlab.data import prompts as read_prompts
-from draftlab.engine.forced import Warp, look
+from draftlab.engine.forced import look
 from draftlab.engine.generate import Sampling
 from draftlab.engine.replay import chances
+from draftlab.engine.verify import Warp
 from draftlab.llama import Llama
 from draftlab.record import Generation, Latency, bootstrap_speedup
 from draftlab.score import predict as predicting

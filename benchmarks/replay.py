@@ -20,9 +20,10 @@ from benchmarks import environment
 from draftlab import checkpoint, llama
 from draftlab.console import progress
 from draftlab.data import prompts as read_prompts
-from draftlab.engine.forced import Warp, look
+from draftlab.engine.forced import look
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.engine.replay import chain, chances, texts_of, visits
+from draftlab.engine.verify import Warp
 from draftlab.llama import Llama
 from draftlab.score.recording import LocalWriter
 from draftlab.score.trace import Decoding
@@ -112,14 +113,14 @@ def _sequential(model: Llama, texts: Texts, keep_cache: bool) -> Accepted:
 
 def _drafted_again(model: Llama, prompt: list[int], text: list[int], k: int, keep_cache: bool) -> list[int]:
     drafter, at, found = ModelDrafter(model), 1, []
-    drafter.reset(len(prompt) + len(text) + k)
+    drafter.reset(1, len(prompt) + len(text) + k)
     while at < len(text):
         count = min(k, len(text) - at - 1)  # as the engine: the target adds one itself
         if not keep_cache:
-            drafter.cache.used = 0
+            drafter.cache.used = [0]
         accepted = 0
         if count:
-            drafted = drafter.propose([*prompt, *text[:at]], count, Sampling(), torch.zeros(count))[0].tolist()
+            drafted = drafter.propose([[*prompt, *text[:at]]], count, Sampling(), torch.zeros(1, count)).ids[0].tolist()
             while accepted < count and drafted[accepted] == text[at + accepted]:
                 accepted += 1
         found.append(accepted)

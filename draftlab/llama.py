@@ -1,11 +1,11 @@
 """The fast decoder: LLaMA-like models with a static cache, built from Hugging Face tensors by their names.
 
-B rows, T new tokens, S cached + new, H query heads, K kv heads, C head_dim, D hidden, V vocab. All rows of a batch
-stand at the same length. Rolling back is moving ``Cache.used``: what lies behind it is overwritten, never read.
+B rows, T new tokens, S cached + new, H query heads, K kv heads, C head_dim, D hidden, V vocab. Each row of a batch
+stands at a length of its own. Rolling back is changing ``Cache.used``: what lies behind it is overwritten, never read.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,15 +22,53 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values, [layers, B, K, capacity, C] each; the first ``used`` positions count."""
+    """Keys and values, [layers, B, K, capacity, C] each; of each row the first ``used`` positions count, [B]."""
 
     keys: Tensor
     values: Tensor
-    used: int = 0
+    used: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.used = self.used or [0] * self.keys.shape[1]
 
     @property
     def capacity(self) -> int:
         return self.keys.shape[3]
+
+    def keep(self, row: int, at: int, path: Sequence[int]) -> None:
+        """Of what a row holds from position at on, only path stays, in its order: at + path[0] comes first."""
+        end = at + len(path)
+        if list(path) != list(range(len(path))):
+            for held in (self.keys, self.values):
+                held[:, row, :, at:end] = held[:, row, :, [at + i for i in path]]
+        self.used[row] = end
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where tokens of one pass stand to each other: how deep, [T], and which of them each one sees, [T, T] bool."""
+
+    depth: Tensor
+    sees: Tensor
+
+    @classmethod
+    def of(cls, parents: Sequence[int], device: torch.device = checkpoint.CPU) -> "Tree":
+        """A root, token 0, and what descends from it: parents[i] is that of token i + 1, and comes before it."""
+        sees = torch.eye(len(parents) + 1, dtype=torch.bool)
+        for child, parent in enumerate(parents, 1):
+            sees[child] |= sees[parent]
+        return cls((sees.sum(1) - 1).to(device), sees.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of one pass over rows that stand at one length, or each at its own."""
+
+    cos: Tensor  # [T, C] or [B, 1, T, C]
+    sin: Tensor
+    mask: Tensor | None  # [T, S] or [B, 1, T, S]
+    slots: tuple[slice | Tensor, ...]  # where in [B, K, capacity, C] the new keys and values go
+    end: int  # S
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,55 +125,63 @@ class Llama:
         return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, cache: Cache, last: int = 0) -> Tensor:
-        """Feed ids [B, T] behind what the cache holds; logits [B, T, V], or of the last tokens only, [B, last, V].
+    def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
+        """Feed ids [B, T] behind what each row of the cache holds; logits [B, T, V], or of the last tokens only,
+        [B, last, V]. tree: of the T tokens; left out, each follows the one before.
 
         Raises:
             ValueError: they do not fit the cache.
         """
-        began, end = cache.used, cache.used + ids.shape[1]
-        if end > cache.capacity:
-            raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
         width = ids.shape[1]
-        cos, sin = self.cos[began:end], self.sin[began:end]  # [T, C]
-        mask = None
-        if width > 1:
-            mask = torch.ones(width, end, dtype=torch.bool, device=ids.device).tril(began)
+        if max(cache.used) + width > cache.capacity:
+            raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
+        place = self._place(cache, width, tree)
         x = F.embedding(ids, self.embed)  # [B, T, D]
         for layer, block in enumerate(self.blocks):
             keys, values = cache.keys[layer], cache.values[layer]
-            x = x + self._attention(block, _rms_norm(x, block.input_norm, self.eps), cos, sin, keys, values, mask, end)
+            x = x + self._attention(block, _rms_norm(x, block.input_norm, self.eps), keys, values, place)
             gate, up = F.linear(_rms_norm(x, block.post_norm, self.eps), block.gate_up, block.gate_up_bias).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, block.down, block.down_bias)
-        cache.used = end
+        cache.used = [used + width for used in cache.used]
         return F.linear(_rms_norm(x[:, -last:], self.norm, self.eps), self.head)
 
-    def _attention(
-        self,
-        block: Block,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        end: int,
-    ) -> Tensor:
+    def _place(self, cache: Cache, width: int, tree: Tree | None) -> _Place:
+        end, device = max(cache.used) + width, self.device
+        if tree is None and min(cache.used) == max(cache.used):
+            began = end - width
+            mask = torch.ones(width, end, dtype=torch.bool, device=device).tril(began) if width > 1 else None
+            new = slice(began, end)
+            return _Place(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end)
+        used = torch.tensor(cache.used, device=device).unsqueeze(1)  # [B, 1]
+        along = torch.arange(width, device=device)
+        depth = along if tree is None else tree.depth
+        sees = torch.ones(width, width, dtype=torch.bool, device=device).tril() if tree is None else tree.sees
+        ahead = torch.arange(end, device=device) - used  # [B, S], of each cached position: which new token it holds
+        among = (ahead >= 0) & (ahead < width) & sees[:, ahead.clamp(0, width - 1)]  # [T, B, S]
+        mask = (among | (ahead < 0)).transpose(0, 1).unsqueeze(1)
+        rows = torch.arange(len(used), device=device).unsqueeze(1)
+        at = used + depth
+        return _Place(
+            self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1), mask, (rows, slice(None), used + along), end
+        )
+
+    def _attention(self, block: Block, x: Tensor, keys: Tensor, values: Tensor, place: _Place) -> Tensor:
         s = self.shape
-        began = end - x.shape[1]
         qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)  # [B, H+2K, T, C]
         qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
         if block.qk_norm is not None:
             q, k = qk[:, : s.heads], qk[:, s.heads :]
             qk = torch.cat([_rms_norm(q, block.qk_norm[0], self.eps), _rms_norm(k, block.qk_norm[1], self.eps)], 1)
-        qk = qk * cos + qk.roll(s.head_dim // 2, -1) * sin
-        keys[:, :, began:end] = qk[:, s.heads :]
-        values[:, :, began:end] = v
+        qk = qk * place.cos + qk.roll(s.head_dim // 2, -1) * place.sin
+        k = qk[:, s.heads :]
+        ragged = not isinstance(place.slots[0], slice)  # then indices lead: [B, T, K, C]
+        keys[place.slots] = k.transpose(1, 2) if ragged else k
+        values[place.slots] = v.transpose(1, 2) if ragged else v
         out = F.scaled_dot_product_attention(
             qk[:, : s.heads],
-            keys[:, :, :end],
-            values[:, :, :end],
-            attn_mask=mask,
+            keys[:, :, : place.end],
+            values[:, :, : place.end],
+            attn_mask=place.mask,
             enable_gqa=s.heads != s.kv_heads,
         )  # [B, H, T, C]
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)

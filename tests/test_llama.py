@@ -1,12 +1,17 @@
 """The fast decoder computes what transformers computes."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 from conftest import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from draftlab import llama
 from draftlab.errors import UserError
+from draftlab.llama import Tree
 
 IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -38,11 +43,67 @@ def test_rollback_equals_fresh_prefill(family_dirs):
     used, fresh = model.new_cache(2, 64), model.new_cache(2, 64)
     model.forward(IDS[:, :20], used)
     model.forward(IDS[:, 25:38], used)  # a rejected draft
-    used.used = 20
+    used.used = [20, 20]
     after = model.forward(IDS[:, 20:30], used)
     model.forward(IDS[:, :20], fresh)
     torch.testing.assert_close(after, model.forward(IDS[:, 20:30], fresh), atol=0, rtol=0)
     assert torch.equal(used.keys[:, :, :, :30], fresh.keys[:, :, :, :30])
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.tuples(st.integers(0, 6), st.integers(0, 6))), min_size=2, max_size=8))
+def test_a_cache_after_any_accepting_and_rejecting_is_that_of_a_fresh_prefill(family_dirs, steps):
+    """Rows of two texts that keep as much of each pass as they like, one more or less than the other."""
+    model = _model(family_dirs["qwen3"])
+    cache = model.new_cache(2, 64)
+    rng = torch.Generator().manual_seed(len(steps))
+    for width, kept in steps:
+        ids = torch.randint(3, 300, (2, width), generator=rng)
+        for row in (0, 1):  # what the text says is fed up to where the row is kept, and nonsense behind
+            at = cache.used[row]
+            right = IDS[row, at : at + min(width, kept[row])]
+            ids[row, : len(right)] = right
+        before = cache.used
+        model.forward(ids, cache)
+        cache.used = [at + min(width, k, 40 - at) for at, k in zip(before, kept, strict=True)]
+    for row, used in enumerate(cache.used):
+        fresh = model.new_cache(1, 64)
+        if used:
+            model.forward(IDS[row : row + 1, :used], fresh)
+        for held, again in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+            torch.testing.assert_close(held[:, row, :, :used], again[:, 0, :, :used], atol=2e-5, rtol=1e-4)
+
+
+@lru_cache
+def _model(directory):
+    return llama.load(directory, torch.float32)
+
+
+@torch.inference_mode()
+def test_a_tree_gives_what_each_of_its_paths_gives(family_dirs):
+    """Behind rows of different lengths; and the cache keeps a path as if nothing else had been there."""
+    model, parents = _model(family_dirs["qwen3"]), (0, 0, 1, 2, 2, 5, 0)
+    tree = IDS[:, 20:28]
+    cache = model.new_cache(2, 64)
+    model.forward(IDS[:, :20], cache)
+    cache.used = [20, 13]
+    logits = model.forward(tree, cache, tree=Tree.of(parents))
+    for leaf in range(8):
+        path = [leaf]
+        while path[0]:
+            path.insert(0, parents[path[0] - 1])
+        for row, used in enumerate((20, 13)):
+            text = torch.cat([IDS[row, :used], tree[row, path]]).unsqueeze(0)
+            alone = model.new_cache(1, 64)
+            expected = model.forward(text, alone, last=1)[0, -1]
+            torch.testing.assert_close(logits[row, leaf], expected, atol=2e-5, rtol=1e-4)
+            kept = model.new_cache(2, 64)
+            kept.keys[:], kept.values[:] = cache.keys, cache.values
+            kept.keep(row, used, path)
+            assert kept.used[row] == used + len(path)
+            torch.testing.assert_close(
+                kept.keys[:, row, :, : kept.used[row]], alone.keys[:, 0, :, : kept.used[row]], atol=2e-5, rtol=1e-4
+            )
 
 
 @torch.inference_mode()

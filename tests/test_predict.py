@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from draftlab import llama
 from draftlab.cli import app
 from draftlab.cost import Again, Cost, Point, Profile, expected_length, write_profile
-from draftlab.engine.forced import Warp, look
+from draftlab.engine.forced import look
 from draftlab.engine.generate import ModelDrafter, Sampling, Step, plain, speculative
+from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.record import Conditions, Generation, Model, Score
 from draftlab.score.predict import (
@@ -93,7 +94,7 @@ class Metered(llama.Llama):
         self.meter.like = self.meter.like + 1 if self.meter.last is self else 0
         self.meter.last = self
         behind = self.meter.like if ids.shape[1] == 1 else 0
-        self.meter.seconds += self.law(ids.shape[1], cache.used, behind) / 1e3
+        self.meter.seconds += self.law(ids.shape[1], cache.used[0], behind) / 1e3
         return super().forward(ids, cache, last)
 
 
@@ -116,9 +117,9 @@ def ran(tmp_path):
     meter = Meter()
     target, draft = metered(meter, TARGET, 0.0, tmp_path / "target"), metered(meter, DRAFT, 0.07, tmp_path / "draft")
     sampling = Sampling(max_new_tokens=NEW)
-    runs: dict[int, list[list[Step]]] = {0: [list(plain(target, p, sampling, meter)) for p in PROMPTS]}
+    runs: dict[int, list[list[Step]]] = {0: [list(plain(target, [p], sampling, meter)) for p in PROMPTS]}
     for k in KS:
-        runs[k] = [list(speculative(target, ModelDrafter(draft), p, k, sampling, meter)) for p in PROMPTS]
+        runs[k] = [list(speculative(target, ModelDrafter(draft), [p], k, sampling, meter)) for p in PROMPTS]
     texts = [
         (np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, runs[0], strict=True)
     ]

@@ -68,7 +68,7 @@ def test_passes_run_as_the_grid_says(monkeypatch):
     real = llama.Llama.forward
 
     def watched(self, ids, cache, last=0):
-        seen.add((ids.shape[1], ids.shape[0], cache.used))
+        seen.add((ids.shape[1], ids.shape[0], cache.used[0]))
         return real(self, ids, cache, last)
 
     monkeypatch.setattr(llama.Llama, "forward", watched)

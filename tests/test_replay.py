@@ -14,10 +14,10 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from draftlab.distill import evaluate
 from draftlab.engine import decoder, forced, replay
-from draftlab.engine.forced import Warp, look
-from draftlab.engine.generate import ModelDrafter, Sampling, Step, plain, speculative
+from draftlab.engine.forced import look
+from draftlab.engine.generate import Draft, ModelDrafter, Sampling, Step, plain, speculative
 from draftlab.engine.replay import chain, confident, intervals, ratio_interval, texts_of, tokens_per_pass, tree, visits
-from draftlab.engine.verify import distribution, verify
+from draftlab.engine.verify import Warp, distribution, verify
 from draftlab.errors import UserError
 from draftlab.llama import Llama, load
 from draftlab.record import Acceptance, Generation, acceptance
@@ -401,13 +401,13 @@ def greedy_chances(pair: tuple[Llama, Llama], texts: list[list[int]]) -> list[np
 def test_greedy_replay_is_live_speculation_step_by_step(pair):
     target, draft = pair
     sampling = Sampling(max_new_tokens=90)
-    texts = [tokens_of(list(plain(target, prompt, sampling))) for prompt in PROMPTS]
+    texts = [tokens_of(list(plain(target, [prompt], sampling))) for prompt in PROMPTS]
     kept = greedy_chances(pair, texts)
     assert 0.3 < np.concatenate(kept).mean() < 0.95
     for k in KS:
         generations = []
         for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
-            steps = list(speculative(target, ModelDrafter(draft), prompt, k, sampling))
+            steps = list(speculative(target, ModelDrafter(draft), [prompt], k, sampling))
             assert tokens_of(steps) == text
             starts = np.flatnonzero(visits(kept[number], k))
             emitted = np.diff(np.append(starts, len(text) - 1))
@@ -420,7 +420,7 @@ def test_greedy_replay_is_live_speculation_step_by_step(pair):
 def of_steps(prompt: int, steps: list[Step]) -> Generation:
     return Generation(
         prompt=prompt, tokens=sum(len(s.tokens) for s in steps), drafted=[s.drafted for s in steps[1:]],
-        accepted=[min(s.accepted, len(s.tokens)) for s in steps[1:]], emitted=[len(s.tokens) for s in steps[1:]],
+        accepted=[s.accepted for s in steps[1:]], emitted=[len(s.tokens) for s in steps[1:]],
         prefill_seconds=0.0, draft_seconds=0.0, verify_seconds=0.0, host_seconds=0.0,
     )  # fmt: skip
 
@@ -428,7 +428,7 @@ def of_steps(prompt: int, steps: list[Step]) -> Generation:
 def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
     """The end-of-text token anywhere in a block: live steps count what they accepted up to it."""
     target, draft = pair
-    whole = tokens_of(list(plain(target, PROMPTS[0], Sampling(max_new_tokens=40))))
+    whole = tokens_of(list(plain(target, [PROMPTS[0]], Sampling(max_new_tokens=40))))
     for at in (1, 7, 16, 29):
         if whole[at] in whole[:at]:
             continue
@@ -436,7 +436,7 @@ def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
         given = [(np.array(PROMPTS[0]), np.array(whole[: at + 1]))]
         kept = replay.chances(look(draft, given, 307, Warp())[0].log_q, np.zeros(at + 1))[1:]
         for k in KS:
-            steps = list(speculative(target, ModelDrafter(draft), PROMPTS[0], k, sampling))
+            steps = list(speculative(target, ModelDrafter(draft), [PROMPTS[0]], k, sampling))
             live, found = of_steps(0, steps), chain(texts_of([kept], np.array([39])), k)
             assert (found.passes[0], found.tokens[0]) == (len(live.drafted), live.tokens - 1)
             assert found.drafted[0] == sum(live.drafted)
@@ -448,7 +448,7 @@ def test_confidence_replay_accepts_what_a_live_draft_that_stops_does(pair):
     """Live: the draft itself stops, on its own path. What it drafts behind a rejected token is not in the text."""
     target, draft = pair
     sampling, k, threshold = Sampling(max_new_tokens=60), 6, 0.5
-    texts = [tokens_of(list(plain(target, prompt, sampling))) for prompt in PROMPTS]
+    texts = [tokens_of(list(plain(target, [prompt], sampling))) for prompt in PROMPTS]
     given = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
     found = look(draft, given, 307, Warp())
     kept = greedy_chances(pair, texts)
@@ -457,17 +457,17 @@ def test_confidence_replay_accepts_what_a_live_draft_that_stops_does(pair):
     counts = chain(texts_of(kept), confident(tops, threshold, k))
 
     class Stopping(ModelDrafter):
-        def propose(self, tokens, count, sampling, uniform):
-            drafted, q = super().propose(tokens, count, sampling, uniform)
-            cache = draft.new_cache(1, len(tokens) + count)
-            fed = torch.cat([torch.tensor(tokens), drafted])[None]
+        def propose(self, texts, count, sampling, uniform):
+            drafted = super().propose(texts, count, sampling, uniform)
+            cache = draft.new_cache(1, len(texts[0]) + count)
+            fed = torch.cat([torch.tensor(texts), drafted.ids], 1)
             tops = torch.softmax(draft.forward(fed, cache, last=count + 1)[0], -1).amax(-1)[:count]
             unsure = (tops < threshold).nonzero()
             stop = int(unsure[0]) + 1 if len(unsure) else count
-            return drafted[:stop], q[:stop]
+            return Draft(ids=drafted.ids[:, :stop], q=None, counts=[stop])
 
     for i, prompt in enumerate(PROMPTS):
-        steps = list(speculative(target, Stopping(draft), prompt, k, sampling))[1:]
+        steps = list(speculative(target, Stopping(draft), [prompt], k, sampling))[1:]
         assert [len(s.tokens) for s in steps] == np.diff(
             np.append(np.flatnonzero(visits(kept[i], confident(tops[i : i + 1, :59], threshold, k)[0])), 59)
         ).tolist()
@@ -479,10 +479,12 @@ def test_confidence_replay_accepts_what_a_live_draft_that_stops_does(pair):
 def sequential(draft: Llama, prompt: list[int], text: list[int], k: int) -> list[int]:
     """The paper's demo: draft anew at every step and compare with the stored text; accepted tokens of each step."""
     drafter, at, found = ModelDrafter(draft), 1, []
-    drafter.reset(len(prompt) + len(text) + k)
+    drafter.reset(1, len(prompt) + len(text) + k)
     while at < len(text):
         count = min(k, len(text) - at - 1)
-        drafted = drafter.propose([*prompt, *text[:at]], count, Sampling(), torch.zeros(count))[0] if count else []
+        drafted = (
+            drafter.propose([[*prompt, *text[:at]]], count, Sampling(), torch.zeros(1, count)).ids[0] if count else []
+        )
         accepted = 0
         while accepted < count and int(drafted[accepted]) == text[at + accepted]:
             accepted += 1
@@ -493,7 +495,7 @@ def sequential(draft: Llama, prompt: list[int], text: list[int], k: int) -> list
 
 def test_drafting_again_and_again_over_the_text_gives_the_same_numbers(pair):
     target, draft = pair
-    texts = [tokens_of(list(plain(target, prompt, Sampling(max_new_tokens=70)))) for prompt in PROMPTS]
+    texts = [tokens_of(list(plain(target, [prompt], Sampling(max_new_tokens=70)))) for prompt in PROMPTS]
     kept = greedy_chances(pair, texts)
     for k in KS:
         for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
@@ -508,7 +510,7 @@ def test_sampled_replay_agrees_with_the_engine_within_noise(pair):
     pairs, own = [], []
     for seed in range(120):
         sampling = Sampling(temperature=0.8, max_new_tokens=16, seed=seed)
-        steps = list(speculative(target, ModelDrafter(draft), prompt, k, sampling))
+        steps = list(speculative(target, ModelDrafter(draft), [prompt], k, sampling))
         text = [(np.array(prompt), np.array(tokens_of(steps)))]
         p, q = (look(model, text, 307, Warp(temperature=0.8))[0].log_q for model in (target, draft))
         own.append(replay.chances(q, p)[1:])
@@ -579,7 +581,7 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):
         for row, prompt, chance in zip(written.ids, prompts, kept, strict=True):
-            steps = list(speculative(pair[0], engine, prompt.tolist(), k, Sampling(max_new_tokens=24)))
+            steps = list(speculative(pair[0], engine, [prompt.tolist()], k, Sampling(max_new_tokens=24)))
             assert tokens_of(steps) == row[6:].tolist()
             assert visits(chance, k).sum() == len(steps) - 1  # the prefill emits the first token
 

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 from draftlab import checkpoint, workspace
 from draftlab.cli import app
 from draftlab.engine import decoder
-from draftlab.engine.forced import Warp, look
+from draftlab.engine.forced import look
 from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative
+from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.llama import load
 from draftlab.record import Generation, acceptance
@@ -128,7 +129,7 @@ def test_a_greedy_trace_is_plain_decoding_of_whole_prompts(models, greedy_trace)
     assert len(greedy_trace.texts) == len(LINES)
     for text, prompt in zip(greedy_trace.texts, texts, strict=False):
         assert text.prompt.tolist() == tokenizer(prompt)["input_ids"]
-        steps = plain(model, text.prompt.tolist(), Sampling(max_new_tokens=24))
+        steps = plain(model, [text.prompt.tolist()], Sampling(max_new_tokens=24))
         assert text.ids.tolist() == [t for step in steps for t in step.tokens]
         assert (text.stop, text.log_p.tolist()) == ("length", [0.0] * 24)
         assert text.top_ids[:, 0].tolist() == text.ids.tolist()
@@ -419,7 +420,7 @@ def live(target: Path, draft: Path, prompts: list[list[int]], k: int, how: Sampl
     big, small = load(target, torch.float32), load(draft, torch.float32)
     found = []
     for number, prompt in enumerate(prompts):
-        steps = list(speculative(big, ModelDrafter(small), prompt, k, how))
+        steps = list(speculative(big, ModelDrafter(small), [prompt], k, how))
         found.append(
             Generation(
                 prompt=number, tokens=sum(len(s.tokens) for s in steps), drafted=[s.drafted for s in steps[1:]],

@@ -93,12 +93,12 @@ def test_speculation_with_a_head_of_another_size_is_lossless(family_dirs, tmp_pa
     resize(tmp_path / "draft", draft_vocab)
     target, draft = (load(d, torch.float32) for d in (family_dirs["llama"], tmp_path / "draft"))
     sampling, prompt = Sampling(temperature=temperature, max_new_tokens=40), list(range(3, 12))
-    steps = list(speculative(target, ModelDrafter(draft, 307), prompt, 3, sampling))
+    steps = list(speculative(target, ModelDrafter(draft, 307), [prompt], 3, sampling))
     emitted = [t for s in steps for t in s.tokens]
     assert len(emitted) == 40
     assert sum(s.accepted for s in steps) > 0.6 * sum(s.drafted for s in steps)  # the draft is the target
     if temperature == 0:
-        assert emitted == [t for s in plain(target, prompt, sampling) for t in s.tokens]
+        assert emitted == [t for s in plain(target, [prompt], sampling) for t in s.tokens]
 
 
 def copy(source: Path, out: Path) -> None:

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from draftlab.distill.text import generate
 from draftlab.engine import replay
 from draftlab.engine.decoder import Hosted
-from draftlab.engine.forced import Looked, Warp, look
+from draftlab.engine.forced import Looked, look
 from draftlab.engine.replay import ratio_interval, tokens_per_pass
+from draftlab.engine.verify import Warp
 
 KS = tuple(range(1, 9))
 ROWS = 8  # texts per forward pass

@@ -3,6 +3,8 @@
 B rows, T new tokens, V vocab.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,12 @@ from transformers import DynamicCache, PreTrainedModel
 from draftlab import checkpoint, llama
 from draftlab.console import note
 from draftlab.errors import UserError
+
+
+class Holds(Protocol):
+    """A cache: of each row its first ``used`` positions count. To roll back is to write a smaller number."""
+
+    used: list[int]
 
 
 class Decoder(Protocol):
@@ -26,15 +34,28 @@ class Decoder(Protocol):
         """Longest text in tokens."""
         ...
 
-    def new_cache(self, rows: int, capacity: int) -> Any: ...
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        """A Holds for so many rows of at most capacity tokens."""
+        ...
 
-    def forward(self, ids: Tensor, cache: Any, last: int = 0) -> Tensor:
-        """Feed ids [B, T] behind what the cache holds; logits [B, T, V], or of the last tokens only, [B, last, V]."""
+    def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
+        """Feed ids [B, T] behind what the cache holds; logits [B, T, V], or of the last tokens only, [B, last, V].
+
+        tree: how the T tokens stand to each other; left out, each follows the one before.
+        """
         ...
 
 
+@dataclass(slots=True)
+class Grown:
+    """transformers' cache, which all rows leave at one length."""
+
+    past: DynamicCache
+    used: list[int]
+
+
 class Hosted:
-    """A transformers model as a Decoder, in memory or spread by accelerate; its cache grows and is not rolled back."""
+    """A transformers model as a Decoder, in memory or spread by accelerate; its cache grows and is cut off again."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -44,16 +65,53 @@ class Hosted:
     def device(self) -> torch.device:
         return self.model.device
 
-    def new_cache(self, rows: int, capacity: int) -> DynamicCache:
+    def new_cache(self, rows: int, capacity: int) -> Grown:
         """Raises UserError: capacity is more than the model's context."""
         if capacity > self.context:
             raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
-        return DynamicCache(config=self.model.config)
+        return Grown(DynamicCache(config=self.model.config), [0] * rows)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, cache: DynamicCache, last: int = 0) -> Tensor:
+    def forward(self, ids: Tensor, cache: Grown, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
+        """As Decoder says.
+
+        Raises:
+            UserError: rows at different lengths, a token tree, or a cache that transformers cannot roll back.
+        """
+        if tree is not None:
+            raise UserError("a model that transformers runs verifies chains, not token trees")
+        used, held = cache.used[0], int(cache.past.get_seq_length())
+        if min(cache.used) != max(cache.used):
+            raise UserError("a model that transformers runs speculates one row at a time; take a batch of 1")
+        try:
+            if held > used:
+                cache.past.crop(used - held)
+        except RuntimeError as error:
+            raise UserError(f"{type(self.model).__name__} cannot take back what it has read: {error}") from error
         run: Any = self.model
-        return run(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=last).logits
+        cache.used = [used + ids.shape[1]] * len(cache.used)
+        return run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last).logits
+
+
+def feed(model: Decoder, cache: Holds, texts: Sequence[Sequence[int]], known: int | None = None) -> Tensor:
+    """Feed what the cache lacks of each text, at least its last token; logits behind the texts, [B, V].
+
+    What the cache holds beyond a text is forgotten. All rows feed as many tokens as the row that lacks most: the end of
+    their texts again, and then padding, which the next pass overwrites. known: ids from there on are fed as known - 1.
+    """
+    width = max(len(text) - min(used, len(text) - 1) for text, used in zip(texts, cache.used, strict=True))
+    began = [max(0, len(text) - width) for text in texts]
+    rows = [[*text[at : at + width], *[0] * (width - len(text))] for text, at in zip(texts, began, strict=True)]
+    ids = torch.tensor(rows, device=model.device)  # [B, width]
+    if known is not None:
+        ids.clamp_(max=known - 1)
+    at = [min(width, len(text)) - 1 for text in texts]  # of each text's last token among those fed
+    cache.used = began
+    logits = model.forward(ids, cache, last=width - min(at))
+    cache.used = [len(text) for text in texts]
+    if min(at) == width - 1:
+        return logits[:, -1]
+    return logits[torch.arange(len(texts)), torch.tensor(at) - min(at)]
 
 
 @torch.inference_mode()

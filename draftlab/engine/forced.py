@@ -11,22 +11,10 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.decoder import Decoder, read
-from draftlab.engine.verify import distribution
+from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 
 LOGITS = 1 << 25  # elements of logits in one pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Warp:
-    """How logits become the distribution that is sampled from; temperature 0 is greedy. top_k 0, top_p 1: no cut."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return distribution(logits, self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,29 @@
 """Plain and speculative generation with the same engine, and what each step cost.
 
-One sequence. K drafted tokens per step, V vocab. Invariant of every cache: it holds the tokens emitted so far but the
-last one, which is fed first in the next pass.
+B rows, K drafted tokens per step, T = K + 1 tokens judged, V vocab. Rows advance at their own pace. Invariant of every
+cache: of each row it holds the tokens emitted so far but the last one, which is fed first in the next pass.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.verify import distribution, draw, verify
-from draftlab.llama import Llama
+from draftlab.engine.decoder import Decoder, feed
+from draftlab.engine.verify import Warp, draw, verify
+from draftlab.llama import Llama, Tree
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """temperature 0 is greedy. seed makes a run repeatable; eos_id None never stops early."""
+class Sampling(Warp):
+    """How target and draft are sampled alike, and for how long. seed makes it repeatable; eos_id None: no early end."""
 
-    temperature: float = 0.0
     max_new_tokens: int = 128
     seed: int = 0
     eos_id: int | None = None
@@ -31,8 +31,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One target pass and the drafting before it. tokens: emitted, fewer than accepted + 1 only at the end."""
+    """One row's part of a target pass and the drafting before it.
 
+    accepted: drafted tokens among tokens, which are fewer than accepted + 1 only at the end. Seconds are the pass's,
+    divided by the rows that were still decoding: their sums over rows are the time that passed.
+    """
+
+    row: int
     drafted: int
     accepted: int
     tokens: list[int]
@@ -41,17 +46,32 @@ class Step:
     host_seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What a drafter proposes.
+
+    ids: [B, K]. q: the distributions they were drawn from, [B, K, V]; None: each was certain, its q one-hot.
+    counts: how many of each row's tokens count, [B]; 0 is no draft. parents: None is a chain; in a token tree, of each
+    token the number of the one before it, counted from 1, or 0 for the text's last token, a parent before its children.
+    """
+
+    ids: Tensor
+    q: Tensor | None
+    counts: list[int]
+    parents: tuple[int, ...] | None = None
+
+
 class Drafter(Protocol):
     """Proposes tokens. A drafter keeps its own state; it is told the emitted tokens each time it is asked."""
 
-    def reset(self, capacity: int) -> None:
-        """Forget everything; sequences will have at most capacity tokens."""
+    def reset(self, rows: int, capacity: int) -> None:
+        """Forget everything; there will be so many texts of at most capacity tokens."""
         ...
 
-    def propose(self, tokens: list[int], count: int, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Up to count tokens to follow tokens, [K], and the distribution each was drawn from, [K, V].
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+        """Up to count tokens to follow each text. uniform: draws in [0, 1), [B, count]; the only randomness to use.
 
-        uniform: draws in [0, 1), [count]; the only randomness a drafter may use.
+        Texts that have ended are still there; what is drafted for them is not looked at.
         """
         ...
 
@@ -62,28 +82,28 @@ class ModelDrafter:
     vocab: the target's, where the draft's head is padded to another size.
     """
 
-    def __init__(self, model: Llama, vocab: int | None = None) -> None:
+    def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
-        self.cache = model.new_cache(1, 1)
+        self.known = model.shape.vocab if isinstance(model, Llama) else None
+        self.reset(1, 1)
 
-    def reset(self, capacity: int) -> None:
-        self.cache = self.model.new_cache(1, capacity)
+    def reset(self, rows: int, capacity: int) -> None:
+        self.cache = self.model.new_cache(rows, capacity)
 
-    def propose(self, tokens: list[int], count: int, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        self.cache.used = min(self.cache.used, len(tokens) - 1)
-        # after full acceptance the last drafted token was never fed: two tokens go in at once
-        fed = torch.tensor([tokens[self.cache.used :]], device=self.model.device)
-        if self.vocab is not None and self.vocab > self.model.shape.vocab:
-            fed.clamp_(max=self.model.shape.vocab - 1)  # an id that the draft does not know
-        drafted, q = [], []
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+        logits = feed(self.model, self.cache, texts, self.known)
+        ids, q = [], []
         for i in range(count):
-            logits = self.model.forward(fed, self.cache, last=1)[0, -1]
-            if self.vocab is not None and len(logits) != self.vocab:
-                logits = F.pad(logits, (0, self.vocab - len(logits)), value=-torch.inf)  # cuts where it is longer
-            q.append(distribution(logits, sampling.temperature))
-            drafted.append(draw(q[-1], uniform[i]))
-            fed = drafted[-1].view(1, 1)
-        return torch.stack(drafted), torch.stack(q)
+            if i:
+                logits = self.model.forward(ids[-1].unsqueeze(1), self.cache, last=1)[:, -1]
+            if self.vocab is not None and logits.shape[-1] != self.vocab:
+                logits = F.pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf)  # cuts where it is longer
+            if sampling.temperature == 0:
+                ids.append(logits.argmax(-1))
+            else:
+                q.append(sampling(logits))
+                ids.append(draw(q[-1], uniform[:, i]))
+        return Draft(ids=torch.stack(ids, 1), q=torch.stack(q, 1) if q else None, counts=[count] * len(texts))
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -98,76 +118,175 @@ def clock_for(device: torch.device) -> Clock:
     return read
 
 
-def plain(target: Llama, prompt: list[int], sampling: Sampling, clock: Clock = time.perf_counter) -> Iterator[Step]:
-    """One token per target pass; yields the prefill's step first (its time is prefill), then the others."""
-    rng = torch.Generator().manual_seed(sampling.seed)
-    cache = target.new_cache(1, len(prompt) + sampling.max_new_tokens)
-    fed, produced = prompt, 0
-    while produced < sampling.max_new_tokens:
-        began = clock()
-        logits = target.forward(torch.tensor([fed], device=target.device), cache, last=1)[0, -1]
-        passed = clock()
-        token = int(draw(distribution(logits, sampling.temperature), torch.rand((), generator=rng)))
-        fed, produced = [token], produced + 1
-        yield Step(
-            drafted=0,
-            accepted=0,
-            tokens=fed,
-            draft_seconds=0.0,
-            verify_seconds=passed - began,
-            host_seconds=clock() - passed,
-        )
-        if token == sampling.eos_id:
-            return
+def plain(
+    target: Decoder,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    clock: Clock = time.perf_counter,
+    numbers: Sequence[int] | None = None,
+) -> Iterator[Step]:
+    """One token per row and target pass; otherwise as ``speculative``."""
+    return speculative(target, None, prompts, 0, sampling, clock, numbers)
 
 
 def speculative(
-    target: Llama,
-    drafter: Drafter,
-    prompt: list[int],
+    target: Decoder,
+    drafter: Drafter | None,
+    prompts: Sequence[list[int]],
     k: int,
     sampling: Sampling,
     clock: Clock = time.perf_counter,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[Step]:
     """Draft k tokens, verify them in one target pass, emit what stands and one more; lossless.
 
-    The first step is the prefill: it emits one token and drafts nothing, as in engines with a separate prefill.
+    The first pass is the prefill: it emits one token of each row and drafts nothing, as in engines with a separate
+    prefill. After each pass come the steps of the rows that took part; a row that has ended idles until all have.
+    numbers: of each prompt; its random draws depend on the seed, its number and its own text, not on other rows.
     """
-    rng = torch.Generator().manual_seed(sampling.seed)
-    limit = len(prompt) + sampling.max_new_tokens
-    cache = target.new_cache(1, limit + k)
-    drafter.reset(limit + k)
-    tokens = list(prompt)
-    while len(tokens) < limit:
-        room = limit - len(tokens) - 1  # the target adds one itself
-        count = 0 if cache.used == 0 else min(k, room)
-        uniform = torch.rand(2 * count + 1, generator=rng)
+    rows = _Rows(prompts, sampling)
+    capacity = max(rows.limits, default=1) + k
+    cache = target.new_cache(len(prompts), capacity)
+    if drafter is not None:
+        drafter.reset(len(prompts), capacity)
+    draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
+    prefilled = False
+    while rows.live:
+        room, uniform = rows.room(), rows.of(draws)
+        count = min(k, max(room)) if prefilled else 0
         began = clock()
-        drafted, q = _propose(drafter, tokens, count, sampling, uniform[:count])
+        draft = drafter.propose(rows.texts, count, sampling, uniform[:, :count]) if drafter and count else None
         proposed = clock()
-        fed = torch.cat([torch.tensor(tokens[cache.used :], device=target.device), drafted])
-        logits = target.forward(fed.unsqueeze(0), cache, last=len(drafted) + 1)[0]
+        logits = _pass(target, cache, rows.texts, draft)
         verified = clock()
-        p = distribution(logits, sampling.temperature)
-        accepted, rest = verify(p, q, drafted, uniform[count : count + len(drafted)]) if count else (0, p[0])
-        emitted = [*drafted[:accepted].tolist(), int(draw(rest, uniform[-1]))]
-        if sampling.eos_id in emitted:
-            emitted = emitted[: emitted.index(sampling.eos_id) + 1]
-        tokens += emitted
-        cache.used = len(tokens) - 1
-        yield Step(
-            drafted=len(drafted),
-            accepted=accepted,
-            tokens=emitted,
-            draft_seconds=proposed - began,
-            verify_seconds=verified - proposed,
-            host_seconds=clock() - verified,
-        )
-        if emitted[-1] == sampling.eos_id:
-            return
+        drafted = [0] * len(room) if draft is None else [min(pair) for pair in zip(draft.counts, room, strict=True)]
+        emitted = rows.take(judge(logits, draft, drafted, sampling, uniform[:, k:]), cache, draft)
+        ended = clock()
+        for row, accepted, tokens in emitted:
+            yield Step(
+                row=row,
+                drafted=drafted[row],
+                accepted=accepted,
+                tokens=tokens,
+                draft_seconds=(proposed - began) / len(emitted),
+                verify_seconds=(verified - proposed) / len(emitted),
+                host_seconds=(ended - verified) / len(emitted),
+            )
+        prefilled = True
 
 
-def _propose(drafter: Drafter, tokens: list[int], count: int, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-    if count == 0:
-        return torch.empty(0, dtype=torch.long), torch.empty(0, 0)
-    return drafter.propose(tokens, count, sampling, u)
+def written(steps: Iterable[Step]) -> list[list[int]]:
+    """The tokens of each row that took part, in the order of rows."""
+    found: dict[int, list[int]] = {}
+    for step in steps:
+        found.setdefault(step.row, []).extend(step.tokens)
+    return [found[row] for row in sorted(found)]
+
+
+def judge(
+    logits: Tensor, draft: Draft | None, counts: Sequence[int], sampling: Sampling, uniform: Tensor
+) -> list[tuple[list[int], list[int]]]:
+    """Of each row: which drafted tokens stand, and the tokens to emit, theirs and one more.
+
+    Args:
+        logits: the target's, behind the text's last token and each drafted one, [B, T, V].
+        counts: how many of each row's drafted tokens are looked at, [B].
+        uniform: draws in [0, 1): one for each drafted token, then one for the last token, [B, T].
+
+    Raises:
+        ValueError: a token tree where the target is sampled from.
+    """
+    if sampling.temperature == 0:
+        best = logits.argmax(-1)
+        both = best if draft is None else torch.cat([best, draft.ids], 1)
+        width = best.shape[1]
+        parents = range(width - 1) if draft is None or draft.parents is None else draft.parents
+        return [
+            _follow(row[:width], row[width:], parents, count)
+            for row, count in zip(both.tolist(), counts, strict=True)  # the one wait for the device in a step
+        ]
+    if draft is not None and draft.parents is not None:
+        raise ValueError("a token tree is verified greedily")
+    p = sampling(logits)
+    found = []
+    for row, count in enumerate(counts):
+        ids = torch.empty(0, dtype=torch.long, device=p.device) if draft is None else draft.ids[row, :count]
+        told = None if draft is None else draft.q
+        q = F.one_hot(ids, p.shape[-1]).to(p) if told is None else told[row, :count]
+        accepted, rest = verify(p[row, : count + 1], q, ids, uniform[row, :count])
+        tokens = [*ids[:accepted].tolist(), int(draw(rest, uniform[row, -1]))]
+        found.append((list(range(accepted)), tokens))
+    return found
+
+
+def _follow(best: list[int], ids: list[int], parents: Sequence[int], count: int) -> tuple[list[int], list[int]]:
+    """The greedy rule: the path of drafted tokens that are what the target says, and the token that it says behind."""
+    at, path, tokens = 0, [], [best[0]]
+    for i in range(count):
+        if parents[i] == at and ids[i] == tokens[-1]:
+            at = i + 1
+            path.append(i)
+            tokens.append(best[at])
+    return path, tokens
+
+
+def _pass(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None) -> Tensor:
+    """The target's logits behind each text, and behind each drafted token, [B, T, V]."""
+    if draft is None:
+        return feed(target, cache, texts).unsqueeze(1)
+    last = torch.tensor([text[-1:] for text in texts], device=draft.ids.device)
+    ids = torch.cat([last, draft.ids], 1)
+    if draft.parents is None:
+        return target.forward(ids, cache)
+    return target.forward(ids, cache, tree=Tree.of(draft.parents, ids.device))
+
+
+class _Rows:
+    """The texts as they grow, and which of them still do."""
+
+    def __init__(self, prompts: Sequence[list[int]], sampling: Sampling) -> None:
+        self.texts = [list(prompt) for prompt in prompts]
+        self.starts = [len(prompt) for prompt in prompts]
+        self.limits = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
+        self.eos_id = sampling.eos_id
+        self.live = list(range(len(prompts)))
+
+    def room(self) -> list[int]:
+        """Most that can be drafted for each; the target adds one itself."""
+        live = set(self.live)
+        return [limit - len(self.texts[row]) - 1 if row in live else 0 for row, limit in enumerate(self.limits)]
+
+    def of(self, draws: Tensor) -> Tensor:
+        """Of draws [B, max_new_tokens, W] those of the place that each text has come to, [B, W]."""
+        at = [min(len(text) - start, draws.shape[1] - 1) for text, start in zip(self.texts, self.starts, strict=True)]
+        return draws[torch.arange(len(at)), at]
+
+    def take(
+        self, judged: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None
+    ) -> list[tuple[int, int, list[int]]]:
+        """Add what stands to the texts and roll the cache back to it: row, accepted and tokens of each live one."""
+        took = []
+        for row in self.live:
+            path, tokens = judged[row]
+            if self.eos_id in tokens:
+                tokens = tokens[: tokens.index(self.eos_id) + 1]
+            if draft is not None and draft.parents is not None:
+                cache.keep(row, len(self.texts[row]), path[: len(tokens)])
+            self.texts[row] += tokens
+            took.append((row, min(len(path), len(tokens)), tokens))
+        cache.used = [len(text) - 1 for text in self.texts]
+        self.live = [
+            row for row in self.live if len(self.texts[row]) < self.limits[row] and self.texts[row][-1] != self.eos_id
+        ]
+        return took
+
+
+def _draws(sampling: Sampling, numbers: Sequence[int], width: int) -> Tensor:
+    """Of each prompt, draws of its own for each token at which a step may begin, [B, max_new_tokens, width].
+
+    A step never looks at another's: a rule that rejects for what stands behind a token may not see the same draw again.
+    """
+    found = torch.empty(len(numbers), sampling.max_new_tokens, width)
+    for row, number in zip(found, numbers, strict=True):
+        row.uniform_(generator=torch.Generator().manual_seed(sampling.seed * 1_000_003 + number))
+    return found

@@ -3,25 +3,45 @@
 K drafted tokens, V vocab. Greedy decoding is the same rule with one-hot distributions.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
-def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warp:
+    """How logits become the distribution that is sampled from. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0: no
+    cut."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Next-token probabilities, [..., V], fp32. Temperature 0: one-hot on the largest logit, of a tie the lowest id.
 
     top_k (0: all), then top_p cut what is least probable, as transformers and vLLM do: of what top_k left, the fewest
-    tokens that together have top_p stay, and at least one.
+    tokens that together have top_p stay, and at least one. min_p, last as in transformers: what is less probable than
+    min_p times the most probable token goes.
     """
     if temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     p = torch.softmax(logits.float() / temperature, -1)
-    if top_k == 0 and top_p == 1:
-        return p
-    values, ids = p.topk(top_k, -1) if 0 < top_k < p.shape[-1] else p.sort(-1, descending=True)
-    values = values / values.sum(-1, keepdim=True)
-    values = values * (values.cumsum(-1) - values < top_p)  # what stands before it has not yet reached top_p
-    return torch.zeros_like(p).scatter_(-1, ids, values / values.sum(-1, keepdim=True))
+    if top_k or top_p < 1:
+        values, ids = p.topk(top_k, -1) if 0 < top_k < p.shape[-1] else p.sort(-1, descending=True)
+        values = values / values.sum(-1, keepdim=True)
+        values = values * (values.cumsum(-1) - values < top_p)  # what stands before it has not yet reached top_p
+        p = torch.zeros_like(p).scatter_(-1, ids, values / values.sum(-1, keepdim=True))
+    if min_p:
+        p = p * (p >= min_p * p.amax(-1, keepdim=True))
+        p = p / p.sum(-1, keepdim=True)
+    return p
 
 
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:

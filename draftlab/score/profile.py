@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Again, Mode, Point, Profile, read_weights, write_profile
-from draftlab.engine.generate import Clock, Sampling, clock_for, plain, speculative
+from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, speculative
 from draftlab.errors import UserError
 from draftlab.llama import Cache, Llama
 from draftlab.record import Latency
@@ -245,22 +245,24 @@ def host_times(model: Llama, width: int, grid: Grid, clock: Clock) -> list[float
     """Milliseconds that the engine takes beside the passes of a step which judges width tokens, one row, greedily."""
     k, most = width - 1, (grid.repeats + 2) * width  # if all that is drafted stands
     sampling = Sampling(max_new_tokens=min(most, model.context - width))
-    steps = speculative(model, Echo(model), [1], k, sampling, clock) if k else plain(model, [1], sampling, clock)
+    steps = (
+        speculative(model, Echo(model.device), [[1]], k, sampling, clock) if k else plain(model, [[1]], sampling, clock)
+    )
     return [1e3 * step.host_seconds for step in itertools.islice(steps, 1, grid.repeats + 1) if step.drafted == k]
 
 
 class Echo:
     """Drafts the last token again: what the engine does with a draft, without the time of a draft model."""
 
-    def __init__(self, model: Llama) -> None:
-        self.vocab, self.device = model.shape.vocab, model.device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    def reset(self, capacity: int) -> None:
+    def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, tokens: list[int], count: int, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        drafted = torch.full((count,), tokens[-1], device=self.device)
-        return drafted, F.one_hot(drafted, self.vocab).float()
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+        ids = torch.tensor([text[-1:] * count for text in texts], device=self.device)
+        return Draft(ids=ids, q=None, counts=[count] * len(texts))
 
 
 def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -385,7 +387,7 @@ def _pass(
     ids = torch.ones(cache.keys.shape[1], width, dtype=torch.long, device=cache.keys.device)
 
     def run() -> Tensor:
-        cache.used = context
+        cache.used = [context] * len(ids)
         return forward(ids, cache, last)
 
     return _captured(run) if mode == "graphs" else run

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from draftlab import provenance
 from draftlab.engine import decoder, replay
-from draftlab.engine.forced import Looked, Warp, look
+from draftlab.engine.forced import Looked, look
 from draftlab.engine.replay import Counts, Texts
+from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.record import Acceptance, Interval
 from draftlab.score.trace import DEGENERATE, Decoding, Repeats, Stop, Text, Trace, repeats

@@ -1,12 +1,13 @@
 """Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
 
-An arm is plain decoding or one draft at one K. Every repeat goes through all arms for each prompt, in turning order,
-so that drift of the machine falls on all alike.
+An arm is plain decoding or one draft at one K. Every repeat goes through all arms for each batch of prompts, in turning
+order, so that drift of the machine falls on all alike.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from draftlab.engine.decoder import Decoder
 from draftlab.engine.generate import Clock, ModelDrafter, Sampling, Step, clock_for, plain, speculative
 from draftlab.llama import Llama
 from draftlab.record import Generation
@@ -24,8 +25,8 @@ class Measured:
 
 
 def measure_throughput(
-    target: Llama,
-    drafts: dict[str, Llama],
+    target: Decoder,
+    drafts: Mapping[str, Decoder],
     prompts: list[list[int]],
     *,
     ks: list[int],
@@ -33,27 +34,31 @@ def measure_throughput(
     repeats: int,
     advance: Callable[[int], None],
     clock: Clock | None = None,
+    batch: int = 1,
 ) -> Measured:
-    """Decode every prompt in every arm, repeats times; one generation per arm beforehand is thrown away.
+    """Decode every prompt in every arm, repeats times; one pass through all arms beforehand is thrown away.
 
-    clock: seconds, by default those of the wall.
+    clock: seconds, by default those of the wall. batch: prompts decoded at once. advance: prompts done.
     """
     arms = [PLAIN, *((name, k) for name in drafts for k in ks)]
     decode = _decoder(target, drafts, sampling, clock or clock_for(target.device))
+    groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     for arm in arms:
-        list(decode(arm, prompts[0]))
+        list(decode(arm, [prompts[i] for i in groups[0]], groups[0]))
     generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     done = 0
     for repeat in range(repeats):
-        for index, prompt in enumerate(prompts):
-            turned = (repeat + index) % 2
+        for number, group in enumerate(groups):
+            turned = (repeat + number) % 2
             for arm in reversed(arms) if turned else arms:
-                steps = list(decode(arm, prompt))
-                generations[arm].append(_generation(index, steps))
-                if repeat == 0:
-                    tokens[arm].append([t for step in steps for t in step.tokens])
-            done += 1
+                steps = list(decode(arm, [prompts[i] for i in group], group))
+                for row, index in enumerate(group):
+                    own = [step for step in steps if step.row == row]
+                    generations[arm].append(_generation(index, own))
+                    if repeat == 0:
+                        tokens[arm].append([t for step in own for t in step.tokens])
+            done += len(group)
             advance(done)
     return Measured(generations=generations, tokens=tokens)
 
@@ -66,15 +71,16 @@ def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
 
 
 def _decoder(
-    target: Llama, drafts: dict[str, Llama], sampling: Sampling, clock: Clock
-) -> Callable[[Arm, list[int]], Iterator[Step]]:
-    drafters = {name: ModelDrafter(model, target.shape.vocab) for name, model in drafts.items()}
+    target: Decoder, drafts: Mapping[str, Decoder], sampling: Sampling, clock: Clock
+) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
+    vocab = target.shape.vocab if isinstance(target, Llama) else None
+    drafters = {name: ModelDrafter(model, vocab) for name, model in drafts.items()}
 
-    def decode(arm: Arm, prompt: list[int]) -> Iterator[Step]:
+    def decode(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
         name, k = arm
         if arm == PLAIN:
-            return plain(target, prompt, sampling, clock)
-        return speculative(target, drafters[name], prompt, k, sampling, clock)
+            return plain(target, prompts, sampling, clock, numbers)
+        return speculative(target, drafters[name], prompts, k, sampling, clock, numbers)
 
     return decode
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import checkpoint, provenance
-from draftlab.engine.forced import Warp
+from draftlab.engine.verify import Warp
 from draftlab.errors import UserError, did_you_mean
 from draftlab.score.throughput import distinct_ngrams
 from draftlab.shape import validation_text

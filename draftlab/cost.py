@@ -53,10 +53,10 @@ class Again(Point):
 
 
 class Profile(_File):
-    """The curves of one model on one device. n is 0 in what was computed."""
+    """The curves of one model on one device. n is 0 in what was computed, by constants or by a fitted law."""
 
     version: Literal[1] = 1
-    kind: Literal["measured", "analytic"]
+    kind: Literal["measured", "analytic", "fitted"]
     name: str
     sha256: str | None  # of the checkpoint; None: random weights, which cost the same
     shape: Shape

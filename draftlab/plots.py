@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+from draftlab.errors import UserError
 from draftlab.record import Interval, Score, TaskResult
 
 # Okabe and Ito (2008) without black and yellow, each lost on one of the two backgrounds; then wine and olive.
@@ -65,6 +67,51 @@ class Entry:
     def glyph(self) -> str:
         """The marker as a character, for the key beside a plot."""
         return MARKERS[self.rank % len(MARKERS)][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One plot of a figure: named series of points; lines of the same names, else through the points."""
+
+    x: str
+    y: str
+    series: dict[str, list[tuple[float, float]]]
+    lines: dict[str, list[tuple[float, float]]] | None = None
+
+
+def save_figure(path: Path, panels: Sequence[Panel]) -> None:
+    """Panels side by side, as SVG or PNG by the file's name.
+
+    Raises:
+        UserError: another kind of file, or one that cannot be written.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise UserError(f"a figure is written as .svg or .png, and this is {path}")
+    figure = figure_of(panels)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with rc_context({"svg.hashsalt": path.name}):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def figure_of(panels: Sequence[Panel]) -> Figure:
+    """Panels side by side."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
+        for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            ax.grid(color="black", alpha=0.12)
+            styles = zip(COLOURS, MARKERS, strict=True)
+            joined = panel.series if panel.lines is None else panel.lines
+            for (name, points), (colour, (marker, _)) in zip(panel.series.items(), styles, strict=False):
+                ax.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle="", label=name)
+                ax.plot(*zip(*joined[name], strict=True), color=colour)
+            ax.set(xlabel=panel.x, ylabel=panel.y)
+            ax.set_ylim(bottom=0)
+            if len(panel.series) > 1:
+                ax.legend(frameon=False)
+    return figure
 
 
 def plot_speedup(entries: list[Entry]) -> Markup:

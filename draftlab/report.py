@@ -82,35 +82,38 @@ def k_table(score: Score) -> Table:
     return table
 
 
-def shape_table(shapes: dict[str, Shape]) -> Table:
-    """One row per named shape: sizes and what it costs to run."""
+def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Table:
+    """One row per named shape: sizes and what it costs to run. latency_ms: of one pass, empty where no law says it."""
     heads = (
-        "shape",
-        "layers",
-        "width",
+        "layers\nx width",
         "heads",
         "ffn",
-        "parameters",
-        "in blocks",
+        "para-\nmeters",
+        "in\nblocks",
+        "embed-\ndings",
         "KV bytes\nper token",
         "MFLOP\nper token",
+        *(["ms, pre-\ndicted"] if latency_ms else []),
     )
     rows = [
         [
             name,
-            str(s.layers),
-            str(s.hidden),
             f"{s.heads}/{s.kv_heads}",
             str(s.ffn),
             count_text(s.params()),
             count_text(s.body_params()),
+            f"{1 - s.body_params() / s.params():.0%}",
             f"{s.kv_bytes_per_token():,}",
             f"{s.flops_per_token(0) / 1e6:,.1f}",
+            *([f"{latency_ms[name]:.3g}"] if latency_ms else []),
         ]
         for name, s in shapes.items()
     ]
     table = _terminal_table(heads, rows, best=-1, flexible=0)
-    table.caption = Text("heads: queries/keys. KV bytes in bf16.")
+    table.caption = Text(
+        "heads: queries/keys. Embeddings: share of the parameters, head and last norm included. KV in bf16."
+        + (" Milliseconds of one pass over one token, by the latency law." if latency_ms else "")
+    )
     return table
 
 

@@ -5,6 +5,7 @@ Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x
 
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -98,7 +99,7 @@ class Shape(BaseModel):
 
     def axes(self) -> dict[str, tuple[Axis, ...]]:
         """Every weight's name -> the axis of each of its dimensions, in the order transformers registers them."""
-        rows = [row for row in TABLE if row.when is None or row.when in self.options]
+        rows = self._rows()
         first = next(i for i, row in enumerate(rows) if row.name.startswith(BLOCK))
         last = max(i for i, row in enumerate(rows) if row.name.startswith(BLOCK)) + 1
         blocks = [(row.name.format(layer), row.axes) for layer in range(self.layers) for row in rows[first:last]]
@@ -110,11 +111,18 @@ class Shape(BaseModel):
 
     def params(self) -> int:
         """Weights in all, a tied head counted once."""
-        return sum(math.prod(self.dims(axes)) for axes in self.axes().values())
+        return self.body_params() + self._count(row for row in self._rows() if not row.name.startswith(BLOCK))
 
     def body_params(self) -> int:
         """Weights of the blocks alone: without embedding, head and final norm."""
-        return sum(math.prod(self.dims(a)) for name, a in self.axes().items() if name.startswith("model.layers."))
+        return self.layers * self._count(row for row in self._rows() if row.name.startswith(BLOCK))
+
+    def _rows(self) -> list[Row]:
+        return [row for row in TABLE if row.when is None or row.when in self.options]
+
+    def _count(self, rows: Iterable[Row]) -> int:
+        sizes = self.sizes
+        return sum(math.prod(sizes[axis] for axis in row.axes) for row in rows)
 
     def flops_per_token(self, context: int) -> int:
         """Floating-point operations to decode one token after context tokens: 2 per multiply-add.

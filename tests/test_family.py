@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftlab.errors import UserError
-from draftlab.family import family, matching_preset, measure, presets, shape_name, widths_folder
+from draftlab.family import family, matching_preset, measure, presets, shape_name, unbounded, widths_folder
 from draftlab.shape import Shape, check, check_within, write_shape_file
 
 NAMED = presets(widths_folder())
@@ -179,3 +179,60 @@ def test_presets_are_named_by_their_files(tmp_path):
 def test_a_missing_folder_of_presets_is_an_error(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
         presets(tmp_path / "nowhere")
+
+
+def test_the_papers_sweep_of_350m():
+    shapes = family(LLAMA_7B, budget=350_000_000, kind="total", depths=[1, 2, 3, 6, 8, 12, 16, 24, 32])
+    # worked out apart from this code, from the parameter formula
+    assert [(s.layers, s.hidden, s.ffn) for s in shapes] == [
+        (1, 3328, 9280),
+        (2, 2688, 7424),
+        (3, 2304, 6720),
+        (6, 1792, 4928),
+        (8, 1664, 3904),
+        (12, 1408, 3264),
+        (16, 1152, 3456),
+        (24, 1024, 2496),
+        (32, 896, 2176),
+    ]
+
+
+def test_a_free_family_goes_beyond_its_source():
+    (shape,) = family(unbounded(LLAMA_7B), budget=300_000_000, kind="body", depths=[1])
+    assert (shape.hidden, shape.ffn) == (4992, 13376)  # wider than the source, in its proportions
+    assert (shape.head_dim, shape.vocab) == (LLAMA_7B.head_dim, LLAMA_7B.vocab)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.sampled_from([64, 128, 256]), st.integers(2, 12))
+def test_every_member_splits_over_the_devices(devices, multiple, layers):
+    source = NAMED["llama-3-8b"]
+    try:
+        shapes = family(
+            source, budget=1_300_000_000, kind="total", depths=[layers], multiple_of=multiple,
+            width_multiple_of=256, tensor_parallel=devices,
+        )  # fmt: skip
+    except UserError:
+        return
+    assert all(devices in s.tensor_parallel() and s.hidden % 256 == 0 for s in shapes)
+
+
+def test_a_latency_budget_is_met_by_whatever_law_is_given():
+    shapes = family(TINY, budget=2.0, kind="latency", depths=[1, 4, 8], latency_ms=_made_up_ms)
+    assert [s.layers for s in shapes] == [4]  # 1 layer is too fast at any width, 8 too slow
+    assert abs(_made_up_ms(shapes[0]) - 2.0) <= 0.02
+
+
+def test_an_unreachable_latency_says_what_each_depth_can_reach():
+    with pytest.raises(UserError, match=r"9 ms for a pass: 1 layer: .* ms; 4 layers: 1.*ms$"):
+        family(TINY, budget=9.0, kind="latency", depths=[1, 4], latency_ms=_made_up_ms)
+
+
+def _made_up_ms(shape: Shape) -> float:
+    return 0.25 * shape.layers + shape.params() / 5e6
+
+
+def test_a_shape_file_named_for_other_sizes_is_refused(tmp_path):
+    write_shape_file(TINY, tmp_path / "tiny-16x128.yaml", "for a test")
+    with pytest.raises(UserError, match=r"tiny-16x128\.yaml holds 16x256"):
+        presets(tmp_path)

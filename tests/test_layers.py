@@ -15,6 +15,7 @@ LAYERS = [
     ["shape"],
     ["family", "record", "provenance"],
     ["cost"],
+    ["law"],
     ["console", "plots", "dialect", "serve"],
     ["report"],
     ["checkpoint"],

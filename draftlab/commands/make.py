@@ -1,14 +1,17 @@
 """Commands that make something: a workspace, shapes, a tokenizer, a trained model or draft."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from draftlab import workspace
-from draftlab.commands.shared import Force, Outcome, recorded
+from draftlab.commands.shared import Force, LawDir, Outcome, find_law, recorded, shape_of
 from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
+
+if TYPE_CHECKING:
+    from draftlab.shape import Shape
 
 
 def init(
@@ -26,38 +29,78 @@ def init(
 def design(
     params: Annotated[str | None, Option(help="Budget in parameters of each shape: 1.3b, 796m, 4m.")] = None,
     kv_kib: Annotated[float | None, Option(help="Or a budget of KV cache: KiB per token in bf16.")] = None,
+    latency_ms: Annotated[float | None, Option(help="Or of one pass over one token, by the latency law.")] = None,
     body: Annotated[bool, Option("--body", help="Count the blocks only, not embedding and head.")] = False,
     layers: Annotated[str, Option(help="Depths to try, as 2,4,8 or 1-8.")] = "1-12",
-    source: Annotated[str | None, Option(help="Checkpoint to cut from; the workspace's if left out.")] = None,
+    source: Annotated[
+        str | None,
+        Option(help="Checkpoint, shape file or its name to cut from; the workspace's if left out."),
+    ] = None,
+    free: Annotated[
+        bool, Option("--free", help="Go beyond the source, whose proportions are kept: to train from scratch.")
+    ] = False,
     multiple_of: Annotated[int, Option(min=1, help="ffn is a multiple of this.")] = 64,
+    width_multiple_of: Annotated[int, Option(min=1, help="Width is a multiple of this, and of head_dim.")] = 1,
+    tensor_parallel: Annotated[int, Option(min=1, help="Heads, kv-heads and ffn split over so many devices.")] = 1,
+    law: LawDir = None,
+    plot: Annotated[Path | None, Option(help="Figure to write, .svg or .png.")] = None,
     out: Annotated[Path | None, Option(help="Folder for one shape file per depth; none: only show.")] = None,
     force: Force = False,
 ) -> Outcome:
     """Shapes of equal budget from deep and narrow to shallow and wide."""
-    from draftlab import checkpoint, family
+    from draftlab import family
     from draftlab.report import shape_table
     from draftlab.shape import parse_count, write_shape_file
 
-    if (params is None) == (kv_kib is None):
-        raise UserError("give one budget: --params 1.3b or --kv-kib 120")
-    directory = checkpoint.locate(source or workspace.load().source)
-    kind: family.Budget = "kv" if kv_kib is not None else "body" if body else "total"
-    budget = parse_count(params) if params is not None else int((kv_kib or 0) * 1024)
+    budgets = {"--params": params, "--kv-kib": kv_kib, "--latency-ms": latency_ms}
+    given = [name for name, value in budgets.items() if value is not None]
+    if len(given) != 1:
+        raise UserError(
+            f"give one budget: --params 1.3b, --kv-kib 120 or --latency-ms 2; got {' and '.join(given) or 'none'}"
+        )
+    if body and params is None:
+        raise UserError(f"--body counts parameters, and the budget is {given[0]}")
+    name, have = shape_of(source or workspace.load().source)
+    measured = find_law(law, needed=latency_ms is not None)
+    kinds: dict[str, family.Budget] = {"--kv-kib": "kv", "--latency-ms": "latency"}
+    kind = kinds.get(given[0], "body" if body else "total")
     shapes = family.family(
-        checkpoint.read_shape(directory),
-        budget=budget,
+        family.unbounded(have) if free else have,
+        budget=parse_count(params) if params else 1024 * kv_kib if kv_kib else latency_ms or 0,
         kind=kind,
         depths=parse_numbers(layers),
         multiple_of=multiple_of,
+        width_multiple_of=width_multiple_of,
+        tensor_parallel=tensor_parallel,
+        latency_ms=measured.ms if measured and kind == "latency" else None,
     )
     named = {family.shape_name(s): s for s in shapes}
-    for name, shape in named.items() if out else ():
-        file = Path(str(out)) / f"{name}.yaml"
+    latency = {n: measured.ms(s) for n, s in named.items()} if measured else {}
+    for label, shape in named.items() if out else ():
+        file = Path(str(out)) / f"{label}.yaml"
         if file.exists() and not force:
             raise UserError(f"{file} exists; --force to replace it")
-        write_shape_file(shape, file, f"draftlab design: {kind} budget {params or kv_kib}, cut from {directory.name}")
-    rows = {name: s.model_dump() | {"params": s.params()} for name, s in named.items()}
-    return Outcome(path=out, show=[shape_table(named)], data={"shapes": rows})
+        write_shape_file(
+            shape, file, f"draftlab design: {kind} budget {next(filter(None, budgets.values()))}, from {name}"
+        )
+    if plot is not None:
+        _plot(plot, named, latency)
+    rows = {n: s.model_dump() | {"params": s.params(), "latency_ms": latency.get(n)} for n, s in named.items()}
+    return Outcome(path=out, show=[shape_table(named, latency)], data={"shapes": rows})
+
+
+def _plot(path: Path, shapes: dict[str, "Shape"], latency: dict[str, float]) -> None:
+    from draftlab.plots import Panel, save_figure
+
+    sizes = {
+        "width": [(float(s.layers), float(s.hidden)) for s in shapes.values()],
+        "ffn": [(float(s.layers), float(s.ffn)) for s in shapes.values()],
+    }
+    panels = [Panel(x="layers", y="width and ffn", series=sizes)]
+    if latency:
+        points = [(float(s.layers), latency[name]) for name, s in shapes.items()]
+        panels.append(Panel(x="layers", y="ms per pass, predicted", series={"one token": points}))
+    save_figure(path, panels)
 
 
 def tokenizer(

@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Option
 
 from draftlab import workspace
-from draftlab.commands.shared import DryRun, Force, Out, Outcome, command_line, plan, recorded
+from draftlab.commands.shared import (
+    DryRun,
+    Force,
+    Out,
+    Outcome,
+    command_line,
+    plan,
+    recorded,
+    shape_of,
+    subject,
+    table_of,
+)
 from draftlab.errors import UserError
-from draftlab.shape import Shape, parse_numbers, read_shape_file
+from draftlab.shape import Shape, parse_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +34,10 @@ if TYPE_CHECKING:
     from draftlab.score.predict import Prediction, Workload
 
 ASSUMED_PROMPT = 128
-PROFILE_HELP = "A profile that draftlab profile wrote, or SHAPE@DEVICE,MODE[,DTYPE] to compute one from constants"
+PROFILE_HELP = (
+    "A profile that draftlab profile wrote; SHAPE@FOLDER by the law that draftlab law wrote there; or "
+    "SHAPE@DEVICE,MODE[,DTYPE] to compute one from constants"
+)
 
 
 def profile(
@@ -117,7 +131,9 @@ def predict(
     longest = max([_longest(work, prompt) for work in works for prompt in contexts or [None]]) + max(ks)
 
     def cost(spec: str) -> Cost:
-        profile = parse_profile(spec, widths=range(1, max(ks) + 2), batches=sorted(batches), longest=longest)
+        profile = _by_law(spec) or parse_profile(
+            spec, widths=range(1, max(ks) + 2), batches=sorted(batches), longest=longest
+        )
         return Cost.of(profile, extrapolate=extrapolate)
 
     target, drafts = cost(target_profile), [cost(spec) for spec in draft_profile]
@@ -133,23 +149,21 @@ def predict(
 
 
 def _subjects(models: list[str]) -> "dict[str, Path | Shape]":
-    from draftlab import checkpoint
-    from draftlab.family import presets, shipped
-
-    shapes = presets(shipped("widths"))
-
-    def subject(model: str) -> tuple[str, Path | Shape]:
-        if model in shapes:
-            return model, shapes[model]
-        if Path(model).suffix in (".yaml", ".yml"):
-            return Path(model).stem, read_shape_file(Path(model))
-        place = checkpoint.locate(model)
-        return place.name, place
-
     found = dict(map(subject, models))
     if len(found) < len(models):
         raise UserError(f"two models have the same name; rename one: {', '.join(models)}")
     return found
+
+
+def _by_law(spec: str) -> "Profile | None":
+    """SHAPE@FOLDER, by the latency law of the profiles in it; None for what is not such a spec."""
+    from draftlab.law import read_law
+
+    name, _, folder = spec.rpartition("@")
+    if not name or not Path(folder).is_dir():
+        return None
+    called, shape = shape_of(name)
+    return read_law(Path(folder)).profile(shape, called)
 
 
 def _workloads(
@@ -217,7 +231,7 @@ def _profile_table(profile: "Profile") -> "Table":
 
     contexts = sorted({p.context for p in profile.forward})
     heads = ("rows", "tokens", *(f"behind {c}" for c in contexts))
-    table = _table(f"{profile.describe()}: milliseconds (quartiles)", heads)
+    table = table_of(f"{profile.describe()}: milliseconds (quartiles)", heads)
     for batch in sorted({p.batch for p in profile.forward}):
         settled = max(p.behind for p in profile.again)
         lines: list[tuple[str, Sequence[Point]]] = [
@@ -247,7 +261,7 @@ def _k_table(prediction: "Prediction") -> "Table":
         "K", "tokens\nper pass", "break\neven", "tok/s", "speed-up\n95% interval", "free\ndraft",
         "perfect\ndraft", "% draft,\nverify, host",
     )  # fmt: skip
-    table = _table(f"Predicted: {prediction.draft}\nwith {prediction.target}, {_rows(prediction.batch)}", heads)
+    table = table_of(f"Predicted: {prediction.draft}\nwith {prediction.target}, {_rows(prediction.batch)}", heads)
     for row in prediction.rows:
         best = row is prediction.best
         split = ", ".join(f"{100 * row.split[name]:.0f}" for name in ("draft", "verify", "host"))
@@ -273,7 +287,7 @@ def _draft_table(predictions: "list[Prediction]") -> "Table":
 
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     heads = ("draft", "c", "K", "tokens\nper pass", "tok/s", "speed-up\n95% interval", "needed to\nbe fastest")
-    table = _table(f"Predicted with {fastest.target}, {_rows(fastest.batch)}", heads)
+    table = table_of(f"Predicted with {fastest.target}, {_rows(fastest.batch)}", heads)
     for p in predictions:
         needed = needed_length(p, fastest.best.speedup.value)
         words = "cannot" if needed is None else f"{needed[1]:.2f} at K = {needed[0]}"
@@ -288,25 +302,12 @@ def _draft_table(predictions: "list[Prediction]") -> "Table":
 
 
 def _where_table(prediction: "Prediction", rows: "list[dict[str, float | int | None]]") -> "Table":
-    table = _table(f"Best K of {prediction.name}", ("rows", "prompt", "K", "speed-up", "tok/s of all rows"))
+    table = table_of(f"Best K of {prediction.name}", ("rows", "prompt", "K", "speed-up", "tok/s of all rows"))
     for row in rows:
         prompt = "as the texts" if row["prompt_tokens"] is None else str(row["prompt_tokens"])
         table.add_row(
             str(row["batch"]), prompt, str(row["k"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.4g}"
         )
-    return table
-
-
-def _table(title: str, heads: tuple[str, ...]) -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-        pad_edge=False, show_edge=False,
-    )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head == "draft" else "right", no_wrap=head != "draft")
     return table
 
 

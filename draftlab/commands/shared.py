@@ -14,7 +14,11 @@ from draftlab.console import note
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from draftlab.law import Law
     from draftlab.serve import Server
+    from draftlab.shape import Shape
 
 OUTPUT, SERVED, TRAINING, KEEPING = "Output", "Server", "Training", "Evaluation and checkpoints"  # panels of --help
 
@@ -24,6 +28,9 @@ Seed = Annotated[int, Option(help="Seed of everything random.")]
 Out = Annotated[
     Path | None,
     Option(help="Directory to write; a name under the workspace's runs if left out.", rich_help_panel=OUTPUT),
+]
+LawDir = Annotated[
+    Path | None, Option(help="Folder of profiles that draftlab law measured; the newest one if left out.")
 ]
 Data = Annotated[str | None, Option(help="Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT; the workspace's if left out.")]
 TargetName = Annotated[str | None, Option(help="Checkpoint of the target; the workspace's if left out.")]
@@ -119,9 +126,62 @@ def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":
     return Server.connect(url, model, key)
 
 
+def subject(name: str) -> "tuple[str, Path | Shape]":
+    """What a name stands for: a shape that comes with draftlab, a shape file, or a checkpoint; and what to call it."""
+    from draftlab import checkpoint
+    from draftlab.family import presets, widths_folder
+    from draftlab.shape import read_shape_file
+
+    shapes = presets(widths_folder())
+    if name in shapes:
+        return name, shapes[name]
+    if Path(name).suffix in (".yaml", ".yml"):
+        return Path(name).stem, read_shape_file(Path(name))
+    place = checkpoint.locate(name)
+    return place.name, place
+
+
+def shape_of(name: str) -> "tuple[str, Shape]":
+    """The shape of such a subject."""
+    from draftlab import checkpoint
+
+    called, found = subject(name)
+    return called, checkpoint.read_shape(found) if isinstance(found, Path) else found
+
+
+def find_law(folder: Path | None, *, needed: bool) -> "Law | None":
+    """The law in folder, or the newest one of this workspace; None where there is none and none is needed.
+
+    Raises:
+        UserError: none, and one is needed.
+    """
+    found = folder or workspace.newest(workspace.load().runs, ("law",))
+    if found is None and needed:
+        raise UserError("no latency law here; measure one (draftlab law), or name its folder by --law")
+    if found is None:
+        return None
+    from draftlab.law import read_law
+
+    return read_law(found)
+
+
 def plan(out: Path, facts: Mapping[str, object]) -> Outcome:
     lines = [f"{name}: {value}" for name, value in facts.items()]
     return Outcome(path=None, show=[*lines, f"would write {out}"], data={"out": str(out), **facts})
+
+
+def table_of(title: str, heads: Sequence[str]) -> "Table":
+    """An empty table: numbers to the right; a column named draft gives way on a narrow terminal."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        pad_edge=False, show_edge=False,
+    )  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="left" if head == "draft" else "right", no_wrap=head != "draft")
+    return table
 
 
 def newest(space: workspace.Workspace, commands: tuple[str, ...], hint: str) -> Path:

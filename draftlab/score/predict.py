@@ -344,6 +344,8 @@ def _notes(draft: Cost, target: Cost, work: Workload, k: int, batch: int) -> lis
     kinds = {cost.profile.kind for cost in (draft, target)}
     if "analytic" in kinds:
         notes.append("computed from constants of devices, not measured")
+    if "fitted" in kinds:
+        notes.append("by a latency law of other shapes, not measured")
     for name in ("device", "dtype", "mode"):
         a, b = getattr(draft.profile, name), getattr(target.profile, name)
         if a != b:

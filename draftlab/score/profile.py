@@ -6,6 +6,7 @@ B rows, T new tokens, V vocab. Weights may be random: what a pass costs does not
 import inspect
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,7 +115,9 @@ def check(plan: Plan) -> None:
             )
 
 
-def run(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> list[Profile]:
+def run(
+    plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool, command: str = "profile"
+) -> list[Profile]:
     """Measure all models in one process, and write out/NAME.yaml of each.
 
     Raises:
@@ -135,7 +138,7 @@ def run(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, fo
         note(f"the machine is busy: load {load:.1f} on {cores} cores; what is measured now is slower and spreads more")
     with progress("rounds", plan.grid.repeats) as advance:
         curves = measure(
-            models, plan.grid, mode=plan.mode, clock=clock_for(plan.device), advance=lambda done: advance(done, "")
+            models, plan.grid, mode=plan.mode, clock=_clock(plan.device), advance=lambda done: advance(done, "")
         )
     dtypes = {plan.dtype, torch.float32, torch.bfloat16}
     most = {_name(dtype): matrix_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
@@ -144,8 +147,13 @@ def run(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, fo
         for profile in profiles:
             write_profile(profile, work / f"{profile.name}.yaml")
         sources = [subject for subject in plan.subjects.values() if isinstance(subject, Path)]
-        provenance.write_record(work, "profile", arguments, sources, began)
+        provenance.write_record(work, command, arguments, sources, began)
     return profiles
+
+
+def _clock(device: torch.device) -> Clock:
+    """Of one CPU thread its CPU seconds, which other work on the machine lengthens less; else the wall's."""
+    return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
 
 
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:

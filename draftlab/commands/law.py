@@ -1,0 +1,114 @@
+"""The command that measures how latency follows from a shape on this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from typer import Argument, Option
+
+from draftlab import workspace
+from draftlab.commands.shared import DryRun, Force, Out, Outcome, command_line, plan, recorded, shape_of, table_of
+from draftlab.errors import UserError
+from draftlab.shape import parse_numbers
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from draftlab.law import Law
+
+
+def law(
+    profiles: Annotated[
+        Path | None, Argument(help="Folder of profiles to make a law of; measured first if left out.")
+    ] = None,
+    source: Annotated[
+        str | None, Option(help="What drafts are cut from: a checkpoint, a shape file or its name; the workspace's.")
+    ] = None,
+    layers: Annotated[str | None, Option(help="Depths to measure, as 1,4,16; by the source's if left out.")] = None,
+    widths: Annotated[str | None, Option(help="Widths to measure, each at every depth, likewise.")] = None,
+    batch: Annotated[str, Option(help="Rows at once, as 1,4,16.")] = "1",
+    context: Annotated[str, Option(help="Cached tokens before a pass, and lengths of prompts.")] = "16,256",
+    repeats: Annotated[int, Option(min=3, help="Times every pass is measured, once all is warm.")] = 10,
+    mode: Annotated[
+        Literal["eager", "compiled", "graphs"], Option(help="By torch.compile, or captured as CUDA graphs.")
+    ] = "eager",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
+    plot: Annotated[Path | None, Option(help="Figure to write, .svg or .png: measured against the law.")] = None,
+    out: Out = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Fit latency as a function of layers, width and bytes on this machine, from a few shapes with random weights."""
+    arguments, began = recorded(locals())
+    from draftlab.law import FEWEST, law_shapes, law_sizes, read_law
+
+    if profiles is not None:
+        return _shown(profiles, read_law(profiles), plot)
+    from draftlab import checkpoint
+    from draftlab.score import profile as profiling
+
+    space = workspace.load()
+    name, have = shape_of(source or space.source)
+    depths, across = law_sizes(have)
+    shapes = law_shapes(have, parse_numbers(layers) if layers else depths, parse_numbers(widths) if widths else across)
+    if len(shapes) < FEWEST:
+        raise UserError(f"{len(shapes)} shapes do not make a law; give at least {FEWEST} by --layers and --widths")
+    out = out or space.runs / f"law-{name}"
+    checkpoint.check_free(out, force=force)
+    device = checkpoint.resolve_device(space.device)
+    contexts = parse_numbers(context)
+    measuring = profiling.Plan(
+        subjects=dict(shapes),
+        grid=profiling.Grid(
+            widths=[1, 2], batches=parse_numbers(batch), contexts=contexts, prompts=contexts, repeats=repeats
+        ),
+        mode=mode,
+        dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
+        device=device,
+        threads=threads,
+        command=command_line("law", arguments),
+    )
+    profiling.check(measuring)
+    if dry_run:
+        held = sum(s.weight_bytes(measuring.dtype.itemsize) for s in shapes.values())
+        return plan(out, {n: s.describe() for n, s in shapes.items()} | {"memory": f"{held / 1e9:.3g} GB"})
+    profiling.run(measuring, out=out, command="law", arguments=arguments, began=began, force=force)
+    return _shown(out, read_law(out), plot)
+
+
+def _shown(folder: Path, found: "Law", plot: Path | None) -> Outcome:
+    if plot is not None:
+        _plot(plot, found)
+    errors = {p.name: float(e) for p, e in zip(found.profiles, found.held_out, strict=True)}
+    data = {
+        "path": str(folder), "device": found.profiles[0].device, "mode": found.profiles[0].mode,
+        "terms": found.one.terms.tolist(), "overlap": found.one.overlap, "held_out": errors,
+        "crossing": {p.shape.layers: found.crossing(p.shape.layers) for p in found.profiles},
+    }  # fmt: skip
+    return Outcome(path=folder, show=[_table(found), found.verdict(), str(folder)], data=data)
+
+
+def _table(found: "Law") -> "Table":
+    """Each shape as measured, as fitted, and as predicted from the others."""
+    first = found.profiles[0]
+    table = table_of(
+        f"{first.device}, {first.dtype}, {first.mode}: ms of one pass behind {found.context} tokens",
+        ("shape", "measured", "fitted", "to issue", "to work", "from the others"),
+    )
+    for profile, measured, error in zip(found.profiles, found.one_ms, found.held_out, strict=True):
+        cells = [measured, found.ms(profile.shape), *found.one.parts(profile.shape, found.bytes_per_weight)]
+        table.add_row(profile.name, *(f"{cell:.3g}" for cell in cells), f"{error:+.1%}")
+    return table
+
+
+def _plot(path: Path, found: "Law") -> None:
+    from draftlab.plots import Panel, save_figure
+
+    points: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for profile, ms in zip(found.profiles, found.one_ms, strict=True):
+        name = f"{profile.shape.hidden} wide"
+        points.setdefault(name, []).append((profile.shape.layers, float(ms)))
+        lines.setdefault(name, []).append((profile.shape.layers, found.ms(profile.shape)))
+    title = "ms per pass: measured, and the law"
+    save_figure(path, [Panel(x="layers", y=title, series=points, lines=lines)])

@@ -14,7 +14,7 @@ import httpx
 
 from draftlab.dialect import DIALECTS, SCORING, Answer, Looked, Sampling, Written
 from draftlab.errors import UserError, did_you_mean
-from draftlab.record import Acceptance, summary
+from draftlab.record import Counters
 
 WORKERS = 8  # requests at a time
 TRIES = 6
@@ -247,10 +247,8 @@ def parse_metrics(text: str) -> dict[str, float]:
     return {series: float(value) for series, _, value in lines}
 
 
-def spec_decode(before: Mapping[str, float], after: Mapping[str, float]) -> Acceptance:
-    """Acceptance between two looks at the metrics of vLLM or llama.cpp, over all requests and engines.
-
-    Every step is taken to have drafted K tokens, and how many the end of a text cut is not known (nan).
+def spec_decode(before: Mapping[str, float], after: Mapping[str, float]) -> Counters:
+    """What the counters of vLLM or llama.cpp grew by between two looks at its metrics, over all requests and engines.
 
     Raises:
         UserError: the server did not speculate in between.
@@ -268,8 +266,7 @@ def spec_decode(before: Mapping[str, float], after: Mapping[str, float]) -> Acce
     for series, value in grown("num_accepted_tokens_per_pos").items():
         place = int(series.partition('position="')[2].partition('"')[0])
         by_place[place] = by_place.get(place, 0.0) + value
-    reached = [steps, *(by_place[place] for place in sorted(by_place))]
-    return summary(reached=reached, eligible=reached[:-1], drafted=drafted, truncated=math.nan)
+    return Counters(steps=steps, drafted=drafted, accepted=[by_place[place] for place in sorted(by_place)])
 
 
 def _message(answer: httpx.Response) -> str:

@@ -4,6 +4,7 @@ Names are vLLM's (0.32, per-request speculative metrics). A step is one target p
 before it; K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, less only where EOS or the length limit cuts).
 """
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,14 +73,18 @@ Decoded = Generation | Served
 class Counters(_Frozen):
     """What a server's speculative counters grew by, over all generations at one K."""
 
-    steps: float
+    steps: float = Field(gt=0)
     drafted: float
-    accepted: list[float]  # at each place, 1 ... K
+    accepted: list[float]  # at each place, 1 ... K; the last ones may be left out where they are 0
+
+    @property
+    def k(self) -> int:
+        return max(len(self.accepted), math.ceil(self.drafted / self.steps))
 
     @property
     def acceptance(self) -> "Acceptance":
         """Every step is taken to have drafted K tokens; how many the end of a text cut is not known."""
-        reached = [self.steps, *self.accepted]
+        reached = [self.steps, *self.accepted, *[0.0] * (self.k - len(self.accepted))]
         return summary(reached=reached, eligible=reached[:-1], drafted=self.drafted, truncated=None)
 
 
@@ -150,10 +155,10 @@ class Prompt(_Frozen):
 class Environment(_Frozen):
     """The machine, just before measuring."""
 
-    machine: str
+    system: str
     processor: str
     cores: int
-    load: float  # average of the last minute, in cores
+    busy_cores: float  # by other work
     governor: str | None  # of CPU frequencies
     driver: str | None  # of NVIDIA's devices
 
@@ -167,6 +172,7 @@ class Conditions(_Frozen):
     threads: int | None  # None: as the server has it
     temperature: float
     data: str
+    prompts_sha256: str | None = None
     prompts: int
     prompt_tokens: int | None  # prompts were cut to this; None: whole
     max_new_tokens: int

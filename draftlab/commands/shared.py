@@ -26,6 +26,9 @@ ServerUrl = Annotated[
     str | None, Option("--server", help="http://HOST:PORT of a server that runs the target (docs/servers.md), instead.")
 ]
 ServedModel = Annotated[str | None, Option(help="Which model of the server; its first if left out.")]
+PromptFile = Annotated[
+    Path | None, Option(help="JSON-lines file of prompts: prompt (or turns, text, question) and perhaps category.")
+]
 TokenizerDir = Annotated[
     Path | None, Option("--tokenizer", help="Directory with the server's tokenizer, if not that of --target.")
 ]
@@ -65,14 +68,20 @@ def recorded(given: dict[str, object]) -> tuple[dict[str, object], float]:
     return {name: value for name, value in given.items() if name not in ("force", "dry_run")}, time.time()
 
 
-def command_line(command: str, arguments: dict[str, object]) -> str:
-    """What to type for these arguments; flags that are off and options that were left out do not appear."""
-    words = ["draftlab", command]
+def command_line(command: str, arguments: Mapping[str, object], bare: str = "") -> str:
+    """What to type for these arguments; flags that are off and options that were left out do not appear.
+
+    bare: the argument that has no flag.
+    """
+    words, last = ["draftlab", *command.split()], []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         for item in value if isinstance(value, list) else [value]:
-            words += [] if item is None or item is False else [flag] if item is True else [flag, str(item)]
-    return shlex.join(words)
+            if name == bare:
+                last += [] if item is None else [str(item)]
+            else:
+                words += [] if item is None or item is False else [flag] if item is True else [flag, str(item)]
+    return shlex.join(words + last)
 
 
 def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":

@@ -7,9 +7,11 @@ so that drift of the machine falls on all alike.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from draftlab.console import note
 from draftlab.engine.generate import Clock, ModelDrafter, Sampling, Step, clock_for, plain, speculative
 from draftlab.llama import Llama
 from draftlab.record import Generation
+from draftlab.score.steady import warm_up
 
 Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
 PLAIN: Arm = ("", 0)
@@ -34,14 +36,15 @@ def measure_throughput(
     advance: Callable[[int], None],
     clock: Clock | None = None,
 ) -> Measured:
-    """Decode every prompt in every arm, repeats times; one generation per arm beforehand is thrown away.
+    """Decode every prompt in every arm, repeats times, once its first prompt takes the same time again.
 
     clock: seconds, by default those of the wall.
     """
     arms = [PLAIN, *((name, k) for name in drafts for k in ks)]
     decode = _decoder(target, drafts, sampling, clock or clock_for(target.device))
     for arm in arms:
-        list(decode(arm, prompts[0]))
+        if not warm_up(lambda arm=arm: sum(s.verify_seconds + s.draft_seconds for s in decode(arm, prompts[0]))):
+            note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not become steady: its times vary")
     generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     done = 0

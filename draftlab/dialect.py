@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from draftlab.record import Counters
+
 TOKEN_PREFIX = "token_id:"  # how vLLM writes a token when asked for ids
 
 Answer = Any  # JSON of somebody else
@@ -62,9 +64,19 @@ class Dialect(Protocol):
         """Version and longest sequence, from that page and the model's card among /v1/models."""
         ...
 
-    def generate(self, prompt: list[int], sampling: Sampling, k: int) -> dict[str, Any]: ...
+    def generate(self, prompt: list[int], sampling: Sampling, k: int | None) -> dict[str, Any]:
+        """k None: token ids alone, which costs the server least."""
+        ...
 
     def written(self, prompt: list[int], answer: Answer, k: int) -> Written: ...
+
+    def ids(self, answer: Answer) -> list[int]:
+        """What was written, eos included."""
+        ...
+
+    def counters(self, answer: Answer) -> Counters | None:
+        """Of this answer alone, where it holds them; None: nothing was drafted, or the metrics page has them."""
+        ...
 
     def tokenize(self, text: str) -> dict[str, Any]: ...
 
@@ -86,11 +98,11 @@ class VLLM:
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
         return page.get("version", "unknown"), card.get("max_model_len")
 
-    def generate(self, prompt: list[int], sampling: Sampling, k: int) -> dict[str, Any]:
+    def generate(self, prompt: list[int], sampling: Sampling, k: int | None) -> dict[str, Any]:
         # all of them said: what is left out comes from the model's generation_config.json
         fixed = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        asked = {"prompt": prompt, "logprobs": k, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        return asdict(sampling) | fixed | asked
+        asked = {} if k is None else {"logprobs": k, "return_tokens_as_token_ids": True}
+        return asdict(sampling) | fixed | asked | {"prompt": prompt, "return_token_ids": True}
 
     def written(self, prompt: list[int], answer: Answer, k: int) -> Written:
         choice = answer["choices"][0]
@@ -100,6 +112,12 @@ class VLLM:
             for tokens in (found["top_logprobs"] if k else [])
         ]
         return _written(prompt, choice["token_ids"], found["token_logprobs"], listed, choice["finish_reason"])
+
+    def ids(self, answer: Answer) -> list[int]:
+        return answer["choices"][0]["token_ids"]
+
+    def counters(self, answer: Answer) -> Counters | None:
+        return None
 
     def look(self, ids: list[int], k: int) -> dict[str, Any]:
         return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
@@ -124,13 +142,14 @@ class SGLang:
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
         return page.get("version", "unknown"), card.get("max_model_len")
 
-    def generate(self, prompt: list[int], sampling: Sampling, k: int) -> dict[str, Any]:
+    def generate(self, prompt: list[int], sampling: Sampling, k: int | None) -> dict[str, Any]:
         settings = {
             "max_new_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "sampling_seed": sampling.seed, "ignore_eos": sampling.ignore_eos,
             "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         }  # fmt: skip
-        return {"input_ids": prompt, "sampling_params": settings, "return_logprob": True, "top_logprobs_num": k}
+        asked = {} if k is None else {"return_logprob": True, "top_logprobs_num": k}
+        return {"input_ids": prompt, "sampling_params": settings} | asked
 
     def written(self, prompt: list[int], answer: Answer, k: int) -> Written:
         found = answer["meta_info"]
@@ -138,6 +157,17 @@ class SGLang:
         listed = [_likeliest(((i, value) for value, i, _ in row), k) for row in tops]
         logprobs = [value for value, _, _ in found["output_token_logprobs"]]
         return _written(prompt, answer["output_ids"], logprobs, listed, found["finish_reason"]["type"])
+
+    def ids(self, answer: Answer) -> list[int]:
+        return answer["output_ids"]
+
+    def counters(self, answer: Answer) -> Counters | None:
+        found = answer["meta_info"]
+        if "spec_verify_ct" not in found:
+            return None
+        histogram = found["spec_correct_drafts_histogram"]  # steps by accepted tokens
+        accepted = [float(sum(histogram[i:])) for i in range(1, len(histogram))]
+        return Counters(steps=found["spec_verify_ct"], drafted=found["spec_num_proposed_drafts"], accepted=accepted)
 
     def look(self, ids: list[int], k: int) -> dict[str, Any]:
         asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
@@ -161,12 +191,12 @@ class LlamaCpp:
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
         return page.get("build_info", "unknown"), page.get("default_generation_settings", {}).get("n_ctx")
 
-    def generate(self, prompt: list[int], sampling: Sampling, k: int) -> dict[str, Any]:
+    def generate(self, prompt: list[int], sampling: Sampling, k: int | None) -> dict[str, Any]:
         return {
             "prompt": prompt, "n_predict": sampling.max_tokens, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": sampling.seed,
             "ignore_eos": sampling.ignore_eos, "samplers": ["top_k", "top_p", "temperature"], "cache_prompt": False,
-            "n_probs": max(1, k), "return_tokens": True,
+            "n_probs": 0 if k is None else max(1, k), "return_tokens": True,
         }  # fmt: skip
 
     def written(self, prompt: list[int], answer: Answer, k: int) -> Written:
@@ -175,6 +205,12 @@ class LlamaCpp:
         logprobs = [token["logprob"] for token in found]
         reason = {"eos": "stop", "limit": "length"}[answer["stop_type"]]
         return _written(prompt, answer["tokens"], logprobs, listed, reason)
+
+    def ids(self, answer: Answer) -> list[int]:
+        return answer["tokens"]
+
+    def counters(self, answer: Answer) -> Counters | None:
+        return None
 
     def tokenize(self, text: str) -> dict[str, Any]:
         return {"content": text, "add_special": False}

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from draftlab.errors import UserError
-from draftlab.record import Interval, Score, TaskResult
+from draftlab.record import Interval, Model, Score, TaskResult
+from draftlab.shape import Shape
 
 # Okabe and Ito (2008) without black and yellow, each lost on one of the two backgrounds; then wine and olive.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#aa4499", "#999933")
@@ -130,23 +131,25 @@ def plot_speedup(entries: list[Entry]) -> Markup:
     return _svg(draw, "Speed-up against K")
 
 
-def plot_latency(entries: list[Entry]) -> Markup:
-    """The target's latency is the fastest draft's own measurement of it."""
+def plot_latency(entries: list[Entry]) -> Markup | None:
+    """The target's latency is the fastest draft's own measurement of it. None where none was measured."""
     target = entries[0].score.target
-    largest = max(e.score.draft.shape.params() for e in entries)
-    models = [(target, "black", "*", 200.0)]
-    for entry in entries:
-        draft = entry.score.draft
-        models.append((draft, entry.colour, entry.marker, 25 + 175 * draft.shape.params() / largest))
+    drafts = [(e, shape, e.score.draft.latency[0]) for e in entries if (shape := _timed(e.score.draft))]
+    target_shape = _timed(target)
+    if not drafts or target_shape is None:
+        return None
+    largest = max(shape.params() for _, shape, _ in drafts)
+    points = [(target_shape.layers, target.latency[0], "black", "*", 200.0)]
+    for entry, shape, latency in drafts:
+        points.append((shape.layers, latency, entry.colour, entry.marker, 25 + 175 * shape.params() / largest))
 
     def draw(ax: Axes) -> None:
-        for model, colour, marker, area in models:
-            x, t = model.shape.layers, model.latency[0]
-            ax.vlines(x, t.low_ms, t.high_ms, color=colour)
-            ax.scatter(x, t.median_ms, s=area, color=colour, marker=marker)
-        xs, ys = [m[0].shape.layers for m in models], [m[0].latency[0].median_ms for m in models]
+        for layers, t, colour, marker, area in points:
+            ax.vlines(layers, t.low_ms, t.high_ms, color=colour)
+            ax.scatter(layers, t.median_ms, s=area, color=colour, marker=marker)
+        xs, ys = [p[0] for p in points], [p[1].median_ms for p in points]
         _scale(ax, xs, ys)
-        _label(ax, xs, ys, ["target", *(e.label for e in entries)], [0.0] * len(models))
+        _label(ax, xs, ys, ["target", *(e.label for e, _, _ in drafts)], [0.0] * len(points))
         ax.set(xlabel="layers", ylabel="ms per token")
 
     return _svg(draw, "Latency of one pass over one token against layers")
@@ -180,7 +183,11 @@ def plot_positions(entries: list[Entry]) -> Markup:
     return _svg(draw, "Acceptance by position")
 
 
-def plot_time(entries: list[Entry]) -> Markup:
+def plot_time(entries: list[Entry]) -> Markup | None:
+    """None where it is not known of any draft: servers do not say."""
+    entries = [e for e in entries if e.score.time_split(e.k)]
+    if not entries:
+        return None
     rows = range(len(entries))
     step_ms = [1000 * e.score.break_even_length(e.k) / e.score.output_tps(0) for e in entries]
 
@@ -196,6 +203,11 @@ def plot_time(entries: list[Entry]) -> Markup:
         ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PHASES), frameon=False)
 
     return _svg(draw, "Time per step: draft, verify, host", inches=1.2 + 0.45 * len(entries))
+
+
+def _timed(model: Model) -> Shape | None:
+    """The shape of a model whose latency was measured."""
+    return model.shape if model.latency else None
 
 
 def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:

@@ -4,6 +4,7 @@ Names are vLLM's (0.32, per-request speculative metrics). A step is one target p
 before it; K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, less only where EOS or the length limit cuts).
 """
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,45 @@ class Generation(_Frozen):
         """Time after the prefill: the same counter for plain and speculative decoding."""
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
+    @property
+    def timed(self) -> tuple[int, float]:
+        """Tokens after the prefill's, and the seconds that they took."""
+        return self.tokens - 1, self.decode_seconds
+
+
+class Served(_Frozen):
+    """One prompt decoded once by a server, seen from outside: steps, and prefill apart from decoding, are not known."""
+
+    prompt: int
+    tokens: int
+    seconds: float  # from request to answer
+
+    @property
+    def timed(self) -> tuple[int, float]:
+        """All tokens, and all seconds, the prefill's among them."""
+        return self.tokens, self.seconds
+
+
+Decoded = Generation | Served
+
+
+class Counters(_Frozen):
+    """What a server's speculative counters grew by, over all generations at one K."""
+
+    steps: float = Field(gt=0)
+    drafted: float
+    accepted: list[float]  # at each place, 1 ... K; the last ones may be left out where they are 0
+
+    @property
+    def k(self) -> int:
+        return max(len(self.accepted), math.ceil(self.drafted / self.steps))
+
+    @property
+    def acceptance(self) -> "Acceptance":
+        """Every step is taken to have drafted K tokens; how many the end of a text cut is not known."""
+        reached = [self.steps, *self.accepted, *[0.0] * (self.k - len(self.accepted))]
+        return summary(reached=reached, eligible=reached[:-1], drafted=self.drafted, truncated=None)
+
 
 class Acceptance(_Frozen):
     """Acceptance over all steps of some generations; always read rate and length together.
@@ -62,7 +102,7 @@ class Acceptance(_Frozen):
     per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
     conditional_acceptance: list[float]  # share accepted at i of those steps that drafted and reached it
     acceptance_histogram: list[int | float]  # steps by accepted tokens, 0..K
-    n_truncated_steps: int | float  # cut by EOS or the length limit
+    n_truncated_steps: int | float | None  # cut by EOS or the length limit; None: a server does not say
 
 
 class Interval(_Frozen):
@@ -92,16 +132,35 @@ class TaskResult(_Frozen):
     value: float
     stderr: float | None
     higher_is_better: bool
+    items: list[float] = []  # its value of each item in the task's order, where items have one: for paired tests
 
 
 class Model(_Frozen):
     """A model that took part: its directory or name, its shape, what it costs to run, and its lm-eval results."""
 
     name: str
-    sha256: str
-    shape: Shape
-    latency: list[Latency] = Field(min_length=1)  # by width, from one token on
+    sha256: str | None  # None, as for the shape: it is not here to be read
+    shape: Shape | None
+    latency: list[Latency]  # by width, from one token on; none: not measured
     tasks: list[TaskResult]
+
+
+class Prompt(_Frozen):
+    """How long a prompt was, and of what kind its set says it is."""
+
+    tokens: int
+    category: str = ""
+
+
+class Environment(_Frozen):
+    """The machine, just before measuring."""
+
+    system: str
+    processor: str
+    cores: int
+    busy_cores: float  # by other work
+    governor: str | None  # of CPU frequencies
+    driver: str | None  # of NVIDIA's devices
 
 
 class Conditions(_Frozen):
@@ -109,28 +168,32 @@ class Conditions(_Frozen):
 
     device: str
     dtype: str
-    mode: Literal["eager", "compiled", "graphs"]
-    threads: int
+    mode: Literal["eager", "compiled", "graphs", "served"]
+    threads: int | None  # None: as the server has it
     temperature: float
     data: str
+    prompts_sha256: str | None = None
     prompts: int
-    prompt_tokens: int
+    prompt_tokens: int | None  # prompts were cut to this; None: whole
     max_new_tokens: int
     repeats: int
-    context: int  # cached tokens at which latency was measured
+    context: int | None  # cached tokens at which latency was measured
     seed: int
 
 
 class Score(_Frozen):
-    """One draft against one target, in one process and one engine. score.json."""
+    """One draft against one target: in one process and one engine, or in two servers of one kind. score.json."""
 
     version: Literal[1] = 1
     name: str
     target: Model
     draft: Model
     conditions: Conditions
-    plain: list[Generation]
-    speculative: dict[int, list[Generation]] = Field(min_length=1)  # by K
+    environment: Environment | None = None
+    prompts: list[Prompt] = []
+    plain: list[Generation] | list[Served]
+    speculative: dict[int, list[Generation] | list[Served]] = Field(min_length=1)  # by K
+    counters: dict[int, Counters] = {}  # by K, where a server decoded
     identical: bool | None  # greedy: speculative tokens equal plain ones; None when sampling
     distinct_4grams: float  # of the target's output; low means a repetition loop, which flatters every draft
     command: str
@@ -142,13 +205,24 @@ class Score(_Frozen):
         prompts = sorted(g.prompt for g in self.plain)
         if any(sorted(g.prompt for g in runs) != prompts for runs in self.speculative.values()):
             raise ValueError("plain and speculative decoding hold different prompts")
+        if self.served and set(self.counters) != set(self.speculative):
+            raise ValueError("what a server decoded comes with its counters, for every K")
         return self
 
+    @property
+    def served(self) -> bool:
+        """Decoded by servers."""
+        return any(isinstance(g, Served) for g in self.plain)
+
+    def generations(self, k: int) -> list[Generation]:
+        """Step by step; [] where a server decoded, which does not say."""
+        return [g for g in self.speculative[k] if isinstance(g, Generation)]
+
     def acceptance(self, k: int) -> Acceptance:
-        return acceptance(self.speculative[k], k)
+        return self.counters[k].acceptance if k in self.counters else acceptance(self.generations(k), k)
 
     def speedup(self, k: int) -> Interval:
-        """Tokens per second, speculative over plain: ratio of sums, prefill left out of both."""
+        """Tokens per second, speculative over plain: ratio of sums, prefill left out of both unless servers decoded."""
         return bootstrap_speedup(self.speculative[k], self.plain)
 
     @property
@@ -159,12 +233,14 @@ class Score(_Frozen):
         return _tps(self.speculative[k]) / _tps(self.plain)
 
     def output_tps(self, k: int) -> float:
-        """Tokens per second after the prefill; K = 0 is plain decoding."""
+        """Tokens per second after the prefill, or with it where servers decoded; K = 0 is plain decoding."""
         return _tps(self.speculative[k] if k else self.plain)
 
     def time_split(self, k: int) -> dict[str, float]:
-        """Shares of decode time: drafting, verifying, host (accepting, sampling, bookkeeping)."""
-        runs = self.speculative[k] if k else self.plain
+        """Shares of decode time: drafting, verifying, host (accepting, sampling, bookkeeping); {} where unknown."""
+        runs = [g for g in (self.speculative[k] if k else self.plain) if isinstance(g, Generation)]
+        if not runs:
+            return {}
         total = sum(g.decode_seconds for g in runs)
         return {
             "draft": sum(g.draft_seconds for g in runs) / total,
@@ -173,14 +249,15 @@ class Score(_Frozen):
         }
 
     @property
-    def draft_step_ms(self) -> float:
-        """Median time of one draft pass over one token."""
-        return self.draft.latency[0].median_ms
+    def draft_step_ms(self) -> float | None:
+        """Median time of one draft pass over one token, where it was measured."""
+        return self.draft.latency[0].median_ms if self.draft.latency else None
 
     @property
-    def cost_ratio(self) -> float:
+    def cost_ratio(self) -> float | None:
         """c: one draft pass over one target pass."""
-        return self.draft_step_ms / self.target.latency[0].median_ms
+        step = self.draft_step_ms
+        return step / self.target.latency[0].median_ms if step is not None and self.target.latency else None
 
     def break_even_length(self, k: int) -> float:
         """Acceptance length at which this K would neither win nor lose, at the time per step that was measured."""
@@ -199,7 +276,7 @@ class Score(_Frozen):
             gain = "No clear difference. " + gain
         else:
             gain = ("Faster. " if speedup.low > 1 else "Slower than no draft. ") + gain
-        return f"{gain}; {self._limit(k)}."
+        return f"{gain}; {self._limit(k)}." if self.time_split(k) else f"{gain}."
 
     def _limit(self, k: int) -> str:
         split = self.time_split(k)
@@ -230,7 +307,9 @@ def acceptance(generations: list[Generation], k: int) -> Acceptance:
     )
 
 
-def summary(*, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float) -> Acceptance:
+def summary(
+    *, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float | None
+) -> Acceptance:
     """From counts over the steps that drafted something, live ones or expected ones.
 
     Args:
@@ -251,7 +330,7 @@ def summary(*, reached: Sequence[float], eligible: Sequence[float], drafted: flo
     )
 
 
-def bootstrap_speedup(fast: list[Generation], slow: list[Generation]) -> Interval:
+def bootstrap_speedup(fast: Sequence[Decoded], slow: Sequence[Decoded]) -> Interval:
     """Tokens per second of fast over slow; the 95 % interval draws prompts anew, both arms together. Seeded."""
     pairs = list(zip(_per_prompt(fast), _per_prompt(slow), strict=True))
     rng = random.Random(0)
@@ -281,14 +360,14 @@ def read_score(path: Path) -> Score:
         raise UserError(f"{file} is not a score: {validation_text(error)[:200]}") from None
 
 
-def _per_prompt(generations: list[Generation]) -> list[tuple[int, float]]:
-    """Tokens after the prefill and seconds of decoding, summed over repeats, in the order of the prompts."""
+def _per_prompt(decoded: Sequence[Decoded]) -> list[tuple[int, float]]:
+    """Tokens and seconds that count, summed over repeats, in the order of the prompts."""
     sums: dict[int, tuple[int, float]] = {}
-    for g in generations:
-        tokens, seconds = sums.get(g.prompt, (0, 0.0))
-        sums[g.prompt] = tokens + g.tokens - 1, seconds + g.decode_seconds
+    for g in decoded:
+        (tokens, seconds), (before, spent) = g.timed, sums.get(g.prompt, (0, 0.0))
+        sums[g.prompt] = tokens + before, seconds + spent
     return [sums[prompt] for prompt in sorted(sums)]
 
 
-def _tps(generations: list[Generation]) -> float:
-    return sum(g.tokens - 1 for g in generations) / sum(g.decode_seconds for g in generations)
+def _tps(decoded: Sequence[Decoded]) -> float:
+    return sum(g.timed[0] for g in decoded) / sum(g.timed[1] for g in decoded)

@@ -181,7 +181,7 @@ def _cautions_of(score: Score) -> list[str]:
         found.append(f"only {share} of the output's 4-grams are distinct; a repetition loop flatters every draft")
     if prompts < FEW_PROMPTS:
         found.append(f"number of prompts: {prompts}; below {FEW_PROMPTS} the interval means little")
-    if cut > MUCH_TRUNCATED * steps:
+    if cut is not None and cut > MUCH_TRUNCATED * steps:
         found.append(
             f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
             "what was cut; let each prompt generate more"
@@ -238,13 +238,13 @@ def _board_heads(scores: Sequence[Score]) -> list[str]:
 
 
 def _board_row(entry: Entry) -> list[str]:
-    score, accuracy = entry.score, entry.accuracy
+    score, accuracy, shape = entry.score, entry.accuracy, entry.score.draft.shape
     return [
         score.name,
-        f"{score.draft.shape.layers} x {score.draft.shape.hidden}",
-        count_text(score.draft.shape.params()),
-        _latency_text(score.draft.latency[0]),
-        f"{score.cost_ratio:.3f}",
+        f"{shape.layers} x {shape.hidden}" if shape else "–",
+        count_text(shape.params()) if shape else "–",
+        _latency_text(score.draft.latency[0]) if score.draft.latency else "–",
+        _ratio_text(score.cost_ratio),
         str(entry.k),
         f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
         f"{entry.length:.2f}",
@@ -252,7 +252,7 @@ def _board_row(entry: Entry) -> list[str]:
         _digits(score.output_tps(entry.k)),
         _gain_text(entry.gain),
         _task_text(accuracy) if accuracy else "–",
-        f"{_kv_bytes(score):,}",
+        f"{_kv_bytes(score):,}" if shape else "–",
     ]
 
 
@@ -260,16 +260,17 @@ def _terminal_row(entry: Entry) -> list[str]:
     """The leaderboard's cells in half the width: two lines each, as in their heads, and no quartiles."""
     score, shape, gain = entry.score, entry.score.draft.shape, entry.gain
     interval = f"{gain.low:.2f}-{gain.high:.2f}" if gain.n > 1 else "n = 1"
+    step = score.draft_step_ms
     return [
-        f"{score.name}\n{shape.layers}x{shape.hidden}, {count_text(shape.params())}",
-        f"{_digits(score.draft_step_ms)}\n{score.cost_ratio:.3f}",
+        f"{score.name}\n{shape.layers}x{shape.hidden}, {count_text(shape.params())}" if shape else score.name,
+        "–" if step is None else f"{_digits(step)}\n{_ratio_text(score.cost_ratio)}",
         str(entry.k),
         f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
         f"{entry.length:.2f}",
         f"{_digits(score.output_tps(entry.k))}\n{_digits(score.output_tps(0))}",
         f"{gain.value:.2f}x\n{interval}",
         f"{entry.accuracy.value:.3f}" if entry.accuracy else "–",
-        count_text(_kv_bytes(score)),
+        count_text(_kv_bytes(score)) if shape else "–",
     ]
 
 
@@ -284,7 +285,7 @@ def _k_rows(entry: Entry) -> Rows:
                 f"{acceptance.mean_acceptance_length:.2f}",
                 f"{entry.score.break_even_length(k):.2f}",
                 _gain_text(gain),
-                "/".join(f"{100 * split[phase]:.0f}" for phase in plots.PHASES),
+                "/".join(f"{100 * split[phase]:.0f}" for phase in plots.PHASES) if split else "–",
                 f"{acceptance.num_spec_steps:,}",
                 " ".join(f"{share:.2f}" for share in acceptance.per_position_acceptance),
             ]
@@ -297,10 +298,10 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
     return {
         "draft": score.name,
         "target": score.target.name,
-        "layers": shape.layers,
-        "hidden": shape.hidden,
-        "params": shape.params(),
-        "kv_bytes_per_token": _kv_bytes(score),
+        "layers": shape and shape.layers,
+        "hidden": shape and shape.hidden,
+        "params": shape and shape.params(),
+        "kv_bytes_per_token": shape and _kv_bytes(score),
         "draft_ms": score.draft_step_ms,
         "cost_ratio": score.cost_ratio,
         "num_speculative_tokens": k,
@@ -313,7 +314,7 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "output_tps": score.output_tps(k),
         "plain_output_tps": score.output_tps(0),
         "break_even_length": score.break_even_length(k),
-        **{f"{phase}_share": share for phase, share in score.time_split(k).items()},
+        **{f"{phase}_share": score.time_split(k).get(phase) for phase in plots.PHASES},
         "accuracy_task": accuracy and accuracy.task,
         "accuracy": accuracy and accuracy.value,
         "accuracy_stderr": accuracy and accuracy.stderr,
@@ -327,7 +328,11 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
 def _models(score: Score) -> Rows:
     """Draft and target side by side: what they are, how long a pass takes, what they score."""
     draft, target = (
-        {"model": model.name, "shape": model.shape.describe(), "sha256": model.sha256[:12]}
+        {
+            "model": model.name,
+            "shape": model.shape.describe() if model.shape else "–",
+            "sha256": (model.sha256 or "–")[:12],
+        }
         | {f"ms, tokens fed: {x.width}": f"{_latency_text(x)}, n = {x.n}" for x in model.latency}
         | {f"{r.task}, {r.metric}": _task_text(r) for r in model.tasks}
         for model in (score.draft, score.target)
@@ -393,10 +398,14 @@ def _task_text(result: TaskResult) -> str:
     return f"{result.value:.3f}" + ("" if result.stderr is None else f" ± {result.stderr:.3f}")
 
 
+def _ratio_text(c: float | None) -> str:
+    return "–" if c is None else f"{c:.3f}"
+
+
 def _kv_bytes(score: Score) -> int:
     """The cache has the dtype of the run, whose name ends in its bits."""
-    bits = re.search(r"\d+", score.conditions.dtype)
-    return score.draft.shape.kv_bytes_per_token(int(bits[0]) / 8 if bits else 2)
+    bits, shape = re.search(r"\d+", score.conditions.dtype), score.draft.shape
+    return shape.kv_bytes_per_token(int(bits[0]) / 8 if bits else 2) if shape else 0
 
 
 def _digits(value: float) -> str:

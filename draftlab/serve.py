@@ -14,7 +14,7 @@ import httpx
 
 from draftlab.dialect import DIALECTS, SCORING, Answer, Looked, Sampling, Written
 from draftlab.errors import UserError, did_you_mean
-from draftlab.record import Acceptance, summary
+from draftlab.record import Counters
 
 WORKERS = 8  # requests at a time
 TRIES = 6
@@ -146,6 +146,9 @@ class Server:
         version, longest = DIALECTS[kind].about(http.page(DIALECTS[kind].about_path), cards[name])
         return cls(kind=kind, model=name, version=version, max_length=longest, http=http, workers=workers)
 
+    def describe(self) -> str:
+        return f"{self.model} by {self.kind} {self.version} at {self.http.url}"
+
     @property
     def looks(self) -> bool:
         """Whether it can score text that it did not write."""
@@ -158,6 +161,13 @@ class Server:
 
         jobs = [(prompt, replace(sampling, seed=seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
         return self._each(lambda job: self._generate(job[0], job[1], k), jobs)
+
+    def write(self, prompt: list[int], sampling: Sampling) -> tuple[list[int], Counters | None]:
+        """What it writes after a prompt, at the least cost, and what it says there of its drafts (SGLang)."""
+        self._check_length(len(prompt) + sampling.max_tokens)
+        dialect = DIALECTS[self.kind]
+        answer = self._post(dialect.path, dialect.generate(prompt, sampling, None))
+        return self._read(dialect.path, lambda: (dialect.ids(answer), dialect.counters(answer)))
 
     def look(self, rows: Sequence[list[int]], k: int) -> list[Looked]:
         """What it thinks of each text, whoever wrote it, with the k most probable tokens at each place.
@@ -247,13 +257,10 @@ def parse_metrics(text: str) -> dict[str, float]:
     return {series: float(value) for series, _, value in lines}
 
 
-def spec_decode(before: Mapping[str, float], after: Mapping[str, float]) -> Acceptance:
-    """Acceptance between two looks at the metrics of vLLM or llama.cpp, over all requests and engines.
+def spec_decode(before: Mapping[str, float], after: Mapping[str, float]) -> Counters | None:
+    """What the counters of vLLM or llama.cpp grew by between two looks at its metrics, over all requests and engines.
 
-    Every step is taken to have drafted K tokens, and how many the end of a text cut is not known (nan).
-
-    Raises:
-        UserError: the server did not speculate in between.
+    None: the server did not speculate in between.
     """
 
     def grown(name: str) -> dict[str, float]:
@@ -263,13 +270,12 @@ def spec_decode(before: Mapping[str, float], after: Mapping[str, float]) -> Acce
 
     steps, drafted = (sum(grown(name).values()) for name in ("num_drafts", "num_draft_tokens"))
     if not steps:
-        raise UserError("the server has drafted nothing; start it with a draft (vLLM: --speculative-config)")
+        return None
     by_place: dict[int, float] = {}
     for series, value in grown("num_accepted_tokens_per_pos").items():
         place = int(series.partition('position="')[2].partition('"')[0])
         by_place[place] = by_place.get(place, 0.0) + value
-    reached = [steps, *(by_place[place] for place in sorted(by_place))]
-    return summary(reached=reached, eligible=reached[:-1], drafted=drafted, truncated=math.nan)
+    return Counters(steps=steps, drafted=drafted, accepted=[by_place[place] for place in sorted(by_place)])
 
 
 def _message(answer: httpx.Response) -> str:

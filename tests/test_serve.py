@@ -331,14 +331,14 @@ def test_metrics_are_series_with_their_labels():
 def test_acceptance_is_what_the_counters_grew_by():
     """Counters of a real run: 24 steps drafted 72 tokens, of which 17, 16 and 9 stood at each place."""
     before, after = (parse_metrics(RECORDED["metrics"][name]) for name in ("before", "after"))
-    found = spec_decode(before, after)
+    grown = spec_decode(before, after)
+    found = grown.acceptance
     assert (found.num_spec_steps, found.num_draft_tokens, found.num_accepted_draft_tokens) == (24, 72, 42)
     assert found.mean_acceptance_length == pytest.approx(1 + 42 / 24)
     assert found.per_position_acceptance == pytest.approx([17 / 24, 16 / 24, 9 / 24])
     assert found.acceptance_histogram == [7, 1, 7, 9]
-    assert spec_decode({}, after) == found  # a server that was asked nothing before
-    with pytest.raises(UserError, match="has drafted nothing"):
-        spec_decode(after, after)
+    assert spec_decode({}, after) == grown  # a server that was asked nothing before
+    assert spec_decode(after, after) is None
 
 
 def test_llama_cpps_counters_have_the_same_names():
@@ -347,7 +347,7 @@ def test_llama_cpps_counters_have_the_same_names():
     places = "".join(
         f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}\n' for i, n in ((0, 6), (1, 3))
     )
-    assert spec_decode({}, parse_metrics(text + places)).mean_acceptance_length == pytest.approx(1.9)
+    assert spec_decode({}, parse_metrics(text + places)).acceptance.mean_acceptance_length == pytest.approx(1.9)
 
 
 def test_a_line_of_traffic_has_what_was_written():

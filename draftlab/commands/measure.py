@@ -1,26 +1,34 @@
 """Commands that measure: scores and reports."""
 
-import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
 from draftlab import workspace
 from draftlab.commands.shared import (
+    ApiKeyFile,
     DryRun,
     Force,
     Out,
     Outcome,
+    PromptFile,
     Seed,
     TargetName,
+    TokenizerDir,
     command_line,
+    connect,
     newest,
     plan,
     recorded,
 )
 from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
+
+if TYPE_CHECKING:
+    from draftlab.record import Score
+    from draftlab.score.recording import Prompts
+    from draftlab.serve import Server
 
 
 def score(
@@ -29,11 +37,17 @@ def score(
     ] = None,
     target: TargetName = None,
     data: Annotated[
-        str | None, Option(help="Prompts: held-out text of this source; the workspace's if left out.")
+        str | None,
+        Option(help="Held-out text of this source for prompts and code tasks; the workspace's if left out."),
     ] = None,
     k: Annotated[str, Option(help="Numbers of drafted tokens to try, as 1-6 or 2,4,8.")] = "1-6",
-    prompts: Annotated[int, Option(min=1, help="Number of prompts.")] = 16,
-    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of each prompt.")] = 64,
+    prompt_file: PromptFile = None,
+    prompts: Annotated[
+        int | None, Option(min=1, help="Number of prompts, evenly over a file: all of it if left out; 16 of a source.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, Option(min=1, help="Tokens of each prompt: 64 of a source if left out; those of a file stay whole.")
+    ] = None,
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens decoded after each prompt.")] = 128,
     repeats: Annotated[int, Option(min=1, help="Times every prompt is decoded in every way.")] = 3,
     temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
@@ -42,6 +56,14 @@ def score(
     ] = "code_next_line,code_bits_per_byte",
     task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
+    server: Annotated[
+        str | None, Option(help="URL of a server that runs the target: measure it and --speculative-server instead.")
+    ] = None,
+    speculative_server: Annotated[
+        str | None, Option(help="URL of a server that runs the target with the draft; --draft says what it is called.")
+    ] = None,
+    tokenizer: TokenizerDir = None,
+    api_key_file: ApiKeyFile = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
     seed: Seed = 0,
     min_speedup: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
@@ -53,11 +75,31 @@ def score(
     """Measure drafts against the target: accuracy, acceptance, tokens per second with and without, in one process."""
     arguments, began = recorded(locals())
     from draftlab import checkpoint
-    from draftlab.report import json_rows, score_table
-    from draftlab.score import run
+    from draftlab.dialect import Sampling
+    from draftlab.score import recording, run, served
     from draftlab.tokenizer import common_vocabulary
 
     space = workspace.load()
+
+    def chosen(place: Path) -> "Prompts":
+        reader = checkpoint.load_tokenizer(place)
+        return recording.chosen(prompt_file, data or space.data, reader, prompts, prompt_tokens, seed)
+
+    if server is not None or speculative_server is not None:
+        place = tokenizer or checkpoint.locate(target or space.target)
+        out = out or space.runs / "score-served"
+        checkpoint.check_free(out, force=force)
+        plain, speculative = _servers(server, speculative_server, api_key_file)
+        asking = served.Plan(
+            plain=plain, speculative=speculative, tokenizer=place, draft=_called(draft), prompts=chosen(place),
+            sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature, seed=seed), repeats=repeats,
+            command=command_line("score", arguments),
+        )  # fmt: skip
+        if dry_run:
+            work = f"{2 * repeats * len(asking.prompts.rows)} requests of at most {max_new_tokens} tokens"
+            return plan(out, {"servers": f"{plain.describe()}; {speculative.describe()}", "work": work})
+        found = served.score(asking, out=out, arguments=arguments, began=began, force=force)
+        return _scored([found], out, min_speedup, min_acceptance_length)
     names = draft or [str(newest(space, ("distill", "prune"), "distill"))]
     target_dir = checkpoint.locate(target or space.target)
     drafts = _by_name([checkpoint.locate(name) for name in names])
@@ -71,8 +113,7 @@ def score(
         drafts=drafts,
         data=data or space.data,
         ks=parse_numbers(k),
-        prompts=prompts,
-        prompt_tokens=prompt_tokens,
+        prompts=chosen(target_dir),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         temperature=temperature,
@@ -86,14 +127,39 @@ def score(
     )
     if dry_run:
         shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
-        work = f"{prompts * repeats * (1 + len(drafts) * len(measuring.ks))} generations of {max_new_tokens} tokens"
+        count = len(measuring.prompts.rows) * repeats * (1 + len(drafts) * len(measuring.ks))
+        work = f"{count} generations of {max_new_tokens} tokens"
         return plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes, "work": work})
     scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)
+    return _scored(scores, out, min_speedup, min_acceptance_length)
+
+
+def _scored(
+    scores: "list[Score]", out: Path, min_speedup: float | None, min_acceptance_length: float | None
+) -> Outcome:
+    from draftlab.report import cautions, json_rows, score_table
+    from draftlab.score.run import missed_bars
+
+    missed = [text for s in scores for text in missed_bars(s, min_speedup, min_acceptance_length)]
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
-    missed = [text for s in scores for text in run.missed_bars(s, min_speedup, min_acceptance_length)]
-    return Outcome(
-        path=out, show=[score_table(scores), *verdicts, str(out)], data={"scores": json_rows(scores)}, missed=missed
-    )
+    warnings = [f"warning: {text}" for text in cautions(scores)]
+    show = [score_table(scores), *verdicts, *warnings, str(out)]
+    return Outcome(path=out, show=show, data={"scores": json_rows(scores)}, missed=missed)
+
+
+def _servers(plain: str | None, speculative: str | None, key: Path | None) -> "tuple[Server, Server]":
+    if plain is None or speculative is None:
+        raise UserError(
+            "a speed-up needs two servers: the target alone as --server, the target with its draft as "
+            "--speculative-server"
+        )
+    return connect(plain, None, key), connect(speculative, None, key)
+
+
+def _called(draft: list[str] | None) -> str:
+    if draft is not None and len(draft) > 1:
+        raise UserError(f"a server has one draft, not {len(draft)}: {', '.join(draft)}")
+    return draft[0] if draft else "draft"
 
 
 def report(
@@ -113,7 +179,7 @@ def report(
     files = _score_files(scores or [space.runs])
     read = [read_score(file) for file in files]
     out = out or space.runs / "report"
-    command = shlex.join(["draftlab", "report", *map(str, scores or [space.runs])])
+    command = command_line("report", arguments, bare="scores")
     with checkpoint.new_directory(out, force=force) as work:
         (work / "report.html").write_text(html(read, command))
         (work / "report.md").write_text(markdown(read))

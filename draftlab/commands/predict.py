@@ -1,6 +1,5 @@
 """Commands that separate latency from acceptance: measure the one anywhere, and compose it with the other."""
 
-import shlex
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -71,7 +70,6 @@ def profile(
     grid = profiling.Grid(
         widths=range(1, k + 2), batches=parse_numbers(batch), contexts=contexts, prompts=contexts, repeats=repeats
     )
-    options = {name: value for name, value in arguments.items() if name != "models"}
     measuring = profiling.Plan(
         subjects=subjects,
         grid=grid,
@@ -79,7 +77,7 @@ def profile(
         dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
         device=device,
         threads=threads,
-        command=f"{command_line('profile', options)} {shlex.join(models)}",
+        command=command_line("profile", arguments, bare="models"),
     )
     profiling.check(measuring)
     if dry_run:

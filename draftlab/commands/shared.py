@@ -45,6 +45,9 @@ ServerUrl = Annotated[
 ServedModel = Annotated[
     str | None, Option(help="Which model of the server; its first if left out.", rich_help_panel=SERVED)
 ]
+PromptFile = Annotated[
+    Path | None, Option(help="JSON-lines file of prompts: prompt (or turns, text, question) and perhaps category.")
+]
 TokenizerDir = Annotated[
     Path | None,
     Option(
@@ -106,14 +109,20 @@ def recorded(given: dict[str, object]) -> tuple[dict[str, object], float]:
     return {name: value for name, value in given.items() if name not in ("force", "dry_run")}, time.time()
 
 
-def command_line(command: str, arguments: dict[str, object]) -> str:
-    """What to type for these arguments; flags that are off and options that were left out do not appear."""
-    words = ["draftlab", command]
+def command_line(command: str, arguments: Mapping[str, object], bare: str = "") -> str:
+    """What to type for these arguments; flags that are off and options that were left out do not appear.
+
+    bare: the argument that has no flag.
+    """
+    words, last = ["draftlab", *command.split()], []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         for item in value if isinstance(value, list) else [value]:
-            words += [] if item is None or item is False else [flag] if item is True else [flag, str(item)]
-    return shlex.join(words)
+            if name == bare:
+                last += [] if item is None else [str(item)]
+            else:
+                words += [] if item is None or item is False else [flag] if item is True else [flag, str(item)]
+    return shlex.join(words + last)
 
 
 def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":

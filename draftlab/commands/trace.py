@@ -11,6 +11,7 @@ from draftlab.commands.shared import (
     Force,
     Out,
     Outcome,
+    PromptFile,
     Seed,
     TargetName,
     command_line,
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from draftlab.score.trace import Manifest
 
 TraceDir = Annotated[Path, Argument(help="Directory of the trace.")]
-PromptFile = Annotated[
-    Path | None, Option(help="JSON-lines file of prompts: prompt (or turns, text, question) and perhaps category.")
-]
 Count = Annotated[int | None, Option(min=1, help="Number of prompts; all of a file, 64 of a source if left out.")]
 TokenizerDir = Annotated[
     Path | None, Option(help="Directory with the target's tokenizer, where the target itself is not here.")
@@ -211,7 +209,7 @@ def replay(
     device = checkpoint.resolve_device(space.device)
     how = Plan(
         rule=rule, draft_temperature=draft_temperature, dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
-        device=device, command=command_line("trace replay", arguments),
+        device=device, command=command_line("trace replay", arguments, bare="directory"),
     )  # fmt: skip
     for place in drafts.values():
         check(trace, place, how)

@@ -121,19 +121,25 @@ def of_score(score: Score) -> Workload:
     proposed; they get the share accepted in the last place of the largest K, of those that reached it.
 
     Greedily every K decodes the same text, and what one K left open another has seen.
+
+    Raises:
+        UserError: servers decoded, which do not say what came of each token.
     """
+    if score.served:
+        raise UserError(f"{score.name} was scored on servers, which do not say what came of each token; use a replay")
     deepest = max(score.speculative)
     ks = sorted(score.speculative, reverse=True) if score.identical else [deepest]
     unseen = score.acceptance(deepest).conditional_acceptance[-1]
     seen: dict[int, np.ndarray] = {}
     for k in ks:
-        for generation in score.speculative[k]:
+        for generation in score.generations(k):
             row = _outcomes(generation)
             old = seen.setdefault(generation.prompt, row)
             old[np.isnan(old)] = row[np.isnan(old)]
     chances = [np.nan_to_num(seen[prompt], nan=unseen) for prompt in sorted(seen)]
     limit = score.conditions.max_new_tokens - 1
-    return replayed(chances, [score.conditions.prompt_tokens] * len(chances), [limit] * len(chances))
+    lengths = [score.prompts[i].tokens if score.prompts else score.conditions.prompt_tokens or 0 for i in sorted(seen)]
+    return replayed(chances, lengths, [limit] * len(chances))
 
 
 def predict(draft: Cost, target: Cost, work: Workload, ks: Sequence[int], batch: int = 1) -> Prediction:

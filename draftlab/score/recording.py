@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from draftlab.errors import UserError
 from draftlab.score.trace import SHARD_TEXTS, Continuation, Decoding, Manifest, Prompt, Writer, claim, record
 from draftlab.serve import Server
 
+FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each, where nothing else is said
 Logprobs = Literal["sampled", "raw", "none"]
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
@@ -48,6 +49,18 @@ class Prompts:
     @property
     def longest(self) -> int:
         return max(len(p.ids) for p in self.rows)
+
+    def spread(self, count: int | None) -> "Prompts":
+        """So many of them, evenly over the set, in which kinds follow each other; all if there are no more.
+
+        Raises:
+            UserError: fewer than that.
+        """
+        if count is None:
+            return self
+        if count > len(self.rows):
+            raise UserError(f"{self.source} holds {len(self.rows)} prompts, {count} are wanted")
+        return replace(self, rows=[self.rows[i * len(self.rows) // count] for i in range(count)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +127,15 @@ def file_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int | Non
     if not rows:
         raise UserError(f"{file} holds no prompts")
     return Prompts(rows=rows, source=file.name, sha256=provenance.file_sha256(file), tokens=tokens)
+
+
+def chosen(
+    file: Path | None, source: str, tokenizer: PreTrainedTokenizerBase, count: int | None, tokens: int | None, seed: int
+) -> Prompts:
+    """So many prompts evenly over a file (all if count is None), or of a data source (16 of 64 tokens each)."""
+    if file is not None:
+        return file_prompts(file, tokenizer, None, tokens).spread(count)
+    return data_prompts(source, tokenizer, count or FROM_DATA, tokens or FROM_DATA_TOKENS, seed)
 
 
 def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, most: int, tokens: int, seed: int) -> Prompts:

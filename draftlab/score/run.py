@@ -3,16 +3,19 @@
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
-from draftlab.data import prompts as read_prompts
 from draftlab.engine.generate import Sampling
-from draftlab.record import Conditions, Latency, Model, Score, TaskResult
+from draftlab.errors import UserError
+from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.score.accuracy import evaluate_tasks
 from draftlab.score.profile import device_name, measure_latency
+from draftlab.score.recording import Prompts
+from draftlab.score.steady import environment, warn_if_loaded
 from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
 
 LATENCY_PASSES = 60
@@ -24,10 +27,9 @@ class Plan:
 
     target: Path
     drafts: dict[str, Path]
-    data: str
+    data: str  # of the code tasks
     ks: list[int]
-    prompts: int
-    prompt_tokens: int
+    prompts: Prompts
     max_new_tokens: int
     repeats: int
     temperature: float
@@ -50,7 +52,10 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         torch.set_num_threads(plan.threads)
     directories = {"": plan.target, **plan.drafts}
     models = {name: llama.load(path, plan.dtype, plan.device) for name, path in directories.items()}
+    _check_context(models, plan)
     tasks = {name: _tasks(path, plan) for name, path in directories.items()}  # first: a wrong name fails early
+    here = environment()
+    warn_if_loaded(here)
     latency = _latency(models, plan)
     measured = _throughput(models, plan)
     described = {
@@ -63,7 +68,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         )
         for name, path in directories.items()
     }
-    scores = [_score(name, described, measured, plan) for name in plan.drafts]
+    scores = [_score(name, described, measured, plan, here) for name in plan.drafts]
     with checkpoint.new_directory(out, force=force) as work:
         for result in scores:
             (work / result.name).mkdir()
@@ -92,7 +97,7 @@ def _latency(models: dict[str, llama.Llama], plan: Plan) -> dict[str, list[Laten
 
 def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
     tokenizer = checkpoint.load_tokenizer(plan.target)
-    texts = read_prompts(plan.data, tokenizer, count=plan.prompts, length=plan.prompt_tokens, seed=plan.seed)
+    texts = [prompt.ids for prompt in plan.prompts.rows]
     sampling = Sampling(
         temperature=plan.temperature,
         max_new_tokens=plan.max_new_tokens,
@@ -100,7 +105,7 @@ def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
         eos_id=checkpoint.special_ids(tokenizer)["eos"],
     )
     drafts = {name: model for name, model in models.items() if name}
-    with progress("decode", plan.prompts * plan.repeats) as advance:
+    with progress("decode", len(texts) * plan.repeats) as advance:
         return measure_throughput(
             models[""],
             drafts,
@@ -117,11 +122,12 @@ def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
         return []
     note(f"lm-eval on {directory.name}: {', '.join(plan.tasks)}")
     return evaluate_tasks(
-        directory, plan.tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed
-    )
+        directory, plan.tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed,
+        data=plan.data,
+    )  # fmt: skip
 
 
-def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan) -> Score:
+def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment) -> Score:
     plain_tokens = measured.tokens[PLAIN]
     greedy = plan.temperature == 0
     same = all(measured.tokens[name, k] == plain_tokens for k in plan.ks)
@@ -135,14 +141,17 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan) 
             mode="eager",
             threads=torch.get_num_threads(),
             temperature=plan.temperature,
-            data=plan.data,
-            prompts=plan.prompts,
-            prompt_tokens=plan.prompt_tokens,
+            data=plan.prompts.source,
+            prompts_sha256=plan.prompts.sha256,
+            prompts=len(plan.prompts.rows),
+            prompt_tokens=plan.prompts.tokens,
             max_new_tokens=plan.max_new_tokens,
             repeats=plan.repeats,
             context=_context(plan),
             seed=plan.seed,
         ),
+        environment=here,
+        prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in plan.prompts.rows],
         plain=measured.generations[PLAIN],
         speculative={k: measured.generations[name, k] for k in plan.ks},
         identical=same if greedy else None,
@@ -155,4 +164,14 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan) 
 
 def _context(plan: Plan) -> int:
     """The middle of what is decoded."""
-    return plan.prompt_tokens + plan.max_new_tokens // 2
+    return int(median(len(p.ids) for p in plan.prompts.rows)) + plan.max_new_tokens // 2
+
+
+def _check_context(models: dict[str, llama.Llama], plan: Plan) -> None:
+    need = plan.prompts.longest + plan.max_new_tokens + max(plan.ks)
+    for name, model in models.items():
+        if need > model.context:
+            raise UserError(
+                f"a prompt has {plan.prompts.longest} tokens; with {plan.max_new_tokens} more and {max(plan.ks)} "
+                f"drafted it does not fit the context of {name or 'the target'}, {model.context}"
+            )

@@ -7,10 +7,12 @@ order, so that drift of the machine falls on all alike.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from draftlab.console import note
 from draftlab.engine.decoder import Decoder
 from draftlab.engine.generate import Clock, ModelDrafter, Sampling, Step, clock_for, plain, speculative
 from draftlab.llama import Llama
 from draftlab.record import Generation
+from draftlab.score.steady import warm_up
 
 Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
 PLAIN: Arm = ("", 0)
@@ -36,7 +38,7 @@ def measure_throughput(
     clock: Clock | None = None,
     batch: int = 1,
 ) -> Measured:
-    """Decode every prompt in every arm, repeats times; one pass through all arms beforehand is thrown away.
+    """Decode every prompt in every arm, repeats times, once its first batch takes the same time again.
 
     clock: seconds, by default those of the wall. batch: prompts decoded at once. advance: prompts done.
     """
@@ -44,7 +46,8 @@ def measure_throughput(
     decode = _decoder(target, drafts, sampling, clock or clock_for(target.device))
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     for arm in arms:
-        list(decode(arm, [prompts[i] for i in groups[0]], groups[0]))
+        if not warm_up(lambda arm=arm: _passes_seconds(decode(arm, [prompts[i] for i in groups[0]], groups[0]))):
+            note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not become steady: its times vary")
     generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     done = 0
@@ -83,6 +86,10 @@ def _decoder(
         return speculative(target, drafters[name], prompts, k, sampling, clock, numbers)
 
     return decode
+
+
+def _passes_seconds(steps: Iterator[Step]) -> float:
+    return sum(step.draft_seconds + step.verify_seconds for step in steps)
 
 
 def _generation(prompt: int, steps: list[Step]) -> Generation:

@@ -20,6 +20,7 @@ LAYERS = [
     ["report"],
     ["checkpoint"],
     ["data", "tokenizer", "llama"],
+    ["native"],
     ["engine"],
     ["prune", "distill", "score"],
     ["workspace"],

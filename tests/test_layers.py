@@ -22,6 +22,8 @@ LAYERS = [
     ["data", "tokenizer", "llama"],
     ["engine"],
     ["prune", "distill", "score"],
+    ["export"],
+    ["check"],
     ["workspace"],
     ["commands"],
     ["recipe"],

@@ -23,6 +23,8 @@ LAYERS = [
     ["native"],
     ["engine"],
     ["prune", "distill", "score"],
+    ["export"],
+    ["check"],
     ["workspace"],
     ["commands"],
     ["recipe"],

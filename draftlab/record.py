@@ -6,9 +6,9 @@ before it; K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, less only whe
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,6 +16,9 @@ from draftlab.errors import UserError
 from draftlab.shape import Shape, validation_text
 
 BOOTSTRAP_SAMPLES = 2000
+
+Timed = tuple[int, float]  # tokens and the seconds that they took
+Item = TypeVar("Item")
 
 
 class _Frozen(BaseModel):
@@ -49,7 +52,7 @@ class Generation(_Frozen):
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
     @property
-    def timed(self) -> tuple[int, float]:
+    def timed(self) -> Timed:
         """Tokens after the prefill's, and the seconds that they took."""
         return self.tokens - 1, self.decode_seconds
 
@@ -62,7 +65,7 @@ class Served(_Frozen):
     seconds: float  # from request to answer
 
     @property
-    def timed(self) -> tuple[int, float]:
+    def timed(self) -> Timed:
         """All tokens, and all seconds, the prefill's among them."""
         return self.tokens, self.seconds
 
@@ -225,6 +228,18 @@ class Score(_Frozen):
         """Tokens per second, speculative over plain: ratio of sums, prefill left out of both unless servers decoded."""
         return bootstrap_speedup(self.speculative[k], self.plain)
 
+    def part(self, prompts: Collection[int]) -> "Score":
+        """The same score over some of its prompts. Counters of servers are of all prompts together and are left out."""
+        speculative = {k: [g for g in runs if g.prompt in prompts] for k, runs in self.speculative.items()}
+        plain = [g for g in self.plain if g.prompt in prompts]
+        return self.model_copy(update={"plain": plain, "speculative": speculative, "counters": {}})
+
+    @property
+    def categories(self) -> dict[str, list[int]]:
+        """Prompts by what their set calls them; {} where it does not."""
+        named = sorted({p.category for p in self.prompts if p.category})
+        return {name: [i for i, p in enumerate(self.prompts) if p.category == name] for name in named}
+
     @property
     def best_k(self) -> int:
         return max(self.speculative, key=lambda k: self.speedup_value(k))
@@ -331,18 +346,26 @@ def summary(
 
 
 def bootstrap_speedup(fast: Sequence[Decoded], slow: Sequence[Decoded]) -> Interval:
-    """Tokens per second of fast over slow; the 95 % interval draws prompts anew, both arms together. Seeded."""
-    pairs = list(zip(_per_prompt(fast), _per_prompt(slow), strict=True))
+    """Tokens per second of fast over slow; the 95 % interval draws prompts anew, both arms together."""
+    pairs = list(zip(per_prompt(fast), per_prompt(slow), strict=True))
+
+    def ratio(chosen: Sequence[tuple[Timed, Timed]]) -> float:
+        return rate([f for f, _ in chosen]) / rate([s for _, s in chosen])
+
+    return bootstrap(pairs, ratio)
+
+
+def bootstrap(items: Sequence[Item], of: Callable[[Sequence[Item]], float]) -> Interval:
+    """of all items, with the 95 % interval of drawing as many anew, seeded."""
     rng = random.Random(0)
-
-    def of(chosen: list[tuple[tuple[int, float], tuple[int, float]]]) -> float:
-        fast_tokens, fast_seconds = (sum(column) for column in zip(*(f for f, _ in chosen), strict=True))
-        slow_tokens, slow_seconds = (sum(column) for column in zip(*(s for _, s in chosen), strict=True))
-        return (fast_tokens / fast_seconds) / (slow_tokens / slow_seconds)
-
-    values = sorted(of(rng.choices(pairs, k=len(pairs))) for _ in range(BOOTSTRAP_SAMPLES))
+    values = sorted(of(rng.choices(items, k=len(items))) for _ in range(BOOTSTRAP_SAMPLES))
     low, high = values[int(0.025 * len(values))], values[int(0.975 * len(values)) - 1]
-    return Interval(value=of(pairs), low=low, high=high, n=len(pairs))
+    return Interval(value=of(items), low=low, high=high, n=len(items))
+
+
+def rate(timed: Sequence[Timed]) -> float:
+    """Tokens per second, sums over sums."""
+    return sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed)
 
 
 def read_score(path: Path) -> Score:
@@ -360,9 +383,9 @@ def read_score(path: Path) -> Score:
         raise UserError(f"{file} is not a score: {validation_text(error)[:200]}") from None
 
 
-def _per_prompt(decoded: Sequence[Decoded]) -> list[tuple[int, float]]:
+def per_prompt(decoded: Sequence[Decoded]) -> list[Timed]:
     """Tokens and seconds that count, summed over repeats, in the order of the prompts."""
-    sums: dict[int, tuple[int, float]] = {}
+    sums: dict[int, Timed] = {}
     for g in decoded:
         (tokens, seconds), (before, spent) = g.timed, sums.get(g.prompt, (0, 0.0))
         sums[g.prompt] = tokens + before, seconds + spent
@@ -370,4 +393,4 @@ def _per_prompt(decoded: Sequence[Decoded]) -> list[tuple[int, float]]:
 
 
 def _tps(decoded: Sequence[Decoded]) -> float:
-    return sum(g.timed[0] for g in decoded) / sum(g.timed[1] for g in decoded)
+    return rate([g.timed for g in decoded])

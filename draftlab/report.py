@@ -63,7 +63,7 @@ Rows = list[list[str]]
 def score_table(scores: list[Score]) -> Table:
     """One row per draft at its best K, fastest first and marked; any width from 80 columns shows every number."""
     entries, task = _rank(scores), _accuracy_task(scores)
-    table = _terminal_table(TERMINAL_HEADS, [_terminal_row(e) for e in entries], best=0, flexible=0)
+    table = terminal_table(TERMINAL_HEADS, [_terminal_row(e) for e in entries], best=0, flexible=0)
     prompts = _span([e.gain.n for e in entries])
     table.caption = Text(
         "* fastest, each at its best K. c: one draft pass over one target pass. plain: tok/s without a draft. "
@@ -77,7 +77,7 @@ def k_table(score: Score) -> Table:
     """One row per K of one draft, the best marked."""
     entry = _entry(score, 0, None, every_k=True)
     best = list(entry.gains).index(entry.k)
-    table = _terminal_table(K_HEADS, _k_rows(entry), best=best, flexible=len(K_HEADS) - 1)
+    table = terminal_table(K_HEADS, _k_rows(entry), best=best, flexible=len(K_HEADS) - 1)
     table.caption = Text(f"{score.name}. * fastest K. Intervals: 95% bootstrap over prompts, n = {entry.gain.n}.")
     return table
 
@@ -109,7 +109,7 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Table
         ]
         for name, s in shapes.items()
     ]
-    table = _terminal_table(heads, rows, best=-1, flexible=0)
+    table = terminal_table(heads, rows, best=-1, flexible=0)
     table.caption = Text(
         "heads: queries/keys. Embeddings: share of the parameters, head and last norm included. KV in bf16."
         + (" Milliseconds of one pass over one token, by the latency law." if latency_ms else "")
@@ -174,13 +174,20 @@ def _cautions_of(score: Score) -> list[str]:
     k, prompts = score.best_k, score.conditions.prompts
     cut, steps = score.acceptance(k).n_truncated_steps, score.acceptance(k).num_spec_steps
     found = []
-    if score.identical is False:
+    if score.identical is False and score.conditions.dtype != "float32":
+        found.append(
+            f"its output differs from the target's own; {score.conditions.dtype} rounds ties either way, a fault does "
+            "the same: float32 tells"
+        )
+    elif score.identical is False:
         found.append("its output differs from the target's own, so decoding was not lossless and no speed-up counts")
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
         found.append(f"only {share} of the output's 4-grams are distinct; a repetition loop flatters every draft")
     if prompts < FEW_PROMPTS:
         found.append(f"number of prompts: {prompts}; below {FEW_PROMPTS} the interval means little")
+    if score.served:
+        found.append("servers decoded it: times are whole requests, prefill and transport included")
     if cut is not None and cut > MUCH_TRUNCATED * steps:
         found.append(
             f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
@@ -363,7 +370,7 @@ def _agreement(scores: Sequence[Score], facts: Sequence[dict[str, str]]) -> Rows
     return rows
 
 
-def _terminal_table(heads: Sequence[str], rows: Rows, best: int, flexible: int) -> Table:
+def terminal_table(heads: Sequence[str], rows: Rows, best: int, flexible: int) -> Table:
     """flexible: the one column that gives way on a narrow terminal."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, caption_justify="left")
     for i, head in enumerate(heads):

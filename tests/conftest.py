@@ -16,6 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from draftlab import checkpoint
 from draftlab.data import Batch, HeldOut
 from draftlab.distill.loop import GivenTeacher, Lesson
 from draftlab.distill.text import Batches
@@ -75,6 +76,16 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
     return model.eval()
+
+
+@pytest.fixture(scope="session")
+def fp32(tmp_path_factory) -> Path:
+    """The embedded target in fp32, so that both sides compute in it."""
+    out, target = tmp_path_factory.mktemp("tiny") / "tiny", checkpoint.locate("tiny")
+    out.mkdir()
+    weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
+    checkpoint.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)
+    return out
 
 
 def lesson(teacher: GivenTeacher, batches: Batches, heldout: list[Batch]) -> Lesson:

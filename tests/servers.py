@@ -90,14 +90,22 @@ class Observed:
 
 @dataclass(frozen=True)
 class SmallVLLM:
-    """vLLM's answers, in the form that was recorded, from a transformers model in fp32. Text ends with one of stops."""
+    """vLLM's answers, in the form that was recorded, from a transformers model in fp32. Text ends with one of stops.
+
+    draft: a model that proposes k tokens for every step, greedily; what stands of them is counted as vLLM does.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     stops: frozenset[int]
     longest: int = 128
+    draft: PreTrainedModel | None = None
+    k: int = 3
+    grown: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/metrics":
+            return 200, "".join(f"vllm:spec_decode_{name} {value}\n" for name, value in self.grown.items())
         if path == "/v1/models":
             return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": self.longest}]}
         if path == "/version":
@@ -126,11 +134,31 @@ class SmallVLLM:
             new = torch.multinomial((log_p / heat).softmax(-1), 1, generator=rng) if heat else log_p.argmax(-1)
             ids.append(int(new))
             values.append(float(log_p[ids[-1]]))
-            listed = [ids[-1], *log_p.topk(body["logprobs"]).indices.tolist()]
+            listed = [ids[-1], *log_p.topk(body.get("logprobs", 0)).indices.tolist()]
             tops.append({f"token_id:{i}": float(log_p[i]) for i in listed})
             if ids[-1] in self.stops and not body["ignore_eos"]:
-                return self._choice(ids, values, tops, "stop")
-        return self._choice(ids, values, tops, "length")
+                break
+        self._count(body["prompt"], ids)
+        reason = "stop" if ids[-1] in self.stops and not body["ignore_eos"] else "length"
+        return self._choice(ids, values, tops, reason)
+
+    @torch.no_grad()
+    def _count(self, prompt: list[int], ids: list[int]) -> None:
+        """Steps behind the first token, which comes with the prefill."""
+        at = 1
+        while self.draft is not None and at < len(ids):
+            text = prompt + ids[:at]
+            for _ in range(self.k):
+                text.append(int(self.draft(input_ids=torch.tensor([text])).logits[0, -1].argmax()))
+            pairs = zip(text[len(prompt) + at :], ids[at:], strict=False)
+            stood = next((i for i, (a, b) in enumerate(pairs) if a != b), min(self.k, len(ids) - at))
+            self._grow({"num_drafts_total": 1, "num_draft_tokens_total": self.k})
+            self._grow({f'num_accepted_tokens_per_pos_total{{position="{i}"}}': i < stood for i in range(self.k)})
+            at += stood + 1
+
+    def _grow(self, by: dict[str, float]) -> None:
+        for name, value in by.items():
+            self.grown[name] = self.grown.get(name, 0.0) + value
 
     @staticmethod
     def _choice(ids: list[int], values: list[float], tops: list[Any], reason: str) -> dict[str, Any]:

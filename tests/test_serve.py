@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -360,29 +360,27 @@ def test_a_line_of_traffic_has_what_was_written():
 
 
 @pytest.fixture(scope="session")
-def fp32(tmp_path_factory) -> Path:
-    """The embedded target in fp32, so that both sides compute in it."""
-    out, target = tmp_path_factory.mktemp("tiny") / "tiny", checkpoint.locate("tiny")
-    out.mkdir()
-    weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
-    checkpoint.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)
-    return out
-
-
-@pytest.fixture(scope="session")
 def vllm(fp32, tmp_path_factory) -> Iterator[Server]:
-    """A real vLLM around it (docs/servers.md)."""
+    with serving_vllm(fp32, tmp_path_factory.mktemp("vllm") / "log.txt") as server:
+        yield server
+
+
+@contextmanager
+def serving_vllm(directory: Path, log: Path, *options: object) -> Iterator[Server]:
+    """A real vLLM around a checkpoint (docs/servers.md)."""
     binary = os.environ.get("DRAFTLAB_TEST_VLLM")
     if binary is None:
         pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [binary, "serve", fp32, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port]
+    command = [binary, "serve", directory, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port]
     flags = ["--dtype", "float32", "--max-logprobs", 64, "--no-enable-prefix-caching", "--enforce-eager"]
     one = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    log = (tmp_path_factory.mktemp("vllm") / "log.txt").open("w")
-    process = subprocess.Popen([*map(str, command + flags)], env=os.environ | one, stdout=log, stderr=log)
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            [*map(str, (*command, *flags, *options))], env=os.environ | one, stdout=said, stderr=said
+        )
     try:
         yield _ready(f"http://127.0.0.1:{port}", process)
     finally:

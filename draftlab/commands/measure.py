@@ -188,6 +188,35 @@ def report(
     return Outcome(path=page, show=[score_table(read), str(page)], data={"path": str(page), "scores": json_rows(read)})
 
 
+def compare(
+    scores: Annotated[
+        list[Path] | None,
+        Argument(
+            help="score.json files, folders of them, or what predict --json printed; the workspace's runs if left out."
+        ),
+    ] = None,
+    min_speedup: Annotated[float | None, Option(help="Exit with 3 if the fastest does not get there.")] = None,
+    min_acceptance_length: Annotated[
+        float | None, Option(help="Exit with 3 if the fastest does not get there.")
+    ] = None,
+) -> Outcome:
+    """Rank drafts by scores or predictions, and say which cannot be told apart."""
+    from draftlab import compare as comparing
+    from draftlab.report import cautions
+
+    places = comparing.rank(comparing.read_candidates(scores or [workspace.load().runs]))
+    best = places[0].candidate
+    measured = [p.candidate.score for p in places if p.candidate.score is not None]
+    warnings = [f"warning: {text}" for text in (cautions(measured) if measured else [])]
+    missed = []
+    if min_speedup is not None and best.speedup.value < min_speedup:
+        missed.append(f"{best.name}: speed-up {best.speedup.value:.3f} is below --min-speedup {min_speedup}")
+    if min_acceptance_length is not None and best.length < min_acceptance_length:
+        missed.append(f"{best.name}: acceptance length {best.length:.3f} is below the wanted {min_acceptance_length}")
+    show = [comparing.comparison(places), *comparing.words(places), *warnings]
+    return Outcome(path=None, show=show, data={"ranking": [comparing.as_dict(p) for p in places]}, missed=missed)
+
+
 def _by_name(directories: list[Path]) -> dict[str, Path]:
     named = {directory.name: directory for directory in directories}
     if len(named) < len(directories):

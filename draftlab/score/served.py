@@ -12,6 +12,7 @@ from pathlib import Path
 from draftlab import checkpoint, provenance
 from draftlab.console import note, progress
 from draftlab.dialect import Sampling
+from draftlab.distill.origin import same_ids
 from draftlab.engine.generate import Clock
 from draftlab.errors import UserError
 from draftlab.record import Conditions, Counters, Model, Prompt, Score, Served
@@ -51,8 +52,11 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     """Measure, write out/score.json, and return the score.
 
     Raises:
-        UserError: the servers speculate both or neither, or also served somebody else.
+        UserError: another vocabulary than the tokenizer's, servers that speculate both or neither, or that served
+            somebody else meanwhile.
     """
+    for server in (plan.plain, plan.speculative):
+        same_ids(server, plan.tokenizer)
     here = environment()
     warn_if_loaded(here)
     with progress("decode", len(plan.prompts.rows) * plan.repeats) as advance:
@@ -80,6 +84,10 @@ def measure(plan: Plan, advance: Callable[[int], None], clock: Clock = time.perf
         ids, counters = server.write(prompt, plan.sampling)
         return ids, clock() - start, counters
 
+    for server, drafts in zip(arms, (False, True), strict=True):
+        began = _page(server)
+        answers = [counters for *_, counters in [ask(server, spare)] if counters is not None]
+        check_role(server, _counters(answers, began, _page(server)) is not None, drafts)
     for server in arms:
         if not warm_up(lambda server=server: ask(server, spare)[1]):
             note(f"{server.http.url} does not become steady: its times vary by more than a tenth")
@@ -104,17 +112,12 @@ def measure(plan: Plan, advance: Callable[[int], None], clock: Clock = time.perf
     return plain, speculative
 
 
-def check_roles(plan: Plan, plain: Counters | None, speculative: Counters | None) -> Counters:
-    """Counters of the one that speculates.
-
-    Raises:
-        UserError: it does not, or the other does.
-    """
-    if speculative is None:
-        raise UserError(f"{plan.speculative.http.url} has drafted nothing; start it with a draft (docs/servers.md)")
-    if plain is not None:
-        raise UserError(f"{plan.plain.http.url} drafts, too; --server is the target alone")
-    return speculative
+def check_role(server: Server, drafted: bool, should: bool) -> None:
+    """Raises UserError: it drafts and should not, or the other way round."""
+    if should and not drafted:
+        raise UserError(f"{server.http.url} has drafted nothing; start it with a draft (docs/servers.md)")
+    if drafted and not should:
+        raise UserError(f"{server.http.url} drafts, too; --server is the target alone")
 
 
 def check_alone(runs: list[Served], counters: Counters, url: str) -> None:
@@ -133,7 +136,9 @@ def check_alone(runs: list[Served], counters: Counters, url: str) -> None:
 
 
 def _score(plan: Plan, plain: Measured, speculative: Measured) -> Score:
-    counters = check_roles(plan, plain.counters, speculative.counters)
+    counters = speculative.counters
+    if counters is None:
+        raise UserError(f"{plan.speculative.http.url} has drafted nothing for these prompts")
     check_alone(speculative.runs, counters, plan.speculative.http.url)
     for server, measured in ((plan.plain, plain), (plan.speculative, speculative)):
         if measured.cached:

@@ -1,0 +1,325 @@
+"""Candidates side by side: who is fastest, who cannot be told apart from it, on which kinds of prompts. No torch."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.table import Table
+from rich.text import Text
+
+from draftlab.errors import UserError
+from draftlab.record import (
+    BOOTSTRAP_SAMPLES,
+    Interval,
+    Score,
+    TaskResult,
+    Timed,
+    bootstrap,
+    per_prompt,
+    rate,
+    read_score,
+)
+from draftlab.report import terminal_table
+from draftlab.shape import validation_text
+
+HEADS = ("draft", "K", "tokens per\ntarget pass", "tok/s", "speed-up\n95%", "against\nthe fastest", "acc")
+SURE = 0.05  # a p-value below it is a difference
+
+
+class _Read(BaseModel):
+    """The part of a prediction that is compared; `predict --json` writes more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Row(_Read):
+    k: int
+    length: Interval
+    speedup: Interval
+    tokens_per_second: float
+
+
+class _Prediction(_Read):
+    name: str
+    target: str
+    rows: list[_Row]
+
+
+class _Predictions(_Read):
+    predictions: list[_Prediction]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A draft at its best K, measured or predicted (score None)."""
+
+    name: str
+    target: str
+    k: int
+    length: float  # tokens per target pass
+    tokens_per_second: float
+    speedup: Interval
+    score: Score | None
+
+    @property
+    def lossy(self) -> bool:
+        return self.score is not None and self.score.identical is False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """One task, two drafts, the same items. p: McNemar's exact test, of items that are right or wrong; else None."""
+
+    task: str
+    metric: str
+    difference: Interval  # first less second, mean over items
+    won: int  # items where the first is better
+    lost: int
+    p: float | None
+
+    @property
+    def told_apart(self) -> bool:
+        return self.p < SURE if self.p is not None else not self.difference.low <= 0 <= self.difference.high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A candidate among others. behind: its speed-up over the fastest's; None: the fastest, or nothing to draw from."""
+
+    candidate: Candidate
+    behind: Interval | None
+    paired: bool  # on the same prompts
+    tasks: list[Paired]
+
+    @property
+    def told_apart(self) -> bool | None:
+        return None if self.behind is None or self.behind.n < 2 else self.behind.high < 1
+
+
+def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
+    """From scores, folders of scores, and what `predict --json` printed.
+
+    Raises:
+        UserError: none there, or neither a score nor predictions.
+    """
+    files = [f for p in paths for f in (sorted(p.rglob("score.json")) if p.is_dir() else [p])]
+    found = [(candidate, file) for file in files for candidate in _read_file(file)]
+    if not found:
+        raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
+    names = [candidate.name for candidate, _ in found]
+    return [c if names.count(c.name) == 1 else replace(c, name=f"{c.name} in {file.parent}") for c, file in found]
+
+
+def rank(candidates: Sequence[Candidate]) -> list[Place]:
+    """Fastest first, but one that changed the output behind all that did not.
+
+    Raises:
+        UserError: they are drafts of different targets.
+    """
+    targets = sorted({c.target for c in candidates})
+    if len(targets) > 1:
+        raise UserError(f"these are drafts of different targets, which do not compare: {', '.join(targets)}")
+    fastest, *others = sorted(candidates, key=lambda c: (c.lossy, -c.speedup.value))
+    return [Place(candidate=fastest, behind=None, paired=True, tasks=[]), *(_place(c, fastest) for c in others)]
+
+
+def same_prompts(a: Score, b: Score) -> bool:
+    facts = ("data", "prompts_sha256", "prompts", "prompt_tokens", "max_new_tokens", "temperature", "seed")
+    return all(getattr(a.conditions, name) == getattr(b.conditions, name) for name in facts)
+
+
+def over(a: Score, b: Score) -> Interval:
+    """Speed-up of a over that of b, each at its best K; the interval draws prompts, together where they agree."""
+    rows_a, rows_b = _rows(a), _rows(b)
+    if same_prompts(a, b):
+        pairs = list(zip(rows_a, rows_b, strict=True))
+        return bootstrap(pairs, lambda drawn: _gain([x for x, _ in drawn]) / _gain([y for _, y in drawn]))
+    rng = Random(0)
+    draws = sorted(
+        _gain(rng.choices(rows_a, k=len(rows_a))) / _gain(rng.choices(rows_b, k=len(rows_b)))
+        for _ in range(BOOTSTRAP_SAMPLES)
+    )
+    low, high = draws[int(0.025 * len(draws))], draws[int(0.975 * len(draws)) - 1]
+    return Interval(value=_gain(rows_a) / _gain(rows_b), low=low, high=high, n=min(len(rows_a), len(rows_b)))
+
+
+def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[Paired]:
+    """Of every metric that both have of the same items."""
+    other = {(r.task, r.metric): r for r in b}
+    pairs = [(r, other[r.task, r.metric]) for r in a if (r.task, r.metric) in other]
+    return [_paired(x, y) for x, y in pairs if x.items and len(x.items) == len(y.items)]
+
+
+def mcnemar(won: int, lost: int) -> float:
+    """Two-sided exact p-value: items on which two differ go either way with the same chance (McNemar 1947)."""
+    n = won + lost
+    tail = sum(math.comb(n, i) for i in range(min(won, lost) + 1)) / 2**n
+    return min(1.0, 2 * tail)
+
+
+def category_rows(score: Score) -> list[dict[str, Any]]:
+    """The best K by kind of prompt."""
+    return [{"category": name} | _part(score, prompts) for name, prompts in score.categories.items()]
+
+
+def prompt_rows(score: Score) -> list[dict[str, Any]]:
+    """The best K by prompt."""
+    kinds = [p.category for p in score.prompts] or [""] * score.conditions.prompts
+    return [{"prompt": i, "category": kind} | _part(score, [i]) for i, kind in enumerate(kinds)]
+
+
+def words(places: Sequence[Place]) -> list[str]:
+    """What the ranking says, one line each."""
+    first = places[0].candidate
+    kind = "measured" if first.score else "predicted"
+    said = [f"{first.name} is fastest: {first.speedup.value:.2f}x at K = {first.k} ({kind})."]
+    for place in places[1:]:
+        name, ratio = place.candidate.name, place.behind
+        if place.candidate.lossy:
+            said.append(
+                f"{name} changed the output: its speed-up of {place.candidate.speedup.value:.2f}x does not count."
+            )
+        elif ratio is None or ratio.n < 2:
+            said.append(f"{name}: no interval between a prediction, or one prompt, and another.")
+        elif place.told_apart:
+            said.append(f"{name} is slower: {_ratio(ratio)} of it.")
+        else:
+            said.append(f"{name} cannot be told apart from it: {_ratio(ratio)} of its speed-up.")
+        said += [f"  {_task_words(test, name, first.name)}" for test in place.tasks]
+    return said
+
+
+def comparison(places: Sequence[Place]) -> Table:
+    """One row per candidate, the fastest first and marked."""
+    table = terminal_table(HEADS, [_row(place) for place in places], best=0, flexible=0)
+    table.caption = Text(
+        "* fastest, each at its best K. ~ cannot be told apart from it. Against it: speed-up over its speed-up, drawn "
+        "over prompts, of both together where they are the same. Intervals: 95%. acc: the first task that has one."
+    )
+    return table
+
+
+def as_dict(place: Place) -> dict[str, Any]:
+    c = place.candidate
+    tasks = [asdict(t) | {"difference": t.difference.model_dump(), "told_apart": t.told_apart} for t in place.tasks]
+    return {
+        "draft": c.name, "target": c.target, "measured": c.score is not None, "k": c.k,
+        "mean_acceptance_length": c.length, "tokens_per_second": c.tokens_per_second,
+        "speedup": c.speedup.model_dump(), "identical": not c.lossy,
+        "against_fastest": place.behind and place.behind.model_dump(), "same_prompts": place.paired,
+        "told_apart": place.told_apart,
+        "tasks": tasks, "categories": category_rows(c.score) if c.score else [],
+    }  # fmt: skip
+
+
+def _read_file(file: Path) -> list[Candidate]:
+    try:
+        content: Any = json.loads(file.read_text())
+    except (OSError, ValueError):
+        content = None
+    if isinstance(content, dict) and "predictions" in content:
+        return _predicted(file, content)
+    score = read_score(file)
+    k = score.best_k
+    return [
+        Candidate(
+            name=score.name,
+            target=score.target.name,
+            k=k,
+            length=score.acceptance(k).mean_acceptance_length,
+            tokens_per_second=score.output_tps(k),
+            speedup=score.speedup(k),
+            score=score,
+        )
+    ]
+
+
+def _predicted(file: Path, content: Any) -> list[Candidate]:
+    try:
+        read = _Predictions.model_validate(content).predictions
+    except ValidationError as error:
+        raise UserError(f"{file} is not what predict --json prints: {validation_text(error)[:200]}") from None
+    found = []
+    for prediction in read:
+        row = max(prediction.rows, key=lambda row: row.speedup.value)
+        found.append(
+            Candidate(
+                name=prediction.name, target=prediction.target.partition(" on ")[0], k=row.k, length=row.length.value,
+                tokens_per_second=row.tokens_per_second, speedup=row.speedup, score=None,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _place(candidate: Candidate, fastest: Candidate) -> Place:
+    ours, theirs = candidate.score, fastest.score
+    if ours is None or theirs is None:
+        return Place(candidate=candidate, behind=None, paired=False, tasks=[])
+    tests = paired_tests(ours.draft.tasks, theirs.draft.tasks)
+    return Place(candidate=candidate, behind=over(ours, theirs), paired=same_prompts(ours, theirs), tasks=tests)
+
+
+def _row(place: Place) -> list[str]:
+    c = place.candidate
+    gain = f"{c.speedup.value:.2f}x" + (f"\n{c.speedup.low:.2f}-{c.speedup.high:.2f}" if c.speedup.n > 1 else "")
+    accuracy = [r.value for r in c.score.draft.tasks if r.metric == "acc"] if c.score else []
+    mark = "~ " if place.told_apart is False else ""
+    return [
+        mark + c.name + ("" if c.score else " (predicted)"),
+        str(c.k), f"{c.length:.2f}", f"{c.tokens_per_second:.4g}", gain,
+        "" if place.behind is None else _ratio(place.behind).replace(" (", "\n("),
+        f"{accuracy[0]:.3f}" if accuracy else "–",
+    ]  # fmt: skip
+
+
+def _ratio(value: Interval) -> str:
+    return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})" if value.n > 1 else f"{value.value:.2f}"
+
+
+def _rows(score: Score) -> list[tuple[Timed, Timed]]:
+    """With the draft and without, by prompt."""
+    return list(zip(per_prompt(score.speculative[score.best_k]), per_prompt(score.plain), strict=True))
+
+
+def _gain(rows: Sequence[tuple[Timed, Timed]]) -> float:
+    return rate([fast for fast, _ in rows]) / rate([slow for _, slow in rows])
+
+
+def _paired(a: TaskResult, b: TaskResult) -> Paired:
+    differences = [x - y for x, y in zip(a.items, b.items, strict=True)]
+    sign = 1 if a.higher_is_better else -1
+    won, lost = (sum(sign * side * d > 0 for d in differences) for side in (1, -1))
+    binary = set(a.items) | set(b.items) <= {0.0, 1.0}
+    return Paired(
+        task=a.task,
+        metric=a.metric,
+        difference=bootstrap(differences, lambda drawn: sum(drawn) / len(drawn)),
+        won=won,
+        lost=lost,
+        p=mcnemar(won, lost) if binary else None,
+    )
+
+
+def _part(score: Score, prompts: list[int]) -> dict[str, Any]:
+    k, part = score.best_k, score.part(prompts)
+    length = None if score.served else part.acceptance(k).mean_acceptance_length
+    gain = part.speedup(k)
+    return {
+        "k": k, "prompts": len(prompts), "mean_acceptance_length": length, "output_tps": part.output_tps(k),
+        "speedup": gain.value, "speedup_low": gain.low, "speedup_high": gain.high,
+    }  # fmt: skip
+
+
+def _task_words(test: Paired, name: str, other: str) -> str:
+    differ = f"{test.difference.value:+.3f} ({test.difference.low:+.3f} to {test.difference.high:+.3f})"
+    how = f"McNemar p = {test.p:.2g}" if test.p is not None else "paired bootstrap"
+    verdict = "differs" if test.told_apart else "cannot be told apart"
+    return (
+        f"{test.task}, {test.metric}: {name} {verdict} from {other}: {differ}, better on {test.won} and worse on "
+        f"{test.lost} of {test.difference.n} items, {how}"
+    )

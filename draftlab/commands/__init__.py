@@ -8,10 +8,11 @@ from draftlab.commands.make import design, init, tokenizer
 from draftlab.commands.measure import report, score
 from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune
+from draftlab.commands.search import search
 from draftlab.commands.shared import DryRun, Outcome
 from draftlab.commands.train import distill, rollback, train
 
-ALONE = (init, design, prune, distill, rollback, score, report, profile, law, predict, train, tokenizer)
+ALONE = (init, design, search, prune, distill, rollback, score, report, profile, law, predict, train, tokenizer)
 COMMANDS: dict[str, Callable[..., Outcome]] = {f.__name__: f for f in ALONE} | {
     f"cache {f.__name__}": f for f in (cache.build, cache.verify, cache.info)
 }

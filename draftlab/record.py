@@ -182,6 +182,8 @@ class Conditions(_Frozen):
     repeats: int
     context: int | None  # cached tokens at which latency was measured
     seed: int
+    batch: int = 1  # prompts decoded at once; a generation's seconds are its share of theirs
+    draft_int8: bool = False  # the draft's weights were rounded to 8 bits
 
 
 class Score(_Frozen):

@@ -56,6 +56,13 @@ def score(
     ] = "code_next_line,code_bits_per_byte",
     task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
+    mode: Annotated[
+        Literal["eager", "compiled"], Option(help="compiled: passes in C++, for CPUs; built once, in seconds.")
+    ] = "eager",
+    draft_int8: Annotated[
+        bool, Option("--draft-int8", help="Round the draft's weights to 8 bits; in mode compiled.")
+    ] = False,
+    batch: Annotated[str, Option(help="Prompts decoded at once, as 1,2,4,8: one score for each.")] = "1",
     server: Annotated[
         str | None, Option(help="URL of a server that runs the target: measure it and --speculative-server instead.")
     ] = None,
@@ -124,10 +131,14 @@ def score(
         threads=threads,
         seed=seed,
         command=command_line("score", arguments),
+        mode=mode,
+        draft_int8=draft_int8,
+        batches=parse_numbers(batch),
     )
+    run.check(measuring)
     if dry_run:
         shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
-        count = len(measuring.prompts.rows) * repeats * (1 + len(drafts) * len(measuring.ks))
+        count = len(measuring.prompts.rows) * repeats * (1 + len(drafts) * len(measuring.ks)) * len(measuring.batches)
         work = f"{count} generations of {max_new_tokens} tokens"
         return plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes, "work": work})
     scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)

@@ -14,7 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from draftlab import checkpoint, llama
 from draftlab.console import note
+from draftlab.cost import Mode
 from draftlab.errors import UserError
+from draftlab.native import Native
 
 
 class Holds(Protocol):
@@ -121,6 +123,19 @@ def read(model: Decoder, ids: Tensor, last: int) -> Tensor:
         run: Any = model.model
         return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits
     return model.forward(ids, model.new_cache(*ids.shape), last=last)
+
+
+def in_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
+    """The model as a mode runs it: compiled is native.py's pass, on a CPU. int8: weights rounded to 8 bits.
+
+    Raises:
+        UserError: a device or dtype that the mode does not run on; int8 in another mode.
+    """
+    if mode == "compiled":
+        return Native(model, int8)
+    if int8:
+        raise UserError(f"int8 weights are computed with in mode compiled, not {mode}")
+    return model
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:

@@ -3,15 +3,12 @@
 B rows, T new tokens, V vocab. Weights may be random: what a pass costs does not depend on what they are.
 """
 
-import inspect
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +19,7 @@ from torch.nn import functional as F
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Again, Mode, Point, Profile, read_weights, write_profile
+from draftlab.engine.decoder import in_mode
 from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, speculative
 from draftlab.errors import UserError
 from draftlab.llama import Cache, Llama
@@ -138,7 +136,7 @@ def run(
         note(f"the machine is busy: load {load:.1f} on {cores} cores; what is measured now is slower and spreads more")
     with progress("rounds", plan.grid.repeats) as advance:
         curves = measure(
-            models, plan.grid, mode=plan.mode, clock=_clock(plan.device), advance=lambda done: advance(done, "")
+            models, plan.grid, mode=plan.mode, clock=steady_clock(plan.device), advance=lambda done: advance(done, "")
         )
     dtypes = {plan.dtype, torch.float32, torch.bfloat16}
     most = {_name(dtype): matrix_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
@@ -151,7 +149,7 @@ def run(
     return profiles
 
 
-def _clock(device: torch.device) -> Clock:
+def steady_clock(device: torch.device) -> Clock:
     """Of one CPU thread its CPU seconds, which other work on the machine lengthens less; else the wall's."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
 
@@ -175,15 +173,15 @@ def measure(
     Raises:
         UserError: contexts that do not fit a model.
     """
-    with _settings(mode):
-        passes = {name: dict(_passes(model, grid, mode)) for name, model in models.items()}
-        tasks: dict[tuple[str, int, int, int, int], tuple[Task, Task]] = {}
-        for name, each in passes.items():
-            other = _other_work(name, models, passes)
-            tasks |= {(name, *at, 0): (other, run) for at, run in each.items()}
-            ones = [(at, run) for at, run in each.items() if at[0] == 1]
-            tasks |= {(name, *at, n): (_lead(other, run, n), run) for n in AGAIN for at, run in ones}
-        times = in_turns(tasks, repeats=grid.repeats, clock=clock, advance=advance)
+    models = {name: in_mode(model, mode) for name, model in models.items()}
+    passes = {name: dict(_passes(model, grid, mode)) for name, model in models.items()}
+    tasks: dict[tuple[str, int, int, int, int], tuple[Task, Task]] = {}
+    for name, each in passes.items():
+        other = _other_work(name, models, passes)
+        tasks |= {(name, *at, 0): (other, run) for at, run in each.items()}
+        ones = [(at, run) for at, run in each.items() if at[0] == 1]
+        tasks |= {(name, *at, n): (_lead(other, run, n), run) for n in AGAIN for at, run in ones}
+    times = in_turns(tasks, repeats=grid.repeats, clock=clock, advance=advance)
 
     def point(name: str, width: int, batch: int, context: int, behind: int) -> Point:
         found = latency(width, times[name, width, batch, context, behind])
@@ -202,15 +200,25 @@ def measure(
 
 
 def measure_latency(
-    models: dict[str, Llama], *, widths: list[int], context: int, passes: int
+    models: dict[str, Llama],
+    *,
+    widths: list[int],
+    context: int,
+    passes: int,
+    mode: Mode = "eager",
+    clock: Clock | None = None,
 ) -> dict[str, list[Latency]]:
-    """One forward pass over width tokens behind context cached ones, at batch 1 and eager, all taking turns."""
+    """One forward pass over width tokens behind context cached ones, at batch 1, all taking turns.
+
+    clock: the device's if left out.
+    """
     grid = Grid(widths=widths, batches=[1], contexts=[context], prompts=[], repeats=passes)
-    tasks = {
-        (name, *at): (_nothing, run) for name, model in models.items() for at, run in _passes(model, grid, "eager")
-    }
-    times = in_turns(tasks, repeats=passes, clock=clock_for(next(iter(models.values())).device))
-    return {name: [latency(width, times[name, width, 1, context]) for width in widths] for name in models}
+    with _settings(mode):
+        tasks = {
+            (name, *at): (_nothing, run) for name, model in models.items() for at, run in _passes(model, grid, mode)
+        }
+        times = in_turns(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
+    return {name: [latency(width, times[name, width, batch, context]) for width in widths] for name in models}
 
 
 def in_turns(
@@ -301,17 +309,6 @@ def device_name(device: torch.device) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), device.type)
 
 
-@contextmanager
-def _settings(mode: Mode) -> Iterator[None]:
-    """torch.compile cannot trace tensors of inference mode, and compiles anew for widths, rows and contexts of 1."""
-    if mode != "compiled":
-        with torch.inference_mode():
-            yield
-        return
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        yield
-
-
 def _profile(name: str, shape: Shape, curves: Curves, most: dict[str, float], plan: Plan) -> Profile:
     subject = plan.subjects[name]
     return Profile(
@@ -341,14 +338,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def _passes(model: Llama, grid: Grid, mode: Mode) -> Iterator[tuple[tuple[int, int, int], Task]]:
     """Each pass of the grid, and each prefill as a pass behind nothing: (width, batch, context), and how to run it."""
-    forward = _forward(model, mode)
     for batch in grid.batches:
         cache = model.new_cache(batch, grid.capacity)
         for width, context in itertools.product(grid.widths, grid.contexts):
-            yield (width, batch, context), _pass(forward, cache, width, context, width, mode)
+            yield (width, batch, context), _pass(model, cache, width, context, width, mode)
     cache = model.new_cache(1, grid.capacity)
     for length in grid.prompts:
-        yield (length, 1, 0), _pass(forward, cache, length, 0, 1, mode)
+        yield (length, 1, 0), _pass(model, cache, length, 0, 1, mode)
 
 
 def _other_work(name: str, models: dict[str, Llama], passes: dict[str, dict[tuple[int, int, int], Task]]) -> Task:
@@ -383,20 +379,14 @@ def _sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Ta
     return matrix.nbytes, lambda: F.linear(vector, matrix)
 
 
-def _forward(model: Llama, mode: Mode) -> Callable[[Tensor, Cache, int], Tensor]:
-    if mode != "compiled":
-        return model.forward
-    return torch.compile(partial(inspect.unwrap(Llama.forward), model), fullgraph=True)  # never silently eager
-
-
 def _pass(
-    forward: Callable[[Tensor, Cache, int], Tensor], cache: Cache, width: int, context: int, last: int, mode: Mode
+    model: Llama, cache: Cache, width: int, context: int, last: int, mode: Mode
 ) -> Task:
     ids = torch.ones(cache.keys.shape[1], width, dtype=torch.long, device=cache.keys.device)
 
     def run() -> Tensor:
         cache.used = [context] * len(ids)
-        return forward(ids, cache, last)
+        return model.forward(ids, cache, last)
 
     return _captured(run) if mode == "graphs" else run
 

@@ -1,5 +1,6 @@
 """Score drafts against a target: everything in one process, then one score.json per draft."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -9,11 +10,13 @@ import torch
 
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
+from draftlab.cost import Mode
+from draftlab.engine.decoder import in_mode
 from draftlab.engine.generate import Sampling
 from draftlab.errors import UserError
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.score.accuracy import evaluate_tasks
-from draftlab.score.profile import device_name, measure_latency
+from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
 from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
@@ -40,6 +43,23 @@ class Plan:
     threads: int | None
     seed: int
     command: str  # as typed
+    mode: Mode = "eager"
+    draft_int8: bool = False
+    batches: Sequence[int] = (1,)
+
+
+def check(plan: Plan) -> None:
+    """Fail before anything is loaded.
+
+    Raises:
+        UserError: batches that leave a smaller one over, or int8 in a mode that does not compute with it.
+    """
+    count = len(plan.prompts.rows)
+    for batch in plan.batches:
+        if count % batch:
+            raise UserError(f"{count} prompts do not fill batches of {batch}; take a number that all batches divide")
+    if plan.draft_int8 and plan.mode != "compiled":
+        raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
 
 
 def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> list[Score]:
@@ -51,24 +71,29 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     directories = {"": plan.target, **plan.drafts}
-    models = {name: llama.load(path, plan.dtype, plan.device) for name, path in directories.items()}
+    models = {
+        name: in_mode(llama.load(path, plan.dtype, plan.device), plan.mode, plan.draft_int8 and bool(name))
+        for name, path in directories.items()
+    }
     _check_context(models, plan)
     tasks = {name: _tasks(path, plan) for name, path in directories.items()}  # first: a wrong name fails early
     here = environment()
     warn_if_loaded(here)
-    latency = _latency(models, plan)
-    measured = _throughput(models, plan)
-    described = {
-        name: Model(
-            name=path.name,
-            sha256=provenance.fingerprint(path),
-            shape=models[name].shape,
-            latency=latency[name],
-            tasks=tasks[name],
-        )
-        for name, path in directories.items()
-    }
-    scores = [_score(name, described, measured, plan, here) for name in plan.drafts]
+    scores = []
+    for batch in plan.batches:
+        latency = _latency(models, plan, batch)
+        measured = _throughput(models, plan, batch)
+        described = {
+            name: Model(
+                name=path.name,
+                sha256=provenance.fingerprint(path),
+                shape=models[name].shape,
+                latency=latency[name],
+                tasks=tasks[name],
+            )
+            for name, path in directories.items()
+        }
+        scores += [_score(name, described, measured, plan, here, batch) for name in plan.drafts]
     with checkpoint.new_directory(out, force=force) as work:
         for result in scores:
             (work / result.name).mkdir()
@@ -92,7 +117,9 @@ def missed_bars(result: Score, min_speedup: float | None, min_acceptance_length:
 def _latency(models: dict[str, llama.Llama], plan: Plan) -> dict[str, list[Latency]]:
     widths = [1, *(k + 1 for k in plan.ks)]
     note(f"latency of {len(models)} models at widths {widths[0]} to {widths[-1]}")
-    return measure_latency(models, widths=widths, context=_context(plan), passes=LATENCY_PASSES)
+    return measure_latency(
+        models, widths=widths, context=_context(plan), passes=LATENCY_PASSES, clock=steady_clock(plan.device)
+    )
 
 
 def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
@@ -113,7 +140,9 @@ def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
             ks=plan.ks,
             sampling=sampling,
             repeats=plan.repeats,
+            batch=batch,
             advance=lambda done: advance(done, f"{1 + len(drafts) * len(plan.ks)} ways each"),
+            clock=steady_clock(plan.device),
         )
 
 
@@ -127,18 +156,20 @@ def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
     )  # fmt: skip
 
 
-def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment) -> Score:
+def _score(
+    name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int
+) -> Score:
     plain_tokens = measured.tokens[PLAIN]
     greedy = plan.temperature == 0
     same = all(measured.tokens[name, k] == plain_tokens for k in plan.ks)
     return Score(
-        name=name,
+        name=name if len(plan.batches) == 1 else f"{name}-b{batch}",
         target=models[""],
         draft=models[name],
         conditions=Conditions(
             device=device_name(plan.device),
             dtype=str(plan.dtype).removeprefix("torch."),
-            mode="eager",
+            mode=plan.mode,
             threads=torch.get_num_threads(),
             temperature=plan.temperature,
             data=plan.prompts.source,
@@ -149,6 +180,8 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
             repeats=plan.repeats,
             context=_context(plan),
             seed=plan.seed,
+            batch=batch,
+            draft_int8=plan.draft_int8,
         ),
         environment=here,
         prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in plan.prompts.rows],

@@ -95,13 +95,15 @@ class Hosted:
         return run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last).logits
 
 
-def feed(model: Decoder, cache: Holds, texts: Sequence[Sequence[int]], known: int | None = None) -> Tensor:
-    """Feed what the cache lacks of each text, at least its last token; logits behind the texts, [B, V].
+def feed(
+    model: Decoder, cache: Holds, texts: Sequence[Sequence[int]], known: int | None = None, last: int = 1
+) -> Tensor:
+    """Feed what the cache lacks of each text, at least its last tokens; logits behind those, [B, last, V].
 
     What the cache holds beyond a text is forgotten. All rows feed as many tokens as the row that lacks most: the end of
     their texts again, and then padding, which the next pass overwrites. known: ids from there on are fed as known - 1.
     """
-    width = max(len(text) - min(used, len(text) - 1) for text, used in zip(texts, cache.used, strict=True))
+    width = max(len(text) - min(used, len(text) - last) for text, used in zip(texts, cache.used, strict=True))
     began = [max(0, len(text) - width) for text in texts]
     rows = [[*text[at : at + width], *[0] * (width - len(text))] for text, at in zip(texts, began, strict=True)]
     ids = torch.tensor(rows, device=model.device)  # [B, width]
@@ -109,11 +111,12 @@ def feed(model: Decoder, cache: Holds, texts: Sequence[Sequence[int]], known: in
         ids.clamp_(max=known - 1)
     at = [min(width, len(text)) - 1 for text in texts]  # of each text's last token among those fed
     cache.used = began
-    logits = model.forward(ids, cache, last=width - min(at))
+    logits = model.forward(ids, cache, last=width - min(at) + last - 1)
     cache.used = [len(text) for text in texts]
     if min(at) == width - 1:
-        return logits[:, -1]
-    return logits[torch.arange(len(texts)), torch.tensor(at) - min(at)]
+        return logits
+    rows_of = torch.arange(len(texts)).unsqueeze(1)
+    return logits[rows_of, torch.tensor(at).unsqueeze(1) - min(at) + torch.arange(last)]
 
 
 @torch.inference_mode()

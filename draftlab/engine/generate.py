@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.decoder import Decoder, feed
+from draftlab.engine.rules import Rule, Tokens, Uniforms, recursive
 from draftlab.engine.verify import Warp, draw, verify
 from draftlab.llama import Llama, Tree
 
@@ -89,21 +90,46 @@ class ModelDrafter:
 
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = self.model.new_cache(rows, capacity)
+        self.held: list[list[int]] = [[] for _ in range(rows)]  # what was fed, and self.drafted behind it
+        self.drafted: Tensor | None = None
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
-        logits = feed(self.model, self.cache, texts, self.known)
+        logits = self.behind(texts)[:, -1]
         ids, q = [], []
         for i in range(count):
             if i:
                 logits = self.model.forward(ids[-1].unsqueeze(1), self.cache, last=1)[:, -1]
-            if self.vocab is not None and logits.shape[-1] != self.vocab:
-                logits = F.pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf)  # cuts where it is longer
-            if sampling.temperature == 0:
-                ids.append(logits.argmax(-1))
-            else:
-                q.append(sampling(logits))
-                ids.append(draw(q[-1], uniform[:, i]))
-        return Draft(ids=torch.stack(ids, 1), q=torch.stack(q, 1) if q else None, counts=[count] * len(texts))
+            token, drawn_from = self.choose(logits, sampling, uniform[:, i])
+            ids.append(token)
+            q += [] if drawn_from is None else [drawn_from]
+        self.drafted = torch.stack(ids, 1)
+        return Draft(ids=self.drafted, q=torch.stack(q, 1) if q else None, counts=[count] * len(texts))
+
+    def behind(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
+        """Logits behind the last tokens of each text, [B, last, V]; of what was drafted only what is in it stays."""
+        drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
+        for row, text in enumerate(texts):
+            held = self.held[row] + drafted[row]
+            agreed = min(self.cache.used[row], len(text))
+            while held[:agreed] != text[:agreed]:
+                agreed -= 1
+            self.cache.used[row] = agreed
+        self.held, self.drafted = [list(text) for text in texts], None
+        return feed(self.model, self.cache, texts, self.known, last)
+
+    def choose(self, logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of logits [B, V], the tokens [B] and, if they are sampled, what they were drawn from, [B, target's V]."""
+        logits = self.fit(logits)
+        if sampling.temperature == 0:
+            return logits.argmax(-1), None
+        q = sampling(logits)
+        return draw(q, uniform), q
+
+    def fit(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] over the target's ids: cut or padded with what is never drawn."""
+        if self.vocab is None or logits.shape[-1] == self.vocab:
+            return logits
+        return F.pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf)
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -137,12 +163,14 @@ def speculative(
     sampling: Sampling,
     clock: Clock = time.perf_counter,
     numbers: Sequence[int] | None = None,
+    rule: Rule | None = None,
 ) -> Iterator[Step]:
     """Draft k tokens, verify them in one target pass, emit what stands and one more; lossless.
 
     The first pass is the prefill: it emits one token of each row and drafts nothing, as in engines with a separate
     prefill. After each pass come the steps of the rows that took part; a row that has ended idles until all have.
     numbers: of each prompt; its random draws depend on the seed, its number and its own text, not on other rows.
+    rule: None is Leviathan's, or of a token tree the recursive one. Greedily all rules are one.
     """
     rows = _Rows(prompts, sampling)
     capacity = max(rows.limits, default=1) + k
@@ -160,7 +188,7 @@ def speculative(
         logits = _pass(target, cache, rows.texts, draft)
         verified = clock()
         drafted = [0] * len(room) if draft is None else [min(pair) for pair in zip(draft.counts, room, strict=True)]
-        emitted = rows.take(judge(logits, draft, drafted, sampling, uniform[:, k:]), cache, draft)
+        emitted = rows.take(judge(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft)
         ended = clock()
         for row, accepted, tokens in emitted:
             yield Step(
@@ -184,7 +212,12 @@ def written(steps: Iterable[Step]) -> list[list[int]]:
 
 
 def judge(
-    logits: Tensor, draft: Draft | None, counts: Sequence[int], sampling: Sampling, uniform: Tensor
+    logits: Tensor,
+    draft: Draft | None,
+    counts: Sequence[int],
+    sampling: Sampling,
+    uniform: Tensor,
+    rule: Rule | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """Of each row: which drafted tokens stand, and the tokens to emit, theirs and one more.
 
@@ -192,30 +225,30 @@ def judge(
         logits: the target's, behind the text's last token and each drafted one, [B, T, V].
         counts: how many of each row's drafted tokens are looked at, [B].
         uniform: draws in [0, 1): one for each drafted token, then one for the last token, [B, T].
-
-    Raises:
-        ValueError: a token tree where the target is sampled from.
+        rule: as in speculative.
     """
+    parents = range(logits.shape[1] - 1) if draft is None or draft.parents is None else draft.parents
     if sampling.temperature == 0:
         best = logits.argmax(-1)
         both = best if draft is None else torch.cat([best, draft.ids], 1)
         width = best.shape[1]
-        parents = range(width - 1) if draft is None or draft.parents is None else draft.parents
         return [
             _follow(row[:width], row[width:], parents, count)
             for row, count in zip(both.tolist(), counts, strict=True)  # the one wait for the device in a step
         ]
-    if draft is not None and draft.parents is not None:
-        raise ValueError("a token tree is verified greedily")
     p = sampling(logits)
     found = []
     for row, count in enumerate(counts):
+        told = None if draft is None or draft.q is None else draft.q[row, :count]
         ids = torch.empty(0, dtype=torch.long, device=p.device) if draft is None else draft.ids[row, :count]
-        told = None if draft is None else draft.q
-        q = F.one_hot(ids, p.shape[-1]).to(p) if told is None else told[row, :count]
-        accepted, rest = verify(p[row, : count + 1], q, ids, uniform[row, :count])
-        tokens = [*ids[:accepted].tolist(), int(draw(rest, uniform[row, -1]))]
-        found.append((list(range(accepted)), tokens))
+        if rule is None and isinstance(parents, range):
+            q = F.one_hot(ids, p.shape[-1]).to(p) if told is None else told
+            accepted, rest = verify(p[row, : count + 1], q, ids, uniform[row, :count])
+            path = list(range(accepted))
+        else:
+            tokens = Tokens(ids=ids.tolist(), parents=parents[:count], q=told)
+            path, rest = (rule or recursive)(p[row, : count + 1], tokens, Uniforms(uniform[row]))
+        found.append((path, [*ids[path].tolist(), int(draw(rest, uniform[row, -1]))]))
     return found
 
 
@@ -233,7 +266,7 @@ def _follow(best: list[int], ids: list[int], parents: Sequence[int], count: int)
 def _pass(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None) -> Tensor:
     """The target's logits behind each text, and behind each drafted token, [B, T, V]."""
     if draft is None:
-        return feed(target, cache, texts).unsqueeze(1)
+        return feed(target, cache, texts)
     last = torch.tensor([text[-1:] for text in texts], device=draft.ids.device)
     ids = torch.cat([last, draft.ids], 1)
     if draft.parents is None:

@@ -15,7 +15,7 @@ LAYERS = [
     ["shape"],
     ["family", "record", "provenance"],
     ["cost"],
-    ["law"],
+    ["law", "search"],
     ["console", "plots", "dialect", "serve"],
     ["report"],
     ["compare"],

@@ -8,12 +8,13 @@ from draftlab.commands.make import design, init, tokenizer
 from draftlab.commands.measure import compare, report, score
 from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune
+from draftlab.commands.search import search
 from draftlab.commands.shared import DryRun, Outcome
 from draftlab.commands.ship import check
 from draftlab.commands.train import distill, rollback, train
 
 ALONE = (
-    init, design, prune, distill, rollback, score, compare, report, profile, law, predict, check, train, tokenizer,
+    init, design, search, prune, distill, rollback, score, compare, report, profile, law, predict, check, train, tokenizer,
 )  # fmt: skip
 COMMANDS: dict[str, Callable[..., Outcome]] = {f.__name__: f for f in ALONE} | {
     f"cache {f.__name__}": f for f in (cache.build, cache.verify, cache.info)

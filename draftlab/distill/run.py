@@ -90,7 +90,7 @@ def fit(
     Raises:
         UserError: state is another run's or cannot be written, or training fails.
     """
-    _claim(state, identity)
+    claim_state(state, identity)
     log = state / "log.jsonl"
     with progress(what, settings.steps) as advance:
         for record in train(student, lesson, settings, state, constraint):
@@ -123,7 +123,7 @@ def claim(job: Job) -> Path:
     Raises:
         UserError: it belongs to another run, or cannot be written.
     """
-    _claim(job.state, job.identity)
+    claim_state(job.state, job.identity)
     return job.state
 
 
@@ -173,7 +173,8 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
 
-def _claim(state: Path, identity: dict[str, object]) -> None:
+def claim_state(state: Path, identity: dict[str, object]) -> None:
+    """The same for a run that identity describes."""
     with states.crew().main_process_first():
         _claim_alone(state, identity)
 

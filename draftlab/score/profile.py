@@ -138,7 +138,7 @@ def run(
         note(f"the machine is busy: load {load:.1f} on {cores} cores; what is measured now is slower and spreads more")
     with progress("rounds", plan.grid.repeats) as advance:
         curves = measure(
-            models, plan.grid, mode=plan.mode, clock=_clock(plan.device), advance=lambda done: advance(done, "")
+            models, plan.grid, mode=plan.mode, clock=steady_clock(plan.device), advance=lambda done: advance(done, "")
         )
     dtypes = {plan.dtype, torch.float32, torch.bfloat16}
     most = {_name(dtype): matrix_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
@@ -151,7 +151,7 @@ def run(
     return profiles
 
 
-def _clock(device: torch.device) -> Clock:
+def steady_clock(device: torch.device) -> Clock:
     """Of one CPU thread its CPU seconds, which other work on the machine lengthens less; else the wall's."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
 
@@ -202,14 +202,24 @@ def measure(
 
 
 def measure_latency(
-    models: dict[str, Llama], *, widths: list[int], context: int, passes: int
+    models: dict[str, Llama],
+    *,
+    widths: list[int],
+    context: int,
+    passes: int,
+    mode: Mode = "eager",
+    clock: Clock | None = None,
 ) -> dict[str, list[Latency]]:
-    """One forward pass over width tokens behind context cached ones, at batch 1 and eager, all taking turns."""
+    """One forward pass over width tokens behind context cached ones, at batch 1, all taking turns.
+
+    clock: the device's if left out.
+    """
     grid = Grid(widths=widths, batches=[1], contexts=[context], prompts=[], repeats=passes)
-    tasks = {
-        (name, *at): (_nothing, run) for name, model in models.items() for at, run in _passes(model, grid, "eager")
-    }
-    times = in_turns(tasks, repeats=passes, clock=clock_for(next(iter(models.values())).device))
+    with _settings(mode):
+        tasks = {
+            (name, *at): (_nothing, run) for name, model in models.items() for at, run in _passes(model, grid, mode)
+        }
+        times = in_turns(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
     return {name: [latency(width, times[name, width, 1, context]) for width in widths] for name in models}
 
 

@@ -13,7 +13,7 @@ from draftlab.engine.generate import Sampling
 from draftlab.errors import UserError
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.score.accuracy import evaluate_tasks
-from draftlab.score.profile import device_name, measure_latency
+from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
 from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
@@ -92,7 +92,9 @@ def missed_bars(result: Score, min_speedup: float | None, min_acceptance_length:
 def _latency(models: dict[str, llama.Llama], plan: Plan) -> dict[str, list[Latency]]:
     widths = [1, *(k + 1 for k in plan.ks)]
     note(f"latency of {len(models)} models at widths {widths[0]} to {widths[-1]}")
-    return measure_latency(models, widths=widths, context=_context(plan), passes=LATENCY_PASSES)
+    return measure_latency(
+        models, widths=widths, context=_context(plan), passes=LATENCY_PASSES, clock=steady_clock(plan.device)
+    )
 
 
 def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
@@ -114,6 +116,7 @@ def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
             sampling=sampling,
             repeats=plan.repeats,
             advance=lambda done: advance(done, f"{1 + len(drafts) * len(plan.ks)} ways each"),
+            clock=steady_clock(plan.device),
         )
 
 

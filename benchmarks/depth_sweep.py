@@ -1,0 +1,92 @@
+"""Latency against depth at equal parameters: the paper's figure 3a, on this machine, with random weights.
+
+Shapes are ``draftlab design``'s; each is measured alone, so that one at a time has to fit. On one CPU thread the clock
+counts CPU seconds, which other work on the machine lengthens less than the wall's.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks import environment
+from draftlab import checkpoint
+from draftlab.console import note
+from draftlab.cost import BYTES, Mode, read_weights
+from draftlab.family import family, named_shape
+from draftlab.plots import Panel, save_figure
+from draftlab.score.profile import device_name, measure_latency, random_model
+from draftlab.shape import Shape, parse_count, parse_numbers
+
+
+def main(
+    params: Annotated[str, typer.Option(help="Parameters of every shape.")] = "350m",
+    source: Annotated[str, typer.Option(help="Shape whose proportions they have.")] = "llama-7b",
+    layers: Annotated[str, typer.Option(help="Depths.")] = "1,2,3,4,6,8,12,16,24,32",
+    modes: Annotated[str, typer.Option(help="eager, compiled, graphs; by comma.")] = "eager",
+    context: Annotated[int, typer.Option(help="Cached tokens before a pass.")] = 64,
+    passes: Annotated[int, typer.Option(help="Passes of each shape.")] = 12,
+    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    plot: Annotated[Path | None, typer.Option(help="Figure to write, .svg or .png.")] = None,
+) -> None:
+    torch.set_num_threads(1)
+    place, clock = torch.device(device), time.process_time if device == "cpu" else None
+    shapes = family(
+        named_shape(source), budget=parse_count(params), kind="total", depths=parse_numbers(layers), multiple_of=64
+    )
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes.split(",")}
+    for shape in shapes:
+        for mode, rows in found.items():
+            rows.append(_measured(shape, mode, dtype, place, context, passes, clock))  # type: ignore[arg-type]
+        note(f"{shape.describe()}: " + ", ".join(f"{mode} {rows[-1]['ms']:.3g} ms" for mode, rows in found.items()))
+    if plot is not None:
+        _draw(plot, found)
+    about = {"params": params, "dtype": dtype, "device": device_name(place), "context": context, "passes": passes}
+    fits = {mode: _line(rows, "layers", "ms") for mode, rows in found.items()}
+    of_bytes = {mode: _line(rows, "read_gb", "ms") for mode, rows in found.items()}
+    clocked = {"clock": "CPU seconds of one thread" if device == "cpu" else "wall, synchronised"}
+    result = {"benchmark": "depth_sweep", **about, **clocked, "against_layers": fits, "against_bytes": of_bytes}
+    print(json.dumps(result | {"rows": found} | environment(1)))
+
+
+def _measured(
+    shape: Shape, mode: Mode, dtype: str, device: torch.device, context: int, passes: int,
+    clock: Callable[[], float] | None,
+) -> dict[str, float]:  # fmt: skip
+    model = random_model(shape, checkpoint.DTYPES[dtype], device, context + 8)
+    name = f"{shape.layers}x{shape.hidden}"
+    one = measure_latency({name: model}, widths=[1], context=context, passes=passes, mode=mode, clock=clock)[name][0]
+    size = read_weights(shape) * BYTES[dtype] / 1e9
+    return {
+        "layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn, "params": shape.params(), "read_gb": size,
+        "ms": one.median_ms, "low_ms": one.low_ms, "high_ms": one.high_ms, "n": one.n,
+        "read_gb_per_s": 1e3 * size / one.median_ms,
+    }  # fmt: skip
+
+
+def _line(rows: list[dict[str, float]], of: str, what: str) -> dict[str, float]:
+    """The straight line through all points, and the share of the variance that it explains."""
+    x, y = (np.array([row[name] for row in rows]) for name in (of, what))
+    slope, intercept = np.polyfit(x, y, 1)
+    left = y - slope * x - intercept
+    return {"slope": float(slope), "intercept": float(intercept), "r_squared": float(1 - left.var() / y.var())}
+
+
+def _draw(path: Path, found: dict[str, list[dict[str, float]]]) -> None:
+    points = {mode: [(row["layers"], row["ms"]) for row in rows] for mode, rows in found.items()}
+    lines = {}
+    for mode, rows in found.items():
+        line = _line(rows, "layers", "ms")
+        ends = (rows[0]["layers"], rows[-1]["layers"])
+        lines[mode] = [(x, line["slope"] * x + line["intercept"]) for x in ends]
+    save_figure(path, [Panel(x="layers", y="ms per pass over one token", series=points, lines=lines)])
+
+
+if __name__ == "__main__":
+    typer.run(main)

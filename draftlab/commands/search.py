@@ -1,0 +1,320 @@
+"""The command that closes the loop: shapes are cut, distilled, replayed, priced and measured; the fastest is kept."""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from draftlab import workspace
+from draftlab.commands import trace
+from draftlab.commands.cache import build
+from draftlab.commands.law import law as measure_law
+from draftlab.commands.measure import score
+from draftlab.commands.predict import profile
+from draftlab.commands.prune import prune
+from draftlab.commands.shared import (
+    Data,
+    DryRun,
+    Force,
+    LawDir,
+    Out,
+    Outcome,
+    Seed,
+    TargetName,
+    plan,
+    recorded,
+    shape_of,
+    table_of,
+)
+from draftlab.commands.train import distill
+from draftlab.console import note
+from draftlab.search import KEPT, Confirmed, Rung, Search, Trial, read_search, write_search
+from draftlab.shape import Shape, count_text, parse_numbers
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from draftlab.cost import Cost
+    from draftlab.law import Law
+
+CALIBRATION_TOKENS = 8192
+SEQ_LEN = 256
+LISTED = 64  # most probable tokens of the target that are kept to distil from
+SCORED_SHARE = 0.25  # of the minutes is kept to measure the leaders
+PROMPT_TOKENS, NEW_TOKENS = 64, 96
+# Share of the rejections that distilling on will leave, by rung: without it those that cost least win while none is good.
+# 3 x 256, 4 x 192 and 12 x 128 of tiny: 0.61 to 0.64 from the cut to 180 or 240 steps (docs/results.md)
+HOPED = (0.63, 0.8, 1.0)
+
+
+def search(
+    minutes: Annotated[float, Option(min=0, help="Time to spend, about.")] = 15,
+    layers: Annotated[str | None, Option(help="Depths to try, as 1,2,4; 1 to half the source's if left out.")] = None,
+    widths: Annotated[str | None, Option(help="Widths to try; half to all of the source's if left out.")] = None,
+    against: Annotated[
+        list[str] | None, Option(help="Shape file or its name to take to the end and compare with; again for each.")
+    ] = None,
+    k: Annotated[str, Option(help="Numbers of drafted tokens.")] = "1-6",
+    target: TargetName = None,
+    source: Annotated[str | None, Option(help="Checkpoint to cut from; the workspace's if left out.")] = None,
+    data: Data = None,
+    law: LawDir = None,
+    first_steps: Annotated[int, Option(min=1, help="Steps of distillation on the first rung.")] = 30,
+    most_steps: Annotated[int, Option(min=1, help="Most steps on the last.")] = 1000,
+    rows: Annotated[int, Option(min=1, help="Sequences per step.")] = 8,
+    lr: Annotated[float, Option(help="Peak learning rate, of Muon.")] = 4.0e-3,
+    finalists: Annotated[int, Option(min=1, help="Leaders to measure.")] = 2,
+    prompts: Annotated[
+        int, Option(min=2, help="Prompts that the target writes after, and leaders are measured on.")
+    ] = 16,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Find the shape and K with which the target is fastest here; a killed search goes on where it stopped."""
+    arguments, began = recorded(locals())
+    from draftlab import checkpoint, provenance
+    from draftlab.distill.run import claim_state, state_of
+    from draftlab.search import default_depths, default_widths
+    from draftlab.tokenizer import common_vocabulary
+
+    space = workspace.load()
+    whose, origin = checkpoint.locate(target or space.target), checkpoint.locate(source or space.source)
+    common_vocabulary(origin, whose)
+    have, ks = checkpoint.read_shape(origin), parse_numbers(k)
+    depths = parse_numbers(layers) if layers else default_depths(have)
+    across = parse_numbers(widths) if widths else default_widths(have)
+    given = dict(map(shape_of, against or []))
+    out = out or space.runs / f"search-{origin.name}"
+    checkpoint.check_free(out, force=force)
+    if dry_run:
+        tried = [f"{n} x {width}" for n in depths for width in across]
+        facts = {"target": checkpoint.read_shape(whose).describe(), "source": have.describe(), "try": ", ".join(tried)}
+        return plan(out, facts | {"compare with": ", ".join(given) or "nothing", "minutes": minutes})
+    state = state_of(out)
+    inputs = {"source": provenance.fingerprint(origin), "target": provenance.fingerprint(whose)}
+    claim_state(state, {name: value for name, value in arguments.items() if name != "minutes"} | {"inputs": inputs})
+    work = Work(
+        state=state, target=str(whose), source=str(origin), data=data or space.data, rows=rows, lr=lr, seed=seed,
+        threads=threads, ks=ks, prompts=prompts, began=began, limit_seconds=60 * minutes,
+    )  # fmt: skip
+    priced = work.prices(law)
+    found = work.start(have, depths, across, given, priced)
+    found = work.halve(found, priced, first_steps=first_steps, most_steps=most_steps, finalists=finalists)
+    found = work.confirm(found)
+    with checkpoint.new_directory(out, force=force) as made:
+        shutil.copytree(work.draft(found.winner.name, len(found.rungs) - 1), made / "draft")
+        for part in ("trace", "score"):
+            shutil.copytree(state / part, made / part)
+        write_search(found, made)
+        provenance.write_record(made, "search", arguments, [whose, origin], began, seconds_in_all=found.spent_seconds)
+    shutil.rmtree(state)
+    text = [_rung_table(found), *found.explain(), str(out / "draft")]
+    return Outcome(path=out, show=text, data={"path": str(out), **found.model_dump(mode="json")})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What passes cost: the target's as measured, any draft's by the law."""
+
+    law: "Law"
+    target: "Cost"
+    target_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The steps of a search, each of which is done once: what it made lies in state."""
+
+    state: Path
+    target: str
+    source: str
+    data: str
+    rows: int
+    lr: float
+    seed: int
+    threads: int | None
+    ks: list[int]
+    prompts: int
+    began: float
+    limit_seconds: float
+
+    def prices(self, law: Path | None) -> Prices:
+        """Profiles of the target and, unless there is one, a law: both at the contexts of the texts."""
+        import numpy as np
+
+        from draftlab.cost import Cost, read_profile
+        from draftlab.law import read_law
+
+        contexts = f"16,{PROMPT_TOKENS + NEW_TOKENS + max(self.ks)}"
+        here = {"context": contexts, "repeats": 8, "threads": self.threads}
+        if law is None:
+            law = self._once("law", measure_law, source=self.source, **here)
+        made = self._once("profile", profile, models=[self.target], k=max(self.ks), **here)
+        measured, known = Cost.of(read_profile(made), extrapolate=True), read_law(law)
+        target_ms = float(measured.forward_ms(1, 1, np.array(known.context)))
+        return Prices(law=known, target=measured, target_ms=target_ms)
+
+    def start(
+        self, have: Shape, depths: list[int], widths: list[int], given: dict[str, Shape], priced: Prices
+    ) -> Search:
+        """What an earlier try found, or rung 0 with every candidate on it."""
+        from draftlab.search import FILE, candidates
+
+        if (self.state / FILE).exists():
+            return read_search(self.state)
+        shapes = candidates(have, depths, widths, priced.law.ms, priced.target_ms)
+        same = {name: called for name, shape in shapes.items() for called, wanted in given.items() if shape == wanted}
+        shapes = {same.get(name, name): shape for name, shape in shapes.items()} | given
+        found = Search(target=self.target, source=self.source, shapes=shapes, given=list(given))
+        return found.model_copy(update={"rungs": [Rung(steps=0, names=list(shapes))]})
+
+    def halve(self, found: Search, priced: Prices, *, first_steps: int, most_steps: int, finalists: int) -> Search:
+        """Every rung: a third of the candidates, then the finalists, for as many steps as the time allows."""
+        from draftlab.search import affordable_steps
+
+        before = found.spent_seconds
+        while True:
+            rung = found.rungs[-1]
+            for name in rung.left:
+                trial = self._trial(found, name, priced)
+                found = found.after(trial, before + time.time() - self.began)
+                write_search(found, self.state)
+            trying, number = len(rung.names) - len(found.given), len(found.rungs)
+            if number > 2 and trying <= finalists:
+                return found
+            going = found.best(max(finalists + (number == 1), -(-trying // KEPT)))
+            steps = first_steps if number == 1 else KEPT * rung.steps
+            if number > 1 and len(going) - len(found.given) <= finalists:
+                left = (1 - SCORED_SHARE) * self.limit_seconds - found.spent_seconds
+                steps = affordable_steps(left, going, rung.steps, fewest=first_steps, most=most_steps)
+            found = found.next_rung(steps, going)
+            note(f"rung {number}: {len(going)} drafts, {steps} steps each")
+            write_search(found, self.state)
+
+    def confirm(self, found: Search) -> Search:
+        """The leaders measured beside each other, the fastest first."""
+        from draftlab.record import read_score
+
+        last = found.rungs[-1]
+        chosen = sorted({trial.k for trial in last.trials})
+        made = self._once(
+            "score", score, draft=[str(self.draft(name, len(found.rungs) - 1)) for name in last.names],
+            target=self.target, data=self.data, k=",".join(map(str, chosen)), prompts=self.prompts,
+            prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, repeats=1, tasks="none", threads=self.threads,
+            seed=self.seed + 1,
+        )  # fmt: skip
+        results = [read_score(made / name) for name in last.names]
+        confirmed = [
+            Confirmed(
+                name=result.name,
+                k=result.best_k,
+                length=result.acceptance(result.best_k).mean_acceptance_length,
+                tokens_per_second=result.output_tps(result.best_k),
+                gain=result.speedup(result.best_k),
+            )
+            for result in results
+        ]
+        fastest = sorted(confirmed, key=lambda one: -one.tokens_per_second)
+        spent = found.spent_seconds + time.time() - self.began
+        return found.model_copy(update={"confirmed": fastest, "spent_seconds": spent})
+
+    def draft(self, name: str, rung: int) -> Path:
+        return self.state / f"rung-{rung}" / name
+
+    def _trial(self, found: Search, name: str, priced: Prices) -> Trial:
+        """Make one candidate, replay it, price it."""
+        from draftlab.cost import Cost
+        from draftlab.engine.replay import chain
+        from draftlab.score.predict import best_k, of_replay, with_chances
+        from draftlab.score.replay import read_replay
+
+        number, steps, shape = len(found.rungs) - 1, found.rungs[-1].steps, found.shapes[name]
+        texts = self._once(
+            "trace", trace.record, target=self.target, data=self.data, prompts=self.prompts,
+            prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, seed=self.seed,
+        )  # fmt: skip
+        cache = self._cache(steps) if steps else None
+        began = time.time()
+        draft = self._cut(name, shape) if cache is None else self._distilled(name, number, steps, cache)
+        replayed = self._once(f"replay-{number}/{name}", trace.replay, directory=texts, draft=[str(draft)], k="1")
+        cost = Cost.of(priced.law.profile(shape, name), extrapolate=True)
+        work = of_replay(read_replay(replayed / name))
+        hoped = with_chances(work, 1 - HOPED[min(number, 2)] * (1 - work.texts.chances))
+        k, speedup, rate = best_k(cost, priced.target, hoped, self.ks, 1)
+        return Trial(
+            name=name, k=k, length=chain(work.texts, k).acceptance().mean_acceptance_length, tokens_per_second=rate,
+            speedup=speedup, draft_ms=priced.law.ms(shape), seconds=time.time() - began,
+            step_seconds=_training_seconds(draft) / steps if steps else 0.0,
+        )  # fmt: skip
+
+    def _cut(self, name: str, shape: Shape) -> Path:
+        sizes = {"layers": shape.layers, "width": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads}
+        return self._once(
+            f"rung-0/{name}", prune, source=self.source, **sizes, ffn=shape.ffn, data=self.data,
+            tokens=CALIBRATION_TOKENS, seq_len=SEQ_LEN, scores_cache=self.state / "calibration.safetensors",
+            seed=self.seed,
+        )  # fmt: skip
+
+    def _cache(self, steps: int) -> Path:
+        return self._once(
+            f"cache-{steps}", build, target=self.target, data=self.data, sequences=steps * self.rows, seq_len=SEQ_LEN,
+            k=LISTED, seed=self.seed,
+        )  # fmt: skip
+
+    def _distilled(self, name: str, rung: int, steps: int, cache: Path) -> Path:
+        return self._once(
+            f"rung-{rung}/{name}", distill, draft=str(self.draft(name, 0)), cache=cache, steps=steps, rows=self.rows,
+            seq_len=SEQ_LEN, optimizer="muon", lr=self.lr, eval_every=steps, save_every=steps, seed=self.seed,
+        )  # fmt: skip
+
+    def _once(self, name: str, command: Callable[..., Outcome], **arguments: object) -> Path:
+        """Run a command whose output is not there yet."""
+        from draftlab import provenance
+
+        out = self.state / name
+        if provenance.read_record(out) is None:
+            command(out=out, **arguments)
+        return out
+
+
+def _training_seconds(draft: Path) -> float:
+    from draftlab import provenance
+
+    record = provenance.read_record(draft)
+    assert record is not None
+    return float(str(record.notes["seconds"]))
+
+
+def _rung_table(found: Search) -> "Table":
+    """Every candidate as far as it came."""
+    table = table_of(
+        f"{found.target}: candidates cut from {found.source}, by predicted tokens/s",
+        ("shape", "parameters", "ms per pass", "steps", "K", "tokens\nper pass", "predicted", "measured\n95% interval"),
+    )
+    measured = {one.name: one for one in found.confirmed}
+    shown: set[str] = set()
+    for rung in reversed(found.rungs):
+        for trial in rung.best_first():
+            if trial.name in shown:
+                continue
+            shown.add(trial.name)
+            one = measured.get(trial.name)
+            cell = f"{one.gain.value:.2f}x ({one.gain.low:.2f} to {one.gain.high:.2f}), K = {one.k}" if one else ""
+            best = one is not None and one is found.winner
+            table.add_row(
+                f"* {trial.name}" if best else trial.name, count_text(found.shapes[trial.name].params()),
+                f"{trial.draft_ms:.3g}", str(rung.steps), str(trial.k), f"{trial.length:.2f}", f"{trial.speedup:.2f}x",
+                cell, style="bold green" if best else None,
+            )  # fmt: skip
+    table.caption = (
+        f"{found.spent_seconds / 60:.1f} minutes. Predicted by replay and the latency law, at the best K; of those that "
+        "were left early, as if distilled further."
+    )
+    return table

@@ -46,7 +46,7 @@ SEQ_LEN = 256
 LISTED = 64  # most probable tokens of the target that are kept to distil from
 SCORED_SHARE = 0.25  # of the minutes is kept to measure the leaders
 PROMPT_TOKENS, NEW_TOKENS = 64, 96
-# Share of the rejections that distilling on will leave, by rung: without it those that cost least win while none is good.
+# Share of the rejections that distilling on will leave, by rung: without it the cheapest win while none is any good.
 # 3 x 256, 4 x 192 and 12 x 128 of tiny: 0.61 to 0.64 from the cut to 180 or 240 steps (docs/results.md)
 HOPED = (0.63, 0.8, 1.0)
 
@@ -314,7 +314,7 @@ def _rung_table(found: Search) -> "Table":
                 cell, style="bold green" if best else None,
             )  # fmt: skip
     table.caption = (
-        f"{found.spent_seconds / 60:.1f} minutes. Predicted by replay and the latency law, at the best K; of those that "
-        "were left early, as if distilled further."
+        f"{found.spent_seconds / 60:.1f} minutes. Predicted by replay and the latency law, at the best K; those "
+        "that were left early as if distilled further."
     )
     return table

@@ -62,7 +62,7 @@ def test_candidates_can_be_cut_and_are_cheap_enough(name):
 
 
 def test_a_target_that_no_draft_is_cheap_beside_is_refused():
-    with pytest.raises(UserError, match=r"0 of 2 shapes cost at most 40%.*the fastest 6\d\d%"):
+    with pytest.raises(UserError, match=r"0 of 2 shapes cost at most 40%.*the fastest 576%"):
         candidates(TINY, [8, 12], [256], pass_ms, pass_ms(TINY) / 10)
 
 
@@ -143,8 +143,8 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     from draftlab.commands.search import Work
 
     arguments = [
-        "search", "--minutes", "0.1", "--layers", "1,2", "--widths", "64,128", "--against", "tiny-3x256", "--first-steps",
-        "2", "--most-steps", "3", "--rows", "2", "--prompts", "2", "--finalists", "1", "--k", "1-2", "--threads", "1",
+        "search", "--minutes", "0.1", "--layers", "1,2", "--widths", "64,128", "--against", "tiny-3x256",
+        "--first-steps", "2", "--most-steps", "3", "--rows", "2", "--prompts", "2", "--finalists", "1", "--k", "1-2", "--threads", "1",
         "--out", "found", "--json",
     ]  # fmt: skip
     with monkeypatch.context() as patched:

@@ -5,8 +5,6 @@ transformers does not report apart. transformers is configured as a fair peer: c
 """
 
 import json
-import platform
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +15,8 @@ import typer
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import progress
 from draftlab.data import prompts as read_prompts
-from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative
+from draftlab.engine.generate import ModelDrafter, Sampling, clock_for, plain, speculative
+from draftlab.score.profile import device_name
 
 Decode = Callable[[list[int]], list[int]]
 
@@ -29,29 +28,32 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 12,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
 ) -> None:
     torch.set_num_threads(threads)
+    place = checkpoint.resolve_device(device)
+    clock = clock_for(place)
     directories = checkpoint.locate(target), checkpoint.locate(draft)
     tokenizer = checkpoint.load_tokenizer(directories[0])
     texts = read_prompts("stdlib", tokenizer, count=prompts + 1, length=64, seed=0)
-    arms = _our_arms(directories, k, new_tokens) | _their_arms(directories, k, new_tokens)
+    arms = _our_arms(directories, k, new_tokens, place) | _their_arms(directories, k, new_tokens, place)
     seconds = dict.fromkeys(arms, 0.0)
     same = dict.fromkeys(arms, True)
     with progress("decode", prompts) as advance:
         for number, prompt in enumerate(texts):
             outputs: dict[str, list[int]] = {}
             for name, decode in arms.items() if number % 2 else reversed(arms.items()):
-                began = time.perf_counter()
+                began = clock()
                 outputs[name] = decode(prompt)
-                seconds[name] += (time.perf_counter() - began) if number else 0.0  # the first prompt warms up
+                seconds[name] += (clock() - began) if number else 0.0  # the first prompt warms up
             same = {name: same[name] and outputs[name] == outputs["draftlab_plain"] for name in arms}
             advance(number, "")
     tps = {name: prompts * new_tokens / s for name, s in seconds.items()}
-    print(json.dumps(_result(tps, same, k, prompts, new_tokens, threads)))
+    print(json.dumps(_result(tps, same, k, prompts, new_tokens, threads) | {"device": device_name(place)}))
 
 
-def _our_arms(directories: tuple[Path, Path], k: int, new_tokens: int) -> dict[str, Decode]:
-    target, draft = (llama.load(path, torch.float32) for path in directories)
+def _our_arms(directories: tuple[Path, Path], k: int, new_tokens: int, device: torch.device) -> dict[str, Decode]:
+    target, draft = (llama.load(path, torch.float32, device) for path in directories)
     drafter, sampling = ModelDrafter(draft), Sampling(max_new_tokens=new_tokens)
     return {
         "draftlab_plain": lambda prompt: [t for step in plain(target, [prompt], sampling) for t in step.tokens],
@@ -61,8 +63,8 @@ def _our_arms(directories: tuple[Path, Path], k: int, new_tokens: int) -> dict[s
     }
 
 
-def _their_arms(directories: tuple[Path, Path], k: int, new_tokens: int) -> dict[str, Decode]:
-    target, draft = (checkpoint.load_model(path, torch.float32).eval() for path in directories)
+def _their_arms(directories: tuple[Path, Path], k: int, new_tokens: int, device: torch.device) -> dict[str, Decode]:
+    target, draft = (checkpoint.load_model(path, torch.float32, device).eval() for path in directories)
     assert draft.generation_config is not None
     # read from the assistant's own config; given to generate() they are ignored
     draft.generation_config.num_assistant_tokens = k
@@ -76,7 +78,7 @@ def _their_arms(directories: tuple[Path, Path], k: int, new_tokens: int) -> dict
 
 @torch.inference_mode()
 def _generate(model: Any, prompt: list[int], new_tokens: int, **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out: Any = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -106,7 +108,6 @@ def _result(
         "new_tokens": new_tokens,
         "threads": threads,
         "dtype": "float32",
-        "device": platform.processor() or platform.machine(),
         "versions": provenance.versions(),
     }
 

@@ -25,6 +25,7 @@ def law(
     ] = None,
     layers: Annotated[str | None, Option(help="Depths to measure, as 1,4,16; by the source's if left out.")] = None,
     widths: Annotated[str | None, Option(help="Widths to measure, each at every depth, likewise.")] = None,
+    k: Annotated[int, Option(min=1, help="Most drafted tokens: passes take 1 to K + 1; 1 will do for drafts.")] = 1,
     batch: Annotated[str, Option(help="Rows at once, as 1,4,16.")] = "1",
     context: Annotated[str, Option(help="Cached tokens before a pass, and lengths of prompts.")] = "16,256",
     repeats: Annotated[int, Option(min=3, help="Times every pass is measured, once all is warm.")] = 10,
@@ -60,7 +61,7 @@ def law(
     measuring = profiling.Plan(
         subjects=dict(shapes),
         grid=profiling.Grid(
-            widths=[1, 2], batches=parse_numbers(batch), contexts=contexts, prompts=contexts, repeats=repeats
+            widths=range(1, k + 2), batches=parse_numbers(batch), contexts=contexts, prompts=contexts, repeats=repeats
         ),
         mode=mode,
         dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),

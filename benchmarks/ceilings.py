@@ -1,0 +1,34 @@
+"""What a device can do at best: bytes per second of one large matrix-vector product, operations of a square one."""
+
+import json
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks import environment
+from draftlab import checkpoint
+from draftlab.score.profile import bandwidth_gbs, device_name, matrix_tflops
+
+
+def main(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtypes: Annotated[str, typer.Option(help="By comma.")] = "float32,bfloat16",
+    gigabytes: Annotated[float, typer.Option(help="Size of what is read; at most 1 GiB counts.")] = 1.0,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+) -> None:
+    torch.set_num_threads(threads)
+    place = checkpoint.resolve_device(device)
+    chosen = {name: checkpoint.DTYPES[name] for name in dtypes.split(",")}
+    weights = {name: int(gigabytes * 1e9 / dtype.itemsize) for name, dtype in chosen.items()}
+    result = {
+        "benchmark": "ceilings",
+        "device": device_name(place),
+        "bandwidth_gbs": {name: bandwidth_gbs(weights[name], dtype, place) for name, dtype in chosen.items()},
+        "matrix_tflops": {name: matrix_tflops(dtype, place) for name, dtype in chosen.items()},
+    }
+    print(json.dumps(result | environment(threads)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# What one NVIDIA GPU says of drafts for LLaMA-65B; offline, with random weights, each part within ten minutes.
+#   bash benchmarks/gpu.sh [--small] [--out DIR] [PART ...]     PART: ceilings sweep target drafts predict engine loss masks
+# --small: small shapes on whatever device is there, to try the script. Results: DIR/PART.json, benchmarks/results/gpu if
+# left out. The 65B target is extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely holds it.
+set -euo pipefail
+
+small= out=benchmarks/results/gpu parts=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --small) small=yes ;;
+    --out) out=$2; shift ;;
+    *) parts+=("$1") ;;
+  esac
+  shift
+done
+[ ${#parts[@]} -gt 0 ] || parts=(ceilings sweep target drafts predict engine loss masks)
+
+cd "$(dirname "$0")/.."
+python=python3
+[ -x .venv/bin/python ] && python=.venv/bin/python
+draftlab="$python -m draftlab"
+mkdir -p "$out" runs/gpu
+
+if [ $small ]; then
+  device=cpu mode=eager
+  sweep="--params 4.5m --source tiny-16x256 --layers 2,3 --passes 3"
+  target=tiny-16x256 target_law="--layers 1,2,3,4,5,6 --widths 64 --context 8,64 --repeats 3 --threads 1"
+  drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-new-tokens 16"
+  engine="--prompts 1 --new-tokens 8" loss="--tokens 64 --vocab 256 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1"
+  masks=1 gigabytes=0.02
+else
+  device=cuda mode=graphs
+  sweep="--passes 60 --dtype bfloat16"
+  target=llama-65b target_law="--layers 1,2,4,6,8,10 --widths 8192 --context 128,512 --repeats 20"
+  drafts="noft-1.3b wide-1.3b wide-796m wide-543m wide-290m" points="--context 128,512 --repeats 20"
+  text="--context 128 --max-new-tokens 128" engine= loss= masks=12 gigabytes=1
+fi
+
+part() {  # NAME COMMAND...: its JSON into NAME.json
+  local name=$1
+  shift
+  echo "$name: $*" >&2
+  timeout 600 "$@" > "$out/$name.tmp"
+  mv "$out/$name.tmp" "$out/$name.json"
+}
+
+ceilings() { part ceilings $python -m benchmarks.ceilings --device $device --gigabytes $gigabytes; }
+
+sweep() {
+  local modes=eager
+  [ $device = cuda ] && modes=eager,graphs
+  part sweep $python -m benchmarks.depth_sweep $sweep --device $device --modes $modes --plot "$out/sweep.svg"
+}
+
+target() { part target $draftlab law --source $target $target_law --k 6 --mode $mode --out runs/gpu/target --force --json; }
+
+drafts() {
+  part drafts $draftlab profile $drafts --k 1 $points --mode $mode --out runs/gpu/drafts --force --json
+  [ $mode = eager ] || part drafts_eager $draftlab profile $drafts --k 1 $points --out runs/gpu/drafts-eager --force --json
+}
+
+predict() {  # needs target and drafts
+  local profiles=()
+  for name in $drafts; do profiles+=(--draft-profile "runs/gpu/drafts/$name.yaml"); done
+  for length in 2 2.5 3 3.5 4; do
+    part "predict_$length" $draftlab predict "${profiles[@]}" --target-profile "$target@runs/gpu/target" --k 1-6 $text \
+      --acceptance-length "$length@6" --json
+  done
+}
+
+engine() {
+  [ -d runs/gpu/3x256 ] || $draftlab prune --source tiny --layers 3 --width 256 --data stdlib --tokens 4096 \
+    --out runs/gpu/3x256 >&2
+  part engine $python -m benchmarks.engine --draft runs/gpu/3x256 --device $device $engine
+}
+
+loss() { part loss $python -m benchmarks.distill_loss $loss; }
+
+masks() { part masks $python -m benchmarks.prune_stream --folder runs/gpu/masks --no-seven-b --mask-steps $masks; }
+
+for name in "${parts[@]}"; do $name; done
+ls "$out"

@@ -14,7 +14,8 @@ from draftlab.commands.ship import check
 from draftlab.commands.train import distill, rollback, train
 
 ALONE = (
-    init, design, search, prune, distill, rollback, score, compare, report, profile, law, predict, check, train, tokenizer,
+    init, design, search, prune, distill, rollback, score, compare, report, profile, law, predict, check, train,
+    tokenizer,
 )  # fmt: skip
 COMMANDS: dict[str, Callable[..., Outcome]] = {f.__name__: f for f in ALONE} | {
     f"cache {f.__name__}": f for f in (cache.build, cache.verify, cache.info)

@@ -48,7 +48,7 @@ def profile(
     context: Annotated[str, Option(help="Cached tokens before a pass, and lengths of prompts.")] = "16,128,480",
     repeats: Annotated[int, Option(min=3, help="Times every pass is measured, once all is warm.")] = 20,
     mode: Annotated[
-        Literal["eager", "compiled", "graphs"], Option(help="By draftlab's compiled pass for CPUs, or captured as CUDA graphs.")
+        Literal["eager", "compiled", "graphs"], Option(help="In C++, for CPUs, or captured as CUDA graphs.")
     ] = "eager",
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,

@@ -207,17 +207,19 @@ def measure_latency(
     passes: int,
     mode: Mode = "eager",
     clock: Clock | None = None,
+    batch: int = 1,
 ) -> dict[str, list[Latency]]:
-    """One forward pass over width tokens behind context cached ones, at batch 1, all taking turns.
+    """One forward pass over width tokens of each row behind context cached ones, all taking turns.
 
     clock: the device's if left out.
     """
-    grid = Grid(widths=widths, batches=[1], contexts=[context], prompts=[], repeats=passes)
-    with _settings(mode):
-        tasks = {
-            (name, *at): (_nothing, run) for name, model in models.items() for at, run in _passes(model, grid, mode)
-        }
-        times = in_turns(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
+    grid = Grid(widths=widths, batches=[batch], contexts=[context], prompts=[], repeats=passes)
+    tasks = {
+        (name, *at): (_nothing, run)
+        for name, model in models.items()
+        for at, run in _passes(in_mode(model, mode), grid, mode)
+    }
+    times = in_turns(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
     return {name: [latency(width, times[name, width, batch, context]) for width in widths] for name in models}
 
 
@@ -379,9 +381,7 @@ def _sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Ta
     return matrix.nbytes, lambda: F.linear(vector, matrix)
 
 
-def _pass(
-    model: Llama, cache: Cache, width: int, context: int, last: int, mode: Mode
-) -> Task:
+def _pass(model: Llama, cache: Cache, width: int, context: int, last: int, mode: Mode) -> Task:
     ids = torch.ones(cache.keys.shape[1], width, dtype=torch.long, device=cache.keys.device)
 
     def run() -> Tensor:

@@ -114,15 +114,20 @@ def missed_bars(result: Score, min_speedup: float | None, min_acceptance_length:
     return missed
 
 
-def _latency(models: dict[str, llama.Llama], plan: Plan) -> dict[str, list[Latency]]:
+def _latency(models: dict[str, llama.Llama], plan: Plan, batch: int) -> dict[str, list[Latency]]:
     widths = [1, *(k + 1 for k in plan.ks)]
-    note(f"latency of {len(models)} models at widths {widths[0]} to {widths[-1]}")
+    note(f"latency of {len(models)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
     return measure_latency(
-        models, widths=widths, context=_context(plan), passes=LATENCY_PASSES, clock=steady_clock(plan.device)
+        models,
+        widths=widths,
+        context=_context(plan),
+        passes=LATENCY_PASSES,
+        batch=batch,
+        clock=steady_clock(plan.device),
     )
 
 
-def _throughput(models: dict[str, llama.Llama], plan: Plan) -> Measured:
+def _throughput(models: dict[str, llama.Llama], plan: Plan, batch: int) -> Measured:
     tokenizer = checkpoint.load_tokenizer(plan.target)
     texts = [prompt.ids for prompt in plan.prompts.rows]
     sampling = Sampling(
@@ -156,9 +161,7 @@ def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
     )  # fmt: skip
 
 
-def _score(
-    name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int
-) -> Score:
+def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int) -> Score:
     plain_tokens = measured.tokens[PLAIN]
     greedy = plan.temperature == 0
     same = all(measured.tokens[name, k] == plain_tokens for k in plan.ks)

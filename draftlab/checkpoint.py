@@ -31,6 +31,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 EMBEDDED = Path(__file__).parent / "models"
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -296,8 +297,11 @@ def skeleton(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel"
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
+    """Raises UserError: none is there (transformers would make an empty one up by model type), or it cannot be read."""
     from transformers import AutoTokenizer
 
+    if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+        raise UserError(f"{directory} holds no tokenizer: no {', '.join(VOCABULARY_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:

@@ -68,7 +68,13 @@ def plain(arguments: dict[str, object]) -> dict[str, object]:
 
 
 def fingerprint(path: Path) -> str:
-    """sha256 over what a path holds that decides a result: config and weights of a checkpoint, else every file."""
+    """sha256 over what a path holds that decides a result: config and weights of a checkpoint, else every file.
+
+    Raises:
+        UserError: there is nothing.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
     digest = hashlib.sha256()
     names = ("config.json", "tokenizer.json", "score.json", "manifest.json")
     if path.is_dir():

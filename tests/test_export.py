@@ -1,6 +1,11 @@
 """What an exported draft holds is the draft: tensors, words and numbers, read back by other people's code."""
 
 import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,12 +13,19 @@ import gguf as library
 import numpy as np
 import pytest
 import torch
+from conftest import build
+from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from draftlab import checkpoint
+from draftlab import checkpoint, llama, workspace
+from draftlab.cli import app
+from draftlab.distill.vocabulary import resize
+from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.errors import UserError
-from draftlab.export import gguf, words
+from draftlab.export import folder, gguf, rescore, words
+from draftlab.record import read_score
 from draftlab.tokenizer import PROBES
 
 GGUF_FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
@@ -211,3 +223,219 @@ def test_other_tokenizers_are_refused(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="is WordLevel; GGUF is written for BPE only"):
         words.read(tmp_path, 2)
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch, family_dirs) -> Path:
+    """A workspace with a draft, the small llama cut to two layers, and its target."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
+    )
+    target = str(family_dirs["llama"])
+    workspace.write(workspace.Workspace(target=target, source=target, data=str(tmp_path / "text.txt")))
+    build("llama", 1, num_hidden_layers=2, num_key_value_heads=2).save_pretrained(tmp_path / "draft")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "draft" / name).write_bytes((family_dirs["llama"] / name).read_bytes())
+    return tmp_path
+
+
+def shipped(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(app, ["export", "draft", *arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_a_directory_is_the_draft_at_the_targets_size_and_dtype(space, family_dirs):
+    shutil.copytree(family_dirs["llama"], "wide")
+    resize(Path("wide"), 320)
+    shipped("--target", "wide", "--dtype", "bfloat16", "--out", "out")
+    assert checkpoint.vocab_size(Path("out")) == 320
+    made, source = checkpoint.Weights(Path("out")), checkpoint.Weights(Path("draft"))
+    for name, tensor in source.items():
+        assert made[name][:307].equal(tensor.bfloat16()) if "proj" not in name else made[name].equal(tensor.bfloat16())
+    assert json.loads(Path("out/draftlab.json").read_text())["notes"]["changed"] == [
+        "weights from float32 to bfloat16", "logits 307 -> 320"
+    ]  # fmt: skip
+
+
+def test_adapters_are_merged(space):
+    base = AutoModelForCausalLM.from_pretrained("draft", dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    adapted.save_pretrained("adapters")
+    assert CliRunner().invoke(app, ["export", "adapters", "--out", "out"]).exit_code == 0
+    ids = torch.tensor([[0, 5, 9, 30]])
+    with torch.no_grad():
+        wanted, found = adapted(ids).logits, AutoModelForCausalLM.from_pretrained("out")(ids).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("runtime", ["vllm", "sglang", "llama.cpp"])
+def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
+    """Run by sh, with a program of the runtime's name that says what it was called with."""
+    shipped("--to", runtime, "--k", "3", "--out", "a folder")
+    for name in ("vllm", "python", "llama-server"):
+        Path(name).write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+        Path(name).chmod(0o755)
+    command = ["/bin/sh", "a folder/serve.sh", *(["t.gguf"] if runtime == "llama.cpp" else []), "--port", "1"]
+    said = subprocess.run(command, env={"PATH": f"{space}:/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    words = said.stdout.splitlines()
+    assert words[-2:] == ["--port", "1"]
+    place = str(space / "a folder")
+    if runtime == "vllm":
+        config = json.loads(words[words.index("--speculative-config") + 1])
+        assert config == {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
+    elif runtime == "sglang":
+        assert words[words.index("--speculative-draft-model-path") + 1] == place
+        assert words[words.index("--speculative-num-draft-tokens") + 1] == "4"
+    else:
+        assert words[words.index("--spec-draft-model") + 1] == f"{place}/draft-f16.gguf"
+        assert words[words.index("--model") + 1] == "t.gguf"
+
+
+def test_the_script_for_transformers_decodes_as_the_target_alone(space, family_dirs, capsys, monkeypatch):
+    shipped("--to", "transformers", "--k", "2", "--out", "out")
+    monkeypatch.setattr(sys, "argv", ["assist.py", "def f"])
+    runpy.run_path("out/assist.py")
+    said = capsys.readouterr().out.strip()
+    tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
+    model = AutoModelForCausalLM.from_pretrained(family_dirs["llama"])
+    ids = tokenizer("def f", return_tensors="pt")["input_ids"]
+    assert said == tokenizer.decode(model.generate(ids, max_new_tokens=64, do_sample=False)[0]).strip()
+
+
+def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
+    arguments = ["--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1", "--tasks", "none"]
+    assert CliRunner().invoke(app, ["score", "--draft", "draft", "--k", "1,2", *arguments]).exit_code == 0
+    shipped("--to", "vllm", "--out", "out")
+    text = Path("out/README.md").read_text()
+    score = read_score(next(Path("runs").rglob("score.json")))
+    best = score.best_k
+    assert f"at K = {best}: 2 prompts" in text
+    assert f"{score.acceptance(best).mean_acceptance_length:.2f} tokens per target pass" in text
+    assert f'\\"num_speculative_tokens\\": {best}' in Path("out/serve.sh").read_text()
+    assert text.startswith("---\nbase_model: ")
+    assert "2 x 64" in text
+
+
+def test_an_upload_that_fails_leaves_what_was_written(space, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = shipped("--push", "somebody/draft", "--out", "out", code=1).stderr
+    assert "out is written; not uploaded to somebody/draft" in said
+    assert Path("out/config.json").is_file()
+
+
+def test_steps_of_a_greedy_chain_by_hand():
+    hit = [True, True, True, False, True, True, True, True]
+    # the prefill emits token 0; then 1 2 stand and 3 is the target's own; then 4 5 stand and 6 comes on top
+    assert rescore.chain(hit, 2, 7) == (6, 2)
+    assert rescore.chain([False] * 9, 3, 6) == (5, 5)
+    assert rescore.chain([True] * 9, 4, 6) == (5, 1)
+
+
+def writing_of(draft: Path, count: int = 8) -> rescore.Writing:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 300, 6).tolist() for _ in range(count)]
+    return rescore.write_texts(draft, prompts, 12, 3, torch.device("cpu"))
+
+
+def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
+    """By steps of live decoding, where the length limit is not in the way."""
+    writing = writing_of(family_dirs["llama"])
+    hits = rescore.hits(Path("draft"), writing, torch.device("cpu"))
+    target, draft = (llama.load(p, torch.float32) for p in (family_dirs["llama"], Path("draft")))
+    how = Sampling(max_new_tokens=writing.tokens + writing.k)
+    steps = list(speculative(target, ModelDrafter(draft), writing.prompts, writing.k, how))
+    for row, hit in enumerate(hits):
+        at, accepted = 1, []
+        for step in [s for s in steps if s.row == row][1:]:
+            if at < writing.tokens:
+                accepted.append(step.accepted)
+            at += len(step.tokens)
+        assert rescore.chain(hit.tolist(), writing.k, writing.tokens)[1] == len(accepted)
+
+
+def runtime(folder: Path, best: list[list[int]]) -> Path:
+    """A program that answers as llama.cpp would whose most probable tokens are these."""
+    answer = {"best": best, "ids": [[]] * len(PROBES), "version": "test"}
+    (folder / "answer.json").write_text(json.dumps(answer))
+    program = folder / "program"
+    program.write_text(f'#!/bin/sh\ncat > "{folder}/asked.json"\ncat "{folder}/answer.json"\n')
+    program.chmod(0o755)
+    return program
+
+
+def most_probable(model: Path, rows: list[list[int]]) -> list[list[int]]:
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        return [source(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in rows]
+
+
+def test_an_export_that_drafts_as_here_passes_and_another_fails(family_dirs, tmp_path):
+    draft = family_dirs["llama"]
+    writing = writing_of(draft)
+    hits = rescore.hits(draft, writing, torch.device("cpu"))
+    ask = (tmp_path / "a.gguf", "f32", writing, hits, draft)
+    right = most_probable(draft, writing.rows)
+    found = rescore.in_llama_cpp(runtime(tmp_path, right), *ask)
+    assert (found.here, found.there) == (4.0, 4.0)  # its own target: K + 1
+    assert json.loads((tmp_path / "asked.json").read_text())["rows"] == writing.rows
+    wrong = most_probable(family_dirs["llama_mha"], writing.rows)
+    with pytest.raises(UserError, match="is not what it is here"):
+        rescore.in_llama_cpp(runtime(tmp_path, wrong), *ask)
+    slightly = [[t + (i % 9 == 0) for i, t in enumerate(row)] for row in right]
+    with pytest.raises(UserError, match="drafts other tokens there"):
+        rescore.in_llama_cpp(runtime(tmp_path, slightly), *ask)
+
+
+def test_a_program_that_is_no_runtime_is_refused(tmp_path):
+    with pytest.raises(UserError, match="wants a Python with llama-cpp-python"):
+        rescore.ask(Path(sys.executable), {"rows": [], "texts": []})
+    with pytest.raises(UserError, match="cannot be run"):
+        rescore.ask(tmp_path / "none", {})
+
+
+def test_int8_has_a_scale_for_each_output():
+    weight = torch.tensor([[1.27, -0.004, 0.006], [127.0, 63.4, 0.0]])
+    torch.testing.assert_close(folder.int8(weight), torch.tensor([[1.27, 0.0, 0.01], [127.0, 63.0, 0.0]]))
+
+
+def test_a_bug_report_names_versions_and_machine(space):
+    result = CliRunner().invoke(app, ["env", "--json"])
+    facts = json.loads(result.stdout)
+    assert {"python", "draftlab", "torch", "transformers", "processor", "device", "target"} <= facts.keys()
+    assert facts["workspace"] == str(space / "draftlab.yaml")
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dirs, tmp_path):
+    """DRAFTLAB_TEST_LLAMACPP: a python with llama-cpp-python."""
+    python = os.environ.get("DRAFTLAB_TEST_LLAMACPP")
+    if python is None:
+        pytest.skip("DRAFTLAB_TEST_LLAMACPP does not name a python with llama-cpp-python")
+    gguf.write(family_dirs[family], tmp_path / "a.gguf", "f32")
+    rows = np.random.default_rng(0).integers(3, 300, (6, 40)).tolist()
+    answer = rescore.ask(Path(python), {"model": str(tmp_path / "a.gguf"), "rows": rows, "texts": []})
+    wanted = most_probable(family_dirs[family], rows)
+    assert np.mean(np.array(answer["best"]) == np.array(wanted)) > 0.99
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs):
+    """On the embedded target and a draft that is its first layers: some tokens stand, and some do not."""
+    program = os.environ.get("DRAFTLAB_TEST_VLLM")
+    if program is None:
+        pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
+    runner = CliRunner()
+    prune = ["prune", "--source", "tiny", "--layers", "8", "--data", "stdlib", "--tokens", "4096", "--out", "cut"]
+    assert runner.invoke(app, prune).exit_code == 0
+    export = ["export", "cut", "--to", "vllm", "--target", "tiny", "--data", "stdlib", "--verify-with", program]
+    result = runner.invoke(app, [*export, "--out", "out"])
+    assert result.exit_code == 0, result.output
+    assert "tokens per target pass, here" in result.stdout

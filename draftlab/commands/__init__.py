@@ -10,12 +10,12 @@ from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune
 from draftlab.commands.search import search
 from draftlab.commands.shared import DryRun, Outcome
-from draftlab.commands.ship import check
+from draftlab.commands.ship import check, env, export
 from draftlab.commands.train import distill, rollback, train
 
 ALONE = (
-    init, design, search, prune, distill, rollback, score, compare, report, profile, law, predict, check, train,
-    tokenizer,
+    init, design, search, prune, distill, rollback, score, compare, report, profile, law, predict, check, export,
+    train, tokenizer, env,
 )  # fmt: skip
 COMMANDS: dict[str, Callable[..., Outcome]] = {f.__name__: f for f in ALONE} | {
     f"cache {f.__name__}": f for f in (cache.build, cache.verify, cache.info)

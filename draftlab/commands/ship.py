@@ -1,11 +1,12 @@
 """Commands that bring a finished draft to where it runs: check, export, env."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
 from draftlab import workspace
-from draftlab.commands.shared import Outcome, TargetName, newest
+from draftlab.commands.shared import Force, Out, Outcome, TargetName, newest, recorded
 
 DraftDir = Annotated[str | None, Argument(help="Draft's directory; the newest one if left out.")]
 PROMPTS, PROMPT_TOKENS = 8, 96  # of held-out text, for a look at what the draft does
@@ -40,3 +41,87 @@ def check(
     return Outcome(
         path=draft_dir, show=[f.line() for f in found], data={"findings": rows, "fits": not bad}, missed=missed
     )  # fmt: skip
+
+
+def export(
+    draft: DraftDir = None,
+    to: Annotated[
+        Literal["hf", "gguf", "vllm", "sglang", "llama.cpp", "transformers"],
+        Option(help="A Hugging Face directory, a GGUF file, or either with a script that serves it there."),
+    ] = "hf",
+    target: TargetName = None,
+    kind: Annotated[
+        str, Option("--type", help="Of matrices in a GGUF file: f32, f16, bf16, q8_0, q4_0, ...; q4_k_m and its like.")
+    ] = "f16",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights; as stored if left out.")
+    ] = None,
+    k: Annotated[int | None, Option(min=1, help="Drafted tokens; the best of a score if left out, or else 4.")] = None,
+    verify_with: Annotated[
+        Path | None,
+        Option(help="Score again there: the vllm program, or for GGUF a python with llama-cpp-python."),
+    ] = None,
+    data: Annotated[str | None, Option(help="Prompts to verify with; the workspace's if left out.")] = None,
+    prompts: Annotated[int, Option(min=2, help="Prompts to verify with.")] = 16,
+    push: Annotated[str | None, Option(help="Also upload it to this repository of the Hugging Face hub.")] = None,
+    out: Out = None,
+    force: Force = False,
+) -> Outcome:
+    """Write a draft as runtimes load it, with a card and a script that serves it; verify it where it runs."""
+    arguments, began = recorded(locals())
+    from draftlab import checkpoint, provenance
+    from draftlab.export import run
+
+    space = workspace.load()
+    place = run.locate(draft or newest(space, ("distill", "prune"), "distill"))
+    out = out or space.runs / f"export-{place.name}-{kind if to in ('gguf', 'llama.cpp') else to}"
+    checkpoint.check_free(out, force=force)
+    device = checkpoint.resolve_device(space.device)
+    planned = run.Plan(
+        draft=place,
+        target=checkpoint.locate(target or space.target),
+        target_name=target or space.target,
+        to=to,
+        kind=kind,
+        dtype=None if dtype is None else checkpoint.DTYPES[dtype],
+        k=k,
+        verify_with=verify_with,
+        data=data or space.data,
+        prompts=prompts,
+        runs=space.runs,
+        device=device,
+    )
+    run.check(planned)
+    with checkpoint.new_directory(out, force=force) as work:
+        made = run.export(planned, work, out.name)
+        provenance.write_record(work, "export", arguments, [place], began, **made.notes)
+    if push is not None:
+        run.push(out, push)
+    return Outcome(path=out, show=[*made.lines, str(out)], data={"path": str(out), **made.notes})
+
+
+def env() -> Outcome:
+    """Versions, machine and workspace, to paste into a bug report."""
+    import torch
+
+    from draftlab import checkpoint, provenance
+    from draftlab.score.profile import device_name
+    from draftlab.score.steady import environment
+
+    space, here = workspace.load(), environment()
+    device = checkpoint.resolve_device(space.device)
+    facts: dict[str, object] = {
+        **provenance.versions(),
+        "system": here.system,
+        "processor": f"{here.processor}, {here.cores} cores, {here.busy_cores:.1f} busy with other work",
+        "device": device_name(device),
+        "driver": here.driver or "none",
+        "threads": torch.get_num_threads(),
+        "workspace": str(workspace.FILE.absolute())
+        if workspace.FILE.exists()
+        else "none; the paper's models are meant",
+        "target": space.target,
+        "source": space.source,
+        "dtype": str(checkpoint.resolve_dtype(space.dtype, device)).removeprefix("torch."),
+    }
+    return Outcome(path=None, show=[f"{name}: {value}" for name, value in facts.items()], data=facts)

@@ -1,0 +1,67 @@
+"""How to serve a target with a draft: one small script for each runtime, and nothing to install. No torch.
+
+Options are those of vLLM 0.32, SGLang as of 2026-11, llama.cpp as of llama-cpp-python 0.3.36 and transformers 5.23.
+"""
+
+import json
+import shlex
+
+HERE = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
+
+
+def script(runtime: str, *, target: str, k: int, why_k: str, gguf: str = "") -> tuple[str, str]:
+    """Name and text of the file that serves with the draft beside it. gguf: the draft's file, for llama.cpp."""
+    if runtime == "transformers":
+        return "assist.py", _transformers(target, k, why_k)
+    lines = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}[runtime](target, k, gguf)
+    return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {k}: {why_k}", *lines, ""])
+
+
+def _vllm(target: str, k: int, gguf: str) -> list[str]:
+    config = json.dumps({"method": "draft_model", "model": "@", "num_speculative_tokens": k}).replace('"', '\\"')
+    speculative = '"' + config.replace("@", "$here") + '"'
+    return [
+        "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",
+        HERE,
+        f'exec vllm serve {shlex.quote(target)} --speculative-config {speculative} "$@"',
+    ]
+
+
+def _sglang(target: str, k: int, gguf: str) -> list[str]:
+    options = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+    return [
+        "# sh serve.sh [options of sglang.launch_server]; not run where this was written",
+        HERE,
+        f"exec python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm STANDALONE \\",
+        f'    --speculative-draft-model-path "$here" {options} "$@"',
+    ]
+
+
+def _llama_cpp(target: str, k: int, gguf: str) -> list[str]:
+    return [
+        f"# sh serve.sh TARGET.gguf [options of llama-server]; of {target} draftlab export TARGET --to gguf makes it",
+        "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0",
+        HERE,
+        "target=${1:?the target as a GGUF file}; shift",
+        'exec llama-server --model "$target" --spec-type draft-simple \\',
+        f'    --spec-draft-model "$here"/{shlex.quote(gguf)} --spec-draft-n-max {k} "$@"',
+    ]
+
+
+def _transformers(target: str, k: int, why_k: str) -> str:
+    return f"""# python assist.py "a prompt"; K = {k}: {why_k}
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target, here = {target!r}, Path(__file__).resolve().parent
+tokenizer = AutoTokenizer.from_pretrained(target)
+model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+draft = AutoModelForCausalLM.from_pretrained(here, dtype=model.dtype).to(model.device)
+draft.generation_config.update(
+    num_assistant_tokens={k}, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+)
+inputs = tokenizer(sys.argv[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
+print(tokenizer.decode(model.generate(**inputs, assistant_model=draft, max_new_tokens=64, do_sample=False)[0]))
+"""

@@ -167,6 +167,26 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
     return [{"category": name} | _part(score, prompts) for name, prompts in score.categories.items()]
 
 
+def category_table(score: Score) -> Table:
+    """The best K by kind of prompt, the fastest first."""
+    found = sorted(category_rows(score), key=lambda row: -row["speedup"])
+    rows = [
+        [
+            row["category"],
+            str(row["prompts"]),
+            "–" if row["mean_acceptance_length"] is None else f"{row['mean_acceptance_length']:.2f}",
+            f"{row['output_tps']:.4g}",
+            f"{row['speedup']:.2f}x"
+            + (f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["prompts"] > 1 else ""),
+        ]
+        for row in found
+    ]
+    heads = ("prompts", "n", "tokens per\ntarget pass", "tok/s", "speed-up (95%)")
+    table = terminal_table(heads, rows, best=-1, flexible=0)
+    table.caption = Text(f"{score.name} at K = {score.best_k}, by kind of prompt.")
+    return table
+
+
 def prompt_rows(score: Score) -> list[dict[str, Any]]:
     """The best K by prompt."""
     kinds = [p.category for p in score.prompts] or [""] * score.conditions.prompts

@@ -196,6 +196,7 @@ class Score(_Frozen):
     conditions: Conditions
     environment: Environment | None = None
     prompts: list[Prompt] = []
+    assisted: list[TaskResult] = []  # generation tasks of the target with this draft, through the speculative engine
     plain: list[Generation] | list[Served]
     speculative: dict[int, list[Generation] | list[Served]] = Field(min_length=1)  # by K
     counters: dict[int, Counters] = {}  # by K, where a server decoded

@@ -181,6 +181,8 @@ def _cautions_of(score: Score) -> list[str]:
         )
     elif score.identical is False:
         found.append("its output differs from the target's own, so decoding was not lossless and no speed-up counts")
+    for task, metric, alone, drafted in _differing_tasks(score):
+        found.append(f"the target scores {drafted:.3f} with it on {task}, {metric}, {alone:.3f} alone: not lossless")
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
         found.append(f"only {share} of the output's 4-grams are distinct; a repetition loop flatters every draft")
@@ -194,6 +196,13 @@ def _cautions_of(score: Score) -> list[str]:
             "what was cut; let each prompt generate more"
         )
     return found
+
+
+def _differing_tasks(score: Score) -> list[tuple[str, str, float, float]]:
+    """Generation tasks that the target scores otherwise with the draft: task, metric, alone, with it."""
+    alone = {(r.task, r.metric): r.value for r in score.target.tasks}
+    pairs = [(r.task, r.metric, alone.get((r.task, r.metric)), r.value) for r in score.assisted]
+    return [(task, metric, a, b) for task, metric, a, b in pairs if a is not None and a != b]
 
 
 def _rank(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
@@ -344,7 +353,8 @@ def _models(score: Score) -> Rows:
         | {f"{r.task}, {r.metric}": _task_text(r) for r in model.tasks}
         for model in (score.draft, score.target)
     )
-    return [[name, draft.get(name, "–"), target.get(name, "–")] for name in dict.fromkeys([*draft, *target])]
+    rows = [[name, draft.get(name, "–"), target.get(name, "–")] for name in dict.fromkeys([*draft, *target])]
+    return rows + [[f"{r.task}, {r.metric}, with the draft", "–", _task_text(r)] for r in score.assisted]
 
 
 def _conditions(scores: Sequence[Score]) -> Rows:

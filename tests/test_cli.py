@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.errors import UserError
+from draftlab.record import read_score
+from draftlab.score.accuracy import evaluate_tasks
 from draftlab.shape import parse_numbers
 
 RUNNER = CliRunner()
@@ -177,3 +180,28 @@ def test_the_installed_script_runs():
     script = Path(sys.executable).parent / "draftlab"
     out = subprocess.run([script, "--version"], capture_output=True, text=True, check=True, env=os.environ)
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", out.stdout)
+
+
+def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
+    rows = [
+        {"prompt": "def f(line):\n    return", "category": "code"},
+        {"turns": ["return 1", "and?"], "category": "chat"},
+    ]
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    call(*PRUNE)
+    how = ("--k", "1", "--max-new-tokens", "4", "--repeats", "1", "--prompt-file", "prompts.jsonl", "--json")
+    found = json.loads(call("score", *how, "--tasks", "code_bits_per_byte", "--task-limit", "1").stdout)
+    (categories,) = found["categories"].values()
+    assert [(row["category"], row["prompts"]) for row in categories] == [("chat", 2), ("code", 2)]
+    (prompts,) = found["prompts"].values()
+    assert [row["category"] for row in prompts] == ["code", "chat", "code", "chat"]
+    kept = read_score(space / "runs/score-2x32/prune-2x32")
+    assert kept.environment is not None
+    assert [p.tokens for p in kept.prompts][:2] == [p.tokens for p in kept.prompts][2:]
+    assert kept.prompts[0].tokens != kept.prompts[1].tokens
+    draft, text = space / "runs/prune-2x32", workspace.load().data
+    (alone, *_) = evaluate_tasks(draft, ["code_bits_per_byte"], limit=1, dtype=torch.float32, data=text)
+    assert kept.draft.tasks[0] == alone  # of the workspace's data, not of the standard library
+    again = ("score", "--draft", str(draft), "--prompt-file", "prompts.jsonl", "--out", "x")
+    assert "holds 4 prompts, 9 are wanted" in refused(*again, "--prompts", "9")
+    assert "does not fit the context of the target, 256" in refused(*again, "--max-new-tokens", "300")

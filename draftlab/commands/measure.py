@@ -148,14 +148,21 @@ def score(
 def _scored(
     scores: "list[Score]", out: Path, min_speedup: float | None, min_acceptance_length: float | None
 ) -> Outcome:
+    from draftlab.compare import category_rows, category_table, prompt_rows
     from draftlab.report import cautions, json_rows, score_table
     from draftlab.score.run import missed_bars
 
     missed = [text for s in scores for text in missed_bars(s, min_speedup, min_acceptance_length)]
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
     warnings = [f"warning: {text}" for text in cautions(scores)]
-    show = [score_table(scores), *verdicts, *warnings, str(out)]
-    return Outcome(path=out, show=show, data={"scores": json_rows(scores)}, missed=missed)
+    kinds = [category_table(s) for s in scores if s.categories]
+    data = {
+        "scores": json_rows(scores),
+        "categories": {s.name: category_rows(s) for s in scores},
+        "prompts": {s.name: prompt_rows(s) for s in scores},
+    }
+    show = [score_table(scores), *kinds, *verdicts, *warnings, str(out)]
+    return Outcome(path=out, show=show, data=data, missed=missed)
 
 
 def _servers(plain: str | None, speculative: str | None, key: Path | None) -> "tuple[Server, Server]":

@@ -27,6 +27,7 @@ from draftlab.checkpoint import CPU, load_model, load_tokenizer
 from draftlab.data import Document, documents
 from draftlab.errors import UserError, did_you_mean
 from draftlab.record import TaskResult
+from draftlab.score.assisted import Write, assisted_lm
 
 if TYPE_CHECKING:  # lm-eval takes seconds to import, and who scores without tasks does not need it
     from lm_eval.api.instance import Instance
@@ -70,6 +71,7 @@ def evaluate_tasks(
     seed: int = 0,
     data: str = "stdlib",
     context: int = 512,
+    write: Write | None = None,
 ) -> list[TaskResult]:
     """Every metric of every task, for one checkpoint.
 
@@ -78,6 +80,7 @@ def evaluate_tasks(
         limit: items per task; the first ones, so that a smaller limit asks a part of the same questions.
         data: source of the two code tasks; its held-out split is used.
         context: window of the two code tasks in tokens, at most the model's own, which lm-eval's tasks get.
+        write: what writes the answers of generation tasks, instead of the checkpoint alone.
 
     Raises:
         UserError: an unknown task, data that cannot be had, or a checkpoint that cannot be loaded.
@@ -94,8 +97,15 @@ def evaluate_tasks(
         if own["tasks"]:
             results += _evaluate(code_lm(model, tokenizer, batch_size, window), own, limit, seed)
         if registered["tasks"]:
-            results += _evaluate(_plain_lm(model, tokenizer, batch_size), registered, limit, seed)
+            plain = _plain_lm(model, tokenizer, batch_size)
+            lm = plain if write is None else assisted_lm(model, tokenizer, batch_size, write)
+            results += _evaluate(lm, registered, limit, seed)
     return results
+
+
+def generation_tasks(names: list[str]) -> list[str]:
+    """Those of names whose answers the model writes."""
+    return [name for name in names if name not in OWN_TASKS and _is_written(name)]
 
 
 def next_line_items(docs: list[Document], *, count: int, seed: int) -> list[LineItem]:
@@ -265,9 +275,17 @@ def _registry() -> "TaskManager":
     return TaskManager()
 
 
+@functools.cache
+def _files() -> "TaskManager":
+    """For tasks in files, which need none of lm-eval's own."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=False)
+
+
 def _load(name: str) -> "TaskDict":
     try:
-        found = _registry().load([name])
+        found = (_files() if Path(name).is_file() else _registry()).load([name])
     except Exception as error:  # offline, unknown split, missing package, bad YAML: each has classes of its own
         reason = " ".join(str(error).split())[:200]
         raise UserError(
@@ -278,6 +296,10 @@ def _load(name: str) -> "TaskDict":
         if any(task.get_config(key) for key in ("unsafe_code", "doc_to_image", "doc_to_audio")):
             raise UserError(f"lm-eval task {name!r} runs generated code or needs images or sound; not supported")
     return found
+
+
+def _is_written(name: str) -> bool:
+    return any(task.OUTPUT_TYPE == "generate_until" for task in _registered_tasks([name])["tasks"].values())
 
 
 def _split(
@@ -314,14 +336,20 @@ def _evaluate(lm: "LM", tasks: "TaskDict", limit: int | None, seed: int) -> list
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(seed)
-    found: Any = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=False)
+    found: Any = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=True)
     if found is None:
         raise RuntimeError("lm-eval gives results to the first process only; run accuracy in one process")
-    better = found["higher_is_better"]
-    return [r for name, measured in found["results"].items() for r in _results(name, measured, better.get(name, {}))]
+    better, samples = found["higher_is_better"], found["samples"]
+    return [
+        result
+        for name, measured in found["results"].items()
+        for result in _results(name, measured, better.get(name, {}), samples.get(name, []))
+    ]
 
 
-def _results(task: str, measured: dict[str, Any], higher_is_better: dict[str, bool | None]) -> Iterator[TaskResult]:
+def _results(
+    task: str, measured: dict[str, Any], higher_is_better: dict[str, bool | None], samples: list[dict[str, Any]]
+) -> Iterator[TaskResult]:
     """lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; a filter is named unless it is none."""
     for key, value in measured.items():
         metric, comma, filtered = key.partition(",")
@@ -338,7 +366,15 @@ def _results(task: str, measured: dict[str, Any], higher_is_better: dict[str, bo
             value=number,
             stderr=_number(measured.get(f"{metric}_stderr,{filtered}")),
             higher_is_better=better,
+            items=_items(samples, metric, filtered),
         )
+
+
+def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[float]:
+    """A metric's value of each item, in the order of the task; [] where items have no number of their own."""
+    of = sorted((s for s in samples if s.get("filter", "none") == filtered), key=lambda s: s["doc_id"])
+    values = [_number(s.get(metric)) for s in of]
+    return [v for v in values if v is not None] if None not in values else []
 
 
 def _number(value: object) -> float | None:

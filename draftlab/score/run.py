@@ -12,10 +12,11 @@ from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
 from draftlab.engine.decoder import in_mode
-from draftlab.engine.generate import Sampling
+from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.errors import UserError
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
-from draftlab.score.accuracy import evaluate_tasks
+from draftlab.score.accuracy import evaluate_tasks, generation_tasks
+from draftlab.score.assisted import writer
 from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
@@ -77,6 +78,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     }
     _check_context(models, plan)
     tasks = {name: _tasks(path, plan) for name, path in directories.items()}  # first: a wrong name fails early
+    assisted = {name: _assisted(models[""], models[name], name, plan) for name in plan.drafts}
     here = environment()
     warn_if_loaded(here)
     scores = []
@@ -93,7 +95,8 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             )
             for name, path in directories.items()
         }
-        scores += [_score(name, described, measured, plan, here, batch) for name in plan.drafts]
+        found = {name: _score(name, described, measured, plan, here, batch) for name in plan.drafts}
+        scores += [one.model_copy(update={"assisted": assisted[name]}) for name, one in found.items()]
     with checkpoint.new_directory(out, force=force) as work:
         for result in scores:
             (work / result.name).mkdir()
@@ -159,6 +162,20 @@ def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
         directory, plan.tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed,
         data=plan.data,
     )  # fmt: skip
+
+
+def _assisted(target: llama.Llama, draft: llama.Llama, name: str, plan: Plan) -> list[TaskResult]:
+    """Generation tasks of the target with the draft, at the largest K."""
+    tasks = generation_tasks(plan.tasks)
+    if not tasks:
+        return []
+    note(f"lm-eval on {plan.target.name} with {name}: {', '.join(tasks)}")
+    tokenizer = checkpoint.load_tokenizer(plan.target)
+    drafter = ModelDrafter(draft, target.shape.vocab)
+    write = writer(target, drafter, max(plan.ks), tokenizer, checkpoint.special_ids(tokenizer)["eos"])
+    return evaluate_tasks(
+        plan.target, tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed, write=write
+    )
 
 
 def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int) -> Score:

@@ -143,8 +143,8 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     from draftlab.commands.search import Work
 
     words = (
-        "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --most-steps 3 --rows 2 "
-        "--prompts 2 --finalists 1 --k 1-2 --threads 1 --out found --json"
+        "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --most-steps 3 "
+        "--rows 2 --prompts 2 --finalists 1 --k 1-2 --threads 1 --out found --json"
     )
     arguments = words.split()
     with monkeypatch.context() as patched:

@@ -142,12 +142,11 @@ def test_a_dry_run_says_what_would_be_tried(space):
 def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     from draftlab.commands.search import Work
 
-    arguments = [
-        "search", "--minutes", "0.1", "--layers", "1,2", "--widths", "64,128", "--against", "tiny-3x256",
-        "--first-steps", "2", "--most-steps", "3", "--rows", "2", "--prompts", "2", "--finalists", "1", "--k", "1-2",
-        "--threads", "1",
-        "--out", "found", "--json",
-    ]  # fmt: skip
+    words = (
+        "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --most-steps 3 "
+        "--rows 2 --prompts 2 --finalists 1 --k 1-2 --threads 1 --out found --json"
+    )
+    arguments = words.split()
     with monkeypatch.context() as patched:
         patched.setattr(Work, "confirm", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert CliRunner().invoke(app, arguments).exit_code == 130

@@ -176,7 +176,7 @@ class Work:
         return found.model_copy(update={"rungs": [Rung(steps=0, names=list(shapes))]})
 
     def halve(self, found: Search, priced: Prices, *, first_steps: int, most_steps: int, finalists: int) -> Search:
-        """Every rung: a third of the candidates, then the finalists, for as many steps as the time allows."""
+        """First all for a few steps, since a cut alone says little; then a third of them on each rung."""
         from draftlab.search import affordable_steps
 
         before = found.spent_seconds
@@ -189,7 +189,7 @@ class Work:
             trying, number = len(rung.names) - len(found.given), len(found.rungs)
             if number > 2 and trying <= finalists:
                 return found
-            going = found.best(max(finalists + (number == 1), -(-trying // KEPT)))
+            going = rung.best_first() if number == 1 else found.best(max(finalists, -(-trying // KEPT)))
             steps = first_steps if number == 1 else KEPT * rung.steps
             if number > 1 and len(going) - len(found.given) <= finalists:
                 left = (1 - SCORED_SHARE) * self.limit_seconds - found.spent_seconds

@@ -219,6 +219,14 @@ def _vllm(mine: Side, its: Side, shape: Shape) -> Iterator[Finding]:
     elif shape.head_dim not in VLLM_CPU_HEADS:
         text = f"heads of {shape.head_dim}; its CPU build takes {', '.join(map(str, VLLM_CPU_HEADS))}"
         yield Finding(about="vllm", level="note", text=text)
+    if mine.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
+        text = (
+            f"takes heads of a Qwen2 to be width / heads wide; {shape.heads} of {shape.head_dim} are not {shape.hidden}"
+        )
+        heads = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
+        yield Finding(
+            about="vllm", level="bad", text=text, fix=f"prune to --width {heads} with --heads width / head_dim"
+        )
     splits = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
     if splits != [1, 2, 4, 8]:
         text = f"runs a draft on as many devices as the target; this one splits over {', '.join(map(str, splits))}"

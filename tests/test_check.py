@@ -102,6 +102,12 @@ def test_rows_that_do_not_divide_are_noted_with_sizes_that_do(pair):
     assert "prune to --ffn 64 or 96" in notes(pair, "llama.cpp")
 
 
+def test_a_qwen2_whose_heads_do_not_add_up_is_refused_by_vllm(family_dirs):
+    draft = family_dirs["qwen2"]
+    said = [f.text for f in check.files(draft, draft, check.parse_runtimes("vllm")) if f.level == "bad"]
+    assert "takes heads of a Qwen2 to be width / heads wide; 8 of 12 are not 64" in said
+
+
 @pytest.mark.parametrize(("value", "words"), [(float("nan"), "not finite"), (0.0, "all zero")])
 def test_broken_weights_are_found(pair, value, words):
     spoil(pair[0], "model.layers.1.mlp.up_proj.weight", value)

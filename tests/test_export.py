@@ -129,11 +129,18 @@ def test_matrices_whose_rows_do_not_divide_stay_wide_and_vectors_whole(family_di
 
 
 def test_what_llama_cpp_does_not_know_is_refused(family_dirs, tmp_path):
-    config = json.loads((family_dirs["llama"] / "config.json").read_text())
+    shutil.copytree(family_dirs["llama"], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
     for change, said in (({"model_type": "opt"}, "is a opt model"), ({"hidden_act": "gelu"}, "activation 'gelu'")):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=said):
             gguf.architecture(tmp_path)
+
+
+def test_a_qwen2_whose_heads_do_not_add_up_to_its_width_is_a_llama_there(family_dirs, tmp_path):
+    assert gguf.architecture(family_dirs["qwen2"]) == "llama"  # 8 heads of 12, width 64
+    build("qwen2", head_dim=8).save_pretrained(tmp_path)
+    assert gguf.architecture(tmp_path) == "qwen2"
 
 
 def test_words_of_a_byte_level_vocabulary(family_dirs):
@@ -413,16 +420,20 @@ def test_a_bug_report_names_versions_and_machine(space):
 
 
 @pytest.mark.llamacpp
-@pytest.mark.parametrize("family", GGUF_FAMILIES)
+@pytest.mark.parametrize("family", [*GGUF_FAMILIES, "qwen2 with heads of 8"])
 def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dirs, tmp_path):
     """DRAFTLAB_TEST_LLAMACPP: a python with llama-cpp-python."""
     python = os.environ.get("DRAFTLAB_TEST_LLAMACPP")
     if python is None:
         pytest.skip("DRAFTLAB_TEST_LLAMACPP does not name a python with llama-cpp-python")
-    gguf.write(family_dirs[family], tmp_path / "a.gguf", "f32")
+    model = family_dirs.get(family, tmp_path / "model")
+    if family not in family_dirs:
+        shutil.copytree(family_dirs["qwen2"], model)
+        build("qwen2", head_dim=8).save_pretrained(model)
+    gguf.write(model, tmp_path / "a.gguf", "f32")
     rows = np.random.default_rng(0).integers(3, 300, (6, 40)).tolist()
     answer = rescore.ask(Path(python), {"model": str(tmp_path / "a.gguf"), "rows": rows, "texts": []})
-    wanted = most_probable(family_dirs[family], rows)
+    wanted = most_probable(model, rows)
     assert np.mean(np.array(answer["best"]) == np.array(wanted)) > 0.99
 
 

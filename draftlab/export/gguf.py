@@ -59,16 +59,19 @@ def library() -> Any:
 def architecture(directory: Path) -> str:
     """llama.cpp's name of it.
 
+    A Qwen2 whose heads do not add up to its width, as cutting makes them, has no place under "qwen2" there; it is a
+    "llama" with biases.
+
     Raises:
         UserError: it has none, or computes something else under that name.
     """
-    config = checkpoint.read_config(directory)
+    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     kind = str(config.get("model_type"))
     if kind not in ARCHITECTURES:
         raise UserError(f"{directory} is a {kind} model; GGUF is written for {', '.join(ARCHITECTURES)}")
     if config.get("hidden_act") != "silu":
         raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; llama.cpp computes silu there")
-    return ARCHITECTURES[kind]
+    return "llama" if kind == "qwen2" and shape.sizes["q"] != shape.hidden else ARCHITECTURES[kind]
 
 
 def write(directory: Path, file: Path, kind: str) -> Written:

@@ -13,7 +13,10 @@ from draftlab import llama
 from draftlab.engine.drafters import Fallback, StagedDrafter, UnsureDrafter, less_sure_than, more_entropy_than
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampling, plain, speculative, written
 from draftlab.engine.ngram import LookupDrafter, NgramDrafter, Ngrams
-from draftlab.engine.verify import draw
+from draftlab.engine.rules import match
+from draftlab.engine.skip import search, skipping
+from draftlab.engine.tree import TreeDrafter, depths, fastest, full, most_accepted
+from draftlab.engine.verify import Warp, draw
 
 VOCAB = 307
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
@@ -41,7 +44,8 @@ def ngrams(models: dict[str, llama.Llama]) -> Ngrams:
     return Ngrams(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
-DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model"]
+DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip"]
+DRAFTERS += ["tree top", "tree sampled", "tree distinct"]
 
 
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: Ngrams) -> Drafter:
@@ -54,11 +58,15 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: Ngrams) -> Drafte
         "fallback": lambda: Fallback(LookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
         "staged": lambda: StagedDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: StagedDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
+        "skip": lambda: ModelDrafter(skipping(models["target"], [0, 2]), VOCAB),
+        "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
+        "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
+        "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
     }[name]()
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [1, 6])
 def test_greedy_decoding_with_any_drafter_is_plain_decoding(models, ngrams, name, k):
     sampling = Sampling(max_new_tokens=32)
     expected = written(plain(models["target"], PROMPTS, sampling))
@@ -77,7 +85,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     assert together == alone
 
 
-@pytest.mark.parametrize("name", ["ngram", "unsure", "entropy"])
+@pytest.mark.parametrize("name", ["ngram", "unsure", "entropy", "skip", "tree sampled", "tree distinct"])
 def test_q_is_what_was_sampled(models, ngrams, name):
     """The tokens come back from q by inverse CDF with the draws that the drafter was given."""
     proposing, uniform = drafter(name, models, ngrams), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
@@ -198,6 +206,132 @@ def test_kneser_ney_sums_to_one_and_likes_its_own_text():
     np.testing.assert_allclose(rows.sum(1), 1)
     assert (rows > 0).all()
     assert np.log(rows[np.arange(5, 300), text[5:300]]).mean() > -np.log(4)  # there are three ways on
+
+
+def pair_statistic(target: Tensor, drafter: Drafter, rule=None, n: int = 500) -> float:
+    """Chi-square of the second and third token that are emitted, both drafted in one step, against the exact pair."""
+    p = torch.softmax(target, -1)
+    counts = torch.zeros(3, 3)
+    for seed in range(n):
+        sampling = Sampling(temperature=1.0, seed=seed, max_new_tokens=6)
+        tokens = written(speculative(Bigrams(target), drafter, [[2]], 4, sampling, rule=rule))[0]
+        counts[tokens[1], tokens[2]] += 1
+    expected = n * torch.einsum("a,ab,bc->bc", p[2], p, p)
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+TARGET = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3]]).log()
+DRAFT = torch.tensor([[0.2, 0.5, 0.3], [0.5, 0.3, 0.2], [0.15, 0.15, 0.7]]).log()
+CRITICAL = 44.6  # chi-square, 8 degrees, alpha 4.4e-7
+
+
+@pytest.mark.parametrize("siblings", ["top", "sampled", "distinct"])
+def test_what_trees_emit_has_the_targets_distribution(siblings):
+    assert pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), siblings)) < CRITICAL
+
+
+def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled():
+    class Claims(TreeDrafter):
+        """The most probable tokens, said to be sampled."""
+
+        def _child(self, logits, elder, sampling, uniform):
+            ids, _ = super()._child(logits, elder, sampling, uniform)
+            return ids, sampling(logits)
+
+    assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top")) > CRITICAL
+    assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match) < CRITICAL  # looks at no q
+
+
+def test_a_tree_of_one_branch_is_the_model(models):
+    found = []
+    for proposing in (TreeDrafter(models["noisy"], VOCAB, (0, 1, 2, 3), "sampled"), ModelDrafter(models["noisy"])):
+        proposing.reset(3, 40)
+        uniform = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+        found.append(proposing.propose(PROMPTS, 4, Sampling(temperature=1.0), uniform))
+    assert torch.equal(found[0].ids, found[1].ids)
+    torch.testing.assert_close(found[0].q, found[1].q, atol=1e-5, rtol=1e-4)
+
+
+def test_a_tree_keeps_at_least_what_its_first_branch_keeps(models):
+    """Greedy steps of a draft tree that begins with the chain; sums over steps from the same places."""
+    sampling = Sampling(max_new_tokens=40)
+    steps = {
+        name: len(list(speculative(models["target"], proposing, PROMPTS[:1], 6, sampling)))
+        for name, proposing in {
+            "chain": TreeDrafter(models["noisy"], VOCAB, (0, 1), "top"),
+            "tree": TreeDrafter(models["noisy"], VOCAB, (0, 0, 1, 1, 2, 2), "top"),
+        }.items()
+    }
+    assert steps["tree"] < steps["chain"]
+
+
+def test_trees_are_numbered_level_by_level():
+    assert full([2, 1]) == (0, 0, 1, 2)
+    assert full([1, 3]) == (0, 1, 1, 1)
+    assert depths((0, 0, 1, 2, 3)) == [1, 1, 2, 2, 3]
+    with pytest.raises(ValueError, match="level by level"):
+        TreeDrafter(Bigrams(DRAFT), 3, (0, 1, 0), "top")
+
+
+def test_the_best_tree_is_found_by_hand():
+    ranked = [0.6, 0.2, 0.1]
+    assert most_accepted(ranked, 3, 3) == ((0, 1, 2), pytest.approx(1 + 0.6 + 0.36 + 0.216))
+    parents, tokens = most_accepted(ranked, 5, 2)  # 0.6 0.36 0.2 0.12 0.12: no third level
+    assert sorted(depths(parents)) == [1, 1, 2, 2, 2]
+    assert tokens == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12 + 0.12)
+    assert most_accepted([0.5, 0.5], 2, 1) == ((0, 0), 2.0)
+
+
+def test_no_tree_of_five_tokens_keeps_more():
+    """Against every tree of at most three levels and three siblings."""
+    ranked = [0.5, 0.3, 0.1]
+
+    def kept(parents: tuple[int, ...]) -> float:
+        worth = [1.0]
+        for i, parent in enumerate(parents):
+            worth.append(worth[parent] * ranked[parents[:i].count(parent)])
+        return sum(worth)
+
+    every = [()]
+    for n in range(5):
+        every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
+    assert most_accepted(ranked, 5, 5)[1] == pytest.approx(max(kept(tree) for tree in every))
+
+
+def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cost():
+    ranked = [0.7, 0.2, 0.05]
+    assert fastest(ranked, 0.01, lambda width: 1 + 0.5 * (width - 1), 8, 8)[0] == (0,)
+    wide, _ = fastest(ranked, 5.0, lambda width: 1.0, 8, 8)
+    assert max(depths(wide)) < 8
+    long, _ = fastest(ranked, 0.0, lambda width: 1.0, 8, 8)
+    assert max(depths(long)) > max(depths(wide))
+
+
+def test_skipping_no_layer_is_the_target_and_shares_its_weights(models):
+    target = models["target"]
+    same = skipping(target, range(3))
+    ids = torch.tensor([PROMPTS[1]])
+    assert torch.equal(same.forward(ids, same.new_cache(1, 9)), target.forward(ids, target.new_cache(1, 9)))
+    assert same.blocks[0].o.data_ptr() == target.blocks[0].o.data_ptr()
+    with pytest.raises(ValueError, match="of 3"):
+        skipping(target, [0, 3])
+
+
+def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
+    model = build("llama", 1, num_hidden_layers=3)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "layers.1" in name and ("o_proj" in name or "down_proj" in name):
+                p.zero_()
+    model.save_pretrained(tmp_path)
+    target = llama.load(tmp_path, torch.float32)
+    texts = [
+        (np.array(p), np.array(w)) for p, w in zip(PROMPTS, written(plain(target, PROMPTS, Sampling())), strict=True)
+    ]
+    found = list(search(target, texts, Warp(), lambda layers: layers / 3))
+    assert found[0].layers == (0, 2)
+    assert found[0].tokens_per_pass == pytest.approx(found[0].k + 1)  # all stands
+    assert [len(x.layers) for x in found] == [2, 1]
 
 
 def test_contexts_that_do_not_fit_are_refused():

@@ -1,24 +1,45 @@
-"""Tokens per second of draftlab's engine and of transformers' generate, plain and speculative, in one process.
+"""Tokens per second of draftlab's engine, eager and compiled, and of transformers' generate and assisted generation.
 
-Greedy, fp32, batch 1, same weights, prompts and K; arms take turns for every prompt. Times include the prefill, which
-transformers does not report apart. transformers is configured as a fair peer: constant lookahead, no confidence stop.
+Greedy, batch 1, in one process: same weights, prompts and K, arms taking turns for every prompt. CPU seconds, with the
+prefill, which transformers does not report apart. transformers is configured as a fair peer: constant lookahead, no
+confidence stop. The floor of a step is the time in which one matrix-vector product reads as many weights.
 """
 
 import json
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch.nn import functional as F
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from draftlab import checkpoint, llama, provenance
+from benchmarks import environment
+from draftlab import checkpoint, llama
 from draftlab.console import progress
+from draftlab.cost import read_weights
 from draftlab.data import prompts as read_prompts
-from draftlab.engine.generate import ModelDrafter, Sampling, clock_for, plain, speculative
-from draftlab.score.profile import device_name
+from draftlab.engine.generate import ModelDrafter, Sampling, speculative
+from draftlab.llama import Llama
+from draftlab.native import Native
+from draftlab.score.profile import in_turns
 
-Decode = Callable[[list[int]], list[int]]
+COLUMNS = 4096  # of the matrix that the floor reads
+Spoken = tuple[list[int], list[int]]  # tokens, and the accepted ones of each step with a draft
+Decode = Callable[[list[int]], Spoken]
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way to decode, and what came of it."""
+
+    decode: Decode
+    seconds: float = 0.0
+    tokens: list[list[int]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
 
 def main(
@@ -27,89 +48,140 @@ def main(
     k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 4,
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 12,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     torch.set_num_threads(threads)
-    place = checkpoint.resolve_device(device)
-    clock = clock_for(place)
     directories = checkpoint.locate(target), checkpoint.locate(draft)
-    tokenizer = checkpoint.load_tokenizer(directories[0])
-    texts = read_prompts("stdlib", tokenizer, count=prompts + 1, length=64, seed=0)
-    arms = _our_arms(directories, k, new_tokens, place) | _their_arms(directories, k, new_tokens, place)
-    seconds = dict.fromkeys(arms, 0.0)
-    same = dict.fromkeys(arms, True)
-    with progress("decode", prompts) as advance:
-        for number, prompt in enumerate(texts):
-            outputs: dict[str, list[int]] = {}
-            for name, decode in arms.items() if number % 2 else reversed(arms.items()):
-                began = clock()
-                outputs[name] = decode(prompt)
-                seconds[name] += (clock() - began) if number else 0.0  # the first prompt warms up
-            same = {name: same[name] and outputs[name] == outputs["draftlab_plain"] for name in arms}
-            advance(number, "")
-    tps = {name: prompts * new_tokens / s for name, s in seconds.items()}
-    print(json.dumps(_result(tps, same, k, prompts, new_tokens, threads) | {"device": device_name(place)}))
+    texts = read_prompts("stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0)
+    found = {name: _measure(directories, name, texts, k, new_tokens) for name in ("float32", "bfloat16")}
+    each = {key: {dtype: figures[key] for dtype, figures in found.items()} for key in found["float32"]}
+    print(
+        json.dumps(
+            {"benchmark": "engine", **each, "k": k, "prompts": prompts, "new_tokens": new_tokens} | environment(threads)
+        )
+    )
 
 
-def _our_arms(directories: tuple[Path, Path], k: int, new_tokens: int, device: torch.device) -> dict[str, Decode]:
-    target, draft = (llama.load(path, torch.float32, device) for path in directories)
-    drafter, sampling = ModelDrafter(draft), Sampling(max_new_tokens=new_tokens)
-    return {
-        "draftlab_plain": lambda prompt: [t for step in plain(target, [prompt], sampling) for t in step.tokens],
-        "draftlab_speculative": lambda prompt: [
-            t for step in speculative(target, drafter, [prompt], k, sampling) for t in step.tokens
-        ],
+def _measure(
+    directories: tuple[Path, Path], dtype: str, texts: list[list[int]], k: int, new_tokens: int
+) -> dict[str, object]:
+    target, draft = (llama.load(path, getattr(torch, dtype)) for path in directories)
+    compiled = Native(target)
+    arms = {
+        "draftlab_plain": _ours(target, None, k, new_tokens),
+        "draftlab_speculative": _ours(target, draft, k, new_tokens),
+        "compiled_plain": _ours(compiled, None, k, new_tokens),
+        "compiled_speculative": _ours(compiled, Native(draft), k, new_tokens),
+        "compiled_int8_draft": _ours(compiled, Native(draft, int8=True), k, new_tokens),
+        **_theirs(directories, getattr(torch, dtype), k, new_tokens),
     }
+    with progress(dtype, len(texts)) as advance:
+        for number, prompt in enumerate(texts):
+            for arm in list(arms.values())[:: 1 if number % 2 else -1]:
+                began = time.process_time()
+                tokens, accepted = arm.decode(prompt)
+                if number:  # the first prompt warms up
+                    arm.seconds += time.process_time() - began
+                    arm.tokens.append(tokens)
+                    arm.accepted += accepted
+            advance(number, "")
+    per_second = {name: sum(map(len, arm.tokens)) / arm.seconds for name, arm in arms.items()}
+    accepted = {name: sum(arm.accepted) / len(arm.accepted) for name, arm in arms.items() if arm.accepted}
+    ours, theirs = accepted["compiled_speculative"], accepted["transformers_assisted"]
+    return {
+        "tokens_per_second": per_second,
+        "over_hf_assisted": per_second["compiled_speculative"] / per_second["transformers_assisted"],
+        "eager_over_hf_assisted": per_second["draftlab_speculative"] / per_second["transformers_assisted"],
+        "plain_over_hf_generate": per_second["compiled_plain"] / per_second["transformers_plain"],
+        "speedup": per_second["compiled_speculative"] / per_second["compiled_plain"],
+        "hf_speedup": per_second["transformers_assisted"] / per_second["transformers_plain"],
+        "accepted_per_step": accepted,
+        "acceptance_equal": abs(ours - theirs) <= 0.05 * theirs,
+        "same_texts": {name: _same(arm, arms["compiled_plain"]) for name, arm in arms.items()},
+        "step_over_bandwidth_floor": _over_floor(compiled, len(texts[0]) + new_tokens // 2),
+    }  # fmt: skip
 
 
-def _their_arms(directories: tuple[Path, Path], k: int, new_tokens: int, device: torch.device) -> dict[str, Decode]:
-    target, draft = (checkpoint.load_model(path, torch.float32, device).eval() for path in directories)
+def _ours(target: Llama, draft: Llama | None, k: int, new_tokens: int) -> Arm:
+    drafter, sampling = ModelDrafter(draft) if draft else None, Sampling(max_new_tokens=new_tokens)
+
+    def decode(prompt: list[int]) -> Spoken:
+        steps = list(speculative(target, drafter, [prompt], k if drafter else 0, sampling))
+        return [t for step in steps for t in step.tokens], [step.accepted for step in steps if step.drafted]
+
+    return Arm(decode)
+
+
+def _theirs(directories: tuple[Path, Path], dtype: torch.dtype, k: int, new_tokens: int) -> dict[str, Arm]:
+    target, draft = (checkpoint.load_model(path, dtype).eval() for path in directories)
     assert draft.generation_config is not None
     # read from the assistant's own config; given to generate() they are ignored
     draft.generation_config.num_assistant_tokens = k
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
     return {
-        "transformers_plain": lambda prompt: _generate(target, prompt, new_tokens),
-        "transformers_assisted": lambda prompt: _generate(target, prompt, new_tokens, assistant_model=draft),
+        "transformers_plain": Arm(lambda prompt: _generate(target, prompt, new_tokens)),
+        "transformers_assisted": Arm(lambda prompt: _generate(target, prompt, new_tokens, assistant_model=draft)),
     }
 
 
 @torch.inference_mode()
-def _generate(model: Any, prompt: list[int], new_tokens: int, **options: Any) -> list[int]:
-    ids = torch.tensor([prompt], device=model.device)
-    out: Any = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=None,
-        max_new_tokens=new_tokens,
-        eos_token_id=[],
-        pad_token_id=0,
-        **options,
-    )
-    return out[0, len(prompt) :].tolist()
+def _generate(model: Any, prompt: list[int], new_tokens: int, **options: Any) -> Spoken:
+    ids = torch.tensor([prompt])
+    matches: list[int] = []
+    with _Matches(matches):
+        out: Any = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=None,
+            max_new_tokens=new_tokens,
+            eos_token_id=[],
+            pad_token_id=0,
+            **options,
+        )
+    return out[0, len(prompt) :].tolist(), matches
 
 
-def _result(
-    tps: dict[str, float], same: dict[str, bool], k: int, prompts: int, new_tokens: int, threads: int
-) -> dict[str, object]:
-    return {
-        "benchmark": "engine",
-        "tokens_per_second": tps,
-        "identical": same,
-        "speculative_over_assisted": tps["draftlab_speculative"] / tps["transformers_assisted"],
-        "plain_over_generate": tps["draftlab_plain"] / tps["transformers_plain"],
-        "speedup": tps["draftlab_speculative"] / tps["draftlab_plain"],
-        "assisted_speedup": tps["transformers_assisted"] / tps["transformers_plain"],
-        "k": k,
-        "prompts": prompts,
-        "new_tokens": new_tokens,
-        "threads": threads,
-        "dtype": "float32",
-        "versions": provenance.versions(),
-    }
+class _Matches:
+    """Has transformers note how many drafted tokens each step accepted."""
+
+    def __init__(self, into: list[int]) -> None:
+        self.into, self.real = into, AssistedCandidateGenerator.update_candidate_strategy
+
+    def __enter__(self) -> None:
+        into, real = self.into, self.real
+
+        def noted(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> Any:
+            into.append(int(num_matches))
+            return real(self, input_ids, scores, num_matches)
+
+        AssistedCandidateGenerator.update_candidate_strategy = noted
+
+    def __exit__(self, *_: object) -> None:
+        AssistedCandidateGenerator.update_candidate_strategy = self.real
+
+
+def _same(arm: Arm, other: Arm) -> float:
+    """Share of texts that are the other's, token by token."""
+    return sum(a == b for a, b in zip(arm.tokens, other.tokens, strict=True)) / len(other.tokens)
+
+
+def _over_floor(model: Llama, context: int, rounds: int = 200) -> float:
+    """Median CPU time of a single-token step over that of reading its weights, in turns."""
+    size = int(read_weights(model.shape))
+    matrix = torch.ones(size // COLUMNS, COLUMNS, dtype=model.embed.dtype)
+    vector = torch.ones(1, COLUMNS, dtype=model.embed.dtype)
+    cache, ids = model.new_cache(1, context + 1), torch.ones(1, 1, dtype=torch.long)
+
+    def step() -> None:
+        cache.used = [context]
+        model.forward(ids, cache)
+
+    tasks = {"step": (lambda: None, step), "floor": (lambda: None, lambda: F.linear(vector, matrix))}
+    times = in_turns(tasks, repeats=rounds, clock=time.process_time)
+    middle = {name: sorted(each)[rounds // 2] for name, each in times.items()}
+    return middle["step"] / middle["floor"]
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ CALIBRATION_TOKENS = 8192
 SEQ_LEN = 256
 LISTED = 64  # most probable tokens of the target that are kept to distil from
 SCORED_SHARE = 0.25  # of the minutes is kept to measure the leaders
-PROMPT_TOKENS, NEW_TOKENS = 64, 96
+REPLAYED_TEXTS, PROMPT_TOKENS, NEW_TOKENS = 48, 64, 96
 # Share of the rejections that distilling on will leave, by rung: without it the cheapest win while none is any good.
 # 3 x 256, 4 x 192 and 12 x 128 of tiny: 0.61 to 0.64 from the cut to 180 or 240 steps (docs/results.md)
 HOPED = (0.63, 0.8, 1.0)
@@ -68,9 +68,7 @@ def search(
     rows: Annotated[int, Option(min=1, help="Sequences per step.")] = 8,
     lr: Annotated[float, Option(help="Peak learning rate, of Muon.")] = 4.0e-3,
     finalists: Annotated[int, Option(min=1, help="Leaders to measure.")] = 2,
-    prompts: Annotated[
-        int, Option(min=2, help="Prompts that the target writes after, and leaders are measured on.")
-    ] = 16,
+    prompts: Annotated[int, Option(min=2, help="Prompts that leaders are measured on.")] = 16,
     threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
     seed: Seed = 0,
     out: Out = None,
@@ -189,7 +187,7 @@ class Work:
             trying, number = len(rung.names) - len(found.given), len(found.rungs)
             if number > 2 and trying <= finalists:
                 return found
-            going = rung.best_first() if number == 1 else found.best(max(finalists, -(-trying // KEPT)))
+            going = found.rungs[0].best_first() if number == 1 else found.best(max(finalists, -(-trying // KEPT)))
             steps = first_steps if number == 1 else KEPT * rung.steps
             if number > 1 and len(going) - len(found.given) <= finalists:
                 left = (1 - SCORED_SHARE) * self.limit_seconds - found.spent_seconds
@@ -237,7 +235,7 @@ class Work:
 
         number, steps, shape = len(found.rungs) - 1, found.rungs[-1].steps, found.shapes[name]
         texts = self._once(
-            "trace", trace.record, target=self.target, data=self.data, prompts=self.prompts,
+            "trace", trace.record, target=self.target, data=self.data, prompts=REPLAYED_TEXTS,
             prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, seed=self.seed,
         )  # fmt: skip
         cache = self._cache(steps) if steps else None

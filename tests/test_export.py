@@ -407,9 +407,27 @@ def test_a_program_that_is_no_runtime_is_refused(tmp_path):
         rescore.ask(tmp_path / "none", {})
 
 
-def test_int8_has_a_scale_for_each_output():
-    weight = torch.tensor([[1.27, -0.004, 0.006], [127.0, 63.4, 0.0]])
-    torch.testing.assert_close(folder.int8(weight), torch.tensor([[1.27, 0.0, 0.01], [127.0, 63.0, 0.0]]))
+def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
+    arguments = ["--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1", "--tasks", "none"]
+    drafts = ["--draft", "draft", "--draft", "draft@q4_0", "--k", "1", *arguments, "--out", "scored"]
+    result = CliRunner().invoke(app, ["score", *drafts])
+    assert result.exit_code == 0, (result.output, result.exception)
+    plain, rounded = (read_score(Path("scored") / name) for name in ("draft", "draft@q4_0"))
+    assert (plain.draft.name, rounded.draft.name) == ("draft", "draft@q4_0")
+    assert plain.draft.sha256 != rounded.draft.sha256
+    assert set(json.loads(Path("scored/draftlab.json").read_text())["inputs"]) == {
+        str(plain_input) for plain_input in (workspace.load().target, "draft")
+    }
+
+
+def test_rounded_weights_are_the_files(family_dirs, tmp_path):
+    """What is scored as DRAFT@q8_0 here is what llama.cpp reads in the GGUF."""
+    (tmp_path / "rounded").mkdir()
+    folder.round_weights(family_dirs["qwen3"], tmp_path / "rounded", "q8_0")
+    gguf.write(family_dirs["qwen3"], tmp_path / "a.gguf", "q8_0")
+    _, held = contents(tmp_path / "a.gguf")
+    mine = checkpoint.Weights(tmp_path / "rounded")["model.layers.1.self_attn.k_proj.weight"]
+    torch.testing.assert_close(mine, held["blk.1.attn_k.weight"], rtol=0, atol=0)
 
 
 def test_a_bug_report_names_versions_and_machine(space):

@@ -1,5 +1,7 @@
 """Commands that measure: scores and reports."""
 
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,6 +23,7 @@ from draftlab.commands.shared import (
     newest,
     plan,
     recorded,
+    rounded_drafts,
 )
 from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 
 def score(
     draft: Annotated[
-        list[str] | None, Option(help="Draft to score, again for each; the newest one if left out.")
+        list[str] | None,
+        Option(help="Draft to score, again for each; DRAFT@q8_0: as that GGUF type rounds it. The newest if left out."),
     ] = None,
     target: TargetName = None,
     data: Annotated[
@@ -109,7 +113,7 @@ def score(
         return _scored([found], out, min_speedup, min_acceptance_length)
     names = draft or [str(newest(space, ("distill", "prune"), "distill"))]
     target_dir = checkpoint.locate(target or space.target)
-    drafts = _by_name([checkpoint.locate(name) for name in names])
+    drafts = _by_name(names)
     out = out or space.runs / ("score-" + "-".join(name.split("-", 1)[-1] for name in drafts))
     checkpoint.check_free(out, force=force)
     for directory in drafts.values():
@@ -118,6 +122,7 @@ def score(
     measuring = run.Plan(
         target=target_dir,
         drafts=drafts,
+        inputs=[target_dir, *drafts.values()],
         data=data or space.data,
         ks=parse_numbers(k),
         prompts=chosen(target_dir),
@@ -141,7 +146,9 @@ def score(
         count = len(measuring.prompts.rows) * repeats * (1 + len(drafts) * len(measuring.ks)) * len(measuring.batches)
         work = f"{count} generations of {max_new_tokens} tokens"
         return plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes, "work": work})
-    scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)
+    with contextlib.ExitStack() as stack:
+        measuring = replace(measuring, drafts=rounded_drafts(drafts, stack))
+        scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)
     return _scored(scores, out, min_speedup, min_acceptance_length)
 
 
@@ -235,10 +242,16 @@ def compare(
     return Outcome(path=None, show=show, data={"ranking": [comparing.as_dict(p) for p in places]}, missed=missed)
 
 
-def _by_name(directories: list[Path]) -> dict[str, Path]:
-    named = {directory.name: directory for directory in directories}
-    if len(named) < len(directories):
-        raise UserError("two drafts have the same directory name; rename one: " + ", ".join(map(str, directories)))
+def _by_name(given: list[str]) -> dict[str, Path]:
+    """Directories by their names, which end with @TYPE where it was asked for so."""
+    from draftlab import checkpoint
+    from draftlab.export.folder import unrounded
+
+    parts = [unrounded(name) for name in given]
+    found = [(checkpoint.locate(base), kind) for base, kind in parts]
+    named = {path.name + (f"@{kind}" if kind else ""): path for path, kind in found}
+    if len(named) < len(given):
+        raise UserError("two drafts have the same directory name; rename one: " + ", ".join(given))
     return named
 
 

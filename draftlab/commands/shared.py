@@ -1,6 +1,8 @@
 """What all commands share: their options' types, what they return, and how arguments are recorded."""
 
+import contextlib
 import shlex
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,6 +193,21 @@ def table_of(title: str, heads: Sequence[str]) -> "Table":
     for head in heads:
         table.add_column(head, justify="left" if head == "draft" else "right", no_wrap=head != "draft")
     return table
+
+
+def rounded_drafts(drafts: Mapping[str, Path], stack: contextlib.ExitStack) -> dict[str, Path]:
+    """Of names as NAME@q8_0 a copy with rounded weights, which goes when stack closes."""
+    from draftlab.export.folder import round_weights, unrounded
+
+    found = dict(drafts)
+    for name, path in drafts.items():
+        _, kind = unrounded(name)
+        if kind is not None:
+            found[name] = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
+            found[name].mkdir()
+            note(f"{name}: weights rounded to {kind}; its speed here is not llama.cpp's")
+            round_weights(path, found[name], kind)
+    return found
 
 
 def newest(space: workspace.Workspace, commands: tuple[str, ...], hint: str) -> Path:

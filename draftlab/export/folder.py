@@ -9,6 +9,7 @@ from torch import Tensor
 from draftlab import checkpoint
 from draftlab.distill.vocabulary import resize
 from draftlab.errors import UserError
+from draftlab.export.gguf import TYPES, rounded
 
 ADAPTER = "adapter_config.json"
 
@@ -49,20 +50,18 @@ def _opened(draft: Path) -> tuple[dict[str, object], Mapping[str, Tensor], torch
 
 
 def round_weights(draft: Path, out: Path, kind: str) -> None:
-    """Write draft into out with every matrix rounded as GGUF's kind keeps it, or as int8 with a scale per row."""
-    from draftlab.export.gguf import rounded
-
+    """Write draft into out, in float32, with every matrix rounded as GGUF's kind keeps it."""
     weights = (
-        (name, tensor if tensor.ndim < 2 else int8(tensor) if kind == "int8" else rounded(tensor.float(), kind))
+        (name, rounded(tensor.float(), kind) if tensor.ndim == 2 else tensor.float())
         for name, tensor in checkpoint.Weights(draft).items()
     )
-    checkpoint.write_checkpoint(out, checkpoint.read_config(draft), ((n, t.float()) for n, t in weights), draft)
+    checkpoint.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
 
 
-def int8(weight: Tensor) -> Tensor:
-    """There and back through 8 bits, symmetric, one scale for each output: what W8A8 and int8 engines do to weights."""
-    scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
-    return (weight.float() / scale).round() * scale
+def unrounded(name: str) -> tuple[str, str | None]:
+    """'draft@q8_0' is draft, and a type of TYPES; any other name is itself."""
+    base, _, kind = name.rpartition("@")
+    return (base, kind) if base and kind in TYPES else (name, None)
 
 
 def _words(directory: Path) -> list[bytes | None]:

@@ -31,6 +31,7 @@ class Plan:
 
     target: Path
     drafts: dict[str, Path]
+    inputs: list[Path]  # to record: where drafts were made of something else for this, what that is
     data: str  # of the code tasks
     ks: list[int]
     prompts: Prompts
@@ -101,7 +102,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         for result in scores:
             (work / result.name).mkdir()
             (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
-        provenance.write_record(work, "score", arguments, list(directories.values()), began)
+        provenance.write_record(work, "score", arguments, plan.inputs, began)
     return scores
 
 

@@ -6,10 +6,12 @@ import pytest
 import yaml
 
 from draftlab import provenance
+from draftlab.cost import parse_profile
 from draftlab.errors import UserError
 from draftlab.recipe import is_done, read_recipe, run_recipe
 
 ROOT = Path(__file__).parents[1]
+LLAMA = {"huggyllama/llama-7b", "huggyllama/llama-65b"}  # on the hub
 
 
 def write(path: Path, *steps: object) -> Path:
@@ -22,15 +24,33 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = read_recipe(path)
     made = {str(step.out) for step in steps}
+    assert set(run_recipe(steps, dry_run=True).data) == {"steps"}
     assert path.read_text().startswith("# ")
     for step in steps:
         for key in ("source", "draft", "target", "shape", "tokenizer", "model"):
             for name in _names(step.arguments.get(key)):
-                assert name in made | {"tiny"} or Path(name).exists(), (step.command, key, name)
+                known = made | {"tiny"} | LLAMA
+                assert name in known or Path(name).exists(), (step.command, key, name)
 
 
 def _names(value: object) -> list[str]:
     return [] if value is None else [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+
+def test_the_paper_is_a_recipe_three_ways(monkeypatch):
+    """Five drafts of the paper's shapes are cut alike; then the target is in memory, on servers, or a trace."""
+    monkeypatch.chdir(ROOT)
+    ways = {way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml") for way in ("", "-served", "-trace")}
+    commands = {way: [step.command for step in steps] for way, steps in ways.items()}
+    assert commands[""] == ["prune"] * 5 + ["score", "compare", "report"]
+    assert commands["-served"] == ["prune", "cache build", "distill", "score", "report"]
+    assert commands["-trace"] == ["prune"] * 5 + ["trace record", "trace replay", "profile", "predict"]
+    cut = {step.out: step.arguments for steps in ways.values() for step in steps if step.command == "prune"}
+    assert len(cut) == 5
+    assert all(step.arguments == cut[step.out] for steps in ways.values() for step in steps if step.command == "prune")
+    predicted = ways["-trace"][-1].arguments
+    for name in (*predicted["draft_profile"], predicted["target_profile"]):
+        assert parse_profile(name, widths=[1, 17], batches=[1], longest=600).kind == "analytic"
 
 
 @pytest.mark.parametrize(

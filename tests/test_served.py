@@ -91,6 +91,7 @@ def test_servers_that_give_no_ratio_are_refused(space, started):
     assert "has drafted nothing; start it with a draft" in score(plain, plain, code=1).stderr
     assert "drafts, too; --server is the target alone" in score(drafting, drafting, code=1).stderr
     assert "a server has one draft, not 2" in score(plain, drafting, "--draft", "a", "--draft", "b", code=1).stderr
+    assert "one request at a time" in score(plain, drafting, "--batch", "4", code=1).stderr
     alone = CliRunner().invoke(app, ["score", "--server", plain])
     assert "a speed-up needs two servers" in alone.stderr
     assert not (space / "runs").exists()

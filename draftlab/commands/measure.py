@@ -97,6 +97,8 @@ def score(
         return recording.chosen(prompt_file, data or space.data, reader, prompts, prompt_tokens, seed)
 
     if server is not None or speculative_server is not None:
+        if parse_numbers(batch) != [1] or draft_int8 or mode != "eager":
+            raise UserError("servers get one request at a time and run as they were started: no batch, mode or int8")
         place = tokenizer or checkpoint.locate(target or space.target)
         out = out or space.runs / "score-served"
         checkpoint.check_free(out, force=force)

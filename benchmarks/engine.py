@@ -1,12 +1,11 @@
 """Tokens per second of draftlab's engine, eager and compiled, and of transformers' generate and assisted generation.
 
-Greedy, batch 1, in one process: same weights, prompts and K, arms taking turns for every prompt. CPU seconds, with the
-prefill, which transformers does not report apart. transformers is configured as a fair peer: constant lookahead, no
-confidence stop. The floor of a step is the time in which one matrix-vector product reads as many weights.
+Greedy, batch 1, in one process: same weights, prompts and K, arms taking turns for every prompt. CPU seconds of one
+thread, with the prefill, which transformers does not report apart. transformers is configured as a fair peer: constant
+lookahead, no confidence stop. The floor of a step is the time in which one matrix-vector product reads as many weights.
 """
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +21,10 @@ from draftlab import checkpoint, llama
 from draftlab.console import progress
 from draftlab.cost import read_weights
 from draftlab.data import prompts as read_prompts
+from draftlab.engine.decoder import in_mode
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.llama import Llama
-from draftlab.native import Native
-from draftlab.score.profile import in_turns
+from draftlab.score.profile import device_name, in_turns, steady_clock
 
 COLUMNS = 4096  # of the matrix that the floor reads
 Spoken = tuple[list[int], list[int]]  # tokens, and the accepted ones of each step with a draft
@@ -49,56 +48,63 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 12,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda: graphs take the place of the compiled pass.")] = "cpu",
 ) -> None:
     torch.set_num_threads(threads)
+    place = checkpoint.resolve_device(device)
     directories = checkpoint.locate(target), checkpoint.locate(draft)
     texts = read_prompts("stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0)
-    found = {name: _measure(directories, name, texts, k, new_tokens) for name in ("float32", "bfloat16")}
+    found = {name: _measure(directories, name, texts, k, new_tokens, place) for name in ("float32", "bfloat16")}
     each = {key: {dtype: figures[key] for dtype, figures in found.items()} for key in found["float32"]}
     print(
         json.dumps(
-            {"benchmark": "engine", **each, "k": k, "prompts": prompts, "new_tokens": new_tokens} | environment(threads)
+            {"benchmark": "engine", **each, "k": k, "prompts": prompts, "new_tokens": new_tokens}
+            | {"device": device_name(place)}
+            | environment(threads)
         )
     )
 
 
 def _measure(
-    directories: tuple[Path, Path], dtype: str, texts: list[list[int]], k: int, new_tokens: int
+    directories: tuple[Path, Path], dtype: str, texts: list[list[int]], k: int, new_tokens: int, device: torch.device
 ) -> dict[str, object]:
-    target, draft = (llama.load(path, getattr(torch, dtype)) for path in directories)
-    compiled = Native(target)
+    target, draft = (llama.load(path, getattr(torch, dtype), device) for path in directories)
+    mode, clock = ("compiled" if device.type == "cpu" else "graphs"), steady_clock(device)
+    fast = in_mode(target, mode)
     arms = {
         "draftlab_plain": _ours(target, None, k, new_tokens),
         "draftlab_speculative": _ours(target, draft, k, new_tokens),
-        "compiled_plain": _ours(compiled, None, k, new_tokens),
-        "compiled_speculative": _ours(compiled, Native(draft), k, new_tokens),
-        "compiled_int8_draft": _ours(compiled, Native(draft, int8=True), k, new_tokens),
-        **_theirs(directories, getattr(torch, dtype), k, new_tokens),
+        "fast_plain": _ours(fast, None, k, new_tokens),
+        "fast_speculative": _ours(fast, in_mode(draft, mode), k, new_tokens),
+        **_theirs(directories, getattr(torch, dtype), k, new_tokens, device),
     }
+    if mode == "compiled":
+        arms["int8_draft"] = _ours(fast, in_mode(draft, mode, int8=True), k, new_tokens)
     with progress(dtype, len(texts)) as advance:
         for number, prompt in enumerate(texts):
             for arm in list(arms.values())[:: 1 if number % 2 else -1]:
-                began = time.process_time()
+                began = clock()
                 tokens, accepted = arm.decode(prompt)
                 if number:  # the first prompt warms up
-                    arm.seconds += time.process_time() - began
+                    arm.seconds += clock() - began
                     arm.tokens.append(tokens)
                     arm.accepted += accepted
             advance(number, "")
     per_second = {name: sum(map(len, arm.tokens)) / arm.seconds for name, arm in arms.items()}
     accepted = {name: sum(arm.accepted) / len(arm.accepted) for name, arm in arms.items() if arm.accepted}
-    ours, theirs = accepted["compiled_speculative"], accepted["transformers_assisted"]
+    ours, theirs = accepted["fast_speculative"], accepted["transformers_assisted"]
     return {
+        "mode": mode,  # of the fast arms
         "tokens_per_second": per_second,
-        "over_hf_assisted": per_second["compiled_speculative"] / per_second["transformers_assisted"],
+        "over_hf_assisted": per_second["fast_speculative"] / per_second["transformers_assisted"],
         "eager_over_hf_assisted": per_second["draftlab_speculative"] / per_second["transformers_assisted"],
-        "plain_over_hf_generate": per_second["compiled_plain"] / per_second["transformers_plain"],
-        "speedup": per_second["compiled_speculative"] / per_second["compiled_plain"],
+        "plain_over_hf_generate": per_second["fast_plain"] / per_second["transformers_plain"],
+        "speedup": per_second["fast_speculative"] / per_second["fast_plain"],
         "hf_speedup": per_second["transformers_assisted"] / per_second["transformers_plain"],
         "accepted_per_step": accepted,
         "acceptance_equal": abs(ours - theirs) <= 0.05 * theirs,
-        "same_texts": {name: _same(arm, arms["compiled_plain"]) for name, arm in arms.items()},
-        "step_over_bandwidth_floor": _over_floor(compiled, len(texts[0]) + new_tokens // 2),
+        "same_texts": {name: _same(arm, arms["fast_plain"]) for name, arm in arms.items()},
+        "step_over_bandwidth_floor": _over_floor(fast, len(texts[0]) + new_tokens // 2),
     }  # fmt: skip
 
 
@@ -112,8 +118,10 @@ def _ours(target: Llama, draft: Llama | None, k: int, new_tokens: int) -> Arm:
     return Arm(decode)
 
 
-def _theirs(directories: tuple[Path, Path], dtype: torch.dtype, k: int, new_tokens: int) -> dict[str, Arm]:
-    target, draft = (checkpoint.load_model(path, dtype).eval() for path in directories)
+def _theirs(
+    directories: tuple[Path, Path], dtype: torch.dtype, k: int, new_tokens: int, device: torch.device
+) -> dict[str, Arm]:
+    target, draft = (checkpoint.load_model(path, dtype, device).eval() for path in directories)
     assert draft.generation_config is not None
     # read from the assistant's own config; given to generate() they are ignored
     draft.generation_config.num_assistant_tokens = k
@@ -127,7 +135,7 @@ def _theirs(directories: tuple[Path, Path], dtype: torch.dtype, k: int, new_toke
 
 @torch.inference_mode()
 def _generate(model: Any, prompt: list[int], new_tokens: int, **options: Any) -> Spoken:
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     matches: list[int] = []
     with _Matches(matches):
         out: Any = model.generate(
@@ -170,16 +178,15 @@ def _same(arm: Arm, other: Arm) -> float:
 def _over_floor(model: Llama, context: int, rounds: int = 200) -> float:
     """Median CPU time of a single-token step over that of reading its weights, in turns."""
     size = int(read_weights(model.shape))
-    matrix = torch.ones(size // COLUMNS, COLUMNS, dtype=model.embed.dtype)
-    vector = torch.ones(1, COLUMNS, dtype=model.embed.dtype)
-    cache, ids = model.new_cache(1, context + 1), torch.ones(1, 1, dtype=torch.long)
+    matrix, vector = model.embed.new_ones(size // COLUMNS, COLUMNS), model.embed.new_ones(1, COLUMNS)
+    cache, ids = model.new_cache(1, context + 1), torch.ones(1, 1, dtype=torch.long, device=model.device)
 
     def step() -> None:
         cache.used = [context]
         model.forward(ids, cache)
 
     tasks = {"step": (lambda: None, step), "floor": (lambda: None, lambda: F.linear(vector, matrix))}
-    times = in_turns(tasks, repeats=rounds, clock=time.process_time)
+    times = in_turns(tasks, repeats=rounds, clock=steady_clock(model.device))
     middle = {name: sorted(each)[rounds // 2] for name, each in times.items()}
     return middle["step"] / middle["floor"]
 

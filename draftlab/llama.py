@@ -61,7 +61,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Of one pass over rows that stand at one length, or each at its own."""
 
     cos: Tensor  # [T, C] or [B, 1, T, C]
@@ -118,11 +118,15 @@ class Llama:
         Raises:
             UserError: capacity is more than the model's context.
         """
-        if capacity > self.context:
-            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
+        self.check_fits(capacity)
         s = self.shape
         size = (s.layers, rows, s.kv_heads, capacity, s.head_dim)
         return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
+
+    def check_fits(self, capacity: int) -> None:
+        """Raises UserError: capacity is more than the model's context."""
+        if capacity > self.context:
+            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
@@ -135,37 +139,42 @@ class Llama:
         width = ids.shape[1]
         if max(cache.used) + width > cache.capacity:
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
-        place = self._place(cache, width, tree)
+        logits = self.decode(ids, cache.keys, cache.values, self._place(cache, width, tree), last)
+        cache.used = [used + width for used in cache.used]
+        return logits
+
+    def decode(self, ids: Tensor, keys: Tensor, values: Tensor, place: Place, last: int) -> Tensor:
+        """The pass itself, of ids in their place."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
         for layer, block in enumerate(self.blocks):
-            keys, values = cache.keys[layer], cache.values[layer]
-            x = x + self._attention(block, _rms_norm(x, block.input_norm, self.eps), keys, values, place)
+            normed = _rms_norm(x, block.input_norm, self.eps)
+            x = x + self._attention(block, normed, keys[layer], values[layer], place)
             gate, up = F.linear(_rms_norm(x, block.post_norm, self.eps), block.gate_up, block.gate_up_bias).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, block.down, block.down_bias)
-        cache.used = [used + width for used in cache.used]
         return F.linear(_rms_norm(x[:, -last:], self.norm, self.eps), self.head)
 
-    def _place(self, cache: Cache, width: int, tree: Tree | None) -> _Place:
+    def _place(self, cache: Cache, width: int, tree: Tree | None) -> Place:
         end, device = max(cache.used) + width, self.device
         if tree is None and min(cache.used) == max(cache.used):
             began = end - width
             mask = torch.ones(width, end, dtype=torch.bool, device=device).tril(began) if width > 1 else None
             new = slice(began, end)
-            return _Place(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end)
-        used = torch.tensor(cache.used, device=device).unsqueeze(1)  # [B, 1]
-        along = torch.arange(width, device=device)
+            return Place(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end)
+        return self.placed(torch.tensor(cache.used, device=device).unsqueeze(1), width, end, tree)
+
+    def placed(self, used: Tensor, width: int, end: int, tree: Tree | None = None) -> Place:
+        """Of width tokens behind used cached ones of each row, [B, 1]; S is end, at least the longest row's."""
+        along = torch.arange(width, device=used.device)
         depth = along if tree is None else tree.depth
-        sees = torch.ones(width, width, dtype=torch.bool, device=device).tril() if tree is None else tree.sees
-        ahead = torch.arange(end, device=device) - used  # [B, S], of each cached position: which new token it holds
+        sees = torch.ones(width, width, dtype=torch.bool, device=used.device).tril() if tree is None else tree.sees
+        ahead = torch.arange(end, device=used.device) - used  # [B, S], of each place: which new token it holds
         among = (ahead >= 0) & (ahead < width) & sees[:, ahead.clamp(0, width - 1)]  # [T, B, S]
         mask = (among | (ahead < 0)).transpose(0, 1).unsqueeze(1)
-        rows = torch.arange(len(used), device=device).unsqueeze(1)
-        at = used + depth
-        return _Place(
-            self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1), mask, (rows, slice(None), used + along), end
-        )
+        rows = torch.arange(len(used), device=used.device).unsqueeze(1)
+        cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
+        return Place(cos, sin, mask, (rows, slice(None), used + along), end)
 
-    def _attention(self, block: Block, x: Tensor, keys: Tensor, values: Tensor, place: _Place) -> Tensor:
+    def _attention(self, block: Block, x: Tensor, keys: Tensor, values: Tensor, place: Place) -> Tensor:
         s = self.shape
         qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)  # [B, H+2K, T, C]
         qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]

@@ -21,7 +21,7 @@ LAYERS = [
     ["compare"],
     ["checkpoint"],
     ["data", "tokenizer", "llama"],
-    ["native"],
+    ["native", "graphs"],
     ["engine"],
     ["prune", "distill", "score"],
     ["export"],

@@ -61,7 +61,8 @@ def score(
     task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
     mode: Annotated[
-        Literal["eager", "compiled"], Option(help="compiled: passes in C++, for CPUs; built once, in seconds.")
+        Literal["eager", "compiled", "graphs"],
+        Option(help="compiled: passes in C++, for CPUs; built once, in seconds. graphs: CUDA graphs."),
     ] = "eager",
     draft_int8: Annotated[
         bool, Option("--draft-int8", help="Round the draft's weights to 8 bits; in mode compiled.")

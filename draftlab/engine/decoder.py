@@ -16,6 +16,7 @@ from draftlab import checkpoint, llama
 from draftlab.console import note
 from draftlab.cost import Mode
 from draftlab.errors import UserError
+from draftlab.graphs import Graphed
 from draftlab.native import Native
 
 
@@ -129,16 +130,18 @@ def read(model: Decoder, ids: Tensor, last: int) -> Tensor:
 
 
 def in_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
-    """The model as a mode runs it: compiled is native.py's pass, on a CPU. int8: weights rounded to 8 bits.
+    """The model as a mode runs it: compiled is native.py's pass, graphs is graphs.py's. int8: rounded weights.
 
     Raises:
         UserError: a device or dtype that the mode does not run on; int8 in another mode.
     """
     if mode == "compiled":
         return Native(model, int8)
+    if mode == "graphs" and model.device.type != "cuda":
+        raise UserError(f"mode graphs captures CUDA graphs, and this is {model.device.type}; take eager or compiled")
     if int8:
         raise UserError(f"int8 weights are computed with in mode compiled, not {mode}")
-    return model
+    return Graphed(model) if mode == "graphs" else model
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:

@@ -174,7 +174,7 @@ def measure(
         UserError: contexts that do not fit a model.
     """
     models = {name: in_mode(model, mode) for name, model in models.items()}
-    passes = {name: dict(_passes(model, grid, mode)) for name, model in models.items()}
+    passes = {name: dict(_passes(model, grid)) for name, model in models.items()}
     tasks: dict[tuple[str, int, int, int, int], tuple[Task, Task]] = {}
     for name, each in passes.items():
         other = _other_work(name, models, passes)
@@ -217,7 +217,7 @@ def measure_latency(
     tasks = {
         (name, *at): (_nothing, run)
         for name, model in models.items()
-        for at, run in _passes(in_mode(model, mode), grid, mode)
+        for at, run in _passes(in_mode(model, mode), grid)
     }
     times = in_turns(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
     return {name: [latency(width, times[name, width, batch, context]) for width in widths] for name in models}
@@ -338,15 +338,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _passes(model: Llama, grid: Grid, mode: Mode) -> Iterator[tuple[tuple[int, int, int], Task]]:
+def _passes(model: Llama, grid: Grid) -> Iterator[tuple[tuple[int, int, int], Task]]:
     """Each pass of the grid, and each prefill as a pass behind nothing: (width, batch, context), and how to run it."""
     for batch in grid.batches:
         cache = model.new_cache(batch, grid.capacity)
         for width, context in itertools.product(grid.widths, grid.contexts):
-            yield (width, batch, context), _pass(model, cache, width, context, width, mode)
+            yield (width, batch, context), _pass(model, cache, width, context, width)
     cache = model.new_cache(1, grid.capacity)
     for length in grid.prompts:
-        yield (length, 1, 0), _pass(model, cache, length, 0, 1, mode)
+        yield (length, 1, 0), _pass(model, cache, length, 0, 1)
 
 
 def _other_work(name: str, models: dict[str, Llama], passes: dict[str, dict[tuple[int, int, int], Task]]) -> Task:
@@ -381,32 +381,14 @@ def _sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Ta
     return matrix.nbytes, lambda: F.linear(vector, matrix)
 
 
-def _pass(model: Llama, cache: Cache, width: int, context: int, last: int, mode: Mode) -> Task:
+def _pass(model: Llama, cache: Cache, width: int, context: int, last: int) -> Task:
     ids = torch.ones(cache.keys.shape[1], width, dtype=torch.long, device=cache.keys.device)
 
     def run() -> Tensor:
         cache.used = [context] * len(ids)
         return model.forward(ids, cache, last)
 
-    return _captured(run) if mode == "graphs" else run
-
-
-def _captured(run: Task) -> Task:
-    """run as one CUDA graph: shapes and places in the cache are fixed, so it can be replayed as it is."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # libraries choose kernels and allocate before they may be captured
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-
-    def replay(alive: Task = run) -> None:  # the graph reads and writes the tensors that run holds
-        graph.replay()
-
-    return replay
+    return run
 
 
 def _best_ms(run: Task, device: torch.device, passes: int = 8) -> float:

@@ -1,0 +1,38 @@
+"""Replayed passes are the model's own: static tensors on a CPU, CUDA graphs where there is a device."""
+
+import pytest
+import torch
+from test_engine import RAGGED
+
+from draftlab import llama
+from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative, written
+from draftlab.graphs import BUCKET, Graphed
+
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
+
+
+@DEVICES
+def test_ragged_speculation_is_the_models(family_dirs, device):
+    """Target and draft share their weights, so that nearly all is accepted; each still has a cache of its own."""
+    model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
+    graphed, sampling = Graphed(model), Sampling(max_new_tokens=20)
+    expected = [written(plain(model, [prompt], sampling))[0] for prompt in RAGGED[:3]]
+    assert written(plain(graphed, RAGGED[:3], sampling)) == expected
+    steps = list(speculative(graphed, ModelDrafter(graphed), RAGGED[:3], 3, sampling))
+    assert written(steps) == expected
+    assert all(step.accepted == step.drafted for step in steps)
+
+
+@DEVICES
+def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs, device):
+    graphed = Graphed(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
+    first, second = graphed.new_cache(2, 30), graphed.new_cache(2, 40)
+    assert first.keys.data_ptr() != second.keys.data_ptr()
+    place = first.keys.data_ptr()
+    graphed.forward(torch.ones(2, 3, dtype=torch.long, device=device), first)
+    del first
+    again = graphed.new_cache(2, 50)
+    assert (again.keys.data_ptr(), again.used, again.capacity) == (place, [0, 0], BUCKET)
+    graphed.forward(torch.ones(2, 3, dtype=torch.long, device=device), again)
+    assert len(graphed._graphs) == 1

@@ -115,6 +115,20 @@ def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
     return [c if names.count(c.name) == 1 else replace(c, name=f"{c.name} in {file.parent}") for c, file in found]
 
 
+def measured(score: Score) -> Candidate:
+    """A score at its best K."""
+    k = score.best_k
+    return Candidate(
+        name=score.name,
+        target=score.target.name,
+        k=k,
+        length=score.acceptance(k).mean_acceptance_length,
+        tokens_per_second=score.output_tps(k),
+        speedup=score.speedup(k),
+        score=score,
+    )
+
+
 def rank(candidates: Sequence[Candidate]) -> list[Place]:
     """Fastest first, but one that changed the output behind all that did not.
 
@@ -244,19 +258,7 @@ def _read_file(file: Path) -> list[Candidate]:
         content = None
     if isinstance(content, dict) and "predictions" in content:
         return _predicted(file, content)
-    score = read_score(file)
-    k = score.best_k
-    return [
-        Candidate(
-            name=score.name,
-            target=score.target.name,
-            k=k,
-            length=score.acceptance(k).mean_acceptance_length,
-            tokens_per_second=score.output_tps(k),
-            speedup=score.speedup(k),
-            score=score,
-        )
-    ]
+    return [measured(read_score(file))]
 
 
 def _predicted(file: Path, content: Any) -> list[Candidate]:

@@ -242,6 +242,16 @@ def test_a_server_with_another_tokenizer_is_refused(tmp_path, models, prompt_fil
         ServedWriter(Server.connect(url), greedy(), 0, models["target"])
 
 
+def test_prompts_are_taken_evenly_over_a_set():
+    rows = [Prompt([i], category="abc"[i // 4]) for i in range(12)]
+    given = Prompts(rows=rows, source="set", sha256="1", tokens=None)
+    assert [p.category for p in given.spread(3).rows] == ["a", "b", "c"]
+    assert [p.ids for p in given.spread(5).rows] == [[0], [2], [4], [7], [9]]
+    assert given.spread(None) == given.spread(12) == given
+    with pytest.raises(UserError, match="holds 12 prompts, 13 are wanted"):
+        given.spread(13)
+
+
 # resuming
 
 

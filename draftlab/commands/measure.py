@@ -158,20 +158,22 @@ def score(
 def _scored(
     scores: "list[Score]", out: Path, min_speedup: float | None, min_acceptance_length: float | None
 ) -> Outcome:
-    from draftlab.compare import category_rows, category_table, prompt_rows
+    from draftlab.compare import category_rows, category_table, measured, prompt_rows, rank, words
     from draftlab.report import cautions, json_rows, score_table
     from draftlab.score.run import missed_bars
 
     missed = [text for s in scores for text in missed_bars(s, min_speedup, min_acceptance_length)]
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
     warnings = [f"warning: {text}" for text in cautions(scores)]
+    several = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
+    ranking = words(rank([measured(s) for s in scores])) if several else []
     kinds = [category_table(s) for s in scores if s.categories]
     data = {
         "scores": json_rows(scores),
         "categories": {s.name: category_rows(s) for s in scores},
         "prompts": {s.name: prompt_rows(s) for s in scores},
     }
-    show = [score_table(scores), *kinds, *verdicts, *warnings, str(out)]
+    show = [score_table(scores), *kinds, *verdicts, *ranking, *warnings, str(out)]
     return Outcome(path=out, show=show, data=data, missed=missed)
 
 

@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from draftlab import checkpoint, llama, workspace
+from draftlab import checkpoint, llama, provenance, workspace
 from draftlab.cli import app
 from draftlab.distill.vocabulary import resize
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
@@ -327,6 +327,17 @@ def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
     assert f'\\"num_speculative_tokens\\": {best}' in Path("out/serve.sh").read_text()
     assert text.startswith("---\nbase_model: ")
     assert "2 x 64" in text
+
+
+def test_a_card_has_every_command_back_to_the_cut(space):
+    for name, command, source in (("cut", "prune", "draft"), ("made", "distill", "cut")):
+        shutil.copytree("draft", name)
+        provenance.write_record(Path(name), command, {"out": name}, [Path(source)], 0.0)
+    assert CliRunner().invoke(app, ["export", "made", "--out", "out"]).exit_code == 0
+    made = Path("out/README.md").read_text().partition("## How it was made")[2]
+    assert [line for line in made.splitlines() if line.startswith("draftlab")] == [
+        "draftlab prune --out cut", "draftlab distill --out made"
+    ]  # fmt: skip
 
 
 def test_an_upload_that_fails_leaves_what_was_written(space, monkeypatch):

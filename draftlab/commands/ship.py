@@ -93,7 +93,7 @@ def export(
     )
     run.check(planned)
     with checkpoint.new_directory(out, force=force) as work:
-        made = run.export(planned, work, out.name)
+        made = run.export(planned, work, out)
         provenance.write_record(work, "export", arguments, [place], began, **made.notes)
     if push is not None:
         run.push(out, push)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftlab.record import Score
+from draftlab.report import cautions
 from draftlab.shape import Shape
 
 
@@ -17,7 +18,7 @@ class Card:
     context: int
     commands: Sequence[str]
     held_out: tuple[float, float] | None  # acceptance on held-out text, before and after distilling
-    scores: Sequence[Score]
+    scores: list[Score]
     changed: Sequence[str]
     serving: tuple[str, str] | None  # the script's name and text
     verified: str  # what scoring it again where it runs gave
@@ -50,6 +51,7 @@ class Card:
                 f"{score.created[:10]}.",
                 f"  `{score.command}`",
             ]
+        lines += [f"* {text}." for text in cautions(self.scores)] if self.scores else []
         if self.held_out is not None:
             before, after = self.held_out
             lines.append(

@@ -75,8 +75,8 @@ def check(plan: Plan) -> None:
             raise UserError(f"{plan.kind} is made by llama.cpp itself: name a python that has it with --verify-with")
 
 
-def export(plan: Plan, work: Path, name: str) -> Made:
-    """Write into work, which will be called name.
+def export(plan: Plan, work: Path, out: Path) -> Made:
+    """Write into work, which will become out.
 
     Raises:
         UserError: a runtime gives another acceptance than this engine.
@@ -100,7 +100,7 @@ def export(plan: Plan, work: Path, name: str) -> Made:
     if plan.to not in ("hf", "gguf"):
         script = serving.script(plan.to, target=_target_text(plan), k=k, why_k=why_k, gguf=file)
         (work / script[0]).write_text(script[1])
-        lines.append(f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {name}/{script[0]}")
+        lines.append(f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {out / script[0]}")
     told = card.Card(
         name=plan.draft.name, target=plan.target_name, shape=shape, context=context, commands=_commands(plan.draft),
         held_out=_held_out(plan.draft), scores=scores, changed=changed, serving=script,
@@ -197,9 +197,14 @@ def _commands(draft: Path) -> list[str]:
         return []
     given = {n: v for n, v in record.arguments.items() if v not in (None, False)}
     words = [w for n, v in given.items() for w in ([f"--{n.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
-    source = record.arguments.get("draft")
-    before = _commands(Path(str(source))) if source is not None and Path(str(source)).is_dir() else []
+    before = [c for path in map(Path, record.inputs) if _made_here(path) for c in _commands(path)]
     return [*before, shlex.join(["draftlab", record.command, *words])]
+
+
+def _made_here(path: Path) -> bool:
+    """Whether path is a draft that another command began with."""
+    record = provenance.read_record(path) if path.is_dir() else None
+    return record is not None and record.command in ("prune", "distill")
 
 
 def _held_out(draft: Path) -> tuple[float, float] | None:

@@ -146,6 +146,7 @@ class Model(_Frozen):
     shape: Shape | None
     latency: list[Latency]  # by width, from one token on; none: not measured
     tasks: list[TaskResult]
+    hosted: bool = False  # transformers ran it: draftlab's own decoder does not know its architecture
 
 
 class Prompt(_Frozen):

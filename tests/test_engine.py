@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,20 @@ from conftest import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    OPTConfig,
+    OPTForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from draftlab import llama
+from draftlab.engine.decoder import Hosted
 from draftlab.engine.generate import Draft, ModelDrafter, Sampling, plain, speculative, written
 from draftlab.engine.verify import Warp, distribution, draw, verify
+from draftlab.errors import UserError
 
 PROMPT = [0, 17, 44, 101, 9, 250, 31]
 
@@ -323,6 +333,64 @@ def test_a_tree_that_holds_the_targets_path_is_followed(target, drafts):
     steps = list(speculative(target, Guessing(right, len(PROMPT)), [PROMPT], 6, sampling))
     assert written(steps) == [right[:24]]
     assert [len(s.tokens) for s in steps[1:6]] == [4] * 5
+
+
+@torch.inference_mode()
+def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(target):
+    """Tie-aware: behind the text so far, what was written is within the rounding of the most probable (checked at every
+    token, not up to the first difference). A token that was not written is not."""
+    half = llama.Llama.__new__(llama.Llama)
+    vars(half).update(vars(target))
+    half.embed, half.head, half.norm = (t.bfloat16() for t in (target.embed, target.head, target.norm))
+    half.cos, half.sin = target.cos.bfloat16(), target.sin.bfloat16()
+    half.blocks = [_halved(block) for block in target.blocks]
+    (text,) = written(speculative(half, ModelDrafter(half), [PROMPT], 4, Sampling(max_new_tokens=48)))
+    ids = torch.tensor([PROMPT + text])
+
+    def behind(width: int) -> Tensor:
+        cache = half.new_cache(1, ids.shape[1])
+        half.forward(ids[:, : len(PROMPT) - 1], cache)
+        parts = ids[:, len(PROMPT) - 1 : -1].split(width, 1)
+        return torch.cat([half.forward(part, cache)[0] for part in parts]).float()
+
+    narrow = behind(1)
+    noise = max(float((behind(width) - narrow).abs().max()) for width in (2, 5))
+    assert 0 < noise < 0.5
+    gaps = narrow.amax(1) - narrow.gather(1, torch.tensor(text)[:, None])[:, 0]
+    assert gaps.max() <= 2 * noise
+    assert (narrow.amax(1) - narrow.gather(1, (torch.tensor(text)[:, None] + 1) % 307)[:, 0]).max() > 2 * noise
+
+
+def _halved(block: llama.Block) -> llama.Block:
+    def half(value):
+        return tuple(map(half, value)) if isinstance(value, tuple) else None if value is None else value.bfloat16()
+
+    return llama.Block(*(half(getattr(block, name)) for name in llama.Block.__slots__))
+
+
+def test_a_model_of_transformers_speculates_and_is_rolled_back(target, drafts, tmp_path):
+    """An architecture that llama.py does not know, as target; and as draft of one that it does."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {
+        "vocab_size": 307,
+        "hidden_size": 48,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    hosted = Hosted(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=48, max_position_embeddings=128)).eval())
+    sampling = Sampling(max_new_tokens=20)
+    (expected,) = written(plain(hosted, [PROMPT], sampling))
+    with torch.inference_mode():
+        whole = hosted.model(torch.tensor([PROMPT + expected])).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
+    assert whole.tolist() == expected
+    for drafter in (ModelDrafter(hosted, 307), ModelDrafter(drafts["noisy"], 307)):
+        steps = list(speculative(hosted, drafter, [PROMPT], 3, sampling))
+        assert written(steps) == [expected]
+    ours = written(plain(target, [PROMPT], sampling))
+    assert written(speculative(target, ModelDrafter(hosted, 307), [PROMPT], 3, sampling)) == ours
+    with pytest.raises(UserError, match="one row at a time"):
+        written(speculative(hosted, ModelDrafter(drafts["noisy"], 307), RAGGED[:2], 3, sampling))
 
 
 class Table:

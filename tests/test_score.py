@@ -1,5 +1,7 @@
 """The scorer's arms decode the same tokens, and its counters add up."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import build
@@ -33,6 +35,18 @@ def measured(models):
 def test_every_arm_emits_the_targets_tokens(measured):
     assert {len(tokens) for tokens in measured.tokens[PLAIN]} == {17}
     assert all(tokens == measured.tokens[PLAIN] for tokens in measured.tokens.values())
+
+
+def test_batches_emit_the_same_tokens_and_share_their_time(models, measured):
+    """On a clock that counts its readings, four a pass, all rows together take three ticks a pass."""
+    ticks = itertools.count()
+    found = measure_throughput(
+        models["target"], {"other": models["draft"]}, PROMPTS, ks=[4], sampling=Sampling(max_new_tokens=17), repeats=1,
+        advance=lambda done: None, batch=3, clock=lambda: next(ticks),
+    )  # fmt: skip
+    assert found.tokens["other", 4] == found.tokens[PLAIN] == measured.tokens[PLAIN]
+    assert sum(g.decode_seconds for g in found.generations[PLAIN]) == pytest.approx(3 * 16)
+    assert [g.prompt for g in found.generations["other", 4]] == [0, 1, 2]
 
 
 def test_every_prompt_is_decoded_in_every_arm_and_repeat(measured):

@@ -129,6 +129,13 @@ def read(model: Decoder, ids: Tensor, last: int) -> Tensor:
     return model.forward(ids, model.new_cache(*ids.shape), last=last)
 
 
+def vocab_of(model: Decoder) -> int | None:
+    """Tokens that a model knows, as wide as its logits; None: it does not say."""
+    if isinstance(model, llama.Llama):
+        return model.shape.vocab
+    return int(model.model.config.get_text_config().vocab_size) if isinstance(model, Hosted) else None
+
+
 def in_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
     """The model as a mode runs it: compiled is native.py's pass, graphs is graphs.py's. int8: rounded weights.
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.decoder import Decoder, feed
+from draftlab.engine.decoder import Decoder, feed, vocab_of
 from draftlab.engine.rules import Rule, Tokens, Uniforms, recursive
 from draftlab.engine.verify import Warp, draw, verify
-from draftlab.llama import Llama, Tree
+from draftlab.llama import Tree
 
 Clock = Callable[[], float]
 
@@ -85,7 +85,7 @@ class ModelDrafter:
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
-        self.known = model.shape.vocab if isinstance(model, Llama) else None
+        self.known = vocab_of(model)
         self.reset(1, 1)
 
     def reset(self, rows: int, capacity: int) -> None:

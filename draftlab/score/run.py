@@ -8,12 +8,13 @@ from statistics import median
 
 import torch
 
-from draftlab import checkpoint, llama, provenance
+from draftlab import checkpoint, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
-from draftlab.engine.decoder import in_mode
+from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.errors import UserError
+from draftlab.llama import Llama
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.score.accuracy import evaluate_tasks, generation_tasks
 from draftlab.score.assisted import writer
@@ -73,10 +74,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     directories = {"": plan.target, **plan.drafts}
-    models = {
-        name: in_mode(llama.load(path, plan.dtype, plan.device), plan.mode, plan.draft_int8 and bool(name))
-        for name, path in directories.items()
-    }
+    models = {name: _load(path, plan, plan.draft_int8 and bool(name)) for name, path in directories.items()}
     _check_context(models, plan)
     tasks = {name: _tasks(path, plan) for name, path in directories.items()}  # first: a wrong name fails early
     assisted = {name: _assisted(models[""], models[name], name, plan) for name in plan.drafts}
@@ -90,9 +88,10 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             name: Model(
                 name=path.name,
                 sha256=provenance.fingerprint(path),
-                shape=models[name].shape,
-                latency=latency[name],
+                shape=model.shape if isinstance(model := models[name], Llama) else None,
+                latency=latency.get(name, []),
                 tasks=tasks[name],
+                hosted=isinstance(model, Hosted),
             )
             for name, path in directories.items()
         }
@@ -118,11 +117,24 @@ def missed_bars(result: Score, min_speedup: float | None, min_acceptance_length:
     return missed
 
 
-def _latency(models: dict[str, llama.Llama], plan: Plan, batch: int) -> dict[str, list[Latency]]:
+def _load(directory: Path, plan: Plan, int8: bool) -> Decoder:
+    model = load(directory, plan.dtype, plan.device)
+    if isinstance(model, Llama):
+        return in_mode(model, plan.mode, int8)
+    if plan.mode != "eager" or list(plan.batches) != [1]:
+        raise UserError(f"transformers runs {directory}, one prompt at a time and eagerly: take --mode eager --batch 1")
+    return model
+
+
+def _latency(models: dict[str, Decoder], plan: Plan, batch: int) -> dict[str, list[Latency]]:
+    """Of the models that the engine itself runs."""
+    own = {name: model for name, model in models.items() if isinstance(model, Llama)}
+    if not own:
+        return {}
     widths = [1, *(k + 1 for k in plan.ks)]
-    note(f"latency of {len(models)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
+    note(f"latency of {len(own)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
     return measure_latency(
-        models,
+        own,
         widths=widths,
         context=_context(plan),
         passes=LATENCY_PASSES,
@@ -131,7 +143,7 @@ def _latency(models: dict[str, llama.Llama], plan: Plan, batch: int) -> dict[str
     )
 
 
-def _throughput(models: dict[str, llama.Llama], plan: Plan, batch: int) -> Measured:
+def _throughput(models: dict[str, Decoder], plan: Plan, batch: int) -> Measured:
     tokenizer = checkpoint.load_tokenizer(plan.target)
     texts = [prompt.ids for prompt in plan.prompts.rows]
     sampling = Sampling(
@@ -165,14 +177,14 @@ def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
     )  # fmt: skip
 
 
-def _assisted(target: llama.Llama, draft: llama.Llama, name: str, plan: Plan) -> list[TaskResult]:
+def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan) -> list[TaskResult]:
     """Generation tasks of the target with the draft, at the largest K."""
     tasks = generation_tasks(plan.tasks)
     if not tasks:
         return []
     note(f"lm-eval on {plan.target.name} with {name}: {', '.join(tasks)}")
     tokenizer = checkpoint.load_tokenizer(plan.target)
-    drafter = ModelDrafter(draft, target.shape.vocab)
+    drafter = ModelDrafter(draft, vocab_of(target))
     write = writer(target, drafter, max(plan.ks), tokenizer, checkpoint.special_ids(tokenizer)["eos"])
     return evaluate_tasks(
         plan.target, tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed, write=write
@@ -221,7 +233,7 @@ def _context(plan: Plan) -> int:
     return int(median(len(p.ids) for p in plan.prompts.rows)) + plan.max_new_tokens // 2
 
 
-def _check_context(models: dict[str, llama.Llama], plan: Plan) -> None:
+def _check_context(models: dict[str, Decoder], plan: Plan) -> None:
     need = plan.prompts.longest + plan.max_new_tokens + max(plan.ks)
     for name, model in models.items():
         if need > model.context:

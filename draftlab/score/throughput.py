@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from draftlab.console import note
-from draftlab.engine.decoder import Decoder
+from draftlab.engine.decoder import Decoder, vocab_of
 from draftlab.engine.generate import Clock, ModelDrafter, Sampling, Step, clock_for, plain, speculative
-from draftlab.llama import Llama
 from draftlab.record import Generation
 from draftlab.score.steady import warm_up
 
@@ -76,8 +75,7 @@ def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
 def _decoder(
     target: Decoder, drafts: Mapping[str, Decoder], sampling: Sampling, clock: Clock
 ) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
-    vocab = target.shape.vocab if isinstance(target, Llama) else None
-    drafters = {name: ModelDrafter(model, vocab) for name, model in drafts.items()}
+    drafters = {name: ModelDrafter(model, vocab_of(target)) for name, model in drafts.items()}
 
     def decode(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
         name, k = arm

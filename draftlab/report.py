@@ -188,6 +188,10 @@ def _cautions_of(score: Score) -> list[str]:
         found.append(f"only {share} of the output's 4-grams are distinct; a repetition loop flatters every draft")
     if prompts < FEW_PROMPTS:
         found.append(f"number of prompts: {prompts}; below {FEW_PROMPTS} the interval means little")
+    if score.conditions.lossy:
+        found.append(
+            f"LOSSY: the rule {score.conditions.rule} changes what is written; no speed-up counts as the target's"
+        )
     if score.served:
         found.append("servers decoded it: times are whole requests, prefill and transport included")
     if cut is not None and cut > MUCH_TRUNCATED * steps:

@@ -222,7 +222,7 @@ class Workshop:
             return full(widths)
         nodes = spec.number("nodes")
         ranks = np.concatenate([one.rank for one in look(model, self.texts, self.vocab, self.sampling)])
-        ranked = [float((ranks == rank).mean()) for rank in range(RANKS)]
+        ranked = [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
         wide = sorted({1, 2, 4, 8, nodes + 1})
         ms = self._ms({"draft": model, "target": self.target}, wide)
         parents, speed = fastest(

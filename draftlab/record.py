@@ -185,6 +185,8 @@ class Conditions(_Frozen):
     seed: int
     batch: int = 1  # prompts decoded at once; a generation's seconds are its share of theirs
     draft_int8: bool = False  # the draft's weights were rounded to 8 bits
+    rule: str = "leviathan"  # of verifying; greedily all are one
+    lossy: bool = False  # the rule changes what is written
 
 
 class Score(_Frozen):

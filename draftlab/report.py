@@ -191,6 +191,10 @@ def _cautions_of(score: Score) -> list[str]:
     for model in (score.target, score.draft):
         if model.hosted:
             found.append(f"transformers ran {model.name}, whose architecture the engine does not know: not its speed")
+    if score.conditions.lossy:
+        found.append(
+            f"LOSSY: the rule {score.conditions.rule} changes what is written; no speed-up counts as the target's"
+        )
     if score.served:
         found.append("servers decoded it: times are whole requests, prefill and transport included")
     if cut is not None and cut > MUCH_TRUNCATED * steps:

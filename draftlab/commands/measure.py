@@ -39,6 +39,14 @@ def score(
         list[str] | None,
         Option(help="Draft to score, again for each; DRAFT@q8_0: as that GGUF type rounds it. The newest if left out."),
     ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        Option(help="NAME or NAME:KEY=VALUE,... (docs/drafters.md): ngram, lookup, skip, tree, ...; again for each."),
+    ] = None,
+    rule: Annotated[
+        Literal["leviathan", "match", "block", "recursive", "k-sequential", "typical", "lenient"],
+        Option(help="How drafts are verified when sampling; the last two are LOSSY."),
+    ] = "leviathan",
     target: TargetName = None,
     data: Annotated[
         str | None,
@@ -88,7 +96,7 @@ def score(
     arguments, began = recorded(locals())
     from draftlab import checkpoint
     from draftlab.dialect import Sampling
-    from draftlab.score import recording, run, served
+    from draftlab.score import drafters, recording, run, served
     from draftlab.tokenizer import common_vocabulary
 
     space = workspace.load()
@@ -114,18 +122,23 @@ def score(
             return plan(out, {"servers": f"{plain.describe()}; {speculative.describe()}", "work": work})
         found = served.score(asking, out=out, arguments=arguments, began=began, force=force)
         return _scored([found], out, min_speedup, min_acceptance_length)
-    names = draft or [str(newest(space, ("distill", "prune"), "distill"))]
+    specs = [drafters.parse(text) for text in drafter or []]
+    needed = any(spec.needs_draft and not spec.words("draft") for spec in specs)
+    names = draft or ([str(newest(space, ("distill", "prune"), "distill"))] if needed or not specs else [])
     target_dir = checkpoint.locate(target or space.target)
-    drafts = _by_name(names)
-    out = out or space.runs / ("score-" + "-".join(name.split("-", 1)[-1] for name in drafts))
+    given = _by_name(names)
+    drafts = given if draft or not specs else {}
+    labels = [name.split("-", 1)[-1] for name in drafts] + [spec.kind for spec in specs]
+    out = out or space.runs / ("score-" + "-".join(labels))
     checkpoint.check_free(out, force=force)
-    for directory in drafts.values():
+    named = [checkpoint.locate(spec.words("draft")) for spec in specs if spec.needs_draft and spec.words("draft")]
+    for directory in [*given.values(), *named]:
         common_vocabulary(directory, target_dir)
     device = checkpoint.resolve_device(space.device)
     measuring = run.Plan(
         target=target_dir,
         drafts=drafts,
-        inputs=[target_dir, *drafts.values()],
+        inputs=[target_dir, *given.values(), *named],
         data=data or space.data,
         ks=parse_numbers(k),
         prompts=chosen(target_dir),
@@ -142,11 +155,19 @@ def score(
         mode=mode,
         draft_int8=draft_int8,
         batches=parse_numbers(batch),
+        drafters=specs,
+        default_draft=next(iter(given.values()), None),
+        rule=rule,
     )
     run.check(measuring)
     if dry_run:
         shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
-        count = len(measuring.prompts.rows) * repeats * (1 + len(drafts) * len(measuring.ks)) * len(measuring.batches)
+        count = (
+            len(measuring.prompts.rows)
+            * repeats
+            * (1 + (len(drafts) + len(specs)) * len(measuring.ks))
+            * len(measuring.batches)
+        )
         work = f"{count} generations of {max_new_tokens} tokens"
         return plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes, "work": work})
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,5 @@
 """The target drafting for itself with some of its layers left out, and which ones to leave out."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +31,8 @@ def skipping(target: Llama, layers: Sequence[int]) -> Llama:
     """
     if not layers or not set(layers) <= set(range(target.shape.layers)):
         raise ValueError(f"layers {list(layers)} of {target.shape.layers}")
-    model = copy.copy(target)
+    model = Llama.__new__(Llama)  # also of a compiled target: plain
+    vars(model).update(vars(target))
     model.shape = target.shape.model_copy(update={"layers": len(layers)})
     model.blocks = [target.blocks[i] for i in layers]
     return model

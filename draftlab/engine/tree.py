@@ -104,8 +104,6 @@ def most_accepted(ranked: Sequence[float], nodes: int, depth: int) -> tuple[tupl
     kept = 1.0
     while waiting and len(chosen) < nodes:
         worth, level, rank, parent, above = heapq.heappop(waiting)
-        if worth == 0:
-            break
         chosen.append((level, parent, rank))
         kept -= worth
         if rank + 1 < len(ranked):

@@ -8,22 +8,25 @@ from statistics import median
 
 import torch
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
 from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
 from draftlab.engine.generate import ModelDrafter, Sampling
+from draftlab.engine.rules import LOSSY, rule_named
 from draftlab.errors import UserError
 from draftlab.llama import Llama
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.score.accuracy import evaluate_tasks, generation_tasks
 from draftlab.score.assisted import writer
+from draftlab.score.drafters import Spec, Way, Workshop
 from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
 from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
 
 LATENCY_PASSES = 60
+DEFAULT_RULE = "leviathan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,9 @@ class Plan:
     mode: Mode = "eager"
     draft_int8: bool = False
     batches: Sequence[int] = (1,)
+    drafters: Sequence[Spec] = ()
+    default_draft: Path | None = None  # of drafters that name none
+    rule: str = DEFAULT_RULE
 
 
 def check(plan: Plan) -> None:
@@ -76,14 +82,15 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     directories = {"": plan.target, **plan.drafts}
     models = {name: _load(path, plan, plan.draft_int8 and bool(name)) for name, path in directories.items()}
     _check_context(models, plan)
+    ways = _ways(models[""], plan)
     tasks = {name: _tasks(path, plan) for name, path in directories.items()}  # first: a wrong name fails early
     assisted = {name: _assisted(models[""], models[name], name, plan) for name in plan.drafts}
     here = environment()
     warn_if_loaded(here)
     scores = []
     for batch in plan.batches:
-        latency = _latency(models, plan, batch)
-        measured = _throughput(models, plan, batch)
+        latency = _latency(models | {n: w.model for n, w in ways.items() if w.model}, plan, batch)
+        measured = _throughput(models, ways, plan, batch)
         described = {
             name: Model(
                 name=path.name,
@@ -95,8 +102,14 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             )
             for name, path in directories.items()
         }
-        found = {name: _score(name, described, measured, plan, here, batch) for name in plan.drafts}
-        scores += [one.model_copy(update={"assisted": assisted[name]}) for name, one in found.items()]
+        described |= {
+            name: Model(
+                name=name, sha256=None, shape=way.model and way.model.shape, latency=latency.get(name, []), tasks=[]
+            )
+            for name, way in ways.items()
+        }
+        found = {name: _score(name, described, measured, plan, here, batch) for name in [*plan.drafts, *ways]}
+        scores += [one.model_copy(update={"assisted": assisted.get(name, [])}) for name, one in found.items()]
     with checkpoint.new_directory(out, force=force) as work:
         for result in scores:
             (work / result.name).mkdir()
@@ -143,15 +156,41 @@ def _latency(models: dict[str, Decoder], plan: Plan, batch: int) -> dict[str, li
     )
 
 
-def _throughput(models: dict[str, Decoder], plan: Plan, batch: int) -> Measured:
-    tokenizer = checkpoint.load_tokenizer(plan.target)
-    texts = [prompt.ids for prompt in plan.prompts.rows]
-    sampling = Sampling(
+def _ways(target: Decoder, plan: Plan) -> dict[str, Way]:
+    """The drafters beside the drafts, by a name that a file can have."""
+    if not plan.drafters:
+        return {}
+    if not isinstance(target, Llama):
+        raise UserError(f"transformers runs {plan.target}; --drafter needs a target that the engine itself runs")
+    shop = Workshop(
+        target,
+        plan.target,
+        lambda path: _own(path, plan),
+        plan.default_draft,
+        data=plan.data,
+        sampling=_sampling(plan),
+        ks=plan.ks,
+        mode=plan.mode,
+        clock=steady_clock(plan.device),
+    )
+    return {spec.text.replace("/", "_"): shop.build(spec) for spec in plan.drafters}
+
+
+def _own(directory: Path, plan: Plan) -> Llama:
+    return in_mode(llama.load(directory, plan.dtype, plan.device), plan.mode, plan.draft_int8)
+
+
+def _sampling(plan: Plan) -> Sampling:
+    return Sampling(
         temperature=plan.temperature,
         max_new_tokens=plan.max_new_tokens,
         seed=plan.seed,
-        eos_id=checkpoint.special_ids(tokenizer)["eos"],
+        eos_id=checkpoint.special_ids(checkpoint.load_tokenizer(plan.target))["eos"],
     )
+
+
+def _throughput(models: dict[str, Decoder], ways: dict[str, Way], plan: Plan, batch: int) -> Measured:
+    texts = [prompt.ids for prompt in plan.prompts.rows]
     drafts = {name: model for name, model in models.items() if name}
     with progress("decode", len(texts) * plan.repeats) as advance:
         return measure_throughput(
@@ -159,10 +198,12 @@ def _throughput(models: dict[str, Decoder], plan: Plan, batch: int) -> Measured:
             drafts,
             texts,
             ks=plan.ks,
-            sampling=sampling,
+            sampling=_sampling(plan),
             repeats=plan.repeats,
             batch=batch,
-            advance=lambda done: advance(done, f"{1 + len(drafts) * len(plan.ks)} ways each"),
+            drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
+            rule=None if plan.rule == DEFAULT_RULE else rule_named(plan.rule),
+            advance=lambda done: advance(done, f"{1 + (len(drafts) + len(ways)) * len(plan.ks)} ways each"),
             clock=steady_clock(plan.device),
         )
 
@@ -194,9 +235,12 @@ def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan) -> list[Ta
 def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int) -> Score:
     plain_tokens = measured.tokens[PLAIN]
     greedy = plan.temperature == 0
-    same = all(measured.tokens[name, k] == plain_tokens for k in plan.ks)
+    ks = [k for arm, k in measured.tokens if arm == name]
+    same = all(measured.tokens[name, k] == plain_tokens for k in ks)
+    lossy = plan.rule in LOSSY and not greedy
+    label = f"{name}-LOSSY" if lossy else name
     return Score(
-        name=name if len(plan.batches) == 1 else f"{name}-b{batch}",
+        name=label if len(plan.batches) == 1 else f"{label}-b{batch}",
         target=models[""],
         draft=models[name],
         conditions=Conditions(
@@ -215,11 +259,13 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
             seed=plan.seed,
             batch=batch,
             draft_int8=plan.draft_int8,
+            rule=plan.rule,
+            lossy=lossy,
         ),
         environment=here,
         prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in plan.prompts.rows],
         plain=measured.generations[PLAIN],
-        speculative={k: measured.generations[name, k] for k in plan.ks},
+        speculative={k: measured.generations[name, k] for k in ks},
         identical=same if greedy else None,
         distinct_4grams=distinct_ngrams(plain_tokens, 4),
         command=plan.command,

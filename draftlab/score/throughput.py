@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from draftlab.console import note
 from draftlab.engine.decoder import Decoder, vocab_of
-from draftlab.engine.generate import Clock, ModelDrafter, Sampling, Step, clock_for, plain, speculative
+from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, Step, clock_for, plain, speculative
+from draftlab.engine.rules import Rule
 from draftlab.record import Generation
 from draftlab.score.steady import warm_up
 
@@ -36,13 +37,18 @@ def measure_throughput(
     advance: Callable[[int], None],
     clock: Clock | None = None,
     batch: int = 1,
+    drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
+    rule: Rule | None = None,
 ) -> Measured:
     """Decode every prompt in every arm, repeats times, once its first batch takes the same time again.
 
-    clock: seconds, by default those of the wall. batch: prompts decoded at once. advance: prompts done.
+    clock: seconds, by default those of the wall. batch: prompts decoded at once. advance: prompts done. drafters: with
+    the numbers of tokens that each is to draft, beside the models of drafts, which draft ks.
     """
-    arms = [PLAIN, *((name, k) for name in drafts for k in ks)]
-    decode = _decoder(target, drafts, sampling, clock or clock_for(target.device))
+    ways = {name: (ModelDrafter(model, vocab_of(target)), ks) for name, model in drafts.items()} | dict(drafters or {})
+    arms = [PLAIN, *((name, k) for name, (_, counts) in ways.items() for k in counts)]
+    proposing = {name: drafter for name, (drafter, _) in ways.items()}
+    decode = _decoder(target, proposing, sampling, clock or clock_for(target.device), rule)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     for arm in arms:
         if not warm_up(lambda arm=arm: _passes_seconds(decode(arm, [prompts[i] for i in groups[0]], groups[0]))):
@@ -73,15 +79,13 @@ def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
 
 
 def _decoder(
-    target: Decoder, drafts: Mapping[str, Decoder], sampling: Sampling, clock: Clock
+    target: Decoder, drafters: Mapping[str, Drafter], sampling: Sampling, clock: Clock, rule: Rule | None
 ) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
-    drafters = {name: ModelDrafter(model, vocab_of(target)) for name, model in drafts.items()}
-
     def decode(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
         name, k = arm
         if arm == PLAIN:
             return plain(target, prompts, sampling, clock, numbers)
-        return speculative(target, drafters[name], prompts, k, sampling, clock, numbers)
+        return speculative(target, drafters[name], prompts, k, sampling, clock, numbers, rule)
 
     return decode
 

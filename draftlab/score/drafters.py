@@ -1,0 +1,247 @@
+"""Drafters by name: what ``--drafter NAME:KEY=VALUE,...`` means, and the drafter that it asks for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from draftlab import checkpoint, data
+from draftlab.console import note
+from draftlab.cost import Mode
+from draftlab.engine.decoder import in_mode
+from draftlab.engine.drafters import Fallback, StagedDrafter, UnsureDrafter, less_sure_than, more_entropy_than
+from draftlab.engine.forced import look
+from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, plain, written
+from draftlab.engine.ngram import LONGEST_MATCH, LookupDrafter, NgramDrafter, Ngrams
+from draftlab.engine.skip import Kept, search, skipping
+from draftlab.engine.tree import Siblings, TreeDrafter, fastest, full
+from draftlab.errors import UserError, did_you_mean
+from draftlab.llama import Llama
+from draftlab.score.profile import measure_latency
+
+CORPUS = {"order": 4, "tokens": 2_000_000, "data": ""}  # of an n-gram model; data: the workspace's
+KINDS: dict[str, dict[str, int | float | str]] = {
+    "ngram": CORPUS,
+    "lookup": {"longest": LONGEST_MATCH},
+    "model": {"draft": ""},
+    "fallback": {"draft": "", "longest": LONGEST_MATCH},
+    "staged": {"draft": "", "by": "ngram", "count": 2, **CORPUS},
+    "unsure": {"draft": "", "below": 0.4},
+    "entropy": {"draft": "", "above": 1.5},
+    "skip": {"layers": ""},
+    "tree": {"draft": "", "widths": "", "nodes": 8, "siblings": "top"},
+}
+WITHOUT_DRAFT = frozenset({"ngram", "lookup", "skip"})
+SIBLINGS: tuple[Siblings, ...] = ("top", "sampled", "distinct")
+CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target writes behind it
+RANKS = 8  # of a draft's tokens that a tree may take
+LEVELS = 8
+PASSES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A drafter as asked for, its options complete. text: as typed."""
+
+    text: str
+    kind: str
+    options: dict[str, int | float | str]
+
+    @property
+    def needs_draft(self) -> bool:
+        return self.kind not in WITHOUT_DRAFT
+
+    def number(self, name: str) -> int:
+        return int(self.options[name])
+
+    def words(self, name: str) -> str:
+        return str(self.options[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A drafter, the model that it asks for tokens (None: it has none), and the numbers of tokens to try."""
+
+    drafter: Drafter
+    model: Llama | None
+    ks: list[int]
+
+
+def parse(text: str) -> Spec:
+    """``NAME`` or ``NAME:KEY=VALUE,...``.
+
+    Raises:
+        UserError: no such drafter or option, or a value that is not of its kind.
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        raise UserError(f"--drafter {text}: no drafter {kind!r}{did_you_mean(kind, KINDS)}")
+    options = dict(KINDS[kind])
+    for part in filter(None, rest.split(",")):
+        name, _, value = part.partition("=")
+        if name not in options:
+            raise UserError(f"--drafter {text}: {kind} has no option {name!r}{did_you_mean(name, options)}")
+        try:
+            options[name] = type(options[name])(value)
+        except ValueError:
+            wanted = {int: "a whole number", float: "a number"}[type(options[name])]
+            raise UserError(f"--drafter {text}: {name} is {value!r}; want {wanted}") from None
+    spec = Spec(text, kind, options)
+    _check(spec)
+    return spec
+
+
+def _check(spec: Spec) -> None:
+    """Raises UserError: a value that is out of range."""
+    least = {"order": 2, "tokens": 1, "longest": 1, "count": 1, "nodes": 1}
+    for name, low in least.items():
+        if name in spec.options and spec.number(name) < low:
+            raise UserError(f"--drafter {spec.text}: {name} is {spec.options[name]}; want at least {low}")
+    if spec.kind == "tree" and spec.words("siblings") not in SIBLINGS:
+        raise UserError(f"--drafter {spec.text}: siblings are {spec.words('siblings')!r}; want {', '.join(SIBLINGS)}")
+    if spec.kind == "staged" and spec.words("by") not in ("ngram", "lookup"):
+        raise UserError(f"--drafter {spec.text}: by is {spec.words('by')!r}; want ngram or lookup")
+    if spec.kind == "skip":
+        _numbers(spec, "layers", "+")
+    if spec.kind == "tree":
+        _numbers(spec, "widths", "x")
+
+
+class Workshop:
+    """Builds drafters for one target; what several of them need is made once."""
+
+    def __init__(
+        self,
+        target: Llama,
+        target_path: Path,
+        load: Callable[[Path], Llama],
+        draft: Path | None,
+        *,
+        data: str,
+        sampling: Sampling,
+        ks: list[int],
+        mode: Mode,
+        clock: Clock,
+    ) -> None:
+        """draft: of drafters that name none. load: a checkpoint as the run computes it."""
+        self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
+        self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
+        self.mode: Mode = mode
+        self.vocab = target.shape.vocab
+
+    def build(self, spec: Spec) -> Way:
+        """Raises UserError: what it needs cannot be had, or does not fit the target."""
+        if spec.kind in ("ngram", "lookup"):
+            return Way(drafter=self._modelless(spec, spec.kind), model=None, ks=self.ks)
+        if spec.kind == "skip":
+            model = self._skipping(spec)
+            return Way(drafter=ModelDrafter(model, self.vocab), model=model, ks=self.ks)
+        model = self.load(self._draft_of(spec))
+        drafter = self._of_model(spec, model)
+        ks = [len(drafter.parents)] if isinstance(drafter, TreeDrafter) else self.ks
+        return Way(drafter=drafter, model=model, ks=ks)
+
+    def _of_model(self, spec: Spec, model: Llama) -> Drafter:
+        if spec.kind == "fallback":
+            return Fallback(LookupDrafter(spec.number("longest")), ModelDrafter(model, self.vocab), self.vocab)
+        if spec.kind == "staged":
+            inner = self._modelless(spec, spec.words("by"))
+            return StagedDrafter(model, self.vocab, inner, spec.number("count"))
+        if spec.kind == "unsure":
+            return UnsureDrafter(model, self.vocab, less_sure_than(float(spec.options["below"])))
+        if spec.kind == "entropy":
+            return UnsureDrafter(model, self.vocab, more_entropy_than(float(spec.options["above"])))
+        if spec.kind == "tree":
+            siblings = SIBLINGS[SIBLINGS.index(spec.words("siblings"))]
+            return TreeDrafter(model, self.vocab, self._parents(spec, model), siblings)
+        return ModelDrafter(model, self.vocab)
+
+    def _draft_of(self, spec: Spec) -> Path:
+        named = spec.words("draft")
+        if not named and self.draft is None:
+            raise UserError(f"--drafter {spec.text} needs a draft: add draft=DIR, or give one with --draft")
+        return checkpoint.locate(named) if named else self.draft or Path()
+
+    def _modelless(self, spec: Spec, kind: str) -> Drafter:
+        if kind == "lookup":
+            return LookupDrafter(int(spec.options.get("longest", LONGEST_MATCH)))
+        order, tokens, source = spec.number("order"), spec.number("tokens"), spec.words("data") or self.data
+        note(f"{spec.text}: counting {order}-grams of {source}")
+        try:
+            return NgramDrafter(Ngrams(self._corpus(source, tokens), self.vocab, order))
+        except ValueError as error:
+            raise UserError(f"--drafter {spec.text}: {error}; take a smaller order") from None
+
+    def _corpus(self, source: str, tokens: int) -> np.ndarray:
+        batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
+        return np.concatenate([stream[:tokens] for stream in batches.streams.values()])[: 2 * tokens]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return checkpoint.load_tokenizer(self.target_path)
+
+    @cached_property
+    def texts(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Prompts of the training split, and what the target writes behind them as it will be asked to."""
+        count, length, new = CALIBRATION
+        stream = self._corpus(self.data, 64 * count * length).astype(np.int64)
+        prompts = [stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)][:count]
+        sampling = Sampling(
+            temperature=self.sampling.temperature, max_new_tokens=new, seed=1, eos_id=self.sampling.eos_id
+        )
+        wrote = written(plain(self.target, prompts, sampling))
+        return [(np.array(p), np.array(w)) for p, w in zip(prompts, wrote, strict=True)]
+
+    def _skipping(self, spec: Spec) -> Llama:
+        named = _numbers(spec, "layers", "+")
+        if named:
+            try:
+                return in_mode(skipping(self.target, named), self.mode)
+            except ValueError as error:
+                raise UserError(f"--drafter {spec.text}: no such {error}") from None
+        layers = self.target.shape.layers
+        few = {"all": self.target, "one": in_mode(skipping(self.target, [0]), self.mode)}
+        ms = self._ms(few, [1])
+        each = (ms["all"][0] - ms["one"][0]) / (layers - 1)
+        found: Kept = max(
+            search(self.target, self.texts, self.sampling, lambda n: (ms["one"][0] + (n - 1) * each) / ms["all"][0]),
+            key=lambda kept: kept.speedup,
+        )
+        note(
+            f"{spec.text}: keeps {len(found.layers)} of {layers} layers, layers={'+'.join(map(str, found.layers))}; "
+            f"by replay {found.tokens_per_pass:.2f} tokens per pass at K = {found.k}, speed-up {found.speedup:.2f}"
+        )
+        return in_mode(skipping(self.target, found.layers), self.mode)
+
+    def _parents(self, spec: Spec, model: Llama) -> tuple[int, ...]:
+        widths = _numbers(spec, "widths", "x")
+        if widths:
+            return full(widths)
+        nodes = spec.number("nodes")
+        ranks = np.concatenate([one.rank for one in look(model, self.texts, self.vocab, self.sampling)])
+        ranked = [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
+        wide = sorted({1, 2, 4, 8, nodes + 1})
+        ms = self._ms({"draft": model, "target": self.target}, wide)
+        parents, speed = fastest(
+            ranked, ms["draft"][0], lambda width: float(np.interp(width, wide, ms["target"])), nodes, LEVELS
+        )
+        note(
+            f"{spec.text}: shape {parents}, predicted {speed * ms['target'][0]:.2f} times plain decoding; the draft's "
+            "first tokens by rank are right " + ", ".join(f"{share:.2f}" for share in ranked[:3])
+        )
+        return parents
+
+    def _ms(self, models: dict[str, Llama], widths: Sequence[int]) -> dict[str, list[float]]:
+        found = measure_latency(models, widths=list(widths), context=96, passes=PASSES, clock=self.clock)
+        return {name: [latency.median_ms for latency in curve] for name, curve in found.items()}
+
+
+def _numbers(spec: Spec, name: str, between: str) -> list[int]:
+    text = spec.words(name)
+    try:
+        return [int(part) for part in text.split(between)] if text else []
+    except ValueError:
+        raise UserError(f"--drafter {spec.text}: {name} is {text!r}; want numbers as 2{between}1") from None

@@ -1,0 +1,110 @@
+"""--drafter: what is asked for is checked before anything is loaded, and built as asked."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftlab import llama
+from draftlab.engine.generate import Sampling
+from draftlab.engine.rules import match
+from draftlab.engine.tree import TreeDrafter
+from draftlab.errors import UserError
+from draftlab.score.drafters import KINDS, Workshop, parse
+from draftlab.score.throughput import PLAIN, measure_throughput
+
+PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66]]
+ASKED = [
+    "ngram:order=2,tokens=500",
+    "lookup:longest=2",
+    "model",
+    "fallback",
+    "staged:tokens=500,count=1",
+    "unsure:below=0.5",
+    "entropy",
+    "skip",
+    "skip:layers=0+2",
+    "tree:nodes=3",
+    "tree:widths=2x1",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(f"def part_{i}(line):\n    return [int(x) for x in line.split({i})]\n" * 12)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shop(family_dirs: dict[str, Path], corpus: Path) -> Workshop:
+    def load(path: Path) -> llama.Llama:
+        return llama.load(path, torch.float32)
+
+    place = family_dirs["llama"]
+    return Workshop(
+        load(place), place, load, family_dirs["qwen3"], data=str(corpus), sampling=Sampling(max_new_tokens=12), ks=[2],
+        mode="eager", clock=time.process_time,
+    )  # fmt: skip
+
+
+def test_every_drafter_decodes_what_the_target_would(shop, monkeypatch):
+    monkeypatch.setattr("draftlab.score.drafters.CALIBRATION", (2, 12, 10))
+    monkeypatch.setattr("draftlab.score.drafters.PASSES", 3)
+    ways = {text: shop.build(parse(text)) for text in ASKED}
+    assert {parse(text).kind for text in ASKED} == set(KINDS)
+    found = measure_throughput(
+        shop.target, {}, PROMPTS, ks=[], sampling=Sampling(max_new_tokens=12), repeats=1, advance=lambda done: None,
+        drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
+    )  # fmt: skip
+    assert {name for name, _ in found.tokens} == {"", *ASKED}
+    assert all(tokens == found.tokens[PLAIN] for tokens in found.tokens.values())
+
+
+def test_a_tree_drafts_all_its_tokens_whatever_k_is(shop):
+    way = shop.build(parse("tree:widths=2x2,siblings=distinct"))
+    assert way.ks == [6]
+    assert isinstance(way.drafter, TreeDrafter)
+    assert way.drafter.siblings == "distinct"
+
+
+def test_left_out_layers_are_left_out(shop):
+    way = shop.build(parse("skip:layers=0+3"))
+    assert way.model is not None
+    assert way.model.shape.layers == 2
+    with pytest.raises(UserError, match="no such layers \\[0, 9\\] of 5"):
+        shop.build(parse("skip:layers=0+9"))
+
+
+def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
+    """By the match rule, with the same draws, sampling differs from Leviathan's."""
+    found = [
+        measure_throughput(
+            shop.target, {}, PROMPTS, ks=[], sampling=Sampling(max_new_tokens=12, temperature=1.0), repeats=1,
+            advance=lambda done: None, drafters={"model": (shop.build(parse("model")).drafter, [3])}, rule=rule,
+        ).tokens["model", 3]
+        for rule in (None, None, match)
+    ]  # fmt: skip
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ngrm", "did you mean 'ngram'"),
+        ("ngram:ordr=3", "did you mean 'order'"),
+        ("ngram:order=three", "want a whole number"),
+        ("ngram:order=1", "at least 2"),
+        ("unsure:below=much", "want a number"),
+        ("tree:siblings=some", "want top, sampled, distinct"),
+        ("tree:widths=2,2", "no option '2'"),
+        ("tree:widths=2y2", "numbers as 2x1"),
+        ("skip:layers=a", "numbers as 2\\+1"),
+        ("staged:by=magic", "want ngram or lookup"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_in_one_line(text, words):
+    with pytest.raises(UserError, match=words):
+        parse(text)

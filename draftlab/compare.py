@@ -178,7 +178,13 @@ def mcnemar(won: int, lost: int) -> float:
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
     """The best K by kind of prompt."""
-    return [{"category": name} | _part(score, prompts) for name, prompts in score.categories.items()]
+    rows = []
+    for name, prompts in score.categories.items():
+        part, facts = _part(score, prompts)
+        gain = part.speedup(score.best_k)
+        interval = {"speedup_low": gain.low, "speedup_high": gain.high}
+        rows.append({"category": name, "prompts": len(prompts)} | facts | interval)
+    return rows
 
 
 def category_table(score: Score) -> Table:
@@ -204,7 +210,7 @@ def category_table(score: Score) -> Table:
 def prompt_rows(score: Score) -> list[dict[str, Any]]:
     """The best K by prompt."""
     kinds = [p.category for p in score.prompts] or [""] * score.conditions.prompts
-    return [{"prompt": i, "category": kind} | _part(score, [i]) for i, kind in enumerate(kinds)]
+    return [{"prompt": i, "category": kind} | _part(score, [i])[1] for i, kind in enumerate(kinds)]
 
 
 def words(places: Sequence[Place]) -> list[str]:
@@ -327,14 +333,17 @@ def _paired(a: TaskResult, b: TaskResult) -> Paired:
     )
 
 
-def _part(score: Score, prompts: list[int]) -> dict[str, Any]:
+def _part(score: Score, prompts: list[int]) -> tuple[Score, dict[str, Any]]:
+    """The score over some prompts, and what the best K does there."""
     k, part = score.best_k, score.part(prompts)
     length = None if score.served else part.acceptance(k).mean_acceptance_length
-    gain = part.speedup(k)
-    return {
-        "k": k, "prompts": len(prompts), "mean_acceptance_length": length, "output_tps": part.output_tps(k),
-        "speedup": gain.value, "speedup_low": gain.low, "speedup_high": gain.high,
-    }  # fmt: skip
+    facts = {
+        "k": k,
+        "mean_acceptance_length": length,
+        "output_tps": part.output_tps(k),
+        "speedup": part.speedup_value(k),
+    }
+    return part, facts
 
 
 def _task_words(test: Paired, name: str, other: str) -> str:

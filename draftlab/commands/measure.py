@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from draftlab import workspace
 from draftlab.commands.shared import (
+    SERVED,
     ApiKeyFile,
     DryRun,
     Force,
@@ -77,10 +78,18 @@ def score(
     ] = False,
     batch: Annotated[str, Option(help="Prompts decoded at once, as 1,2,4,8: one score for each.")] = "1",
     server: Annotated[
-        str | None, Option(help="URL of a server that runs the target: measure it and --speculative-server instead.")
+        str | None,
+        Option(
+            help="URL of a server that runs the target: measure it and --speculative-server instead.",
+            rich_help_panel=SERVED,
+        ),
     ] = None,
     speculative_server: Annotated[
-        str | None, Option(help="URL of a server that runs the target with the draft; --draft says what it is called.")
+        str | None,
+        Option(
+            help="URL of a server that runs the target with the draft; --draft says what it is called.",
+            rich_help_panel=SERVED,
+        ),
     ] = None,
     tokenizer: TokenizerDir = None,
     api_key_file: ApiKeyFile = None,

@@ -133,6 +133,9 @@ def plot_speedup(entries: list[Entry]) -> Markup:
 
 def plot_latency(entries: list[Entry]) -> Markup | None:
     """The target's latency is the fastest draft's own measurement of it. None where none was measured."""
+    entries = [e for e in entries if e.score.target.latency]
+    if not entries:
+        return None
     target = entries[0].score.target
     drafts = [(e, shape, e.score.draft.latency[0]) for e in entries if (shape := _timed(e.score.draft))]
     target_shape = _timed(target)

@@ -261,7 +261,7 @@ def _board_heads(scores: Sequence[Score]) -> list[str]:
 
 
 def _board_row(entry: Entry) -> list[str]:
-    score, accuracy, shape = entry.score, entry.accuracy, entry.score.draft.shape
+    score, accuracy, shape, kv = entry.score, entry.accuracy, entry.score.draft.shape, _kv_bytes(entry.score)
     return [
         score.name,
         f"{shape.layers} x {shape.hidden}" if shape else "–",
@@ -275,7 +275,7 @@ def _board_row(entry: Entry) -> list[str]:
         _digits(score.output_tps(entry.k)),
         _gain_text(entry.gain),
         _task_text(accuracy) if accuracy else "–",
-        f"{_kv_bytes(score):,}" if shape else "–",
+        "–" if kv is None else f"{kv:,}",
     ]
 
 
@@ -283,7 +283,7 @@ def _terminal_row(entry: Entry) -> list[str]:
     """The leaderboard's cells in half the width: two lines each, as in their heads, and no quartiles."""
     score, shape, gain = entry.score, entry.score.draft.shape, entry.gain
     interval = f"{gain.low:.2f}-{gain.high:.2f}" if gain.n > 1 else "n = 1"
-    step = score.draft_step_ms
+    step, kv = score.draft_step_ms, _kv_bytes(score)
     return [
         f"{score.name}\n{shape.layers}x{shape.hidden}, {count_text(shape.params())}" if shape else score.name,
         "–" if step is None else f"{_digits(step)}\n{_ratio_text(score.cost_ratio)}",
@@ -293,7 +293,7 @@ def _terminal_row(entry: Entry) -> list[str]:
         f"{_digits(score.output_tps(entry.k))}\n{_digits(score.output_tps(0))}",
         f"{gain.value:.2f}x\n{interval}",
         f"{entry.accuracy.value:.3f}" if entry.accuracy else "–",
-        count_text(_kv_bytes(score)) if shape else "–",
+        "–" if kv is None else count_text(kv),
     ]
 
 
@@ -324,7 +324,7 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "layers": shape and shape.layers,
         "hidden": shape and shape.hidden,
         "params": shape and shape.params(),
-        "kv_bytes_per_token": shape and _kv_bytes(score),
+        "kv_bytes_per_token": _kv_bytes(score),
         "draft_ms": score.draft_step_ms,
         "cost_ratio": score.cost_ratio,
         "num_speculative_tokens": k,
@@ -426,10 +426,10 @@ def _ratio_text(c: float | None) -> str:
     return "–" if c is None else f"{c:.3f}"
 
 
-def _kv_bytes(score: Score) -> int:
-    """The cache has the dtype of the run, whose name ends in its bits."""
+def _kv_bytes(score: Score) -> int | None:
+    """The cache has the dtype of the run, whose name ends in its bits; None where dtype or shape are not known."""
     bits, shape = re.search(r"\d+", score.conditions.dtype), score.draft.shape
-    return shape.kv_bytes_per_token(int(bits[0]) / 8 if bits else 2) if shape else 0
+    return shape.kv_bytes_per_token(int(bits[0]) / 8) if bits and shape else None
 
 
 def _digits(value: float) -> str:

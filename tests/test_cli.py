@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from draftlab import workspace
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
+from draftlab.commands.shared import command_line
 from draftlab.errors import UserError
 from draftlab.record import read_score
 from draftlab.score.accuracy import evaluate_tasks
@@ -205,3 +206,9 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     again = ("score", "--draft", str(draft), "--prompt-file", "prompts.jsonl", "--out", "x")
     assert "holds 4 prompts, 9 are wanted" in refused(*again, "--prompts", "9")
     assert "does not fit the context of the target, 256" in refused(*again, "--max-new-tokens", "300")
+
+
+def test_a_recorded_command_line_can_be_typed_again():
+    arguments = {"directory": Path("runs/a trace"), "draft": ["a", "b"], "k": "1-8", "tree": None, "extrapolate": True}
+    line = command_line("trace replay", arguments, bare="directory")
+    assert line == "draftlab trace replay --draft a --draft b --k 1-8 --extrapolate 'runs/a trace'"

@@ -13,6 +13,7 @@ from draftlab.cli import app
 from draftlab.compare import comparison, mcnemar, over, paired_tests, rank, read_candidates, words
 from draftlab.errors import UserError
 from draftlab.record import Counters, Prompt, Score, Served, TaskResult
+from draftlab.report import html, json_rows
 
 
 def at(name: str, seconds: list[float]) -> Score:
@@ -143,3 +144,9 @@ def test_a_served_score_stands_beside_a_local_one(tmp_path):
     assert (again.speedup(4).value, again.acceptance(4).mean_acceptance_length) == (pytest.approx(2), 3.0)
     places = rank(read_candidates(kept(tmp_path, served, score("a", speed=0.9))))
     assert [p.candidate.name for p in places] == ["served", "a"]
+    page = html([served, score("a")], "")
+    assert "servers decoded it: times are whole requests" in page
+    assert "Latency against depth" in page  # of the local one
+    alone = change(served, target=change(served.target, latency=[]))
+    assert "Latency against depth" not in html([alone], "")
+    assert json_rows([served])[0]["draft_share"] is None

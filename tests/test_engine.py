@@ -362,7 +362,7 @@ def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(ta
 
 
 def _halved(block: llama.Block) -> llama.Block:
-    def half(value):
+    def half(value: Any) -> Any:
         return tuple(map(half, value)) if isinstance(value, tuple) else None if value is None else value.bfloat16()
 
     return llama.Block(*(half(getattr(block, name)) for name in llama.Block.__slots__))

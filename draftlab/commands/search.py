@@ -20,7 +20,6 @@ from draftlab.commands.shared import (
     Data,
     DryRun,
     Force,
-    LawDir,
     Out,
     Outcome,
     Seed,
@@ -62,7 +61,9 @@ def search(
     target: TargetName = None,
     source: Annotated[str | None, Option(help="Checkpoint to cut from; the workspace's if left out.")] = None,
     data: Data = None,
-    law: LawDir = None,
+    law: Annotated[
+        Path | None, Option(help="Folder of profiles that draftlab law measured; measured first if left out.")
+    ] = None,
     first_steps: Annotated[int, Option(min=1, help="Steps of distillation on the first rung.")] = 30,
     most_steps: Annotated[int, Option(min=1, help="Most steps on the last.")] = 1000,
     rows: Annotated[int, Option(min=1, help="Sequences per step.")] = 8,

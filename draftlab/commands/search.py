@@ -20,7 +20,6 @@ from draftlab.commands.shared import (
     Data,
     DryRun,
     Force,
-    LawDir,
     Out,
     Outcome,
     Seed,
@@ -62,7 +61,9 @@ def search(
     target: TargetName = None,
     source: Annotated[str | None, Option(help="Checkpoint to cut from; the workspace's if left out.")] = None,
     data: Data = None,
-    law: LawDir = None,
+    law: Annotated[
+        Path | None, Option(help="Folder of profiles that draftlab law measured; measured first if left out.")
+    ] = None,
     first_steps: Annotated[int, Option(min=1, help="Steps of distillation on the first rung.")] = 30,
     most_steps: Annotated[int, Option(min=1, help="Most steps on the last.")] = 1000,
     rows: Annotated[int, Option(min=1, help="Sequences per step.")] = 8,
@@ -293,8 +294,8 @@ def _training_seconds(draft: Path) -> float:
 def _rung_table(found: Search) -> "Table":
     """Every candidate as far as it came."""
     table = table_of(
-        f"{found.target}: candidates cut from {found.source}, by predicted tokens/s",
-        ("shape", "parameters", "ms per pass", "steps", "K", "tokens\nper pass", "predicted", "measured\n95% interval"),
+        f"{Path(found.target).name}: candidates cut from {Path(found.source).name}, the fastest marked",
+        ("shape", "para-\nmeters", "ms per\npass", "steps", "K", "tokens\nper pass", "pre-\ndicted", "measured"),
     )
     measured = {one.name: one for one in found.confirmed}
     shown: set[str] = set()
@@ -304,7 +305,7 @@ def _rung_table(found: Search) -> "Table":
                 continue
             shown.add(trial.name)
             one = measured.get(trial.name)
-            cell = f"{one.gain.value:.2f}x ({one.gain.low:.2f} to {one.gain.high:.2f}), K = {one.k}" if one else ""
+            cell = f"{one.gain.value:.2f}x ({one.gain.low:.2f} to {one.gain.high:.2f})" if one else ""
             best = one is not None and one is found.winner
             table.add_row(
                 f"* {trial.name}" if best else trial.name, count_text(found.shapes[trial.name].params()),

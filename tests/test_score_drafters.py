@@ -1,17 +1,21 @@
 """--drafter: what is asked for is checked before anything is loaded, and built as asked."""
 
+import inspect
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from draftlab import llama
+from draftlab.commands.measure import score
 from draftlab.engine.generate import Sampling
-from draftlab.engine.rules import match
+from draftlab.engine.rules import RULES, match
 from draftlab.engine.tree import TreeDrafter
 from draftlab.errors import UserError
-from draftlab.score.drafters import KINDS, Workshop, parse
+from draftlab.score.drafters import KINDS, Workshop, check_rule, parse
+from draftlab.score.run import DEFAULT_RULE
 from draftlab.score.throughput import PLAIN, measure_throughput
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66]]
@@ -108,3 +112,18 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
 def test_what_cannot_be_meant_is_said_in_one_line(text, words):
     with pytest.raises(UserError, match=words):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"), [("tree", "block"), ("tree:siblings=distinct", "k-sequential"), ("tree", "k-sequential")]
+)
+def test_a_rule_that_would_not_be_lossless_for_a_tree_is_refused(text, rule):
+    with pytest.raises(UserError, match=f"--rule {rule} judges"):
+        check_rule(parse(text), rule)
+    for fits in ("leviathan", "recursive", "match"):
+        check_rule(parse(text), fits)
+
+
+def test_the_command_offers_every_rule():
+    offered = set(get_args(get_args(inspect.signature(score).parameters["rule"].annotation)[0]))
+    assert offered == {DEFAULT_RULE, *RULES}

@@ -110,6 +110,19 @@ def _check(spec: Spec) -> None:
         _numbers(spec, "widths", "x")
 
 
+def check_rule(spec: Spec, rule: str) -> None:
+    """Raises UserError: a rule that would not be lossless for what this drafter drafts."""
+    if spec.kind != "tree":
+        return
+    if rule == "block":
+        raise UserError(f"--rule block judges chains, and --drafter {spec.text} drafts a tree; take recursive or match")
+    if rule == "k-sequential" and spec.words("siblings") != "sampled":
+        raise UserError(
+            f"--rule k-sequential judges tokens that were drawn independently, and those of --drafter {spec.text} are "
+            f"{spec.words('siblings')}; add siblings=sampled, or take recursive"
+        )
+
+
 class Workshop:
     """Builds drafters for one target; what several of them need is made once."""
 

@@ -19,7 +19,7 @@ from draftlab.llama import Llama
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.score.accuracy import evaluate_tasks, generation_tasks
 from draftlab.score.assisted import writer
-from draftlab.score.drafters import Spec, Way, Workshop
+from draftlab.score.drafters import Spec, Way, Workshop, check_rule
 from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
@@ -61,12 +61,15 @@ def check(plan: Plan) -> None:
     """Fail before anything is loaded.
 
     Raises:
-        UserError: batches that leave a smaller one over, or int8 in a mode that does not compute with it.
+        UserError: batches that leave a smaller one over, a rule that does not fit a drafter, or int8 in a mode that
+            does not compute with it.
     """
     count = len(plan.prompts.rows)
     for batch in plan.batches:
         if count % batch:
             raise UserError(f"{count} prompts do not fill batches of {batch}; take a number that all batches divide")
+    for spec in plan.drafters:
+        check_rule(spec, plan.rule)
     if plan.draft_int8 and plan.mode != "compiled":
         raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
 

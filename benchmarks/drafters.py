@@ -1,0 +1,64 @@
+"""Which drafter wins on which text: code, prose, maths, summaries; all drafters in one process, by `draftlab score`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks import environment
+from draftlab.commands.measure import score
+
+DRAFTERS = ["lookup", "fallback", "staged:by=lookup,count=3", "unsure", "skip:layers=0+3+6+7+10", "tree:widths=2x1x1"]
+SPEC_BENCH = ("summarization", "math_reasoning")
+
+
+def main(
+    draft: Annotated[Path, typer.Argument(help="A draft of tiny.")],
+    texts: Annotated[
+        Path, typer.Argument(help="Folder with wikitext2_test.txt, gsm8k_train.jsonl, specbench_open.jsonl.")
+    ],
+    folder: Annotated[Path, typer.Option(help="Scores are written here.")] = Path("runs/drafters"),
+    prompts: Annotated[int, typer.Option(help="Prompts of each text.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 64,
+    k: Annotated[str, typer.Option(help="Drafted tokens to try.")] = "2,5",
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = {kind: _category(texts / "specbench_open.jsonl", kind, folder) for kind in SPEC_BENCH}
+    asked: dict[str, tuple[str, Path | None]] = {
+        "code": ("stdlib", None),
+        "prose": (str(texts / "wikitext2_test.txt"), None),
+        "maths": (str(texts / "gsm8k_train.jsonl"), questions["math_reasoning"]),
+        "summaries": (str(texts / "wikitext2_test.txt"), questions["summarization"]),
+    }
+    found = {}
+    for name, (data, file) in asked.items():
+        outcome = score(
+            draft=[str(draft)], drafter=["ngram:tokens=1000000", *DRAFTERS], target="tiny", data=data, prompt_file=file,
+            prompts=prompts, max_new_tokens=new_tokens, k=k, repeats=1, tasks="none", threads=1, mode="compiled",
+            dtype="float32", out=folder / name, force=True,
+        )  # fmt: skip
+        rows = outcome.data["scores"]
+        assert isinstance(rows, list)
+        found[name] = [_short(row) for row in rows if row["best"]]
+        print(json.dumps({name: found[name]}), flush=True)
+    print(json.dumps({"texts": found, "prompts": prompts, "new_tokens": new_tokens, "k": k, **environment(1)}))
+
+
+def _category(file: Path, category: str, folder: Path) -> Path:
+    rows = [line for line in file.read_text().splitlines() if json.loads(line)["category"] == category]
+    out = folder / f"{category}.jsonl"
+    out.write_text("\n".join(rows) + "\n")
+    return out
+
+
+def _short(row: dict[str, object]) -> dict[str, object]:
+    kept = (
+        "draft", "num_speculative_tokens", "speedup", "speedup_low", "speedup_high", "mean_acceptance_length",
+        "draft_acceptance_rate", "output_tps", "plain_output_tps", "identical", "distinct_4grams",
+    )  # fmt: skip
+    return {name: row[name] for name in kept}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -7,17 +7,20 @@ stands at a length of its own. Rolling back is changing ``Cache.used``: what lie
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab import checkpoint
 from draftlab.errors import UserError
-from draftlab.shape import Shape
+from draftlab.shape import Shape, validation_text
 
 # Families whose forward pass is exactly the one below; others share the layout but scale or gate something.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+HEAD_IDS = "head_ids.json"  # beside a checkpoint: the ids that its head is computed for (draftlab trim)
 
 
 @dataclass(slots=True)
@@ -98,6 +101,7 @@ class Llama:
         self.shape, self.eps, self.context = shape, eps, context
         self.embed = weights["model.embed_tokens.weight"]
         self.head = self.embed if shape.tied else weights["lm_head.weight"]
+        self.head_ids: Tensor | None = None
         self.norm = weights["model.norm.weight"]
         self.blocks = [_block(shape, weights, layer) for layer in range(shape.layers)]
         angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
@@ -111,6 +115,18 @@ class Llama:
     @property
     def device(self) -> torch.device:
         return self.embed.device
+
+    def trim(self, ids: list[int]) -> None:
+        """Compute the logits of these ids alone; those of all others are -inf from now on."""
+        self.head_ids = torch.tensor(ids, device=self.device)
+        self.head = self.head[self.head_ids]
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """What the head gives as logits of every id, [..., V]."""
+        if self.head_ids is None:
+            return logits
+        every = logits.new_full((*logits.shape[:-1], self.shape.vocab), -torch.inf)
+        return every.index_copy_(-1, self.head_ids, logits)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for rows sequences of at most capacity tokens.
@@ -151,7 +167,7 @@ class Llama:
             x = x + self._attention(block, normed, keys[layer], values[layer], place)
             gate, up = F.linear(_rms_norm(x, block.post_norm, self.eps), block.gate_up, block.gate_up_bias).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, block.down, block.down_bias)
-        return F.linear(_rms_norm(x[:, -last:], self.norm, self.eps), self.head)
+        return self.whole(F.linear(_rms_norm(x[:, -last:], self.norm, self.eps), self.head))
 
     def _place(self, cache: Cache, width: int, tree: Tree | None) -> Place:
         end, device = max(cache.used) + width, self.device
@@ -214,7 +230,18 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
         context = min(context, window)  # inside the window attention is full
     inv_freq, scale = _rotary(directory, shape)
     weights = {name: tensor.to(device, dtype) for name, tensor in checkpoint.Weights(directory).items()}
-    return Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
+    model = Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
+    if (directory / HEAD_IDS).is_file():
+        model.trim(_head_ids(directory / HEAD_IDS, shape.vocab))
+    return model
+
+
+def _head_ids(file: Path, vocab: int) -> list[int]:
+    """Raises UserError: not a list of different ids below vocab."""
+    try:
+        return TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab)]]).validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{file}: {validation_text(error)}") from None
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:

@@ -77,7 +77,7 @@ class Native(Llama):
             return super().forward(ids, cache, last, tree)
         if max(cache.used) + width > cache.capacity:
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
-        logits = torch.empty(rows, last or width, self.shape.vocab)
+        logits = torch.empty(rows, last or width, len(self.head))
         ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
         shape = (None, None) if tree is None else (tree.depth.data_ptr(), tree.sees.data_ptr())
         held = (cache.keys.data_ptr(), cache.values.data_ptr(), logits.data_ptr())
@@ -85,13 +85,13 @@ class Native(Llama):
         self._model.threads = torch.get_num_threads()
         self._run(ctypes.byref(self._model), ctypes.byref(now))
         cache.used = [used + width for used in cache.used]
-        return logits
+        return self.whole(logits)
 
     def _describe(self) -> _Model:
         s = self.shape
         layers = (_Layer * s.layers)(*map(self._layer, self.blocks))
         return _Model(
-            s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, s.vocab, 1, self.eps,
+            s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, len(self.head), 1, self.eps,
             self._at(self.embed), *map(self._float, (self.norm, self.cos, self.sin)), self._matrix(self.head), layers,
         )  # fmt: skip
 

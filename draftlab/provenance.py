@@ -76,7 +76,7 @@ def fingerprint(path: Path) -> str:
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     digest = hashlib.sha256()
-    names = ("config.json", "tokenizer.json", "score.json", "manifest.json")
+    names = ("config.json", "tokenizer.json", "score.json", "manifest.json", "head_ids.json")
     if path.is_dir():
         files = [f for f in sorted(path.iterdir()) if f.suffix == ".safetensors" or f.name in names]
     else:

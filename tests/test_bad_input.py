@@ -142,6 +142,7 @@ CASES = [
     (("score", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
     (("trace", "record", "--server", "http://127.0.0.1:9", "--prompts", "2"), "no answer from http://127.0.0.1:9"),
     (("rollback", "nope"), "nope"),
+    (("trim", "draft", "--trace", "nope", "--keep", "50"), "nope"),
     # recipes
     (("run", "nope.yaml"), "No such file"),
     (("run", "broken.yaml"), "broken.yaml"),
@@ -168,6 +169,7 @@ USAGE = [
     ("distill", "--steps", "0"),
     ("score", "--temperature", "-1"),
     ("train",),
+    ("trim", "draft"),
     ("trace", "recorded"),
     ("cache", "info"),
 ]

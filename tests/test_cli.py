@@ -177,6 +177,13 @@ def test_parse_numbers():
             parse_numbers(bad)
 
 
+def test_shells_complete_commands():
+    script = Path(sys.executable).parent / "draftlab"
+    asked = {"_DRAFTLAB_COMPLETE": "complete_bash", "COMP_WORDS": "draftlab exp", "COMP_CWORD": "1"}
+    out = subprocess.run([script], capture_output=True, text=True, env=os.environ | asked)
+    assert out.stdout.split() == ["export"]
+
+
 def test_the_installed_script_runs():
     script = Path(sys.executable).parent / "draftlab"
     out = subprocess.run([script, "--version"], capture_output=True, text=True, check=True, env=os.environ)

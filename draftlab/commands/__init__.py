@@ -10,11 +10,11 @@ from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune
 from draftlab.commands.search import search
 from draftlab.commands.shared import DryRun, Outcome
-from draftlab.commands.ship import check, env, export
+from draftlab.commands.ship import check, env, export, trim
 from draftlab.commands.train import distill, rollback, train
 
 ALONE = (
-    init, design, search, prune, distill, rollback, score, compare, report, profile, law, predict, check, export,
+    init, design, search, prune, distill, rollback, score, compare, report, profile, law, predict, check, trim, export,
     train, tokenizer, env,
 )  # fmt: skip
 COMMANDS: dict[str, Callable[..., Outcome]] = {f.__name__: f for f in ALONE} | {

@@ -43,6 +43,37 @@ def check(
     )  # fmt: skip
 
 
+def trim(
+    trace: Annotated[Path, Option(help="Trace of the target's own text: its most frequent ids stay.")],
+    keep: Annotated[int, Option(min=1, help="Ids that the draft can draft.")],
+    draft: DraftDir = None,
+    out: Out = None,
+    force: Force = False,
+) -> Outcome:
+    """Compute a draft's head for fewer ids, those that the target writes: less work where the vocabulary is large."""
+    arguments, began = recorded(locals())
+    from draftlab import checkpoint, provenance
+    from draftlab.export import trim as trimming
+    from draftlab.score.trace import read_trace
+
+    space = workspace.load()
+    place = checkpoint.locate(draft or newest(space, ("distill", "prune"), "distill"))
+    out = out or space.runs / f"trim-{place.name}-{keep}"
+    checkpoint.check_free(out, force=force)
+    texts = [text.ids for text in read_trace(trace).texts]
+    special = [i for i in checkpoint.special_ids(checkpoint.load_tokenizer(place)).values() if i is not None]
+    vocab = checkpoint.vocab_size(place)
+    kept = trimming.choose(texts, keep, vocab, special)
+    with checkpoint.new_directory(out, force=force) as work:
+        trimming.write(place, work, kept)
+        provenance.write_record(work, "trim", arguments, [place, trace], began, covered=kept.covered)
+    lines = [
+        f"head of {keep:,} of {vocab:,} ids; the ids of one half of the texts hold {kept.covered:.2%} of the rest",
+        "vLLM, SGLang, llama.cpp and transformers compute the whole head: a smaller one is for our engine",
+    ]
+    return Outcome(path=out, show=[*lines, str(out)], data={"path": str(out), "keep": keep, "covered": kept.covered})
+
+
 def export(
     draft: DraftDir = None,
     to: Annotated[

@@ -1,6 +1,7 @@
 """Which drafter wins on which text: code, prose, maths, summaries; all drafters in one process, by `draftlab score`."""
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from benchmarks import environment
 from draftlab.commands.measure import score
 
 DRAFTERS = ["lookup", "fallback", "staged:by=lookup,count=3", "unsure", "skip:layers=0+3+6+7+10", "tree:widths=2x1x1"]
+PROMPT_TOKENS = 600  # most of a prompt from a file
 SPEC_BENCH = ("summarization", "math_reasoning")
 
 
@@ -25,17 +27,19 @@ def main(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     questions = {kind: _category(texts / "specbench_open.jsonl", kind, folder) for kind in SPEC_BENCH}
+    prose = str(_articles(texts / "wikitext2_test.txt", folder / "prose-text"))
     asked: dict[str, tuple[str, Path | None]] = {
         "code": ("stdlib", None),
-        "prose": (str(texts / "wikitext2_test.txt"), None),
+        "prose": (prose, None),
         "maths": (str(texts / "gsm8k_train.jsonl"), questions["math_reasoning"]),
-        "summaries": (str(texts / "wikitext2_test.txt"), questions["summarization"]),
+        "summaries": (prose, questions["summarization"]),
     }
     found = {}
     for name, (data, file) in asked.items():
         outcome = score(
-            draft=[str(draft)], drafter=["ngram:tokens=1000000", *DRAFTERS], target="tiny", data=data, prompt_file=file,
-            prompts=prompts, max_new_tokens=new_tokens, k=k, repeats=1, tasks="none", threads=1, mode="compiled",
+            draft=[str(draft)], drafter=["ngram:tokens=1000000", *DRAFTERS], target="tiny", data=data,
+            prompt_file=file, prompt_tokens=PROMPT_TOKENS if file else None, prompts=prompts,
+            max_new_tokens=new_tokens, k=k, repeats=1, tasks="none", threads=1, mode="compiled",
             dtype="float32", out=folder / name, force=True,
         )  # fmt: skip
         rows = outcome.data["scores"]
@@ -50,6 +54,15 @@ def _category(file: Path, category: str, folder: Path) -> Path:
     out = folder / f"{category}.jsonl"
     out.write_text("\n".join(rows) + "\n")
     return out
+
+
+def _articles(file: Path, folder: Path) -> Path:
+    """One file for each of WikiText's articles, which begin with a line like ' = Title = '."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = re.split(r"(?m)^(?= = [^=].* = $)", file.read_text())
+    for i, part in enumerate(parts):
+        (folder / f"{i}.txt").write_text(part)
+    return folder
 
 
 def _short(row: dict[str, object]) -> dict[str, object]:

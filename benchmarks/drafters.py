@@ -11,7 +11,7 @@ from benchmarks import environment
 from draftlab.commands.measure import score
 
 DRAFTERS = ["lookup", "fallback", "staged:by=lookup,count=3", "unsure", "skip:layers=0+3+6+7+10", "tree:widths=2x1x1"]
-PROMPT_TOKENS = 600  # most of a prompt from a file
+SUMMARY_TOKENS = 280  # of each prompt; the shortest has 286
 SPEC_BENCH = ("summarization", "math_reasoning")
 
 
@@ -38,7 +38,7 @@ def main(
     for name, (data, file) in asked.items():
         outcome = score(
             draft=[str(draft)], drafter=["ngram:tokens=1000000", *DRAFTERS], target="tiny", data=data,
-            prompt_file=file, prompt_tokens=PROMPT_TOKENS if file else None, prompts=prompts,
+            prompt_file=file, prompt_tokens=SUMMARY_TOKENS if name == "summaries" else None, prompts=prompts,
             max_new_tokens=new_tokens, k=k, repeats=1, tasks="none", threads=1, mode="compiled",
             dtype="float32", out=folder / name, force=True,
         )  # fmt: skip

@@ -161,8 +161,13 @@ def json_rows(scores: list[Score]) -> list[dict[str, Any]]:
 
 
 def cautions(scores: list[Score]) -> list[str]:
-    """What a reader must know before trusting the numbers, each naming its draft."""
-    found = [f"{score.name}: {text}" for score in scores for text in _cautions_of(score)]
+    """What a reader must know before trusting the numbers, each naming its drafts."""
+    whose: dict[str, list[str]] = {}
+    for score in scores:
+        for text in _cautions_of(score):
+            whose.setdefault(text, []).append(score.name)
+    every = len(scores) if len(scores) > 1 else 0
+    found = [f"{'all drafts' if len(names) == every else ', '.join(names)}: {text}" for text, names in whose.items()]
     facts = [s.conditions.model_dump() | {"target": s.target.sha256} for s in scores]
     differing = [name.replace("_", " ") for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)]
     if differing:

@@ -25,11 +25,15 @@ HEAD_IDS = "head_ids.json"  # beside a checkpoint: the ids that its head is comp
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values, [layers, B, K, capacity, C] each; of each row the first ``used`` positions count, [B]."""
+    """Keys and values, [layers, B, K, capacity, C] each; of each row the first ``used`` positions count, [B].
+
+    states: what entered the head at each position, [B, capacity, D], where someone asks for it; keep leaves it alone.
+    """
 
     keys: Tensor
     values: Tensor
     used: list[int] = field(default_factory=list)
+    states: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.used = self.used or [0] * self.keys.shape[1]
@@ -155,19 +159,24 @@ class Llama:
         width = ids.shape[1]
         if max(cache.used) + width > cache.capacity:
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
-        logits = self.decode(ids, cache.keys, cache.values, self._place(cache, width, tree), last)
+        logits = self.decode(ids, cache.keys, cache.values, self._place(cache, width, tree), last, cache.states)
         cache.used = [used + width for used in cache.used]
         return logits
 
-    def decode(self, ids: Tensor, keys: Tensor, values: Tensor, place: Place, last: int) -> Tensor:
-        """The pass itself, of ids in their place."""
+    def decode(
+        self, ids: Tensor, keys: Tensor, values: Tensor, place: Place, last: int, states: Tensor | None = None
+    ) -> Tensor:
+        """The pass itself, of ids in their place. states: as in Cache."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
         for layer, block in enumerate(self.blocks):
             normed = _rms_norm(x, block.input_norm, self.eps)
             x = x + self._attention(block, normed, keys[layer], values[layer], place)
             gate, up = F.linear(_rms_norm(x, block.post_norm, self.eps), block.gate_up, block.gate_up_bias).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, block.down, block.down_bias)
-        return self.whole(F.linear(_rms_norm(x[:, -last:], self.norm, self.eps), self.head))
+        x = _rms_norm(x[:, -last:] if states is None else x, self.norm, self.eps)
+        if states is not None:
+            states[place.slots[0], place.slots[2]] = x
+        return self.whole(F.linear(x[:, -last:], self.head))
 
     def _place(self, cache: Cache, width: int, tree: Tree | None) -> Place:
         end, device = max(cache.used) + width, self.device

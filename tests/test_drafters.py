@@ -12,6 +12,7 @@ from torch import Tensor
 from draftlab import llama
 from draftlab.engine.drafters import Fallback, StagedDrafter, UnsureDrafter, less_sure_than, more_entropy_than
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.medusa import MedusaDrafter
 from draftlab.engine.ngram import LookupDrafter, NgramDrafter, Ngrams
 from draftlab.engine.rules import match
 from draftlab.engine.skip import search, skipping
@@ -20,6 +21,7 @@ from draftlab.engine.verify import Warp, draw
 
 VOCAB = 307
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
+HEADS = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(2)) * 0.05
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def ngrams(models: dict[str, llama.Llama]) -> Ngrams:
     return Ngrams(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
-DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip"]
+DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip", "medusa"]
 DRAFTERS += ["tree top", "tree sampled", "tree distinct"]
 
 
@@ -59,6 +61,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: Ngrams) -> Drafte
         "staged": lambda: StagedDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: StagedDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skipping(models["target"], [0, 2]), VOCAB),
+        "medusa": lambda: MedusaDrafter(models["target"], HEADS),
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
@@ -85,7 +88,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     assert together == alone
 
 
-@pytest.mark.parametrize("name", ["ngram", "unsure", "entropy", "skip", "tree sampled", "tree distinct"])
+@pytest.mark.parametrize("name", ["ngram", "unsure", "entropy", "skip", "medusa", "tree sampled", "tree distinct"])
 def test_q_is_what_was_sampled(models, ngrams, name):
     """The tokens come back from q by inverse CDF with the draws that the drafter was given."""
     proposing, uniform = drafter(name, models, ngrams), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,7 @@ import torch
 
 from draftlab import llama
 from draftlab.commands.measure import score
+from draftlab.engine import medusa
 from draftlab.engine.generate import Sampling
 from draftlab.engine.rules import RULES, match
 from draftlab.engine.tree import TreeDrafter
@@ -54,16 +55,25 @@ def shop(family_dirs: dict[str, Path], corpus: Path) -> Workshop:
     )  # fmt: skip
 
 
-def test_every_drafter_decodes_what_the_target_would(shop, monkeypatch):
+@pytest.fixture(scope="module")
+def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A --drafter with two heads."""
+    folder, generator = tmp_path_factory.mktemp("heads"), torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(64, 64, generator=generator) * 0.05 for name in "ab"}
+    medusa.write(folder, weights, family_dirs["llama"])
+    return f"medusa:heads={folder}"
+
+
+def test_every_drafter_decodes_what_the_target_would(shop, heads, monkeypatch):
     monkeypatch.setattr("draftlab.score.drafters.CALIBRATION", (2, 12, 10))
     monkeypatch.setattr("draftlab.score.drafters.PASSES", 3)
-    ways = {text: shop.build(parse(text)) for text in ASKED}
-    assert {parse(text).kind for text in ASKED} == set(KINDS)
+    ways = {text: shop.build(parse(text)) for text in [*ASKED, heads]}
+    assert {parse(text).kind for text in ways} == set(KINDS)
     found = measure_throughput(
         shop.target, {}, PROMPTS, ks=[], sampling=Sampling(max_new_tokens=12), repeats=1, advance=lambda done: None,
         drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
     )  # fmt: skip
-    assert {name for name, _ in found.tokens} == {"", *ASKED}
+    assert {name for name, _ in found.tokens} == {"", *ways}
     assert all(tokens == found.tokens[PLAIN] for tokens in found.tokens.values())
 
 
@@ -72,6 +82,14 @@ def test_a_tree_drafts_all_its_tokens_whatever_k_is(shop):
     assert way.ks == [6]
     assert isinstance(way.drafter, TreeDrafter)
     assert way.drafter.siblings == "distinct"
+
+
+def test_no_more_tokens_are_drafted_than_there_are_heads(shop, heads, monkeypatch):
+    monkeypatch.setattr(shop, "ks", [1, 2, 3])
+    assert shop.build(parse(heads)).ks == [1, 2]
+    monkeypatch.setattr(shop, "ks", [3])
+    with pytest.raises(UserError, match="2 heads draft at most 2 tokens"):
+        shop.build(parse(heads))
 
 
 def test_left_out_layers_are_left_out(shop):

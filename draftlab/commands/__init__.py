@@ -6,6 +6,7 @@ from draftlab.commands import cache, trace
 from draftlab.commands.law import law
 from draftlab.commands.make import design, init, tokenizer
 from draftlab.commands.measure import compare, report, score
+from draftlab.commands.medusa import medusa
 from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune
 from draftlab.commands.search import search
@@ -14,8 +15,8 @@ from draftlab.commands.ship import check, env, export, trim
 from draftlab.commands.train import distill, rollback, train
 
 ALONE = (
-    init, design, search, prune, distill, rollback, score, compare, report, profile, law, predict, check, trim, export,
-    train, tokenizer, env,
+    init, design, search, prune, distill, rollback, medusa, score, compare, report, profile, law, predict, check, trim,
+    export, train, tokenizer, env,
 )  # fmt: skip
 COMMANDS: dict[str, Callable[..., Outcome]] = {f.__name__: f for f in ALONE} | {
     f"cache {f.__name__}": f for f in (cache.build, cache.verify, cache.info)

@@ -7,7 +7,7 @@ cache: of each row it holds the tokens emitted so far but the last one, which is
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,15 @@ class Drafter(Protocol):
 
         Texts that have ended are still there; what is drafted for them is not looked at.
         """
+        ...
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A drafter that reads what the target thinks."""
+
+    def watch(self, cache: Any) -> None:
+        """The cache that the target's passes will fill, before the first of them."""
         ...
 
 
@@ -177,6 +186,8 @@ def speculative(
     cache = target.new_cache(len(prompts), capacity)
     if drafter is not None:
         drafter.reset(len(prompts), capacity)
+    if isinstance(drafter, Watcher):
+        drafter.watch(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
     prefilled = False
     while rows.live:

@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from draftlab import checkpoint, data
 from draftlab.console import note
 from draftlab.cost import Mode
+from draftlab.engine import medusa
 from draftlab.engine.decoder import in_mode
 from draftlab.engine.drafters import Fallback, StagedDrafter, UnsureDrafter, less_sure_than, more_entropy_than
 from draftlab.engine.forced import look
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, plain, written
+from draftlab.engine.medusa import MedusaDrafter
 from draftlab.engine.ngram import LONGEST_MATCH, LookupDrafter, NgramDrafter, Ngrams
 from draftlab.engine.skip import Kept, search, skipping
 from draftlab.engine.tree import Siblings, TreeDrafter, fastest, full
@@ -32,9 +34,10 @@ KINDS: dict[str, dict[str, int | float | str]] = {
     "unsure": {"draft": "", "below": 0.4},
     "entropy": {"draft": "", "above": 1.5},
     "skip": {"layers": ""},
+    "medusa": {"heads": ""},
     "tree": {"draft": "", "widths": "", "nodes": 8, "siblings": "top"},
 }
-WITHOUT_DRAFT = frozenset({"ngram", "lookup", "skip"})
+WITHOUT_DRAFT = frozenset({"ngram", "lookup", "skip", "medusa"})
 SIBLINGS: tuple[Siblings, ...] = ("top", "sampled", "distinct")
 CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target writes behind it
 RANKS = 8  # of a draft's tokens that a tree may take
@@ -104,6 +107,8 @@ def _check(spec: Spec) -> None:
         raise UserError(f"--drafter {spec.text}: siblings are {spec.words('siblings')!r}; want {', '.join(SIBLINGS)}")
     if spec.kind == "staged" and spec.words("by") not in ("ngram", "lookup"):
         raise UserError(f"--drafter {spec.text}: by is {spec.words('by')!r}; want ngram or lookup")
+    if spec.kind == "medusa" and not spec.words("heads"):
+        raise UserError(f"--drafter {spec.text}: add heads=DIR, what draftlab medusa wrote")
     if spec.kind == "skip":
         _numbers(spec, "layers", "+")
     if spec.kind == "tree":
@@ -152,10 +157,21 @@ class Workshop:
         if spec.kind == "skip":
             model = self._skipping(spec)
             return Way(drafter=ModelDrafter(model, self.vocab), model=model, ks=self.ks)
+        if spec.kind == "medusa":
+            return self._medusa(spec)
         model = self.load(self._draft_of(spec))
         drafter = self._of_model(spec, model)
         ks = [len(drafter.parents)] if isinstance(drafter, TreeDrafter) else self.ks
         return Way(drafter=drafter, model=model, ks=ks)
+
+    def _medusa(self, spec: Spec) -> Way:
+        heads = medusa.read(Path(spec.words("heads")), self.target_path)
+        ks = [k for k in self.ks if k <= len(heads)]
+        if not ks:
+            raise UserError(
+                f"--drafter {spec.text}: {len(heads)} heads draft at most {len(heads)} tokens; take such a --k"
+            )
+        return Way(drafter=MedusaDrafter(self.target, heads), model=None, ks=ks)
 
     def _of_model(self, spec: Spec, model: Llama) -> Drafter:
         if spec.kind == "fallback":

@@ -105,6 +105,7 @@ def score(
     arguments, began = recorded(locals())
     from draftlab import checkpoint
     from draftlab.dialect import Sampling
+    from draftlab.engine import medusa
     from draftlab.score import drafters, recording, run, served
     from draftlab.tokenizer import common_vocabulary
 
@@ -143,11 +144,14 @@ def score(
     named = [checkpoint.locate(spec.words("draft")) for spec in specs if spec.needs_draft and spec.words("draft")]
     for directory in [*given.values(), *named]:
         common_vocabulary(directory, target_dir)
+    heads = [Path(spec.words("heads")) for spec in specs if spec.kind == "medusa"]
+    for folder in heads:
+        medusa.read(folder, target_dir)
     device = checkpoint.resolve_device(space.device)
     measuring = run.Plan(
         target=target_dir,
         drafts=drafts,
-        inputs=[target_dir, *given.values(), *named],
+        inputs=[target_dir, *given.values(), *named, *heads],
         data=data or space.data,
         ks=parse_numbers(k),
         prompts=chosen(target_dir),

@@ -144,7 +144,8 @@ def ask(python: Path, question: dict[str, object]) -> dict:
     except OSError as error:
         raise UserError(f"{python} cannot be run: {error.strerror}") from None
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        silent = f"it was ended by signal {-done.returncode}" if done.returncode < 0 else "no word"
+        said = (done.stderr.strip().splitlines() or [silent])[-1]
         hint = "; it wants a Python with llama-cpp-python" if "No module named" in said else ""
         raise UserError(f"{python} could not run llama.cpp: {said[:200]}{hint}")
     return json.loads(done.stdout)

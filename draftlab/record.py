@@ -19,6 +19,7 @@ BOOTSTRAP_SAMPLES = 2000
 
 Timed = tuple[int, float]  # tokens and the seconds that they took
 Item = TypeVar("Item")
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class _Frozen(BaseModel):
@@ -374,19 +375,24 @@ def rate(timed: Sequence[Timed]) -> float:
     return sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed)
 
 
-def read_score(path: Path) -> Score:
-    """score.json, from its path or the directory that holds it.
+def read_json(kind: type[Kind], path: Path, name: str, hint: str = "") -> Kind:
+    """A file of one kind, from its path or the directory that holds it by name. hint: for when there is none.
 
     Raises:
-        UserError: no such file, or not a score.
+        UserError: no such file, or not one of that kind.
     """
-    file = path / "score.json" if path.is_dir() else path
+    file = path / name if path.is_dir() else path
     try:
-        return Score.model_validate_json(file.read_text())
+        return kind.model_validate_json(file.read_text())
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
+        raise UserError(f"{file}: {error.strerror}{hint}") from None
     except ValidationError as error:
-        raise UserError(f"{file} is not a score: {validation_text(error)[:200]}") from None
+        raise UserError(f"{file} is not a {kind.__name__.lower()}: {validation_text(error)[:200]}") from None
+
+
+def read_score(path: Path) -> Score:
+    """score.json; raises as read_json."""
+    return read_json(Score, path, "score.json")
 
 
 def per_prompt(decoded: Sequence[Decoded]) -> list[Timed]:

@@ -7,12 +7,12 @@ steps), replayed over the target's own text, and priced by a latency law; the be
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from draftlab.errors import UserError
 from draftlab.family import shape_name
-from draftlab.record import Interval
-from draftlab.shape import Shape, resolve, validation_text
+from draftlab.record import Interval, read_json
+from draftlab.shape import Shape, resolve
 
 FILE = "search.json"
 DEAREST = 0.4  # of a target pass, that a draft pass may cost: at K = 1 and 3 of 4 accepted that gains a quarter
@@ -151,18 +151,8 @@ def affordable_steps(left_seconds: float, trials: Sequence[Trial], done: int, *,
 
 
 def read_search(path: Path) -> Search:
-    """search.json, from its path or the directory that holds it.
-
-    Raises:
-        UserError: no such file, or not a search.
-    """
-    file = path / FILE if path.is_dir() else path
-    try:
-        return Search.model_validate_json(file.read_text())
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; draftlab search writes one") from None
-    except ValidationError as error:
-        raise UserError(f"{file} is not a search: {validation_text(error)[:200]}") from None
+    """search.json; raises as read_json."""
+    return read_json(Search, path, FILE, "; draftlab search writes one")
 
 
 def write_search(found: Search, folder: Path) -> None:

@@ -1,12 +1,25 @@
 """The command that measures how latency follows from a shape on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from draftlab import workspace
-from draftlab.commands.shared import DryRun, Force, Out, Outcome, command_line, plan, recorded, shape_of, table_of
+from draftlab.commands.shared import (
+    DryRun,
+    Force,
+    Out,
+    Outcome,
+    PassMode,
+    Threads,
+    WeightsDtype,
+    command_line,
+    plan,
+    recorded,
+    shape_of,
+    table_of,
+)
 from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
 
@@ -29,11 +42,9 @@ def law(
     batch: Annotated[str, Option(help="Rows at once, as 1,4,16.")] = "1",
     context: Annotated[str, Option(help="Cached tokens before a pass, and lengths of prompts.")] = "16,256",
     repeats: Annotated[int, Option(min=3, help="Times every pass is measured, once all is warm.")] = 10,
-    mode: Annotated[
-        Literal["eager", "compiled", "graphs"], Option(help="In C++, for CPUs, or captured as CUDA graphs.")
-    ] = "eager",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
-    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
+    mode: PassMode = "eager",
+    dtype: WeightsDtype = None,
+    threads: Threads = None,
     plot: Annotated[Path | None, Option(help="Figure to write, .svg or .png: measured against the law.")] = None,
     out: Out = None,
     force: Force = False,

@@ -18,10 +18,12 @@ from draftlab.commands.shared import (
     PromptFile,
     Seed,
     TargetName,
+    Threads,
     TokenizerDir,
+    WeightsDtype,
     command_line,
     connect,
-    newest,
+    newest_draft,
     plan,
     recorded,
     rounded_drafts,
@@ -68,7 +70,7 @@ def score(
         str, Option(help="lm-eval tasks, by comma; 'none' for none.")
     ] = "code_next_line,code_bits_per_byte",
     task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
+    dtype: WeightsDtype = None,
     mode: Annotated[
         Literal["eager", "compiled", "graphs"],
         Option(help="compiled: passes in C++, for CPUs; built once, in seconds. graphs: CUDA graphs."),
@@ -93,7 +95,7 @@ def score(
     ] = None,
     tokenizer: TokenizerDir = None,
     api_key_file: ApiKeyFile = None,
-    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
+    threads: Threads = None,
     seed: Seed = 0,
     min_speedup: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
     min_acceptance_length: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
@@ -134,7 +136,7 @@ def score(
         return _scored([found], out, min_speedup, min_acceptance_length)
     specs = [drafters.parse(text) for text in drafter or []]
     needed = any(spec.needs_draft and not spec.words("draft") for spec in specs)
-    names = draft or ([str(newest(space, ("distill", "prune"), "distill"))] if needed or not specs else [])
+    names = draft or ([str(newest_draft(space))] if needed or not specs else [])
     target_dir = checkpoint.locate(target or space.target)
     given = _by_name(names)
     drafts = given if draft or not specs else {}
@@ -194,9 +196,12 @@ def _scored(
 ) -> Outcome:
     from draftlab.compare import category_rows, category_table, measured, prompt_rows, rank, words
     from draftlab.report import cautions, json_rows, score_table
-    from draftlab.score.run import missed_bars
 
-    missed = [text for s in scores for text in missed_bars(s, min_speedup, min_acceptance_length)]
+    bars = min_speedup, min_acceptance_length
+    missed = []
+    for s in scores:
+        longest = max(s.acceptance(k).mean_acceptance_length for k in s.speculative)
+        missed += _missed(s.name, s.speedup_value(s.best_k), longest, *bars)
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
     warnings = [f"warning: {text}" for text in cautions(scores)]
     several = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
@@ -209,6 +214,18 @@ def _scored(
     }
     show = [score_table(scores), *kinds, *verdicts, *ranking, *warnings, str(out)]
     return Outcome(path=out, show=show, data=data, missed=missed)
+
+
+def _missed(
+    name: str, speedup: float, length: float, min_speedup: float | None, min_acceptance_length: float | None
+) -> list[str]:
+    """What a draft falls short of, in words."""
+    missed = []
+    if min_speedup is not None and speedup < min_speedup:
+        missed.append(f"{name}: speed-up {speedup:.3f} is below --min-speedup {min_speedup}")
+    if min_acceptance_length is not None and length < min_acceptance_length:
+        missed.append(f"{name}: acceptance length {length:.3f} is below the wanted {min_acceptance_length}")
+    return missed
 
 
 def _servers(plain: str | None, speculative: str | None, key: Path | None) -> "tuple[Server, Server]":
@@ -272,11 +289,7 @@ def compare(
     best = places[0].candidate
     measured = [p.candidate.score for p in places if p.candidate.score is not None]
     warnings = [f"warning: {text}" for text in (cautions(measured) if measured else [])]
-    missed = []
-    if min_speedup is not None and best.speedup.value < min_speedup:
-        missed.append(f"{best.name}: speed-up {best.speedup.value:.3f} is below --min-speedup {min_speedup}")
-    if min_acceptance_length is not None and best.length < min_acceptance_length:
-        missed.append(f"{best.name}: acceptance length {best.length:.3f} is below the wanted {min_acceptance_length}")
+    missed = _missed(best.name, best.speedup.value, best.length, min_speedup, min_acceptance_length)
     show = [comparing.comparison(places), *comparing.words(places), *warnings]
     return Outcome(path=None, show=show, data={"ranking": [comparing.as_dict(p) for p in places]}, missed=missed)
 

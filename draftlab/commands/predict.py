@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -13,6 +13,9 @@ from draftlab.commands.shared import (
     Force,
     Out,
     Outcome,
+    PassMode,
+    Threads,
+    WeightsDtype,
     command_line,
     plan,
     recorded,
@@ -47,11 +50,9 @@ def profile(
     batch: Annotated[str, Option(help="Rows at once, as 1,4,16.")] = "1",
     context: Annotated[str, Option(help="Cached tokens before a pass, and lengths of prompts.")] = "16,128,480",
     repeats: Annotated[int, Option(min=3, help="Times every pass is measured, once all is warm.")] = 20,
-    mode: Annotated[
-        Literal["eager", "compiled", "graphs"], Option(help="In C++, for CPUs, or captured as CUDA graphs.")
-    ] = "eager",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
-    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")] = None,
+    mode: PassMode = "eager",
+    dtype: WeightsDtype = None,
+    threads: Threads = None,
     out: Out = None,
     force: Force = False,
     dry_run: DryRun = False,

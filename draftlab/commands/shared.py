@@ -91,6 +91,11 @@ Optimizer = Annotated[
     Literal["adamw", "muon"],
     Option(help="muon: Muon on the blocks' matrices, AdamW on the rest.", rich_help_panel=TRAINING),
 ]
+WeightsDtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")]
+Threads = Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")]
+PassMode = Annotated[
+    Literal["eager", "compiled", "graphs"], Option(help="In C++, for CPUs, or captured as CUDA graphs.")
+]
 Compile = Annotated[
     bool, Option("--compile", help="torch.compile: a minute to start, then faster.", rich_help_panel=TRAINING)
 ]
@@ -208,6 +213,11 @@ def rounded_drafts(drafts: Mapping[str, Path], stack: contextlib.ExitStack) -> d
             note(f"{name}: weights rounded to {kind}; its speed here is not llama.cpp's")
             round_weights(path, found[name], kind)
     return found
+
+
+def newest_draft(space: workspace.Workspace) -> Path:
+    """Raises UserError: none was made here."""
+    return newest(space, ("distill", "prune"), "distill")
 
 
 def newest(space: workspace.Workspace, commands: tuple[str, ...], hint: str) -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from draftlab import workspace
-from draftlab.commands.shared import Force, Out, Outcome, TargetName, newest, recorded
+from draftlab.commands.shared import Force, Out, Outcome, TargetName, newest_draft, recorded
 
 DraftDir = Annotated[str | None, Argument(help="Draft's directory; the newest one if left out.")]
 PROMPTS, PROMPT_TOKENS = 8, 96  # of held-out text, for a look at what the draft does
@@ -27,7 +27,7 @@ def check(
     from draftlab.data import prompts
 
     space = workspace.load()
-    draft_dir = checkpoint.locate(draft or newest(space, ("distill", "prune"), "distill"))
+    draft_dir = checkpoint.locate(draft or newest_draft(space))
     target_dir = checkpoint.locate(target or space.target)
     found = checking.files(draft_dir, target_dir, checking.parse_runtimes(runtimes))
     if not files_only:
@@ -57,7 +57,7 @@ def trim(
     from draftlab.score.trace import read_trace
 
     space = workspace.load()
-    place = checkpoint.locate(draft or newest(space, ("distill", "prune"), "distill"))
+    place = checkpoint.locate(draft or newest_draft(space))
     out = out or space.runs / f"trim-{place.name}-{keep}"
     checkpoint.check_free(out, force=force)
     texts = [text.ids for text in read_trace(trace).texts]
@@ -104,7 +104,7 @@ def export(
     from draftlab.export import run
 
     space = workspace.load()
-    place = run.locate(draft or newest(space, ("distill", "prune"), "distill"))
+    place = run.locate(draft or newest_draft(space))
     out = out or space.runs / f"export-{place.name}-{kind if to in ('gguf', 'llama.cpp') else to}"
     checkpoint.check_free(out, force=force)
     device = checkpoint.resolve_device(space.device)

@@ -14,8 +14,9 @@ from draftlab.commands.shared import (
     PromptFile,
     Seed,
     TargetName,
+    WeightsDtype,
     command_line,
-    newest,
+    newest_draft,
     plan,
     recorded,
 )
@@ -53,7 +54,7 @@ def record(
     ] = 1.0,
     top: Annotated[int, Option(min=0, help="Also list so many most probable tokens at each place.")] = 0,
     rows: Annotated[int, Option(min=1, help="Prompts of one length decoded together.")] = 16,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
+    dtype: WeightsDtype = None,
     device_map: Annotated[
         str | None, Option(help="Spread the target over devices, memory and disk by accelerate: auto.")
     ] = None,
@@ -186,7 +187,7 @@ def replay(
         Option(help="The first token comes with the target's prefill, or is drafted like the others."),
     ] = "prefill",
     category: Annotated[str | None, Option(help="Only texts of this category.")] = None,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")] = None,
+    dtype: WeightsDtype = None,
     out: Out = None,
     force: Force = False,
 ) -> Outcome:
@@ -200,7 +201,7 @@ def replay(
     ways = _ways(k, tree, confidence, unsure == "keep")
     space = workspace.load()
     trace = read_trace(directory) if category is None else read_trace(directory).of_category(category)
-    names = draft or [str(newest(space, ("distill", "prune"), "distill"))]
+    names = draft or [str(newest_draft(space))]
     drafts = {place.name: place for place in map(checkpoint.locate, names)}
     if len(drafts) < len(names):
         raise UserError(f"two drafts have the same directory name; rename one: {', '.join(names)}")

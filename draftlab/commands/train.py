@@ -37,6 +37,7 @@ from draftlab.commands.shared import (
     WeightDecay,
     connect,
     newest,
+    newest_draft,
     plan,
     recorded,
 )
@@ -316,7 +317,7 @@ def _follow(arguments: dict[str, Any], began: float) -> Outcome:
         if newest_cache.name in online.ledger(folder).judged():
             return Outcome(path=folder, show=[f"{newest_cache.name} has judged already; nothing newer"], data={})
     else:
-        online.start(folder, checkpoint.locate(arguments["draft"] or newest(space, ("distill", "prune"), "distill")))
+        online.start(folder, checkpoint.locate(arguments["draft"] or newest_draft(space)))
     live = online.version(folder, online.ledger(folder).live)
     lesson, made = online.lesson(how, live, rows=rows, steps=steps), online.candidate(how)
     if not made.exists():

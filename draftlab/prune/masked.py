@@ -101,9 +101,14 @@ def _columns(masks: Masks, part: str, layer: int) -> Callable[[], Tensor]:
     return lambda: masks.values.heads[layer].repeat_interleave(masks.source.head_dim)
 
 
+def _rows(masks: Masks, layer: int) -> Tensor:
+    """Masks of what comes out of a projection, [D]."""
+    return masks.values.hidden * masks.values.layers[layer]
+
+
 def _masked_linear(linear: nn.Linear, masks: Masks, layer: int, columns: Callable[[], Tensor]) -> Callable[..., Tensor]:
     def forward(x: Tensor) -> Tensor:
-        rows = masks.values.hidden * masks.values.layers[layer]
+        rows = _rows(masks, layer)
         weight = linear.get_parameter("weight") * columns() * rows[:, None]
         bias = None if linear.bias is None else (linear.get_parameter("bias") * rows).to(x.dtype)
         return functional.linear(x, weight.to(x.dtype), bias)
@@ -117,6 +122,6 @@ def _mask_input(columns: Callable[[], Tensor]) -> Callable[[nn.Module, tuple[Ten
 
 def _mask_output(masks: Masks, layer: int) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
     def hook(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        return output * (masks.values.hidden * masks.values.layers[layer]).to(output.dtype)
+        return output * _rows(masks, layer).to(output.dtype)
 
     return hook

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from draftlab import provenance
 from draftlab.engine import decoder, replay
@@ -20,9 +20,8 @@ from draftlab.engine.forced import Looked, look
 from draftlab.engine.replay import Counts, Texts
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
-from draftlab.record import Acceptance, Interval
+from draftlab.record import Acceptance, Interval, read_json
 from draftlab.score.trace import DEGENERATE, Decoding, Repeats, Stop, Text, Trace, repeats
-from draftlab.shape import validation_text
 from draftlab.tokenizer import common_vocabulary
 
 FILE = "replay.json"
@@ -221,18 +220,8 @@ def replay_draft(trace: Trace, draft: Path, plan: Plan, advance: Callable[[int, 
 
 
 def read_replay(path: Path) -> Replay:
-    """replay.json, from its path or the directory that holds it.
-
-    Raises:
-        UserError: no such file, or not a replay.
-    """
-    file = path / FILE if path.is_dir() else path
-    try:
-        return Replay.model_validate_json(file.read_text())
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; draftlab trace replay writes one") from None
-    except ValidationError as error:
-        raise UserError(f"{file} is not a replay: {validation_text(error)[:200]}") from None
+    """replay.json; raises as read_json."""
+    return read_json(Replay, path, FILE, "; draftlab trace replay writes one")
 
 
 def rows_of(found: Replay, ways: list[Drafting], first: First) -> list[Row]:

@@ -90,27 +90,25 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     assisted = {name: _assisted(models[""], models[name], name, plan) for name in plan.drafts}
     here = environment()
     warn_if_loaded(here)
+    known = {
+        name: Model(
+            name=path.name,
+            sha256=provenance.fingerprint(path),
+            shape=model.shape if isinstance(model := models[name], Llama) else None,
+            latency=[],
+            tasks=tasks[name],
+            hosted=isinstance(model, Hosted),
+        )
+        for name, path in directories.items()
+    } | {
+        name: Model(name=name, sha256=None, shape=way.model and way.model.shape, latency=[], tasks=[])
+        for name, way in ways.items()
+    }
     scores = []
     for batch in plan.batches:
         latency = _latency(models | {n: w.model for n, w in ways.items() if w.model}, plan, batch)
         measured = _throughput(models, ways, plan, batch)
-        described = {
-            name: Model(
-                name=path.name,
-                sha256=provenance.fingerprint(path),
-                shape=model.shape if isinstance(model := models[name], Llama) else None,
-                latency=latency.get(name, []),
-                tasks=tasks[name],
-                hosted=isinstance(model, Hosted),
-            )
-            for name, path in directories.items()
-        }
-        described |= {
-            name: Model(
-                name=name, sha256=None, shape=way.model and way.model.shape, latency=latency.get(name, []), tasks=[]
-            )
-            for name, way in ways.items()
-        }
+        described = {name: model.model_copy(update={"latency": latency.get(name, [])}) for name, model in known.items()}
         found = {name: _score(name, described, measured, plan, here, batch) for name in [*plan.drafts, *ways]}
         scores += [one.model_copy(update={"assisted": assisted.get(name, [])}) for name, one in found.items()]
     with checkpoint.new_directory(out, force=force) as work:
@@ -119,18 +117,6 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
         provenance.write_record(work, "score", arguments, plan.inputs, began)
     return scores
-
-
-def missed_bars(result: Score, min_speedup: float | None, min_acceptance_length: float | None) -> list[str]:
-    """What the best K falls short of, in words."""
-    k = result.best_k
-    length = max(result.acceptance(k).mean_acceptance_length for k in result.speculative)
-    missed = []
-    if min_speedup is not None and result.speedup_value(k) < min_speedup:
-        missed.append(f"{result.name}: speed-up {result.speedup_value(k):.3f} is below --min-speedup {min_speedup}")
-    if min_acceptance_length is not None and length < min_acceptance_length:
-        missed.append(f"{result.name}: acceptance length {length:.3f} is below the wanted {min_acceptance_length}")
-    return missed
 
 
 def _load(directory: Path, plan: Plan, int8: bool) -> Decoder:

@@ -1,5 +1,6 @@
 """What a run leaves on disk while it trains: checkpoints to go on from, and the best weights so far."""
 
+import atexit
 import math
 import shutil
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
 from safetensors import SafetensorError
@@ -23,6 +25,13 @@ def crew() -> PartialState:
     """The processes of this run, which are on CPUs where there is nothing else: accelerate must be told so."""
     forced = parse_flag_from_env("ACCELERATE_USE_CPU")
     return PartialState(cpu=forced or (processes() > 1 and not torch.accelerator.is_available()))
+
+
+@atexit.register
+def _leave() -> None:
+    """End the group's threads while Python runs: one that lets go of a tensor later aborts the process."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Best:

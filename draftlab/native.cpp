@@ -1,4 +1,5 @@
-// One forward pass of llama.py on a CPU: weights are read once for all tokens of a pass, activations are float32.
+// One forward pass of llama.py on a CPU: weights are read once for all tokens of a pass, activations are float32 and
+// are rounded only to meet bfloat16 weights in matrix tiles, where the processor has those.
 //
 // Every sum is formed in an order that does not depend on how many tokens a pass has or which rows share it: the same
 // text gives the same bits at every width and in every batch. GCC's and Clang's vector types make it portable.
@@ -9,10 +10,15 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -81,9 +87,13 @@ inline floats exp(floats x) {
 }
 
 inline float sum(floats v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     for (int step = LANES / 2; step; step /= 2)
         for (int i = 0; i < step; i++) v[i] += v[i + step];
     return v[0];
+#endif
 }
 
 template <class A>
@@ -104,7 +114,7 @@ inline void tile(const W* w, const float* x, int in, float* y, int out, const fl
     for (; i + LANES <= in; i += LANES) {
         floats a[R];
         for (int r = 0; r < R; r++) {
-            __builtin_prefetch(w + size_t(r + R) * in + i);  // rows are short: the hardware would lose the track
+            __builtin_prefetch(w + size_t(r + 2 * R) * in + i);  // rows are short: the hardware would lose the track
             a[r] = load(w + size_t(r) * in + i);
         }
         for (int t = 0; t < T; t++) {
@@ -139,12 +149,89 @@ void tiles(const W* w, const float* x, int tokens, int in, float* y, int out, co
 
 struct Matrix { const void* weights; const float* scale; const float* bias; };  // scale: of each output, or null
 
-// y [tokens, out] = x [tokens, in] W^T
-template <class W>
-void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int out) {
-    const W* w = static_cast<const W*>(m.weights);
+#ifdef __AMX_BF16__
+// Matrix tiles: 16 outputs of up to 16 tokens for the price of one, from activations rounded to bfloat16.
+constexpr int TALL = 16, DEEP = 32, PAIR = 2;  // outputs and inputs of a tile; tiles side by side
+const bool TILES = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // the kernel lends them to those who ask
+
+inline int columns(int tokens) { return std::min(tokens, 16); }
+
+// Tiles 0 and 1 sum, 2 and 3 hold weights, 4 activations; 5 to 7 hold what is left of inputs that fill no tile.
+inline void configure(int columns, int rest) {
+    struct { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t width[16] = {}; uint8_t rows[16] = {}; } now;
+    for (int i = 0; i < 8; i++) now.rows[i] = TALL;
+    for (int i : {0, 1, 4, 7}) now.width[i] = 4 * columns;
+    for (int i : {2, 3}) now.width[i] = 2 * DEEP;
+    for (int i : {5, 6}) now.width[i] = 2 * rest;
+    now.rows[7] = rest / 2;
+    if (!rest) now.rows[5] = now.rows[6] = now.width[7] = 0;
+    __asm__ volatile("" ::: "memory");  // GCC believes that only the first bytes are read
+    _tile_loadconfig(&now);
+}
+
+// x [tokens, in] to blocks of columns, each [in / 2, columns, 2], of which the last is filled up
+inline void interleave(const float* x, int tokens, int in, bf16* to) {
+    const int n = columns(tokens), blocks = (tokens + n - 1) / n;
 #pragma omp for schedule(static)
-    for (int o = 0; o < out / ROWS; o++) {
+    for (int t = 0; t < blocks * n; t++) {
+        bf16* at = to + size_t(t / n) * in * n + t % n * 2;
+        for (int i = 0; i < in; i++) put(at[size_t(i / 2) * n * 2 + i % 2], t < tokens ? x[size_t(t) * in + i] : 0.f);
+    }
+}
+
+// PAIR * TALL outputs; w [32, in], x as interleave leaves it
+inline void matrix_tiles(const bf16* w, const bf16* x, int tokens, int in, float* y, int out, const float* bias) {
+    const int n = columns(tokens), whole = in / DEEP * DEEP;
+    float sums[PAIR * TALL * 16];
+    for (int t = 0; t < tokens; t += n, x += size_t(in) * n) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int i = 0; i < whole; i += DEEP) {
+            _tile_loadd(4, x + size_t(i) * n, 4 * n);
+            _tile_loadd(2, w + i, 2 * in);
+            _tile_dpbf16ps(0, 2, 4);
+            _tile_loadd(3, w + size_t(TALL) * in + i, 2 * in);
+            _tile_dpbf16ps(1, 3, 4);
+        }
+        if (whole < in) {
+            _tile_loadd(7, x + size_t(whole) * n, 4 * n);
+            _tile_loadd(5, w + whole, 2 * in);
+            _tile_dpbf16ps(0, 5, 7);
+            _tile_loadd(6, w + size_t(TALL) * in + whole, 2 * in);
+            _tile_dpbf16ps(1, 6, 7);
+        }
+        _tile_stored(0, sums, 4 * n);
+        _tile_stored(1, sums + TALL * n, 4 * n);
+        for (int c = 0; c < std::min(n, tokens - t); c++)
+            for (int r = 0; r < PAIR * TALL; r++) y[size_t(t + c) * out + r] = sums[r * n + c] + (bias ? bias[r] : 0.f);
+    }
+}
+
+// The outputs that fill tiles; how many those are
+int linear_tiles(const Matrix& m, const float* x, int tokens, int in, float* y, int out, bf16* rounded) {
+    if (!TILES || in % 2) return 0;
+    const int step = PAIR * TALL;
+    interleave(x, tokens, in, rounded);
+    configure(columns(tokens), in % DEEP);
+#pragma omp for schedule(static)
+    for (int o = 0; o < out / step; o++)
+        matrix_tiles(static_cast<const bf16*>(m.weights) + size_t(o) * step * in, rounded, tokens, in, y + o * step, out,
+                     m.bias ? m.bias + o * step : nullptr);
+    _tile_release();
+    return out / step * step;
+}
+#endif
+
+// y [tokens, out] = x [tokens, in] W^T; rounded has room for the tokens, filled up, in bfloat16
+template <class W>
+void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int out, bf16* rounded) {
+    const W* w = static_cast<const W*>(m.weights);
+    int done = 0;
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<W, bf16>) done = linear_tiles(m, x, tokens, in, y, out, rounded);
+#endif
+#pragma omp for schedule(static)
+    for (int o = done / ROWS; o < out / ROWS; o++) {
         const int at = o * ROWS;
         tiles<ROWS>(w + size_t(at) * in, x, tokens, in, y + at, out, m.scale ? m.scale + at : nullptr,
                     m.bias ? m.bias + at : nullptr);
@@ -191,6 +278,16 @@ struct Pass {
 
 namespace {
 
+// Values of one head under their weights, of which none counts where a value may be anything; R vectors of C
+template <int R, class KV>
+inline void mix(const KV* values, int C, const float* weights, int end, float* out) {
+    floats acc[R] = {};
+    for (int s = 0; s < end; s++)
+        if (weights[s] != 0)
+            for (int r = 0; r < R; r++) acc[r] += weights[s] * load(values + size_t(s) * C + r * LANES);
+    std::memcpy(out, acc, sizeof acc);
+}
+
 // One head of one token: softmax over what it sees of the row's cache.
 template <class KV>
 void attend(const Pass& p, int row, int t, int C, const float* q, const KV* keys, const KV* values, float* scores,
@@ -210,17 +307,13 @@ void attend(const Pass& p, int row, int t, int C, const float* q, const KV* keys
         std::memcpy(scores + s, &weights, sizeof weights);
         total += weights;
     }
-    std::fill(out, out + C, 0.f);
-    for (int s = 0; s < end; s++) {
-        const float weight = scores[s];
-        if (weight == 0) continue;
-        const KV* v = values + size_t(s) * C;
-        int i = 0;
-        for (; i + LANES <= C; i += LANES) {
-            const floats sum = load(out + i) + weight * load(v + i);
-            std::memcpy(out + i, &sum, sizeof sum);
-        }
-        for (; i < C; i++) out[i] += weight * one(v[i]);
+    int i = 0;
+    for (; i + 4 * LANES <= C; i += 4 * LANES) mix<4>(values + i, C, scores, end, out + i);
+    for (; i + LANES <= C; i += LANES) mix<1>(values + i, C, scores, end, out + i);
+    for (; i < C; i++) {
+        out[i] = 0;
+        for (int s = 0; s < end; s++)
+            if (scores[s] != 0) out[i] += scores[s] * one(values[size_t(s) * C + i]);
     }
     const float all = sum(total);
     for (int i = 0; i < C; i++) out[i] /= all;
@@ -232,6 +325,7 @@ void run(const Model& m, const Pass& p) {
     const int QKV = (H + 2 * K) * C;
     std::vector<float> x(size_t(N) * D), h(size_t(N) * D), qkv(size_t(N) * QKV), mixed(size_t(N) * H * C);
     std::vector<float> both(size_t(N) * 2 * F), inner(size_t(N) * F);
+    std::vector<bf16> rounded(size_t(N + 15) * std::max({D, F, H * C}));
     const int64_t furthest = *std::max_element(p.used, p.used + p.rows) + T;
     const size_t slab = size_t(K) * p.capacity * C;  // of one row and layer
     for (int n = 0; n < N; n++)
@@ -243,7 +337,7 @@ void run(const Model& m, const Pass& p) {
             const Layer& layer = m.layer[l];
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++) norm(&x[size_t(n) * D], layer.input_norm, D, m.eps, &h[size_t(n) * D]);
-            linear<W>(layer.qkv, h.data(), N, D, qkv.data(), QKV);
+            linear<W>(layer.qkv, h.data(), N, D, qkv.data(), QKV, rounded.data());
 #pragma omp for schedule(static)
             for (int g = 0; g < N * (H + K); g++) {  // rotate queries and keys; keys and values go to the cache
                 const int n = g / (H + K), head = g % (H + K), row = n / T, t = n % T;
@@ -269,14 +363,14 @@ void run(const Model& m, const Pass& p) {
                 attend(p, row, n % T, C, &qkv[size_t(n) * QKV + head * C], static_cast<KV*>(p.keys) + slot,
                        static_cast<KV*>(p.values) + slot, scores.data(), &mixed[size_t(g) * C]);
             }
-            linear<W>(layer.o, mixed.data(), N, H * C, h.data(), D);
+            linear<W>(layer.o, mixed.data(), N, H * C, h.data(), D, rounded.data());
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++) {
                 float *a = &x[size_t(n) * D], *b = &h[size_t(n) * D];
                 for (int i = 0; i < D; i++) a[i] += b[i];
                 norm(a, layer.post_norm, D, m.eps, b);
             }
-            linear<W>(layer.gate_up, h.data(), N, D, both.data(), 2 * F);
+            linear<W>(layer.gate_up, h.data(), N, D, both.data(), 2 * F, rounded.data());
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++) {
                 const float *gate = &both[size_t(n) * 2 * F], *up = gate + F;
@@ -290,7 +384,7 @@ void run(const Model& m, const Pass& p) {
                     std::memcpy(to + i, &a, 4 * count);
                 }
             }
-            linear<W>(layer.down, inner.data(), N, F, h.data(), D);
+            linear<W>(layer.down, inner.data(), N, F, h.data(), D, rounded.data());
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++)
                 for (int i = 0; i < D; i++) x[size_t(n) * D + i] += h[size_t(n) * D + i];
@@ -300,7 +394,7 @@ void run(const Model& m, const Pass& p) {
             const int token = n / p.last * T + T - p.last + n % p.last;
             norm(&x[size_t(token) * D], m.norm, D, m.eps, &h[size_t(n) * D]);
         }
-        linear<W>(m.head, h.data(), p.rows * p.last, D, p.logits, m.vocab);
+        linear<W>(m.head, h.data(), p.rows * p.last, D, p.logits, m.vocab, rounded.data());
     }
 }
 

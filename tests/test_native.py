@@ -38,7 +38,7 @@ def test_bfloat16_weights_are_computed_with_more_exactly_than_torch_does(family_
     with torch.inference_mode():
         truth = exact(IDS).logits
         ours, torchs = ((passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (Native(half), half))
-    assert ours < 0.5 * torchs
+    assert ours < 0.8 * torchs
 
 
 @pytest.mark.parametrize(("dtype", "int8"), KINDS)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from draftlab.errors import UserError
 from draftlab.family import shape_name
 from draftlab.record import Interval, read_json
-from draftlab.shape import Shape, resolve
+from draftlab.shape import Shape
 
 FILE = "search.json"
 DEAREST = 0.4  # of a target pass, that a draft pass may cost: at K = 1 and 3 of 4 accepted that gains a quarter
@@ -113,20 +113,19 @@ class Search(_File):
 
 
 def candidates(
-    source: Shape, depths: Sequence[int], widths: Sequence[int], latency_ms: Callable[[Shape], float], target_ms: float
+    source: Shape, shapes: Sequence[Shape], latency_ms: Callable[[Shape], float], target_ms: float
 ) -> dict[str, Shape]:
-    """Every depth and width in the source's proportions whose pass costs at most DEAREST of the target's.
+    """The shapes whose pass costs at most DEAREST of the target's, by name.
 
     Raises:
         UserError: fewer than two of them.
     """
-    shapes = [resolve(source, layers=n, hidden=width) for n in depths for width in widths]
     found = {shape_name(s): s for s in shapes if latency_ms(s) <= DEAREST * target_ms and s != source}
     if len(found) < 2:
         fastest = min(latency_ms(s) for s in shapes) / target_ms
         raise UserError(
             f"{len(found)} of {len(shapes)} shapes cost at most {DEAREST:.0%} of the target's pass, the fastest "
-            f"{fastest:.0%}; give smaller --layers and --widths"
+            f"{fastest:.0%}; give smaller --layers, --widths or --params"
         )
     return found
 

@@ -26,7 +26,7 @@ from draftlab.search import (
     read_search,
     write_search,
 )
-from draftlab.shape import Shape, check, check_within
+from draftlab.shape import Shape, check, check_within, resolve
 
 NAMED = presets(widths_folder())
 TINY = NAMED["tiny-16x256"]
@@ -52,7 +52,8 @@ def pass_ms(shape: Shape) -> float:
 def test_candidates_can_be_cut_and_are_cheap_enough(name):
     source = NAMED[name]
     target_ms = pass_ms(source)
-    found = candidates(source, default_depths(source), default_widths(source), pass_ms, target_ms)
+    tried = [resolve(source, layers=n, hidden=w) for n in default_depths(source) for w in default_widths(source)]
+    found = candidates(source, tried, pass_ms, target_ms)
     assert len(found) >= 6
     for label, shape in found.items():
         check(shape)
@@ -63,7 +64,7 @@ def test_candidates_can_be_cut_and_are_cheap_enough(name):
 
 def test_a_target_that_no_draft_is_cheap_beside_is_refused():
     with pytest.raises(UserError, match=r"0 of 2 shapes cost at most 40%.*the fastest 576%"):
-        candidates(TINY, [8, 12], [256], pass_ms, pass_ms(TINY) / 10)
+        candidates(TINY, [resolve(TINY, layers=n) for n in (8, 12)], pass_ms, pass_ms(TINY) / 10)
 
 
 def test_the_best_go_on_and_the_given_stay():
@@ -138,13 +139,25 @@ def test_a_dry_run_says_what_would_be_tried(space):
     assert not (space / "runs").exists()
 
 
+def test_a_budget_decides_the_widths(space):
+    words = ["search", "--layers", "4,12", "--params", "4m", "--dry-run"]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    tried = json.loads(result.stdout)["try"].split(", ")
+    assert [shape.split(" x ")[0] for shape in tried] == ["4", "12"]
+    assert len({shape.split(" x ")[1] for shape in tried}) == 2
+    refused = CliRunner().invoke(app, [*words, "--widths", "128"])
+    assert refused.exit_code == 1
+    assert "give --widths or --params" in refused.output
+
+
 @pytest.mark.slow
 def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     from draftlab.commands.search import Work
 
     words = (
         "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --most-steps 3 "
-        "--rows 2 --prompts 2 --finalists 1 --k 1-2 --threads 1 --out found --json"
+        "--rows 2 --prompts 2 --finalists 1 --k 1-2 --threads 1 --mode compiled --out found --json"
     )
     arguments = words.split()
     with monkeypatch.context() as patched:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -22,9 +22,11 @@ from draftlab.commands.shared import (
     Force,
     Out,
     Outcome,
+    PassMode,
     Seed,
     TargetName,
     Threads,
+    WeightsDtype,
     plan,
     recorded,
     shape_of,
@@ -32,8 +34,9 @@ from draftlab.commands.shared import (
 )
 from draftlab.commands.train import distill
 from draftlab.console import note
+from draftlab.errors import UserError
 from draftlab.search import KEPT, Confirmed, Rung, Search, Trial, read_search, write_search
-from draftlab.shape import Shape, count_text, parse_numbers
+from draftlab.shape import Shape, count_text, parse_count, parse_numbers, resolve
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,6 +58,9 @@ def search(
     minutes: Annotated[float, Option(min=0, help="Time to spend, about.")] = 15,
     layers: Annotated[str | None, Option(help="Depths to try, as 1,2,4; 1 to half the source's if left out.")] = None,
     widths: Annotated[str | None, Option(help="Widths to try; half to all of the source's if left out.")] = None,
+    params: Annotated[
+        str | None, Option(help="Or of each depth the shape with so many parameters: 1.3b, 796m, 4m.")
+    ] = None,
     against: Annotated[
         list[str] | None, Option(help="Shape file or its name to take to the end and compare with; again for each.")
     ] = None,
@@ -71,6 +77,8 @@ def search(
     lr: Annotated[float, Option(help="Peak learning rate, of Muon.")] = 4.0e-3,
     finalists: Annotated[int, Option(min=1, help="Leaders to measure.")] = 2,
     prompts: Annotated[int, Option(min=2, help="Prompts that leaders are measured on.")] = 16,
+    dtype: WeightsDtype = None,
+    mode: PassMode = "eager",
     threads: Threads = None,
     seed: Seed = 0,
     out: Out = None,
@@ -81,7 +89,7 @@ def search(
     arguments, began = recorded(locals())
     from draftlab import checkpoint, provenance
     from draftlab.distill.run import claim_state, state_of
-    from draftlab.search import default_depths, default_widths
+    from draftlab.search import default_depths
     from draftlab.tokenizer import common_vocabulary
 
     space = workspace.load()
@@ -89,12 +97,12 @@ def search(
     common_vocabulary(origin, whose)
     have, ks = checkpoint.read_shape(origin), parse_numbers(k)
     depths = parse_numbers(layers) if layers else default_depths(have)
-    across = parse_numbers(widths) if widths else default_widths(have)
+    shapes = _shapes(have, depths, widths, params)
     given = dict(map(shape_of, against or []))
     out = out or space.runs / f"search-{origin.name}"
     checkpoint.check_free(out, force=force)
     if dry_run:
-        tried = [f"{n} x {width}" for n in depths for width in across]
+        tried = [f"{shape.layers} x {shape.hidden}" for shape in shapes]
         facts = {"target": checkpoint.read_shape(whose).describe(), "source": have.describe(), "try": ", ".join(tried)}
         return plan(out, facts | {"compare with": ", ".join(given) or "nothing", "minutes": minutes})
     state = state_of(out)
@@ -102,10 +110,11 @@ def search(
     claim_state(state, {name: value for name, value in arguments.items() if name != "minutes"} | {"inputs": inputs})
     work = Work(
         state=state, target=str(whose), source=str(origin), data=data or space.data, rows=rows, lr=lr, seed=seed,
-        threads=threads, ks=ks, prompts=prompts, began=began, limit_seconds=60 * minutes,
+        running={"dtype": dtype, "mode": mode, "threads": threads}, ks=ks, prompts=prompts, began=began,
+        limit_seconds=60 * minutes,
     )  # fmt: skip
     priced = work.prices(law)
-    found = work.start(have, depths, across, given, priced)
+    found = work.start(have, shapes, given, priced)
     found = work.halve(found, priced, first_steps=first_steps, most_steps=most_steps, finalists=finalists)
     found = work.confirm(found)
     with checkpoint.new_directory(out, force=force) as made:
@@ -117,6 +126,19 @@ def search(
     shutil.rmtree(state)
     text = [_rung_table(found), *found.explain(), str(out / "draft")]
     return Outcome(path=out, show=text, data={"path": str(out), **found.model_dump(mode="json")})
+
+
+def _shapes(have: Shape, depths: list[int], widths: str | None, params: str | None) -> list[Shape]:
+    """The depths, each in the source's proportions at every width, or at the width and ffn that meet a budget."""
+    from draftlab.family import family
+    from draftlab.search import default_widths
+
+    if params is None:
+        across = parse_numbers(widths) if widths else default_widths(have)
+        return [resolve(have, layers=n, hidden=width) for n in depths for width in across]
+    if widths is not None:
+        raise UserError("give --widths or --params: a budget decides the widths")
+    return family(have, budget=parse_count(params), kind="total", depths=depths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +161,7 @@ class Work:
     rows: int
     lr: float
     seed: int
-    threads: int | None
+    running: dict[str, Any]  # how the engine runs: dtype, mode, threads
     ks: list[int]
     prompts: int
     began: float
@@ -153,23 +175,25 @@ class Work:
         from draftlab.law import read_law
 
         contexts = f"16,{PROMPT_TOKENS + NEW_TOKENS + max(self.ks)}"
-        here = {"context": contexts, "repeats": 8, "threads": self.threads}
-        if law is None:
-            law = self._once("law", measure_law, source=self.source, **here)
+        here = {"context": contexts, "repeats": 8, **self.running}
+        given, law = law, law or self._once("law", measure_law, source=self.source, **here)
+        known = read_law(law)
         made = self._once("profile", profile, models=[self.target], k=max(self.ks), **here)
-        measured, known = Cost.of(read_profile(made), extrapolate=True), read_law(law)
+        taken = read_profile(made)
+        ways = [(each.mode, each.dtype) for each in (known.profiles[0], taken)]
+        if ways[0] != ways[1]:
+            raise UserError(f"{given} was measured in {' '.join(ways[0])}, and this search runs in {' '.join(ways[1])}")
+        measured = Cost.of(taken, extrapolate=True)
         target_ms = float(measured.forward_ms(1, 1, np.array(known.context)))
         return Prices(law=known, target=measured, target_ms=target_ms)
 
-    def start(
-        self, have: Shape, depths: list[int], widths: list[int], given: dict[str, Shape], priced: Prices
-    ) -> Search:
+    def start(self, have: Shape, tried: list[Shape], given: dict[str, Shape], priced: Prices) -> Search:
         """What an earlier try found, or rung 0 with every candidate on it."""
         from draftlab.search import FILE, candidates
 
         if (self.state / FILE).exists():
             return read_search(self.state)
-        shapes = candidates(have, depths, widths, priced.law.ms, priced.target_ms)
+        shapes = candidates(have, tried, priced.law.ms, priced.target_ms)
         same = {name: called for name, shape in shapes.items() for called, wanted in given.items() if shape == wanted}
         shapes = {same.get(name, name): shape for name, shape in shapes.items()} | given
         found = Search(target=self.target, source=self.source, shapes=shapes, given=list(given))
@@ -207,8 +231,8 @@ class Work:
         made = self._once(
             "score", score, draft=[str(self.draft(name, len(found.rungs) - 1)) for name in last.names],
             target=self.target, data=self.data, k=",".join(map(str, chosen)), prompts=self.prompts,
-            prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, repeats=1, tasks="none", threads=self.threads,
-            seed=self.seed + 1,
+            prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, repeats=1, tasks="none",
+            seed=self.seed + 1, **self.running,
         )  # fmt: skip
         results = [read_score(made / name) for name in last.names]
         confirmed = [

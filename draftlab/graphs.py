@@ -1,7 +1,8 @@
-"""llama.py's narrow passes as CUDA graphs: one launch replays a whole pass, for any lengths of its rows.
+"""llama.py's narrow passes as CUDA graphs: one launch replays a pass, or all that drafts K tokens, for any lengths.
 
-B rows, T new tokens, S cached + new, V vocab. A graph is fixed to a shape, a cache's memory and a bucket of S; where
-the rows stand is data. On a CPU the same static tensors are used and nothing is captured, which is how its tests run.
+B rows, T new tokens, K drafted tokens, S cached + new, V vocab. A graph is fixed to a shape, a cache's memory and a
+bucket of S; where the rows stand is data. On a CPU the same static tensors are used and nothing is captured, which is
+how its tests run.
 """
 
 import weakref
@@ -15,6 +16,8 @@ from draftlab.llama import Cache, Llama, Tree
 
 BUCKET = 256  # S is rounded up to a multiple: what lies behind a row's own length is masked
 WIDE = 64  # a pass over more tokens is bound by arithmetic, not by launches
+
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # of logits [B, V] and draws [B]: tokens, and their q
 
 
 @dataclass(slots=True)
@@ -34,16 +37,26 @@ class _Graph:
     replay: Callable[[], object]
 
 
+@dataclass(slots=True)
+class _Chain:
+    logits: Tensor  # [B, V], behind the texts
+    used: Tensor  # [B, 1]
+    uniform: Tensor  # [B, K]
+    drafted: tuple[Tensor, Tensor | None]
+    replay: Callable[[], object]
+
+
 class Graphed(Llama):
     """A Llama whose narrow passes are replayed. Shares the weights of the model it is made from.
 
-    The logits of a pass are overwritten by the next one of its shape.
+    What a pass or a chain gives is overwritten by the next one of its shape.
     """
 
     def __init__(self, model: Llama) -> None:
         vars(self).update(vars(model))
         self._stores: list[_Store] = []
         self._graphs: dict[tuple[int, ...], _Graph] = {}
+        self._chains: dict[tuple[object, ...], _Chain] = {}
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         self.check_fits(capacity)
@@ -75,6 +88,47 @@ class Graphed(Llama):
         cache.used = [used + width for used in cache.used]
         return graph.logits
 
+    @torch.inference_mode()
+    def chain(self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Choose) -> tuple[Tensor, Tensor | None]:
+        """As chain, behind what the cache holds: the K choices and the K - 1 passes between them are one graph.
+
+        choose: hashable; equal ones share a graph. Nothing in it may wait for the device.
+        """
+        rows, count = uniform.shape
+        end = max(cache.used) + count - 1
+        if end > cache.capacity:
+            raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
+        end = min(cache.capacity, -(-end // BUCKET) * BUCKET)
+        key = (cache.keys.data_ptr(), rows, count, end, choose)
+        if key not in self._chains:
+            self._chains[key] = self._capture_chain(logits, cache, uniform, choose, end)
+        graph = self._chains[key]
+        graph.logits.copy_(logits)
+        graph.uniform.copy_(uniform)
+        graph.used.copy_(torch.tensor(cache.used).unsqueeze(1))
+        graph.replay()
+        cache.used = [used + count - 1 for used in cache.used]
+        return graph.drafted
+
+    def _capture_chain(self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Choose, end: int) -> _Chain:
+        used = torch.tensor(cache.used, device=self.device).unsqueeze(1)
+        keys, values = cache.keys.detach(), cache.values
+        made = _Chain(logits.clone(), used, uniform.clone(), (used, None), lambda: None)
+
+        def run() -> None:
+            place = used
+
+            def following(token: Tensor) -> Tensor:
+                nonlocal place
+                found = self.decode(token.unsqueeze(1), keys, values, self.placed(place, 1, end), 1)[:, -1]
+                place = place + 1
+                return found
+
+            made.drafted = chain(made.logits, made.uniform, choose, following)
+
+        made.replay = captured(run) if self.device.type == "cuda" else run
+        return made
+
     def _capture(self, ids: Tensor, cache: Cache, last: int, end: int) -> _Graph:
         ids, used = ids.clone(), torch.tensor(cache.used, device=self.device).unsqueeze(1)
         keys, values = cache.keys.detach(), cache.values  # the cache that is lent may die before the graph
@@ -87,6 +141,21 @@ class Graphed(Llama):
             logits.copy_(self.decode(ids, keys, values, place, last))
 
         return _Graph(ids, used, logits, captured(run) if self.device.type == "cuda" else run)
+
+
+def chain(
+    logits: Tensor, uniform: Tensor, choose: Choose, following: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens drafted one behind the other, [B, K], and the distributions they were drawn from, [B, K, V], if any.
+
+    logits: behind the texts, [B, V]. uniform: draws in [0, 1), [B, K]. following: logits behind one more token, [B].
+    """
+    ids, q = [], []
+    for draws in uniform.unbind(1):
+        token, drawn_from = choose(following(ids[-1]) if ids else logits, draws)
+        ids.append(token)
+        q += [] if drawn_from is None else [drawn_from]
+    return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:

@@ -36,3 +36,25 @@ def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs
     assert (again.keys.data_ptr(), again.used, again.capacity) == (place, [0, 0], BUCKET)
     graphed.forward(torch.ones(2, 3, dtype=torch.long, device=device), again)
     assert len(graphed._graphs) == 1
+
+
+@DEVICES
+@pytest.mark.parametrize("warp", [{}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}])
+def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
+    """Rows of different lengths, and a head padded beyond the draft's; the second step replays what the first kept."""
+    model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
+    wider, sampling = model.shape.vocab + 5, Sampling(max_new_tokens=20, **warp)
+    graphed = Graphed(model)
+    drafters = [ModelDrafter(each, wider) for each in (model, graphed)]
+    uniform = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1)).to(device)
+    for drafter in drafters:
+        drafter.reset(3, 40)
+    for step, draws in enumerate(uniform):
+        texts = [[*prompt, *[7] * step] for prompt in RAGGED[:3]]
+        wanted, found = (drafter.propose(texts, 4, sampling, draws) for drafter in drafters)
+        assert torch.equal(found.ids, wanted.ids)
+        assert (found.q is None) == (not warp)
+        if wanted.q is not None and found.q is not None:
+            torch.testing.assert_close(found.q, wanted.q)
+        assert drafters[1].cache.used == drafters[0].cache.used
+    assert len(graphed._chains) == 1

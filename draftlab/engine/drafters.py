@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.engine.decoder import Decoder
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampling, judge
+from draftlab.engine.generate import Chooser, Draft, Drafter, ModelDrafter, Sampling, fit, judge
 
 Unsure = Callable[[Tensor], Tensor]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
 
@@ -38,11 +38,12 @@ class UnsureDrafter(ModelDrafter):
     def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
         logits = self.behind(texts)[:, -1]
         going = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
+        choose = Chooser(sampling.warp(), self.vocab)
         ids, q, drafted = [], [], []
         while len(ids) < count and going.any():
             if ids:
-                logits = self.model.forward(ids[-1].unsqueeze(1), self.cache, last=1)[:, -1]
-            token, drawn_from = self.choose(logits, sampling, uniform[:, len(ids)])
+                logits = self.following(ids[-1])
+            token, drawn_from = choose(logits, uniform[:, len(ids)])
             ids.append(token)
             q += [] if drawn_from is None else [drawn_from]
             drafted.append(going)
@@ -106,7 +107,7 @@ class StagedDrafter(ModelDrafter):
             so_far = [text + more for text, more in zip(texts, written, strict=True)]
             inner = self.inner.propose(so_far, self.inner_count, sampling, u[:, : self.inner_count])
             fed = [text + more for text, more in zip(so_far, inner.ids.tolist(), strict=True)]
-            logits = self.fit(self.behind(fed, last=inner.ids.shape[1] + 1))
+            logits = fit(self.behind(fed, last=inner.ids.shape[1] + 1), self.vocab)
             for row, (_, tokens) in enumerate(judge(logits, inner, inner.counts, sampling, u[:, self.inner_count :])):
                 if done[row] < count:
                     written[row] += tokens

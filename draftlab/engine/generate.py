@@ -16,6 +16,7 @@ from torch import Tensor
 from draftlab.engine.decoder import Decoder, feed, vocab_of
 from draftlab.engine.rules import Rule, Tokens, Uniforms, recursive
 from draftlab.engine.verify import Warp, draw, verify
+from draftlab.graphs import Graphed, chain
 from draftlab.llama import Tree
 
 Clock = Callable[[], float]
@@ -28,6 +29,10 @@ class Sampling(Warp):
     max_new_tokens: int = 128
     seed: int = 0
     eos_id: int | None = None
+
+    def warp(self) -> Warp:
+        """How, without how long."""
+        return Warp(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +91,29 @@ class Watcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """How a draft model's logits become tokens. vocab: the target's, where the draft's head is padded to another."""
+
+    warp: Warp
+    vocab: int | None
+
+    def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of logits [B, V], the tokens [B] and, if they are sampled, what they were drawn from, [B, target's V]."""
+        logits = fit(logits, self.vocab)
+        if self.warp.temperature == 0:
+            return logits.argmax(-1), None
+        q = self.warp(logits)
+        return draw(q, uniform), q
+
+
+def fit(logits: Tensor, vocab: int | None) -> Tensor:
+    """Logits [..., V] over the target's ids: cut or padded with what is never drawn."""
+    if vocab is None or logits.shape[-1] == vocab:
+        return logits
+    return F.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
+
+
 class ModelDrafter:
     """A draft model with a cache of its own, rolled back to what was emitted.
 
@@ -103,16 +131,16 @@ class ModelDrafter:
         self.drafted: Tensor | None = None
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
-        logits = self.behind(texts)[:, -1]
-        ids, q = [], []
-        for i in range(count):
-            if i:
-                logits = self.model.forward(ids[-1].unsqueeze(1), self.cache, last=1)[:, -1]
-            token, drawn_from = self.choose(logits, sampling, uniform[:, i])
-            ids.append(token)
-            q += [] if drawn_from is None else [drawn_from]
-        self.drafted = torch.stack(ids, 1)
-        return Draft(ids=self.drafted, q=torch.stack(q, 1) if q else None, counts=[count] * len(texts))
+        logits, choose = self.behind(texts)[:, -1], Chooser(sampling.warp(), self.vocab)
+        if isinstance(self.model, Graphed):
+            self.drafted, q = self.model.chain(logits, self.cache, uniform, choose)
+        else:
+            self.drafted, q = chain(logits, uniform, choose, self.following)
+        return Draft(ids=self.drafted, q=q, counts=[count] * len(texts))
+
+    def following(self, token: Tensor) -> Tensor:
+        """Logits behind one more token of each row, [B] -> [B, V]."""
+        return self.model.forward(token.unsqueeze(1), self.cache, last=1)[:, -1]
 
     def behind(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
         """Logits behind the last tokens of each text, [B, last, V]; of what was drafted only what is in it stays."""
@@ -125,20 +153,6 @@ class ModelDrafter:
             self.cache.used[row] = agreed
         self.held, self.drafted = [list(text) for text in texts], None
         return feed(self.model, self.cache, texts, self.known, last)
-
-    def choose(self, logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of logits [B, V], the tokens [B] and, if they are sampled, what they were drawn from, [B, target's V]."""
-        logits = self.fit(logits)
-        if sampling.temperature == 0:
-            return logits.argmax(-1), None
-        q = sampling(logits)
-        return draw(q, uniform), q
-
-    def fit(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] over the target's ids: cut or padded with what is never drawn."""
-        if self.vocab is None or logits.shape[-1] == self.vocab:
-            return logits
-        return F.pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf)
 
 
 def clock_for(device: torch.device) -> Clock:

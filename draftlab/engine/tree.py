@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.decoder import Decoder
-from draftlab.engine.generate import Draft, ModelDrafter, Sampling
+from draftlab.engine.generate import Draft, ModelDrafter, Sampling, fit
 from draftlab.engine.verify import draw
 from draftlab.llama import Tree
 
@@ -34,7 +34,7 @@ class TreeDrafter(ModelDrafter):
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
-        logits = self.fit(self.behind(texts))  # [B, nodes so far, V]
+        logits = fit(self.behind(texts), self.vocab)  # [B, nodes so far, V]
         ids, q = [], []
         for level in range(1, max(levels) + 1):
             if level > 1:
@@ -56,7 +56,8 @@ class TreeDrafter(ModelDrafter):
         if self.known is not None:
             fed = fed.clamp(max=self.known - 1)
         self.cache.used = [len(text) - 1 for text in texts]
-        return self.fit(self.model.forward(fed, self.cache, tree=Tree.of(parents[: len(ids)], self.model.device)))
+        tree = Tree.of(parents[: len(ids)], self.model.device)
+        return fit(self.model.forward(fed, self.cache, tree=tree), self.vocab)
 
     def _child(
         self, logits: Tensor, elder: list[Tensor], sampling: Sampling, uniform: Tensor

@@ -15,8 +15,10 @@ from conftest import build
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typer.testing import CliRunner
 
 from draftlab.checkpoint import load_model, load_tokenizer
+from draftlab.cli import app
 from draftlab.data import Document, documents, open_heldout
 from draftlab.errors import UserError
 from draftlab.record import TaskResult
@@ -236,6 +238,25 @@ def test_an_unknown_task_is_refused_with_a_suggestion_before_a_model_is_looked_f
         evaluate(Path("nowhere"), "helaswag", 4)
     with pytest.raises(UserError, match="did you mean 'code_next_line'"):
         evaluate(Path("nowhere"), "code_nextline", 4)
+
+
+def test_score_refuses_an_unknown_task_before_it_loads_anything(tmp_path: Path):
+    words = [
+        "score",
+        "--target",
+        "tiny",
+        "--draft",
+        "tiny",
+        "--data",
+        "stdlib",
+        "--tasks",
+        "helaswag",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    result = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert result.exit_code == 1
+    assert "did you mean 'hellaswag'" in result.output
 
 
 def test_a_task_of_ones_own_is_read_from_yaml(checkpoint_dir: Path, tmp_path: Path):

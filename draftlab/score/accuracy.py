@@ -87,6 +87,7 @@ def evaluate_tasks(
     """
     if limit is not None and limit < 1:
         raise UserError(f"task limit {limit}: want at least 1 item per task")
+    check_tasks(tasks)
     with _quiet(), _seeded(seed):
         own = _own_tasks([name for name in tasks if name in OWN_TASKS], data, limit, seed)
         registered = _registered_tasks([name for name in tasks if name not in OWN_TASKS])
@@ -101,6 +102,16 @@ def evaluate_tasks(
             lm = plain if write is None else assisted_lm(model, tokenizer, batch_size, write)
             results += _evaluate(lm, registered, limit, seed)
     return results
+
+
+def check_tasks(names: list[str]) -> None:
+    """Raises UserError: a name that is none of draftlab's, none of lm-eval's and no file."""
+    for name in names:
+        if name in OWN_TASKS or Path(name).is_file() or name in _registry().all_tasks:
+            continue
+        near = difflib.get_close_matches(name, [*OWN_TASKS, *_registry().all_tasks], n=1)
+        hint = did_you_mean(name, near or [*OWN_TASKS, "what `lm-eval ls tasks` lists"])
+        raise UserError(f"unknown task {name!r}: neither a task of draftlab or lm-eval nor a YAML file here{hint}")
 
 
 def generation_tasks(names: list[str]) -> list[str]:
@@ -255,11 +266,6 @@ def _task(config: dict[str, Any], rows: list[dict[str, object]]) -> "Configurabl
 
 def _registered_tasks(names: list[str]) -> "TaskDict":
     """lm-eval's own tasks with their data, or one line on which cannot be had."""
-    for name in names:
-        if not Path(name).is_file() and name not in _registry().all_tasks:
-            near = difflib.get_close_matches(name, [*OWN_TASKS, *_registry().all_tasks], n=1)
-            hint = did_you_mean(name, near or [*OWN_TASKS, "what `lm-eval ls tasks` lists"])
-            raise UserError(f"unknown task {name!r}: neither a task of draftlab or lm-eval nor a YAML file here{hint}")
     found = [_load(name) for name in names]
     return {
         "tasks": {name: task for of in found for name, task in of["tasks"].items()},
@@ -270,9 +276,10 @@ def _registered_tasks(names: list[str]) -> "TaskDict":
 @functools.cache
 def _registry() -> "TaskManager":
     """All of lm-eval's tasks; ten seconds, for it reads every one of its YAML files."""
-    from lm_eval.tasks import TaskManager
+    with _quiet():
+        from lm_eval.tasks import TaskManager
 
-    return TaskManager()
+        return TaskManager()
 
 
 @functools.cache

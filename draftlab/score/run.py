@@ -17,7 +17,7 @@ from draftlab.engine.rules import LOSSY, rule_named
 from draftlab.errors import UserError
 from draftlab.llama import Llama
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
-from draftlab.score.accuracy import evaluate_tasks, generation_tasks
+from draftlab.score.accuracy import check_tasks, evaluate_tasks, generation_tasks
 from draftlab.score.assisted import writer
 from draftlab.score.drafters import Spec, Way, Workshop, check_rule
 from draftlab.score.profile import device_name, measure_latency, steady_clock
@@ -61,8 +61,8 @@ def check(plan: Plan) -> None:
     """Fail before anything is loaded.
 
     Raises:
-        UserError: batches that leave a smaller one over, a rule that does not fit a drafter, or int8 in a mode that
-            does not compute with it.
+        UserError: batches that leave a smaller one over, a rule that does not fit a drafter, int8 in a mode that does
+            not compute with it, or an unknown task.
     """
     count = len(plan.prompts.rows)
     for batch in plan.batches:
@@ -72,6 +72,7 @@ def check(plan: Plan) -> None:
         check_rule(spec, plan.rule)
     if plan.draft_int8 and plan.mode != "compiled":
         raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
+    check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
 
 
 def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> list[Score]:
@@ -86,7 +87,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     models = {name: _load(path, plan, plan.draft_int8 and bool(name)) for name, path in directories.items()}
     _check_context(models, plan)
     ways = _ways(models[""], plan)
-    tasks = {name: _tasks(path, plan) for name, path in directories.items()}  # first: a wrong name fails early
+    tasks = {name: _tasks(path, plan) for name, path in directories.items()}
     assisted = {name: _assisted(models[""], models[name], name, plan) for name in plan.drafts}
     here = environment()
     warn_if_loaded(here)

@@ -62,10 +62,15 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
     alone = run("distil", tmp_path / "alone.safetensors", 1)
     for stage in (1, 2, 3):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}  # shards even what is small
+        other = {
+            "optimizer": {"type": "Adam", "params": {"lr": 1}},
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 9,
+        }
         chosen = {
             "ACCELERATE_USE_CPU": "false",  # accelerate would take DDP; without an accelerator it is CPUs anyway
             "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps({"zero_optimization": zero}),
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps({"zero_optimization": zero} | other),
         }
         assert_close(run("distil", tmp_path / f"zero-{stage}.safetensors", 2, **chosen), alone)
         shards = list((tmp_path / f"zero-{stage}.state").rglob("zero_pp_rank_1_*optim_states.pt"))

@@ -23,13 +23,19 @@ def check(*, optimizer: OptimizerName = "adamw", masks: bool = False, pilot: boo
 
 
 def new_accelerator(dtype: str, clip: float) -> Accelerator:
-    """One that computes in dtype on fp32 weights; DeepSpeed, which clips and counts by itself, is told how."""
+    """One that computes in dtype on fp32 weights.
+
+    DeepSpeed, which clips and counts by itself, is told how, whatever its configuration says: settings decide a run.
+    """
     if not _chosen():
         return Accelerator(mixed_precision="bf16" if dtype == "bfloat16" else "no")
     accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
     unset_hf_deepspeed_config()  # or transformers shards models that one process loads later
     plugin: Any = accelerator.deepspeed_plugin
-    plugin.deepspeed_config |= {
+    config: dict[str, Any] = plugin.deepspeed_config
+    for name in ("optimizer", "scheduler"):
+        config.pop(name, None)
+    config |= {
         "train_micro_batch_size_per_gpu": 1,  # must be there, and decides nothing: the loop shares rows out
         "train_batch_size": accelerator.num_processes,
         "gradient_accumulation_steps": 1,
@@ -38,7 +44,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         "fp16": {"enabled": False},
         "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
     }
-    plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # fp32 ones, too
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # fp32 ones, too
     return accelerator
 
 

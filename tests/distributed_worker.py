@@ -1,7 +1,8 @@
-"""Mask training in one of several processes, started by test_distributed.py: python distributed_worker.py KIND OUT."""
+"""Training in one of several processes, started by test_distributed.py: python distributed_worker.py KIND OUT."""
 
 import os
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from draftlab.data import Batch
-from draftlab.distill.loop import DistillStep, train
+from draftlab.distill.loop import DistillStep, EvalRecord, Settings, train
 from draftlab.distill.losses import parse_loss
+from draftlab.distill.states import best_weights, crew
 from draftlab.distill.teacher import LocalTeacher, shard_by_layer
 from draftlab.prune.masked import masked
 from draftlab.prune.masks import Masks
@@ -40,6 +42,20 @@ def trained(out: Path) -> dict[str, Tensor]:
     with masked(model, masks, 1e-6):
         list(train(model, lesson(teacher, Rows(), [Rows().batch(9)]), SETTINGS, out.with_suffix(".state"), masks))
     return {name: p.detach() for name, p in [*model.named_parameters(), *masks.named_parameters()]}
+
+
+def distilled(out: Path) -> dict[str, Tensor]:
+    """The best weights of a run in parts of batches; one of several processes stops on its way and goes on."""
+    settings = Settings(
+        loss="fkl", steps=4, lr=1e-3, dtype="float32", eval_every=4, save_every=2, micro_tokens=16, warmup_share=0.5
+    )
+    learnt, state = lesson(build("llama", seed=2), Rows(), [Rows().batch(9)]), out.with_suffix(".state")
+    for stop in (3, 5) if crew().num_processes > 1 else (5,):
+        steps = takewhile(lambda r, stop=stop: r.step < stop, train(build("llama", seed=1), learnt, settings, state))
+        merits = [record.merit for record in steps if isinstance(record, EvalRecord)]
+    assert merits.index(max(merits)) == len(merits) - 1
+    crew().wait_for_everyone()
+    return best_weights(state, "student")
 
 
 def gradients(sharded: bool) -> dict[str, Tensor]:
@@ -76,7 +92,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def main(kind: str, out: Path) -> None:
     torch.set_num_threads(1)
-    found = trained(out) if kind == "train" else gradients(sharded="RANK" in os.environ)
+    kinds = {"train": trained, "distil": distilled, "step": lambda _: gradients(sharded="RANK" in os.environ)}
+    found = kinds[kind](out)
     tensors = {name: whole(tensor) for name, tensor in found.items()}
     if os.environ.get("RANK", "0") == "0":
         save_file(tensors, out)

@@ -1,8 +1,9 @@
-"""Two processes compute what one does: the loop and the commands under DDP, a step and its teacher under FSDP2.
+"""Two processes compute what one does: the loop under DDP and DeepSpeed, commands, a step and its teacher under FSDP2.
 
 accelerate takes FSDP2 for accelerators only, so on a CPU the step is sharded by torch itself.
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -12,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from draftlab.cli import app
 
 HERE = Path(__file__).parent
 
 
-def launch(words: list[str], processes: int, where: Path) -> str:
+def launch(words: list[str], processes: int, where: Path, **environment: str) -> str:
     """Python with words in so many processes; what they print."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -24,7 +28,7 @@ def launch(words: list[str], processes: int, where: Path) -> str:
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", port]
     done = subprocess.run(
         [sys.executable, *(torchrun if processes > 1 else []), *words],
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | environment,
         cwd=where,
         capture_output=True,
         text=True,
@@ -34,20 +38,61 @@ def launch(words: list[str], processes: int, where: Path) -> str:
     return done.stdout
 
 
-def run(kind: str, out: Path, processes: int) -> dict[str, torch.Tensor]:
-    launch([str(HERE / "distributed_worker.py"), kind, str(out)], processes, out.parent)
+def run(kind: str, out: Path, processes: int, **environment: str) -> dict[str, torch.Tensor]:
+    launch([str(HERE / "distributed_worker.py"), kind, str(out)], processes, out.parent, **environment)
     return load_file(out)
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        assert float((found[name] - one).abs().max()) <= 2e-4 * float(one.abs().max()) + 1e-7, name
 
 
 @pytest.mark.parametrize("kind", ["train", "step"])
 def test_two_processes_compute_what_one_does(kind, tmp_path):
     alone = run(kind, tmp_path / "alone.safetensors", 1)
-    together = run(kind, tmp_path / "together.safetensors", 2)
-    assert together.keys() == alone.keys()
     assert any("log_odds" in name or "ffn" in name for name in alone)
-    for name, wanted in alone.items():
-        scale = float(wanted.abs().max())
-        assert float((together[name] - wanted).abs().max()) <= 2e-4 * scale + 1e-7, name
+    assert_close(run(kind, tmp_path / "together.safetensors", 2), alone)
+
+
+@pytest.mark.slow
+def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(tmp_path):
+    pytest.importorskip("deepspeed")
+    alone = run("distil", tmp_path / "alone.safetensors", 1)
+    for stage in (1, 2, 3):
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}  # shards even what is small
+        other = {
+            "optimizer": {"type": "Adam", "params": {"lr": 1}},
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 9,
+        }
+        chosen = {
+            "ACCELERATE_USE_CPU": "false",  # accelerate would take DDP; without an accelerator it is CPUs anyway
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps({"zero_optimization": zero} | other),
+        }
+        assert_close(run("distil", tmp_path / f"zero-{stage}.safetensors", 2, **chosen), alone)
+        shards = list((tmp_path / f"zero-{stage}.state").rglob("zero_pp_rank_1_*optim_states.pt"))
+        assert [shard.parents[1].name for shard in shards] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--data", "stdlib", "--out", "x", "--optimizer", "muon"], "--optimizer muon is two optimisers"),
+        (["distill", "--optimizer", "muon"], "--optimizer muon is two optimisers"),
+        (["distill", "--pilot", "10"], "--pilot trains a draft several times"),
+        (["prune", "--method", "masks", "--layers", "3"], "--method masks bounds masks in place"),
+    ],
+)
+def test_what_deepspeed_cannot_train_is_refused_at_once(words, said, family_dirs, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    source = ["--source", str(family_dirs["llama"])] if words[0] == "prune" else []
+    result = CliRunner().invoke(app, [*words, *source])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert said in result.stderr
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch, DynamicBatches, HeldOut
-from draftlab.distill import states
+from draftlab.distill import states, zero
 from draftlab.distill.evaluate import Length
 from draftlab.distill.fused import Dense, Teacher, TopK, fused_loss, per_token
 from draftlab.distill.losses import Loss, parse_loss
@@ -206,7 +206,7 @@ def train(
     torch.manual_seed(settings.seed)
     AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
     states.crew()
-    accelerator = Accelerator(mixed_precision="bf16" if settings.dtype == "bfloat16" else "no")
+    accelerator = zero.new_accelerator(settings.dtype, settings.clip)
     student.train()
     vocab = _shared_vocab(student, lesson.teacher)
     step_module = DistillStep(student, loss, settings.temperature, vocab, constraint)
@@ -340,18 +340,19 @@ def _step(
     parts = batches.batch(step).packed(settings.micro_tokens * accelerator.num_processes)
     shares = [choose(p.part(accelerator.process_index, accelerator.num_processes), teacher) for p in parts]
     tokens = int(_total(accelerator, torch.tensor(sum(int(share.mask.sum()) for share in shares))))
+    rate = schedule(step, settings)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = rate * group["peak_lr"]
     for number, share in enumerate(shares, 1):
-        waiting = accelerator.no_sync(step_module) if number < len(shares) else contextlib.nullcontext()
+        accelerator.sync_gradients = number == len(shares)  # DeepSpeed clips and steps in that backward pass
+        waiting = contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(step_module)
         with waiting:
             sums = _sums(accelerator, step_module, teacher, share)
             # DDP averages over processes; the token count is that of the whole step, so scale back
             accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
         totals += sums.detach().double().cpu()
     norm = accelerator.clip_grad_norm_(step_module.parameters(), settings.clip)
-    share = schedule(step, settings)
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = share * group["peak_lr"]
         optimizer.step()
         optimizer.zero_grad()
     objective, _, alpha, *_ = (_total(accelerator, totals) / max(1, tokens)).tolist()
@@ -362,7 +363,7 @@ def _step(
         loss=objective,
         acceptance=None if teacher is None else alpha,
         grad_norm=math.nan if norm is None else float(norm),
-        lr=share * settings.lr,
+        lr=rate * settings.lr,
         tokens=tokens,
         seconds=time.perf_counter() - began,
     )

@@ -73,6 +73,7 @@ def save(accelerator: Accelerator, state: Path, step: int, keep_last: int) -> No
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors say a full disk their own way
         shutil.rmtree(work, ignore_errors=True)
         raise _unwritable(state, error) from error
+    accelerator.wait_for_everyone()  # each process writes files of its own
     if accelerator.is_main_process:
         work.rename(state / f"step-{step:08d}")
         for checkpoint in _checkpoints(state)[:-keep_last]:

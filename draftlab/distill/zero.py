@@ -1,0 +1,53 @@
+"""DeepSpeed's ZeRO under accelerate: what it must be told, and what it cannot do."""
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from draftlab.distill.optimizers import OptimizerName
+from draftlab.errors import UserError
+
+
+def check(*, optimizer: OptimizerName = "adamw", masks: bool = False, pilot: bool = False) -> None:
+    """Raises UserError: the launcher chose DeepSpeed for what it does not train."""
+    if not _chosen():
+        return
+    if optimizer == "muon":
+        raise UserError("--optimizer muon is two optimisers, and DeepSpeed steps one; take adamw, or launch with DDP")
+    if masks:
+        raise UserError("--method masks bounds masks in place, and DeepSpeed keeps copies; launch with DDP or FSDP2")
+    if pilot:
+        raise UserError("--pilot trains a draft several times, and DeepSpeed takes it once; pilot in one process")
+
+
+def new_accelerator(dtype: str, clip: float) -> Accelerator:
+    """One that computes in dtype on fp32 weights.
+
+    DeepSpeed, which clips and counts by itself, is told how, whatever its configuration says: settings decide a run.
+    """
+    if not _chosen():
+        return Accelerator(mixed_precision="bf16" if dtype == "bfloat16" else "no")
+    accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
+    unset_hf_deepspeed_config()  # or transformers shards models that one process loads later
+    plugin: Any = accelerator.deepspeed_plugin
+    config: dict[str, Any] = plugin.deepspeed_config
+    for name in ("optimizer", "scheduler"):
+        config.pop(name, None)
+    config |= {
+        "train_micro_batch_size_per_gpu": 1,  # must be there, and decides nothing: the loop shares rows out
+        "train_batch_size": accelerator.num_processes,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
+    }
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # fp32 ones, too
+    return accelerator
+
+
+def _chosen() -> bool:
+    """As accelerate decides, which has DDP alone where it is told to keep to CPUs."""
+    return parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not parse_flag_from_env("ACCELERATE_USE_CPU")

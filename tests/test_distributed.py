@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from draftlab.cli import app
+from draftlab.distill import sharded
 
 HERE = Path(__file__).parent
 
@@ -78,21 +80,30 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("launcher", "words", "said"),
     [
-        (["train", "--data", "stdlib", "--out", "x", "--optimizer", "muon"], "--optimizer muon is two optimisers"),
-        (["distill", "--optimizer", "muon"], "--optimizer muon is two optimisers"),
-        (["distill", "--pilot", "10"], "--pilot trains a draft several times"),
-        (["prune", "--method", "masks", "--layers", "3"], "--method masks bounds masks in place"),
+        ("DEEPSPEED", ["train", "--data", "stdlib", "--out", "x", "--optimizer", "muon"], "--optimizer muon is two"),
+        ("FSDP", ["distill", "--optimizer", "muon"], "--optimizer muon is two optimisers, and FSDP takes one"),
+        ("FSDP", ["distill", "--pilot", "10"], "--pilot trains a draft several times"),
+        ("DEEPSPEED", ["prune", "--method", "masks", "--layers", "3"], "--method masks bounds masks in place"),
     ],
 )
-def test_what_deepspeed_cannot_train_is_refused_at_once(words, said, family_dirs, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+def test_what_a_launcher_cannot_train_is_refused_at_once(launcher, words, said, family_dirs, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     source = ["--source", str(family_dirs["llama"])] if words[0] == "prune" else []
     result = CliRunner().invoke(app, [*words, *source])
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert said in result.stderr
+
+
+def test_the_loop_alone_accumulates(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        assert sharded.new_accelerator("float32", 1.0).gradient_accumulation_steps == 1
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def test_the_lagrangian_wants_what_it_should_and_multipliers_climb_the_gap():
         gradient = masks.multipliers["hidden"].grad
         assert gradient is not None
         assert gradient.tolist() == pytest.approx([sparsity - wanted, (sparsity - wanted) ** 2], abs=1e-6)
-    assert masks.optimizers()[0].param_groups[1]["maximize"]
+    assert masks.groups()[1]["maximize"]
 
 
 def test_a_tied_model_gets_hard_hidden_masks_with_soft_gradients():

@@ -85,13 +85,13 @@ def train(
 
     from draftlab import checkpoint
     from draftlab.data import open_batches, open_heldout
-    from draftlab.distill import run, zero
+    from draftlab.distill import run, sharded
     from draftlab.distill.loop import Lesson, Settings
     from draftlab.distill.track import check as check_trackers
     from draftlab.shape import read_shape_file
 
     check_trackers(tuple(track or ()))
-    zero.check(optimizer=optimizer)
+    sharded.check(optimizer=optimizer)
     checkpoint.check_free(out, force=force)
     if model is not None:
         source = checkpoint.locate(model)
@@ -233,7 +233,7 @@ def distill(
     """Train a draft to agree with the target."""
     arguments, began = recorded(locals())
     from draftlab import checkpoint
-    from draftlab.distill import run, zero
+    from draftlab.distill import run, sharded
     from draftlab.distill.lesson import Reading, cached_lesson, served_teacher, target_lesson
     from draftlab.distill.loop import Settings
     from draftlab.distill.losses import parse_loss
@@ -246,7 +246,7 @@ def distill(
     space = workspace.load()
     texts, told = parse_texts(text), tuple(track or ())
     check_trackers(told)
-    zero.check(optimizer=optimizer, pilot=pilot > 0)
+    sharded.check(optimizer=optimizer, pilot=pilot > 0)
     if online is not None:
         return _follow(arguments, began)
     if cache is not None and (data or list(texts) != ["data"] or reweigh_every):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch, DynamicBatches, HeldOut
-from draftlab.distill import states, zero
+from draftlab.distill import sharded, states
 from draftlab.distill.evaluate import Length
 from draftlab.distill.fused import Dense, Teacher, TopK, fused_loss, per_token
 from draftlab.distill.losses import Loss, parse_loss
@@ -71,7 +71,9 @@ class Constraint(Protocol):
 
     def penalty(self) -> Tensor: ...
 
-    def optimizers(self) -> list[torch.optim.Optimizer]: ...
+    def groups(self) -> list[dict[str, Any]]:
+        """Its parameters as an AdamW takes them, with their rates."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +208,12 @@ def train(
     torch.manual_seed(settings.seed)
     AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
     states.crew()
-    accelerator = zero.new_accelerator(settings.dtype, settings.clip)
+    accelerator = sharded.new_accelerator(settings.dtype, settings.clip)
     student.train()
     vocab = _shared_vocab(student, lesson.teacher)
     step_module = DistillStep(student, loss, settings.temperature, vocab, constraint)
-    optimizers = optimizers_for(student, settings.optimizer, settings.lr, settings.weight_decay)
-    optimizers += constraint.optimizers() if constraint else []
+    others = constraint.groups() if constraint else []
+    optimizers = optimizers_for(student, settings.optimizer, settings.lr, settings.weight_decay, others)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     step_module, *optimizers = accelerator.prepare(step_module, *optimizers)

@@ -1,6 +1,6 @@
 """AdamW, or Muon on matrices."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -9,11 +9,12 @@ OptimizerName = Literal["adamw", "muon"]
 
 
 def optimizers_for(
-    model: nn.Module, name: OptimizerName, lr: float, weight_decay: float
+    model: nn.Module, name: OptimizerName, lr: float, weight_decay: float, others: list[dict[str, Any]]
 ) -> list[torch.optim.Optimizer]:
     """AdamW on all; or Muon (Jordan et al. 2024) on the blocks' matrices and AdamW on the rest.
 
-    Muon's update is scaled to AdamW's size (Liu et al. 2025), so that one learning rate serves both.
+    others: groups of parameters with rates of their own, for AdamW. Muon's update is scaled to AdamW's size (Liu et al.
+    2025), so that one learning rate serves both.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [p for name, p in named if p.ndim == 2 and ".layers." in name]
@@ -22,11 +23,9 @@ def optimizers_for(
 
     def adamw(decayed: list[nn.Parameter], kept: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95))
+        return torch.optim.AdamW([g for g in [*groups, *others] if g["params"]], lr=lr, betas=(0.9, 0.95))
 
-    if not named:
-        return []
-    if name == "adamw":
+    if name == "adamw" or not named:
         return [adamw(matrices + ends, vectors)]
     muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw([], ends + vectors)]

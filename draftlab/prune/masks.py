@@ -7,7 +7,7 @@ ends with an exact number of entries that are not zero.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from safetensors.torch import save_file
@@ -72,13 +72,13 @@ class Masks(nn.Module):
         self.progress = 1.0  # share of the run that is done
         self.values = self._joined({})
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def groups(self) -> list[dict[str, Any]]:
         """Descent on log-odds, ascent on multipliers, both at rate 1 (their published setting)."""
-        groups = [
-            {"params": list(self.log_odds.parameters())},
-            {"params": list(self.multipliers.parameters()), "maximize": True},
+        same = {"lr": 1.0, "weight_decay": 0.0}
+        return [
+            {"params": list(self.log_odds.parameters()), **same},
+            {"params": list(self.multipliers.parameters()), "maximize": True, **same},
         ]
-        return [torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0)]
 
     def draw(self) -> None:
         """Set values for one forward pass."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftlab import checkpoint, provenance
 from draftlab.console import is_main_process, processes, progress
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill import zero
+from draftlab.distill import sharded
 from draftlab.distill.run import state_of
 from draftlab.errors import UserError
 from draftlab.prune.choose import (
@@ -106,7 +106,7 @@ def check_plan(plan: Plan) -> None:
     """Raises UserError: not what the axis table takes it for; a tied head cannot be rotated or refitted alone."""
     if processes() > 1 and plan.learning is None:
         raise UserError(f"--method {plan.method} runs in one process; only --method masks trains in several")
-    zero.check(masks=plan.learning is not None)
+    sharded.check(masks=plan.learning is not None)
     config = checkpoint.read_config(plan.source)
     check_cuttable(config, plan.have)
     check_built(checkpoint.config_for(plan.shape, config, list(range(plan.shape.layers))), plan.shape)

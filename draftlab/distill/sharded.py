@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO under accelerate: what it must be told, and what it cannot do."""
+"""DeepSpeed's ZeRO and FSDP under accelerate: what they must be told, and what they cannot do."""
 
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftlab.distill.optimizers import OptimizerName
@@ -11,15 +11,14 @@ from draftlab.errors import UserError
 
 
 def check(*, optimizer: OptimizerName = "adamw", masks: bool = False, pilot: bool = False) -> None:
-    """Raises UserError: the launcher chose DeepSpeed for what it does not train."""
-    if not _chosen():
-        return
-    if optimizer == "muon":
-        raise UserError("--optimizer muon is two optimisers, and DeepSpeed steps one; take adamw, or launch with DDP")
-    if masks:
+    """Raises UserError: the launcher chose DeepSpeed or FSDP for what it does not train."""
+    chosen = next((name for name in ("DeepSpeed", "FSDP") if _chosen(name)), None)
+    if chosen and optimizer == "muon":
+        raise UserError(f"--optimizer muon is two optimisers, and {chosen} takes one; take adamw, or launch with DDP")
+    if chosen and pilot:
+        raise UserError(f"--pilot trains a draft several times, and {chosen} shards it once; pilot in one process")
+    if chosen == "DeepSpeed" and masks:
         raise UserError("--method masks bounds masks in place, and DeepSpeed keeps copies; launch with DDP or FSDP2")
-    if pilot:
-        raise UserError("--pilot trains a draft several times, and DeepSpeed takes it once; pilot in one process")
 
 
 def new_accelerator(dtype: str, clip: float) -> Accelerator:
@@ -27,8 +26,9 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
 
     DeepSpeed, which clips and counts by itself, is told how, whatever its configuration says: settings decide a run.
     """
-    if not _chosen():
-        return Accelerator(mixed_precision="bf16" if dtype == "bfloat16" else "no")
+    if not _chosen("DeepSpeed"):
+        alone = GradientAccumulationPlugin(num_steps=1)  # the loop accumulates, whatever the launcher was told
+        return Accelerator(mixed_precision="bf16" if dtype == "bfloat16" else "no", gradient_accumulation_plugin=alone)
     accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
     unset_hf_deepspeed_config()  # or transformers shards models that one process loads later
     plugin: Any = accelerator.deepspeed_plugin
@@ -48,6 +48,6 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
     return accelerator
 
 
-def _chosen() -> bool:
+def _chosen(name: str) -> bool:
     """As accelerate decides, which has DDP alone where it is told to keep to CPUs."""
-    return parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env("ACCELERATE_USE_CPU")

@@ -67,8 +67,8 @@ class Candidate:
     score: Score | None
 
     @property
-    def lossy(self) -> bool:
-        return self.score is not None and self.score.identical is False
+    def changed(self) -> bool:
+        return self.score is not None and self.score.changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +138,15 @@ def rank(candidates: Sequence[Candidate]) -> list[Place]:
     targets = sorted({c.target for c in candidates})
     if len(targets) > 1:
         raise UserError(f"these are drafts of different targets, which do not compare: {', '.join(targets)}")
-    fastest, *others = sorted(candidates, key=lambda c: (c.lossy, -c.speedup.value))
+    fastest, *others = sorted(candidates, key=lambda c: (c.changed, -c.speedup.value))
     return [Place(candidate=fastest, behind=None, paired=True, tasks=[]), *(_place(c, fastest) for c in others)]
 
 
 def same_prompts(a: Score, b: Score) -> bool:
-    facts = ("data", "prompts_sha256", "prompts", "prompt_tokens", "max_new_tokens", "temperature", "seed")
+    facts = (
+        "data", "prompts_sha256", "prompts", "prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p",
+        "min_p", "seed",
+    )  # fmt: skip
     return all(getattr(a.conditions, name) == getattr(b.conditions, name) for name in facts)
 
 
@@ -218,12 +221,12 @@ def words(places: Sequence[Place]) -> list[str]:
     first = places[0].candidate
     kind = "measured" if first.score else "predicted"
     said = [f"{first.name} is fastest: {first.speedup.value:.2f}x at K = {first.k} ({kind})."]
+    if first.changed:
+        said = [_no_gain(first)]
     for place in places[1:]:
         name, ratio = place.candidate.name, place.behind
-        if place.candidate.lossy:
-            said.append(
-                f"{name} changed the output: its speed-up of {place.candidate.speedup.value:.2f}x does not count."
-            )
+        if place.candidate.changed:
+            said.append(_no_gain(place.candidate))
         elif ratio is None or ratio.n < 2:
             said.append(f"{name}: no interval between a prediction, or one prompt, and another.")
         elif place.told_apart:
@@ -250,11 +253,15 @@ def as_dict(place: Place) -> dict[str, Any]:
     return {
         "draft": c.name, "target": c.target, "measured": c.score is not None, "k": c.k,
         "mean_acceptance_length": c.length, "tokens_per_second": c.tokens_per_second,
-        "speedup": c.speedup.model_dump(), "identical": not c.lossy,
+        "speedup": c.speedup.model_dump(), "identical": not c.changed,
         "against_fastest": place.behind and place.behind.model_dump(), "same_prompts": place.paired,
         "told_apart": place.told_apart,
         "tasks": tasks, "categories": category_rows(c.score) if c.score else [],
     }  # fmt: skip
+
+
+def _no_gain(c: Candidate) -> str:
+    return f"{c.name} changed the output: its speed-up of {c.speedup.value:.2f}x does not count."
 
 
 def _read_file(file: Path) -> list[Candidate]:

@@ -188,6 +188,19 @@ class Conditions(_Frozen):
     draft_int8: bool = False  # the draft's weights were rounded to 8 bits
     rule: str = "leviathan"  # of verifying; greedily all are one
     lossy: bool = False  # the rule changes what is written
+    top_k: int = 0  # 0: tokens are drawn from all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def decoding(self) -> str:
+        """How tokens were chosen and verified, in words."""
+        if self.temperature == 0:
+            return "greedy"
+        cuts = {"top-k": self.top_k, "top-p": self.top_p if self.top_p < 1 else 0, "min-p": self.min_p}
+        warp = [f"temperature {self.temperature:g}", *(f"{name} {value:g}" for name, value in cuts.items() if value)]
+        rule = [] if self.mode == "served" else [f"rule {self.rule}{' (LOSSY)' if self.lossy else ''}"]
+        return f"sampled at {', '.join(warp + rule)}"
 
 
 class Score(_Frozen):
@@ -248,6 +261,11 @@ class Score(_Frozen):
         return {name: [i for i, p in enumerate(self.prompts) if p.category == name] for name in named}
 
     @property
+    def changed(self) -> bool:
+        """What was written is not the target's own, so that no speed-up counts."""
+        return self.conditions.lossy or self.identical is False
+
+    @property
     def best_k(self) -> int:
         return max(self.speculative, key=lambda k: self.speedup_value(k))
 
@@ -298,6 +316,8 @@ class Score(_Frozen):
             gain = "No clear difference. " + gain
         else:
             gain = ("Faster. " if speedup.low > 1 else "Slower than no draft. ") + gain
+        if self.changed:
+            gain = f"{'LOSSY: not' if self.conditions.lossy else 'Not'} the target's own output. {gain}"
         return f"{gain}; {self._limit(k)}." if self.time_split(k) else f"{gain}."
 
     def _limit(self, k: int) -> str:

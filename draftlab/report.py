@@ -65,9 +65,10 @@ def score_table(scores: list[Score]) -> Table:
     entries, task = _rank(scores), _accuracy_task(scores)
     table = terminal_table(TERMINAL_HEADS, [_terminal_row(e) for e in entries], best=0, flexible=0)
     prompts = _span([e.gain.n for e in entries])
+    decoding = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
     table.caption = Text(
-        "* fastest, each at its best K. c: one draft pass over one target pass. plain: tok/s without a draft. "
-        f"Speed-up: 95% bootstrap interval over prompts, n = {prompts}. KV bytes: per token."
+        f"* fastest, each at its best K, {decoding}. c: one draft pass over one target pass. plain: tok/s without a "
+        f"draft. Speed-up: 95% bootstrap interval over prompts, n = {prompts}. KV bytes: per token."
         + (f" acc: {task}." if task else "")
     )
     return table
@@ -218,11 +219,11 @@ def _differing_tasks(score: Score) -> list[tuple[str, str, float, float]]:
 
 
 def _rank(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
-    """Fastest first, but a draft that changed the output behind every draft that did not."""
+    """Fastest first, but a draft that changed the output, or whose rule may, behind every draft that did not."""
     if not scores:
         raise UserError("no scores to report; make one with draftlab score")
     task = _accuracy_task(scores)
-    ordered = sorted(scores, key=lambda s: (s.identical is not False, s.speedup_value(s.best_k)), reverse=True)
+    ordered = sorted(scores, key=lambda s: (not s.changed, s.speedup_value(s.best_k)), reverse=True)
     return [_entry(score, rank, task, every_k) for rank, score in enumerate(ordered)]
 
 
@@ -246,7 +247,9 @@ def _answer(entries: list[Entry]) -> str:
     """Which draft is fastest, by how much, what limits it, and whether the runner-up is really behind."""
     best, *others = entries
     name, target, gain = best.score.name, best.score.target.name, best.gain
-    if gain.low > 1:
+    if best.score.changed:
+        lead = f"No draft here leaves the output of {target} what it is, so no speed-up counts."
+    elif gain.low > 1:
         lead = f"With {name} as its draft, {target} writes {gain.value:.2f} times as many tokens per second as alone."
     elif gain.high < 1:
         lead = f"No draft here helps {target}: even with the best, {name}, it keeps {gain.value:.0%} of its own speed."

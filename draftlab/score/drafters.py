@@ -1,7 +1,7 @@
 """Drafters by name: what ``--drafter NAME:KEY=VALUE,...`` means, and the drafter that it asks for."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -218,9 +218,7 @@ class Workshop:
         count, length, new = CALIBRATION
         stream = self._corpus(self.data, 64 * count * length).astype(np.int64)
         prompts = [stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)][:count]
-        sampling = Sampling(
-            temperature=self.sampling.temperature, max_new_tokens=new, seed=1, eos_id=self.sampling.eos_id
-        )
+        sampling = replace(self.sampling, max_new_tokens=new, seed=1)
         wrote = written(plain(self.target, prompts, sampling))
         return [(np.array(p), np.array(w)) for p, w in zip(prompts, wrote, strict=True)]
 

@@ -1,7 +1,7 @@
 """Score drafts against a target: everything in one process, then one score.json per draft."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -14,6 +14,7 @@ from draftlab.cost import Mode
 from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.engine.rules import LOSSY, rule_named
+from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.llama import Llama
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
@@ -41,7 +42,7 @@ class Plan:
     prompts: Prompts
     max_new_tokens: int
     repeats: int
-    temperature: float
+    warp: Warp
     tasks: list[str]
     task_limit: int
     dtype: torch.dtype
@@ -70,6 +71,8 @@ def check(plan: Plan) -> None:
             raise UserError(f"{count} prompts do not fill batches of {batch}; take a number that all batches divide")
     for spec in plan.drafters:
         check_rule(spec, plan.rule)
+    if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != Warp()):
+        note("greedily all rules are one and nothing is cut: --rule, --top-k, --top-p and --min-p need --temperature")
     if plan.draft_int8 and plan.mode != "compiled":
         raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
     check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
@@ -172,7 +175,7 @@ def _own(directory: Path, plan: Plan) -> Llama:
 
 def _sampling(plan: Plan) -> Sampling:
     return Sampling(
-        temperature=plan.temperature,
+        **asdict(plan.warp),
         max_new_tokens=plan.max_new_tokens,
         seed=plan.seed,
         eos_id=checkpoint.special_ids(checkpoint.load_tokenizer(plan.target))["eos"],
@@ -224,7 +227,7 @@ def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan) -> list[Ta
 
 def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int) -> Score:
     plain_tokens = measured.tokens[PLAIN]
-    greedy = plan.temperature == 0
+    greedy = plan.warp.temperature == 0
     ks = [k for arm, k in measured.tokens if arm == name]
     same = all(measured.tokens[name, k] == plain_tokens for k in ks)
     lossy = plan.rule in LOSSY and not greedy
@@ -238,7 +241,7 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
             dtype=str(plan.dtype).removeprefix("torch."),
             mode=plan.mode,
             threads=torch.get_num_threads(),
-            temperature=plan.temperature,
+            **asdict(plan.warp),
             data=plan.prompts.source,
             prompts_sha256=plan.prompts.sha256,
             prompts=len(plan.prompts.rows),

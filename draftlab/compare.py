@@ -122,7 +122,7 @@ def measured(score: Score) -> Candidate:
         name=score.name,
         target=score.target.name,
         k=k,
-        length=score.acceptance(k).mean_acceptance_length,
+        length=score.tokens_per_pass(k),
         tokens_per_second=score.output_tps(k),
         speedup=score.speedup(k),
         score=score,
@@ -197,7 +197,7 @@ def category_table(score: Score) -> Table:
         [
             row["category"],
             str(row["prompts"]),
-            "–" if row["mean_acceptance_length"] is None else f"{row['mean_acceptance_length']:.2f}",
+            "–" if row["tokens_per_target_pass"] is None else f"{row['tokens_per_target_pass']:.2f}",
             f"{row['output_tps']:.4g}",
             f"{row['speedup']:.2f}x"
             + (f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["prompts"] > 1 else ""),
@@ -252,7 +252,8 @@ def as_dict(place: Place) -> dict[str, Any]:
     tasks = [asdict(t) | {"difference": t.difference.model_dump(), "told_apart": t.told_apart} for t in place.tasks]
     return {
         "draft": c.name, "target": c.target, "measured": c.score is not None, "k": c.k,
-        "mean_acceptance_length": c.length, "tokens_per_second": c.tokens_per_second,
+        "mean_acceptance_length": c.score.acceptance(c.k).mean_acceptance_length if c.score else c.length,
+        "tokens_per_target_pass": c.length, "tokens_per_second": c.tokens_per_second,
         "speedup": c.speedup.model_dump(), "identical": not c.changed,
         "against_fastest": place.behind and place.behind.model_dump(), "same_prompts": place.paired,
         "told_apart": place.told_apart,
@@ -347,6 +348,7 @@ def _part(score: Score, prompts: list[int]) -> tuple[Score, dict[str, Any]]:
     facts = {
         "k": k,
         "mean_acceptance_length": length,
+        "tokens_per_target_pass": None if score.served else part.tokens_per_pass(k),
         "output_tps": part.output_tps(k),
         "speedup": part.speedup_value(k),
     }

@@ -244,6 +244,17 @@ class Score(_Frozen):
     def acceptance(self, k: int) -> Acceptance:
         return self.counters[k].acceptance if k in self.counters else acceptance(self.generations(k), k)
 
+    def tokens_per_pass(self, k: int) -> float:
+        """Over all target passes but prefills; acceptance leaves out those that had no draft. The same where servers
+        decoded, which do not say."""
+        steps = [emitted for g in self.generations(k) for emitted in g.emitted]
+        return sum(steps) / len(steps) if steps else self.acceptance(k).mean_acceptance_length
+
+    def undrafted(self, k: int) -> float:
+        """Share of target passes that had no draft: nothing was found, or one token was left to write."""
+        steps = [drafted for g in self.generations(k) for drafted in g.drafted]
+        return steps.count(0) / len(steps) if steps else 0.0
+
     def speedup(self, k: int) -> Interval:
         """Tokens per second, speculative over plain: ratio of sums, prefill left out of both unless servers decoded."""
         return bootstrap_speedup(self.speculative[k], self.plain)
@@ -300,13 +311,13 @@ class Score(_Frozen):
         return step / self.target.latency[0].median_ms if step is not None and self.target.latency else None
 
     def break_even_length(self, k: int) -> float:
-        """Acceptance length at which this K would neither win nor lose, at the time per step that was measured."""
-        return self.acceptance(k).mean_acceptance_length / self.speedup_value(k)
+        """Tokens per target pass at which this K would neither win nor lose, at the time per step that was measured."""
+        return self.tokens_per_pass(k) / self.speedup_value(k)
 
     def verdict(self) -> str:
         """One sentence: what it gains, and what holds it back most."""
         k = self.best_k
-        speedup, length = self.speedup(k), self.acceptance(k).mean_acceptance_length
+        speedup, length = self.speedup(k), self.tokens_per_pass(k)
         spread = f"{speedup.low:.2f} to {speedup.high:.2f}" if speedup.n > 1 else "n = 1"
         gain = (
             f"K = {k} gives {speedup.value:.2f}x ({spread}): {length:.2f} tokens per target pass, "

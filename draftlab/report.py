@@ -19,6 +19,7 @@ from draftlab.shape import Shape, count_text
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
 MUCH_TRUNCATED = 0.1
+MUCH_UNDRAFTED = 0.1
 
 BOARD_HEADS = (
     "draft",
@@ -203,6 +204,9 @@ def _cautions_of(score: Score) -> list[str]:
         )
     if score.served:
         found.append("servers decoded it: times are whole requests, prefill and transport included")
+    if score.undrafted(k) > MUCH_UNDRAFTED:
+        share = f"{score.undrafted(k):.0%}"
+        found.append(f"{share} of the target passes at K = {k} had no draft; the acceptance rate is of the others")
     if cut is not None and cut > MUCH_TRUNCATED * steps:
         found.append(
             f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
@@ -313,7 +317,7 @@ def _k_rows(entry: Entry) -> Rows:
             [
                 str(k),
                 f"{acceptance.draft_acceptance_rate:.1%}",
-                f"{acceptance.mean_acceptance_length:.2f}",
+                f"{entry.score.tokens_per_pass(k):.2f}",
                 f"{entry.score.break_even_length(k):.2f}",
                 _gain_text(gain),
                 "/".join(f"{100 * split[phase]:.0f}" for phase in plots.PHASES) if split else "–",
@@ -338,6 +342,7 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "num_speculative_tokens": k,
         "best": k == entry.k,
         **score.acceptance(k).model_dump(),
+        "tokens_per_target_pass": score.tokens_per_pass(k),
         "speedup": gain.value,
         "speedup_low": gain.low,
         "speedup_high": gain.high,

@@ -8,14 +8,14 @@ from typing import get_args
 import pytest
 import torch
 
-from draftlab import llama
+from draftlab import checkpoint, llama
 from draftlab.commands.measure import score
 from draftlab.engine import medusa
 from draftlab.engine.generate import Sampling
 from draftlab.engine.rules import RULES, match
 from draftlab.engine.tree import TreeDrafter
 from draftlab.errors import UserError
-from draftlab.score.drafters import KINDS, Workshop, check_rule, parse
+from draftlab.score.drafters import KINDS, Workshop, check_rule, check_target, parse
 from draftlab.score.run import DEFAULT_RULE
 from draftlab.score.throughput import PLAIN, measure_throughput
 
@@ -96,8 +96,6 @@ def test_left_out_layers_are_left_out(shop):
     way = shop.build(parse("skip:layers=0+3"))
     assert way.model is not None
     assert way.model.shape.layers == 2
-    with pytest.raises(UserError, match="no such layers \\[0, 9\\] of 5"):
-        shop.build(parse("skip:layers=0+9"))
 
 
 def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
@@ -125,11 +123,36 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
         ("tree:widths=2y2", "numbers as 2x1"),
         ("skip:layers=a", "numbers as 2\\+1"),
         ("staged:by=magic", "want ngram or lookup"),
+        ("unsure:below=7", "below is 7.0; want 0 to 1"),
+        ("unsure:below=nan", "want 0 to 1"),
+        ("entropy:above=-1", "want at least 0"),
+        ("tree:widths=0x2", "widths from 1 on"),
+        ("tree:widths=200x200", "at most 256 tokens"),
+        ("tree:nodes=4000", "want 1 to 256"),
+        ("skip:layers=0+0", "each once, in order"),
     ],
 )
 def test_what_cannot_be_meant_is_said_in_one_line(text, words):
     with pytest.raises(UserError, match=words):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("skip:layers=0+9", "layers are 0\\+9; the target has 0 to 4"),
+        ("ngram:order=9", "contexts of 8 tokens of 307 do not fit 64 bits"),
+        ("staged:order=9", "take a smaller order"),
+    ],
+)
+def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words, family_dirs):
+    with pytest.raises(UserError, match=words):
+        check_target(parse(text), checkpoint.read_shape(family_dirs["llama"]))
+
+
+def test_a_corpus_that_is_too_short_is_refused(shop):
+    with pytest.raises(UserError, match=r"2 tokens of .* hold no 4-gram; take more"):
+        shop.build(parse("ngram:tokens=2"))
 
 
 @pytest.mark.parametrize(

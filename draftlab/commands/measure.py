@@ -193,7 +193,7 @@ def score(
             * (1 + (len(drafts) + len(specs)) * len(measuring.ks))
             * len(measuring.batches)
         )
-        work = f"{count} generations of {max_new_tokens} tokens"
+        work = f"at most {count} generations of {max_new_tokens} tokens"
         return plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes, "work": work})
     with contextlib.ExitStack() as stack:
         measuring = replace(measuring, drafts=rounded_drafts(drafts, stack))

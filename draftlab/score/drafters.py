@@ -1,5 +1,6 @@
 """Drafters by name: what ``--drafter NAME:KEY=VALUE,...`` means, and the drafter that it asks for."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,12 +18,13 @@ from draftlab.engine.drafters import Fallback, StagedDrafter, UnsureDrafter, les
 from draftlab.engine.forced import look
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, plain, written
 from draftlab.engine.medusa import MedusaDrafter
-from draftlab.engine.ngram import LONGEST_MATCH, LookupDrafter, NgramDrafter, Ngrams
+from draftlab.engine.ngram import LONGEST_MATCH, LookupDrafter, NgramDrafter, Ngrams, fits
 from draftlab.engine.skip import Kept, search, skipping
 from draftlab.engine.tree import Siblings, TreeDrafter, fastest, full
 from draftlab.errors import UserError, did_you_mean
 from draftlab.llama import Llama
 from draftlab.score.profile import measure_latency
+from draftlab.shape import Shape
 
 CORPUS = {"order": 4, "tokens": 2_000_000, "data": ""}  # of an n-gram model; data: the workspace's
 KINDS: dict[str, dict[str, int | float | str]] = {
@@ -37,6 +39,11 @@ KINDS: dict[str, dict[str, int | float | str]] = {
     "medusa": {"heads": ""},
     "tree": {"draft": "", "widths": "", "nodes": 8, "siblings": "top"},
 }
+MOST_NODES = 256  # of a tree
+RANGES: dict[str, tuple[int, float]] = {
+    "order": (2, math.inf), "tokens": (1, math.inf), "longest": (1, math.inf), "count": (1, math.inf),
+    "nodes": (1, MOST_NODES), "below": (0, 1), "above": (0, math.inf),
+}  # fmt: skip
 WITHOUT_DRAFT = frozenset({"ngram", "lookup", "skip", "medusa"})
 SIBLINGS: tuple[Siblings, ...] = ("top", "sampled", "distinct")
 CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target writes behind it
@@ -99,20 +106,31 @@ def parse(text: str) -> Spec:
 
 def _check(spec: Spec) -> None:
     """Raises UserError: a value that is out of range."""
-    least = {"order": 2, "tokens": 1, "longest": 1, "count": 1, "nodes": 1}
-    for name, low in least.items():
-        if name in spec.options and spec.number(name) < low:
-            raise UserError(f"--drafter {spec.text}: {name} is {spec.options[name]}; want at least {low}")
+    for name, (low, high) in RANGES.items():
+        if name in spec.options and not low <= float(spec.options[name]) <= high:
+            bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
+            raise UserError(f"--drafter {spec.text}: {name} is {spec.options[name]}; want {bounds}")
     if spec.kind == "tree" and spec.words("siblings") not in SIBLINGS:
         raise UserError(f"--drafter {spec.text}: siblings are {spec.words('siblings')!r}; want {', '.join(SIBLINGS)}")
     if spec.kind == "staged" and spec.words("by") not in ("ngram", "lookup"):
         raise UserError(f"--drafter {spec.text}: by is {spec.words('by')!r}; want ngram or lookup")
     if spec.kind == "medusa" and not spec.words("heads"):
         raise UserError(f"--drafter {spec.text}: add heads=DIR, what draftlab medusa wrote")
-    if spec.kind == "skip":
-        _numbers(spec, "layers", "+")
-    if spec.kind == "tree":
-        _numbers(spec, "widths", "x")
+    layers, widths = _numbers(spec, "layers", "+"), _numbers(spec, "widths", "x")
+    if layers != sorted(set(layers)):
+        raise UserError(f"--drafter {spec.text}: layers are {spec.words('layers')}; want each once, in order")
+    if min(widths, default=1) < 1 or sum(math.prod(widths[: i + 1]) for i in range(len(widths))) > MOST_NODES:
+        raise UserError(f"--drafter {spec.text}: want widths from 1 on that make at most {MOST_NODES} tokens")
+
+
+def check_target(spec: Spec, target: Shape) -> None:
+    """Raises UserError: what is asked for does not fit a target of this shape."""
+    if max(_numbers(spec, "layers", "+"), default=0) >= target.layers:
+        last = target.layers - 1
+        raise UserError(f"--drafter {spec.text}: layers are {spec.words('layers')}; the target has 0 to {last}")
+    if "order" in spec.options and not fits(target.vocab, spec.number("order")):
+        context = f"{spec.number('order') - 1} tokens of {target.vocab}"
+        raise UserError(f"--drafter {spec.text}: contexts of {context} do not fit 64 bits; take a smaller order")
 
 
 def check_rule(spec: Spec, rule: str) -> None:
@@ -199,10 +217,12 @@ class Workshop:
             return LookupDrafter(int(spec.options.get("longest", LONGEST_MATCH)))
         order, tokens, source = spec.number("order"), spec.number("tokens"), spec.words("data") or self.data
         note(f"{spec.text}: counting {order}-grams of {source}")
-        try:
-            return NgramDrafter(Ngrams(self._corpus(source, tokens), self.vocab, order))
-        except ValueError as error:
-            raise UserError(f"--drafter {spec.text}: {error}; take a smaller order") from None
+        corpus = self._corpus(source, tokens)
+        if len(corpus) < order:
+            raise UserError(
+                f"--drafter {spec.text}: {len(corpus)} tokens of {source} hold no {order}-gram; take more tokens"
+            )
+        return NgramDrafter(Ngrams(corpus, self.vocab, order))
 
     def _corpus(self, source: str, tokens: int) -> np.ndarray:
         batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
@@ -225,10 +245,7 @@ class Workshop:
     def _skipping(self, spec: Spec) -> Llama:
         named = _numbers(spec, "layers", "+")
         if named:
-            try:
-                return in_mode(skipping(self.target, named), self.mode)
-            except ValueError as error:
-                raise UserError(f"--drafter {spec.text}: no such {error}") from None
+            return in_mode(skipping(self.target, named), self.mode)
         layers = self.target.shape.layers
         few = {"all": self.target, "one": in_mode(skipping(self.target, [0]), self.mode)}
         ms = self._ms(few, [1])
@@ -255,9 +272,11 @@ class Workshop:
         parents, speed = fastest(
             ranked, ms["draft"][0], lambda width: float(np.interp(width, wide, ms["target"])), nodes, LEVELS
         )
+        shape, gain = ", ".join(map(str, parents)), speed * ms["target"][0]
+        right = ", ".join(f"{share:.2f}" for share in ranked[:3])
         note(
-            f"{spec.text}: shape {parents}, predicted {speed * ms['target'][0]:.2f} times plain decoding; the draft's "
-            "first tokens by rank are right " + ", ".join(f"{share:.2f}" for share in ranked[:3])
+            f"{spec.text}: {len(parents)} tokens, behind number {shape} (0: the text); predicted {gain:.2f} times "
+            f"plain decoding; the draft's first tokens by rank are right {right}"
         )
         return parents
 
@@ -267,7 +286,7 @@ class Workshop:
 
 
 def _numbers(spec: Spec, name: str, between: str) -> list[int]:
-    text = spec.words(name)
+    text = str(spec.options.get(name, ""))
     try:
         return [int(part) for part in text.split(between)] if text else []
     except ValueError:

@@ -20,11 +20,12 @@ from draftlab.llama import Llama
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.score.accuracy import check_tasks, evaluate_tasks, generation_tasks
 from draftlab.score.assisted import writer
-from draftlab.score.drafters import Spec, Way, Workshop, check_rule
+from draftlab.score.drafters import Spec, Way, Workshop, check_rule, check_target
 from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
 from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
+from draftlab.shape import Shape
 
 LATENCY_PASSES = 60
 DEFAULT_RULE = "leviathan"
@@ -62,15 +63,21 @@ def check(plan: Plan) -> None:
     """Fail before anything is loaded.
 
     Raises:
-        UserError: batches that leave a smaller one over, a rule that does not fit a drafter, int8 in a mode that does
-            not compute with it, or an unknown task.
+        UserError: batches that leave a smaller one over, a drafter that does not fit the rule, the target or the mode,
+            two of one name, int8 in a mode that does not compute with it, or an unknown task.
     """
     count = len(plan.prompts.rows)
     for batch in plan.batches:
         if count % batch:
             raise UserError(f"{count} prompts do not fill batches of {batch}; take a number that all batches divide")
+    taken = [*plan.drafts, *(file_name(spec) for spec in plan.drafters)]
+    if twice := [name for name in taken if taken.count(name) > 1]:
+        raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
     for spec in plan.drafters:
         check_rule(spec, plan.rule)
+        check_target(spec, _shape(plan.target))
+        if spec.kind == "medusa" and plan.mode != "eager":
+            raise UserError(f"--drafter {spec.text} reads hidden states, which mode eager alone keeps, not {plan.mode}")
     if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != Warp()):
         note("greedily all rules are one and nothing is cut: --rule, --top-k, --top-p and --min-p need --temperature")
     if plan.draft_int8 and plan.mode != "compiled":
@@ -88,8 +95,10 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         torch.set_num_threads(plan.threads)
     directories = {"": plan.target, **plan.drafts}
     models = {name: _load(path, plan, plan.draft_int8 and bool(name)) for name, path in directories.items()}
-    _check_context(models, plan)
+    _check_context(models, plan, max(plan.ks))
     ways = _ways(models[""], plan)
+    for way in ways.values():
+        _check_context({"": models[""], **({"its draft": way.model} if way.model else {})}, plan, max(way.ks))
     tasks = {name: _tasks(path, plan) for name, path in directories.items()}
     assisted = {name: _assisted(models[""], models[name], name, plan) for name in plan.drafts}
     here = environment()
@@ -166,7 +175,19 @@ def _ways(target: Decoder, plan: Plan) -> dict[str, Way]:
         mode=plan.mode,
         clock=steady_clock(plan.device),
     )
-    return {spec.text.replace("/", "_"): shop.build(spec) for spec in plan.drafters}
+    return {file_name(spec): shop.build(spec) for spec in plan.drafters}
+
+
+def file_name(spec: Spec) -> str:
+    return spec.text.replace("/", "_")
+
+
+def _shape(target: Path) -> Shape:
+    """Raises UserError: transformers would have to run it."""
+    try:
+        return checkpoint.read_shape(target)
+    except UserError as error:
+        raise UserError(f"{error}; --drafter needs a target that the engine itself runs") from None
 
 
 def _own(directory: Path, plan: Plan) -> Llama:
@@ -185,6 +206,7 @@ def _sampling(plan: Plan) -> Sampling:
 def _throughput(models: dict[str, Decoder], ways: dict[str, Way], plan: Plan, batch: int) -> Measured:
     texts = [prompt.ids for prompt in plan.prompts.rows]
     drafts = {name: model for name, model in models.items() if name}
+    arms = 1 + len(drafts) * len(plan.ks) + sum(len(way.ks) for way in ways.values())
     with progress("decode", len(texts) * plan.repeats) as advance:
         return measure_throughput(
             models[""],
@@ -196,7 +218,7 @@ def _throughput(models: dict[str, Decoder], ways: dict[str, Way], plan: Plan, ba
             batch=batch,
             drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
             rule=None if plan.rule == DEFAULT_RULE else rule_named(plan.rule),
-            advance=lambda done: advance(done, f"{1 + (len(drafts) + len(ways)) * len(plan.ks)} ways each"),
+            advance=lambda done: advance(done, f"{arms} ways each"),
             clock=steady_clock(plan.device),
         )
 
@@ -272,11 +294,11 @@ def _context(plan: Plan) -> int:
     return int(median(len(p.ids) for p in plan.prompts.rows)) + plan.max_new_tokens // 2
 
 
-def _check_context(models: dict[str, Decoder], plan: Plan) -> None:
-    need = plan.prompts.longest + plan.max_new_tokens + max(plan.ks)
+def _check_context(models: dict[str, Decoder], plan: Plan, drafted: int) -> None:
+    need = plan.prompts.longest + plan.max_new_tokens + drafted
     for name, model in models.items():
         if need > model.context:
             raise UserError(
-                f"a prompt has {plan.prompts.longest} tokens; with {plan.max_new_tokens} more and {max(plan.ks)} "
+                f"a prompt has {plan.prompts.longest} tokens; with {plan.max_new_tokens} more and {drafted} "
                 f"drafted it does not fit the context of {name or 'the target'}, {model.context}"
             )

@@ -3,19 +3,21 @@
 import inspect
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
-from draftlab import checkpoint, llama
+from draftlab import llama
 from draftlab.commands.measure import score
 from draftlab.engine import medusa
-from draftlab.engine.generate import Sampling
+from draftlab.engine.decoder import Decoder, Hosted
+from draftlab.engine.generate import Drafter, Sampling, plain, speculative, written
 from draftlab.engine.rules import RULES, match
 from draftlab.engine.tree import TreeDrafter
 from draftlab.errors import UserError
-from draftlab.score.drafters import KINDS, Workshop, check_rule, check_target, parse
+from draftlab.score.drafters import KINDS, OWN_ENGINE, Workshop, check_rule, check_target, parse
 from draftlab.score.run import DEFAULT_RULE
 from draftlab.score.throughput import PLAIN, measure_throughput
 
@@ -145,9 +147,38 @@ def test_what_cannot_be_meant_is_said_in_one_line(text, words):
         ("staged:order=9", "take a smaller order"),
     ],
 )
-def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words, family_dirs):
+def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
     with pytest.raises(UserError, match=words):
-        check_target(parse(text), checkpoint.read_shape(family_dirs["llama"]))
+        check_target(parse(text), layers=5, vocab=307)
+
+
+@pytest.mark.parametrize("text", ["skip:layers=0", "tree:widths=2", "medusa:heads=x"])
+def test_what_a_target_of_transformers_cannot_do_is_refused(text, shop):
+    with pytest.raises(UserError, match="needs a target that the engine itself runs"):
+        check_target(parse(text), layers=None, vocab=307)
+
+
+def test_chains_are_drafted_for_and_by_models_of_transformers(shop, family_dirs):
+    """OPT, which llama.py does not know, of the same vocabulary as target, and as draft beside lookup."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": 307, "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2}
+    opt = OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=48))
+    hosted, place = Hosted(opt.eval()), family_dirs["llama"]
+
+    def built(target: Decoder, draft: Decoder) -> dict[str, Drafter]:
+        work = Workshop(
+            target, place, lambda path: draft, place, data=shop.data, sampling=Sampling(max_new_tokens=12), ks=[2],
+            mode="eager", clock=time.process_time,
+        )  # fmt: skip
+        with pytest.raises(UserError, match="transformers runs this one"):
+            work.build(parse("tree:widths=2"))
+        return {text: work.build(parse(text)).drafter for text in ASKED if parse(text).kind not in OWN_ENGINE}
+
+    for target, draft in ((hosted, shop.target), (shop.target, hosted)):
+        sampling = Sampling(max_new_tokens=12)
+        expected = written(plain(target, PROMPTS[:1], sampling))
+        for drafter in built(target, draft).values():
+            assert written(speculative(target, drafter, PROMPTS[:1], 2, sampling)) == expected
 
 
 def test_a_corpus_that_is_too_short_is_refused(shop):

@@ -186,7 +186,7 @@ def score(
     )
     run.check(measuring)
     if dry_run:
-        shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
+        shapes = {name: _described(path) for name, path in drafts.items()}
         count = (
             len(measuring.prompts.rows)
             * repeats
@@ -194,11 +194,20 @@ def score(
             * len(measuring.batches)
         )
         work = f"at most {count} generations of {max_new_tokens} tokens"
-        return plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes, "work": work})
+        return plan(out, {"target": _described(target_dir), **shapes, "work": work})
     with contextlib.ExitStack() as stack:
         measuring = replace(measuring, drafts=rounded_drafts(drafts, stack))
         scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)
     return _scored(scores, out, min_speedup, min_acceptance_length)
+
+
+def _described(directory: Path) -> str:
+    from draftlab import checkpoint
+
+    try:
+        return checkpoint.read_shape(directory).describe()
+    except UserError as error:
+        return f"{error}; transformers runs it"
 
 
 def _scored(

@@ -13,7 +13,7 @@ from draftlab import checkpoint, data
 from draftlab.console import note
 from draftlab.cost import Mode
 from draftlab.engine import medusa
-from draftlab.engine.decoder import in_mode
+from draftlab.engine.decoder import Decoder, in_mode
 from draftlab.engine.drafters import Fallback, StagedDrafter, UnsureDrafter, less_sure_than, more_entropy_than
 from draftlab.engine.forced import look
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, plain, written
@@ -24,7 +24,6 @@ from draftlab.engine.tree import Siblings, TreeDrafter, fastest, full
 from draftlab.errors import UserError, did_you_mean
 from draftlab.llama import Llama
 from draftlab.score.profile import measure_latency
-from draftlab.shape import Shape
 
 CORPUS = {"order": 4, "tokens": 2_000_000, "data": ""}  # of an n-gram model; data: the workspace's
 KINDS: dict[str, dict[str, int | float | str]] = {
@@ -45,6 +44,7 @@ RANGES: dict[str, tuple[int, float]] = {
     "nodes": (1, MOST_NODES), "below": (0, 1), "above": (0, math.inf),
 }  # fmt: skip
 WITHOUT_DRAFT = frozenset({"ngram", "lookup", "skip", "medusa"})
+OWN_ENGINE = frozenset({"skip", "medusa", "tree"})  # need what transformers' models do not do here
 SIBLINGS: tuple[Siblings, ...] = ("top", "sampled", "distinct")
 CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target writes behind it
 RANKS = 8  # of a draft's tokens that a tree may take
@@ -76,7 +76,7 @@ class Way:
     """A drafter, the model that it asks for tokens (None: it has none), and the numbers of tokens to try."""
 
     drafter: Drafter
-    model: Llama | None
+    model: Decoder | None
     ks: list[int]
 
 
@@ -123,13 +123,21 @@ def _check(spec: Spec) -> None:
         raise UserError(f"--drafter {spec.text}: want widths from 1 on that make at most {MOST_NODES} tokens")
 
 
-def check_target(spec: Spec, target: Shape) -> None:
-    """Raises UserError: what is asked for does not fit a target of this shape."""
-    if max(_numbers(spec, "layers", "+"), default=0) >= target.layers:
-        last = target.layers - 1
-        raise UserError(f"--drafter {spec.text}: layers are {spec.words('layers')}; the target has 0 to {last}")
-    if "order" in spec.options and not fits(target.vocab, spec.number("order")):
-        context = f"{spec.number('order') - 1} tokens of {target.vocab}"
+def check_target(spec: Spec, layers: int | None, vocab: int) -> None:
+    """layers: of the target; None: transformers would run it.
+
+    Raises:
+        UserError: what is asked for does not fit such a target.
+    """
+    if layers is None and spec.kind in OWN_ENGINE:
+        others = ", ".join(kind for kind in KINDS if kind not in OWN_ENGINE)
+        raise UserError(
+            f"--drafter {spec.text} needs a target that the engine itself runs, not transformers; take {others}"
+        )
+    if layers is not None and max(_numbers(spec, "layers", "+"), default=0) >= layers:
+        raise UserError(f"--drafter {spec.text}: layers are {spec.words('layers')}; the target has 0 to {layers - 1}")
+    if "order" in spec.options and not fits(vocab, spec.number("order")):
+        context = f"{spec.number('order') - 1} tokens of {vocab}"
         raise UserError(f"--drafter {spec.text}: contexts of {context} do not fit 64 bits; take a smaller order")
 
 
@@ -151,9 +159,9 @@ class Workshop:
 
     def __init__(
         self,
-        target: Llama,
+        target: Decoder,
         target_path: Path,
-        load: Callable[[Path], Llama],
+        load: Callable[[Path], Decoder],
         draft: Path | None,
         *,
         data: str,
@@ -166,7 +174,7 @@ class Workshop:
         self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
         self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
         self.mode: Mode = mode
-        self.vocab = target.shape.vocab
+        self.vocab = checkpoint.vocab_size(target_path)
 
     def build(self, spec: Spec) -> Way:
         """Raises UserError: what it needs cannot be had, or does not fit the target."""
@@ -189,9 +197,9 @@ class Workshop:
             raise UserError(
                 f"--drafter {spec.text}: {len(heads)} heads draft at most {len(heads)} tokens; take such a --k"
             )
-        return Way(drafter=MedusaDrafter(self.target, heads), model=None, ks=ks)
+        return Way(drafter=MedusaDrafter(_own(spec, self.target), heads), model=None, ks=ks)
 
-    def _of_model(self, spec: Spec, model: Llama) -> Drafter:
+    def _of_model(self, spec: Spec, model: Decoder) -> Drafter:
         if spec.kind == "fallback":
             return Fallback(LookupDrafter(spec.number("longest")), ModelDrafter(model, self.vocab), self.vocab)
         if spec.kind == "staged":
@@ -203,7 +211,7 @@ class Workshop:
             return UnsureDrafter(model, self.vocab, more_entropy_than(float(spec.options["above"])))
         if spec.kind == "tree":
             siblings = SIBLINGS[SIBLINGS.index(spec.words("siblings"))]
-            return TreeDrafter(model, self.vocab, self._parents(spec, model), siblings)
+            return TreeDrafter(model, self.vocab, self._parents(spec, _own(spec, model)), siblings)
         return ModelDrafter(model, self.vocab)
 
     def _draft_of(self, spec: Spec) -> Path:
@@ -243,32 +251,32 @@ class Workshop:
         return [(np.array(p), np.array(w)) for p, w in zip(prompts, wrote, strict=True)]
 
     def _skipping(self, spec: Spec) -> Llama:
-        named = _numbers(spec, "layers", "+")
+        target, named = _own(spec, self.target), _numbers(spec, "layers", "+")
         if named:
-            return in_mode(skipping(self.target, named), self.mode)
-        layers = self.target.shape.layers
-        few = {"all": self.target, "one": in_mode(skipping(self.target, [0]), self.mode)}
+            return in_mode(skipping(target, named), self.mode)
+        layers = target.shape.layers
+        few = {"all": target, "one": in_mode(skipping(target, [0]), self.mode)}
         ms = self._ms(few, [1])
         each = (ms["all"][0] - ms["one"][0]) / (layers - 1)
         found: Kept = max(
-            search(self.target, self.texts, self.sampling, lambda n: (ms["one"][0] + (n - 1) * each) / ms["all"][0]),
+            search(target, self.texts, self.sampling, lambda n: (ms["one"][0] + (n - 1) * each) / ms["all"][0]),
             key=lambda kept: kept.speedup,
         )
         note(
             f"{spec.text}: keeps {len(found.layers)} of {layers} layers, layers={'+'.join(map(str, found.layers))}; "
             f"by replay {found.tokens_per_pass:.2f} tokens per pass at K = {found.k}, speed-up {found.speedup:.2f}"
         )
-        return in_mode(skipping(self.target, found.layers), self.mode)
+        return in_mode(skipping(target, found.layers), self.mode)
 
     def _parents(self, spec: Spec, model: Llama) -> tuple[int, ...]:
-        widths = _numbers(spec, "widths", "x")
+        target, widths = _own(spec, self.target), _numbers(spec, "widths", "x")
         if widths:
             return full(widths)
         nodes = spec.number("nodes")
         ranks = np.concatenate([one.rank for one in look(model, self.texts, self.vocab, self.sampling)])
         ranked = [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
         wide = sorted({1, 2, 4, 8, nodes + 1})
-        ms = self._ms({"draft": model, "target": self.target}, wide)
+        ms = self._ms({"draft": model, "target": target}, wide)
         parents, speed = fastest(
             ranked, ms["draft"][0], lambda width: float(np.interp(width, wide, ms["target"])), nodes, LEVELS
         )
@@ -283,6 +291,15 @@ class Workshop:
     def _ms(self, models: dict[str, Llama], widths: Sequence[int]) -> dict[str, list[float]]:
         found = measure_latency(models, widths=list(widths), context=96, passes=PASSES, clock=self.clock)
         return {name: [latency.median_ms for latency in curve] for name, curve in found.items()}
+
+
+def _own(spec: Spec, model: Decoder) -> Llama:
+    """Raises UserError: transformers runs it."""
+    if not isinstance(model, Llama):
+        raise UserError(
+            f"--drafter {spec.text} needs models that the engine itself runs, and transformers runs this one"
+        )
+    return model
 
 
 def _numbers(spec: Spec, name: str, between: str) -> list[int]:

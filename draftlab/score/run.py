@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from draftlab import checkpoint, llama, provenance
+from draftlab import checkpoint, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
 from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
@@ -25,7 +25,6 @@ from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
 from draftlab.score.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
-from draftlab.shape import Shape
 
 LATENCY_PASSES = 60
 DEFAULT_RULE = "leviathan"
@@ -75,7 +74,7 @@ def check(plan: Plan) -> None:
         raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
     for spec in plan.drafters:
         check_rule(spec, plan.rule)
-        check_target(spec, _shape(plan.target))
+        check_target(spec, _layers(plan.target), checkpoint.vocab_size(plan.target))
         if spec.kind == "medusa" and plan.mode != "eager":
             raise UserError(f"--drafter {spec.text} reads hidden states, which mode eager alone keeps, not {plan.mode}")
     if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != Warp()):
@@ -114,7 +113,14 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         )
         for name, path in directories.items()
     } | {
-        name: Model(name=name, sha256=None, shape=way.model and way.model.shape, latency=[], tasks=[])
+        name: Model(
+            name=name,
+            sha256=None,
+            shape=way.model.shape if isinstance(way.model, Llama) else None,
+            latency=[],
+            tasks=[],
+            hosted=isinstance(way.model, Hosted),
+        )
         for name, way in ways.items()
     }
     scores = []
@@ -162,12 +168,10 @@ def _ways(target: Decoder, plan: Plan) -> dict[str, Way]:
     """The drafters beside the drafts, by a name that a file can have."""
     if not plan.drafters:
         return {}
-    if not isinstance(target, Llama):
-        raise UserError(f"transformers runs {plan.target}; --drafter needs a target that the engine itself runs")
     shop = Workshop(
         target,
         plan.target,
-        lambda path: _own(path, plan),
+        lambda path: _load(path, plan, plan.draft_int8),
         plan.default_draft,
         data=plan.data,
         sampling=_sampling(plan),
@@ -182,16 +186,12 @@ def file_name(spec: Spec) -> str:
     return spec.text.replace("/", "_")
 
 
-def _shape(target: Path) -> Shape:
-    """Raises UserError: transformers would have to run it."""
+def _layers(target: Path) -> int | None:
+    """None: transformers would have to run it."""
     try:
-        return checkpoint.read_shape(target)
-    except UserError as error:
-        raise UserError(f"{error}; --drafter needs a target that the engine itself runs") from None
-
-
-def _own(directory: Path, plan: Plan) -> Llama:
-    return in_mode(llama.load(directory, plan.dtype, plan.device), plan.mode, plan.draft_int8)
+        return checkpoint.read_shape(target).layers
+    except UserError:
+        return None
 
 
 def _sampling(plan: Plan) -> Sampling:

@@ -18,8 +18,7 @@ from draftlab.shape import Shape, count_text
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
-MUCH_TRUNCATED = 0.1
-MUCH_UNDRAFTED = 0.1
+MUCH = 0.1  # of the steps
 
 BOARD_HEADS = (
     "draft",
@@ -65,12 +64,11 @@ def score_table(scores: list[Score]) -> Table:
     """One row per draft at its best K, fastest first and marked; any width from 80 columns shows every number."""
     entries, task = _rank(scores), _accuracy_task(scores)
     table = terminal_table(TERMINAL_HEADS, [_terminal_row(e) for e in entries], best=0, flexible=0)
-    prompts = _span([e.gain.n for e in entries])
     decoding = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
     table.caption = Text(
         f"* fastest, each at its best K, {decoding}. c: one draft pass over one target pass. plain: tok/s without a "
-        f"draft. Speed-up: 95% bootstrap interval over prompts, n = {prompts}. KV bytes: per token."
-        + (f" acc: {task}." if task else "")
+        f"draft. Speed-up: 95% bootstrap interval over prompts, n = {_span([e.gain.n for e in entries])}. KV bytes: "
+        "per token." + (f" acc: {task}." if task else "")
     )
     return table
 
@@ -199,15 +197,12 @@ def _cautions_of(score: Score) -> list[str]:
         if model.hosted:
             found.append(f"transformers ran {model.name}, whose architecture the engine does not know: not its speed")
     if score.conditions.lossy:
-        found.append(
-            f"LOSSY: the rule {score.conditions.rule} changes what is written; no speed-up counts as the target's"
-        )
+        found.append(f"LOSSY: rule {score.conditions.rule} changes what is written; no speed-up counts as the target's")
     if score.served:
         found.append("servers decoded it: times are whole requests, prefill and transport included")
-    if score.undrafted(k) > MUCH_UNDRAFTED:
-        share = f"{score.undrafted(k):.0%}"
-        found.append(f"{share} of the target passes at K = {k} had no draft; the acceptance rate is of the others")
-    if cut is not None and cut > MUCH_TRUNCATED * steps:
+    if score.undrafted(k) > MUCH:
+        found.append(f"{score.undrafted(k):.0%} of target passes at K = {k} had no draft; the rate is of the others")
+    if cut is not None and cut > MUCH * steps:
         found.append(
             f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
             "what was cut; let each prompt generate more"

@@ -21,9 +21,12 @@ def main(
         Path, typer.Argument(help="Folder with wikitext2_test.txt, gsm8k_train.jsonl, specbench_open.jsonl.")
     ],
     folder: Annotated[Path, typer.Option(help="Scores are written here.")] = Path("runs/drafters"),
-    prompts: Annotated[int, typer.Option(help="Prompts of each text.")] = 8,
+    prompts: Annotated[
+        int, typer.Option(help="Prompts of each text; WikiText-2 has 8 held-out articles, no more.")
+    ] = 8,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 64,
     k: Annotated[str, typer.Option(help="Drafted tokens to try.")] = "2,5",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     questions = {kind: _category(texts / "specbench_open.jsonl", kind, folder) for kind in SPEC_BENCH}
@@ -39,14 +42,15 @@ def main(
         outcome = score(
             draft=[str(draft)], drafter=["ngram:tokens=1000000", *DRAFTERS], target="tiny", data=data,
             prompt_file=file, prompt_tokens=SUMMARY_TOKENS if name == "summaries" else None, prompts=prompts,
-            max_new_tokens=new_tokens, k=k, repeats=1, tasks="none", threads=1, mode="compiled",
-            dtype="float32", out=folder / name, force=True,
+            max_new_tokens=new_tokens, k=k, repeats=1, temperature=temperature, tasks="none", threads=1,
+            mode="compiled", dtype="float32", out=folder / name, force=True,
         )  # fmt: skip
         rows = outcome.data["scores"]
         assert isinstance(rows, list)
         found[name] = [_short(row) for row in rows if row["best"]]
         print(json.dumps({name: found[name]}), flush=True)
-    print(json.dumps({"texts": found, "prompts": prompts, "new_tokens": new_tokens, "k": k, **environment(1)}))
+    asked_for = {"prompts": prompts, "new_tokens": new_tokens, "k": k, "temperature": temperature}
+    print(json.dumps({"texts": found, **asked_for, **environment(1)}))
 
 
 def _category(file: Path, category: str, folder: Path) -> Path:
@@ -67,8 +71,9 @@ def _articles(file: Path, folder: Path) -> Path:
 
 def _short(row: dict[str, object]) -> dict[str, object]:
     kept = (
-        "draft", "num_speculative_tokens", "speedup", "speedup_low", "speedup_high", "mean_acceptance_length",
-        "draft_acceptance_rate", "output_tps", "plain_output_tps", "identical", "distinct_4grams",
+        "draft", "num_speculative_tokens", "speedup", "speedup_low", "speedup_high", "tokens_per_target_pass",
+        "mean_acceptance_length", "draft_acceptance_rate", "output_tps", "plain_output_tps", "identical",
+        "distinct_4grams",
     )  # fmt: skip
     return {name: row[name] for name in kept}
 

@@ -67,8 +67,8 @@ class Candidate:
     score: Score | None
 
     @property
-    def lossy(self) -> bool:
-        return self.score is not None and self.score.identical is False
+    def changed(self) -> bool:
+        return self.score is not None and self.score.changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def measured(score: Score) -> Candidate:
         name=score.name,
         target=score.target.name,
         k=k,
-        length=score.acceptance(k).mean_acceptance_length,
+        length=score.tokens_per_pass(k),
         tokens_per_second=score.output_tps(k),
         speedup=score.speedup(k),
         score=score,
@@ -138,12 +138,15 @@ def rank(candidates: Sequence[Candidate]) -> list[Place]:
     targets = sorted({c.target for c in candidates})
     if len(targets) > 1:
         raise UserError(f"these are drafts of different targets, which do not compare: {', '.join(targets)}")
-    fastest, *others = sorted(candidates, key=lambda c: (c.lossy, -c.speedup.value))
+    fastest, *others = sorted(candidates, key=lambda c: (c.changed, -c.speedup.value))
     return [Place(candidate=fastest, behind=None, paired=True, tasks=[]), *(_place(c, fastest) for c in others)]
 
 
 def same_prompts(a: Score, b: Score) -> bool:
-    facts = ("data", "prompts_sha256", "prompts", "prompt_tokens", "max_new_tokens", "temperature", "seed")
+    facts = (
+        "data", "prompts_sha256", "prompts", "prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p",
+        "min_p", "seed",
+    )  # fmt: skip
     return all(getattr(a.conditions, name) == getattr(b.conditions, name) for name in facts)
 
 
@@ -194,7 +197,7 @@ def category_table(score: Score) -> Table:
         [
             row["category"],
             str(row["prompts"]),
-            "–" if row["mean_acceptance_length"] is None else f"{row['mean_acceptance_length']:.2f}",
+            "–" if row["tokens_per_target_pass"] is None else f"{row['tokens_per_target_pass']:.2f}",
             f"{row['output_tps']:.4g}",
             f"{row['speedup']:.2f}x"
             + (f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["prompts"] > 1 else ""),
@@ -218,12 +221,12 @@ def words(places: Sequence[Place]) -> list[str]:
     first = places[0].candidate
     kind = "measured" if first.score else "predicted"
     said = [f"{first.name} is fastest: {first.speedup.value:.2f}x at K = {first.k} ({kind})."]
+    if first.changed:
+        said = [_no_gain(first)]
     for place in places[1:]:
         name, ratio = place.candidate.name, place.behind
-        if place.candidate.lossy:
-            said.append(
-                f"{name} changed the output: its speed-up of {place.candidate.speedup.value:.2f}x does not count."
-            )
+        if place.candidate.changed:
+            said.append(_no_gain(place.candidate))
         elif ratio is None or ratio.n < 2:
             said.append(f"{name}: no interval between a prediction, or one prompt, and another.")
         elif place.told_apart:
@@ -249,12 +252,17 @@ def as_dict(place: Place) -> dict[str, Any]:
     tasks = [asdict(t) | {"difference": t.difference.model_dump(), "told_apart": t.told_apart} for t in place.tasks]
     return {
         "draft": c.name, "target": c.target, "measured": c.score is not None, "k": c.k,
-        "mean_acceptance_length": c.length, "tokens_per_second": c.tokens_per_second,
-        "speedup": c.speedup.model_dump(), "identical": not c.lossy,
+        "mean_acceptance_length": c.score.acceptance(c.k).mean_acceptance_length if c.score else c.length,
+        "tokens_per_target_pass": c.length, "tokens_per_second": c.tokens_per_second,
+        "speedup": c.speedup.model_dump(), "identical": not c.changed,
         "against_fastest": place.behind and place.behind.model_dump(), "same_prompts": place.paired,
         "told_apart": place.told_apart,
         "tasks": tasks, "categories": category_rows(c.score) if c.score else [],
     }  # fmt: skip
+
+
+def _no_gain(c: Candidate) -> str:
+    return f"{c.name} changed the output: its speed-up of {c.speedup.value:.2f}x does not count."
 
 
 def _read_file(file: Path) -> list[Candidate]:
@@ -340,6 +348,7 @@ def _part(score: Score, prompts: list[int]) -> tuple[Score, dict[str, Any]]:
     facts = {
         "k": k,
         "mean_acceptance_length": length,
+        "tokens_per_target_pass": None if score.served else part.tokens_per_pass(k),
         "output_tps": part.output_tps(k),
         "speedup": part.speedup_value(k),
     }

@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def length(self) -> float:
-        return self.score.acceptance(self.k).mean_acceptance_length
+        return self.score.tokens_per_pass(self.k)
 
     @property
     def label(self) -> str:

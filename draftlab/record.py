@@ -188,6 +188,19 @@ class Conditions(_Frozen):
     draft_int8: bool = False  # the draft's weights were rounded to 8 bits
     rule: str = "leviathan"  # of verifying; greedily all are one
     lossy: bool = False  # the rule changes what is written
+    top_k: int = 0  # 0: tokens are drawn from all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def decoding(self) -> str:
+        """How tokens were chosen and verified, in words."""
+        if self.temperature == 0:
+            return "greedy"
+        cuts = {"top-k": self.top_k, "top-p": self.top_p if self.top_p < 1 else 0, "min-p": self.min_p}
+        warp = [f"temperature {self.temperature:g}", *(f"{name} {value:g}" for name, value in cuts.items() if value)]
+        rule = [] if self.mode == "served" else [f"rule {self.rule}{' (LOSSY)' if self.lossy else ''}"]
+        return f"sampled at {', '.join(warp + rule)}"
 
 
 class Score(_Frozen):
@@ -231,6 +244,17 @@ class Score(_Frozen):
     def acceptance(self, k: int) -> Acceptance:
         return self.counters[k].acceptance if k in self.counters else acceptance(self.generations(k), k)
 
+    def tokens_per_pass(self, k: int) -> float:
+        """Over all target passes but prefills; acceptance leaves out those that had no draft. The same where servers
+        decoded, which do not say."""
+        steps = [emitted for g in self.generations(k) for emitted in g.emitted]
+        return sum(steps) / len(steps) if steps else self.acceptance(k).mean_acceptance_length
+
+    def undrafted(self, k: int) -> float:
+        """Share of target passes that had no draft: nothing was found, or one token was left to write."""
+        steps = [drafted for g in self.generations(k) for drafted in g.drafted]
+        return steps.count(0) / len(steps) if steps else 0.0
+
     def speedup(self, k: int) -> Interval:
         """Tokens per second, speculative over plain: ratio of sums, prefill left out of both unless servers decoded."""
         return bootstrap_speedup(self.speculative[k], self.plain)
@@ -246,6 +270,11 @@ class Score(_Frozen):
         """Prompts by what their set calls them; {} where it does not."""
         named = sorted({p.category for p in self.prompts if p.category})
         return {name: [i for i, p in enumerate(self.prompts) if p.category == name] for name in named}
+
+    @property
+    def changed(self) -> bool:
+        """What was written is not the target's own, so that no speed-up counts."""
+        return self.conditions.lossy or self.identical is False
 
     @property
     def best_k(self) -> int:
@@ -282,13 +311,13 @@ class Score(_Frozen):
         return step / self.target.latency[0].median_ms if step is not None and self.target.latency else None
 
     def break_even_length(self, k: int) -> float:
-        """Acceptance length at which this K would neither win nor lose, at the time per step that was measured."""
-        return self.acceptance(k).mean_acceptance_length / self.speedup_value(k)
+        """Tokens per target pass at which this K would neither win nor lose, at the time per step that was measured."""
+        return self.tokens_per_pass(k) / self.speedup_value(k)
 
     def verdict(self) -> str:
         """One sentence: what it gains, and what holds it back most."""
         k = self.best_k
-        speedup, length = self.speedup(k), self.acceptance(k).mean_acceptance_length
+        speedup, length = self.speedup(k), self.tokens_per_pass(k)
         spread = f"{speedup.low:.2f} to {speedup.high:.2f}" if speedup.n > 1 else "n = 1"
         gain = (
             f"K = {k} gives {speedup.value:.2f}x ({spread}): {length:.2f} tokens per target pass, "
@@ -298,6 +327,8 @@ class Score(_Frozen):
             gain = "No clear difference. " + gain
         else:
             gain = ("Faster. " if speedup.low > 1 else "Slower than no draft. ") + gain
+        if self.changed:
+            gain = f"{'LOSSY: not' if self.conditions.lossy else 'Not'} the target's own output. {gain}"
         return f"{gain}; {self._limit(k)}." if self.time_split(k) else f"{gain}."
 
     def _limit(self, k: int) -> str:

@@ -18,7 +18,7 @@ from draftlab.shape import Shape, count_text
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
-MUCH_TRUNCATED = 0.1
+MUCH = 0.1  # of the steps
 
 BOARD_HEADS = (
     "draft",
@@ -64,11 +64,11 @@ def score_table(scores: list[Score]) -> Table:
     """One row per draft at its best K, fastest first and marked; any width from 80 columns shows every number."""
     entries, task = _rank(scores), _accuracy_task(scores)
     table = terminal_table(TERMINAL_HEADS, [_terminal_row(e) for e in entries], best=0, flexible=0)
-    prompts = _span([e.gain.n for e in entries])
+    decoding = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
     table.caption = Text(
-        "* fastest, each at its best K. c: one draft pass over one target pass. plain: tok/s without a draft. "
-        f"Speed-up: 95% bootstrap interval over prompts, n = {prompts}. KV bytes: per token."
-        + (f" acc: {task}." if task else "")
+        f"* fastest, each at its best K, {decoding}. c: one draft pass over one target pass. plain: tok/s without a "
+        f"draft. Speed-up: 95% bootstrap interval over prompts, n = {_span([e.gain.n for e in entries])}. KV bytes: "
+        "per token." + (f" acc: {task}." if task else "")
     )
     return table
 
@@ -197,12 +197,12 @@ def _cautions_of(score: Score) -> list[str]:
         if model.hosted:
             found.append(f"transformers ran {model.name}, whose architecture the engine does not know: not its speed")
     if score.conditions.lossy:
-        found.append(
-            f"LOSSY: the rule {score.conditions.rule} changes what is written; no speed-up counts as the target's"
-        )
+        found.append(f"LOSSY: rule {score.conditions.rule} changes what is written; no speed-up counts as the target's")
     if score.served:
         found.append("servers decoded it: times are whole requests, prefill and transport included")
-    if cut is not None and cut > MUCH_TRUNCATED * steps:
+    if score.undrafted(k) > MUCH:
+        found.append(f"{score.undrafted(k):.0%} of target passes at K = {k} had no draft; the rate is of the others")
+    if cut is not None and cut > MUCH * steps:
         found.append(
             f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
             "what was cut; let each prompt generate more"
@@ -218,11 +218,11 @@ def _differing_tasks(score: Score) -> list[tuple[str, str, float, float]]:
 
 
 def _rank(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
-    """Fastest first, but a draft that changed the output behind every draft that did not."""
+    """Fastest first, but a draft that changed the output, or whose rule may, behind every draft that did not."""
     if not scores:
         raise UserError("no scores to report; make one with draftlab score")
     task = _accuracy_task(scores)
-    ordered = sorted(scores, key=lambda s: (s.identical is not False, s.speedup_value(s.best_k)), reverse=True)
+    ordered = sorted(scores, key=lambda s: (not s.changed, s.speedup_value(s.best_k)), reverse=True)
     return [_entry(score, rank, task, every_k) for rank, score in enumerate(ordered)]
 
 
@@ -246,7 +246,9 @@ def _answer(entries: list[Entry]) -> str:
     """Which draft is fastest, by how much, what limits it, and whether the runner-up is really behind."""
     best, *others = entries
     name, target, gain = best.score.name, best.score.target.name, best.gain
-    if gain.low > 1:
+    if best.score.changed:
+        lead = f"No draft here leaves the output of {target} what it is, so no speed-up counts."
+    elif gain.low > 1:
         lead = f"With {name} as its draft, {target} writes {gain.value:.2f} times as many tokens per second as alone."
     elif gain.high < 1:
         lead = f"No draft here helps {target}: even with the best, {name}, it keeps {gain.value:.0%} of its own speed."
@@ -310,7 +312,7 @@ def _k_rows(entry: Entry) -> Rows:
             [
                 str(k),
                 f"{acceptance.draft_acceptance_rate:.1%}",
-                f"{acceptance.mean_acceptance_length:.2f}",
+                f"{entry.score.tokens_per_pass(k):.2f}",
                 f"{entry.score.break_even_length(k):.2f}",
                 _gain_text(gain),
                 "/".join(f"{100 * split[phase]:.0f}" for phase in plots.PHASES) if split else "–",
@@ -335,6 +337,7 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "num_speculative_tokens": k,
         "best": k == entry.k,
         **score.acceptance(k).model_dump(),
+        "tokens_per_target_pass": score.tokens_per_pass(k),
         "speedup": gain.value,
         "speedup_low": gain.low,
         "speedup_high": gain.high,

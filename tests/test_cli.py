@@ -184,6 +184,40 @@ def test_shells_complete_commands():
     assert out.stdout.split() == ["export"]
 
 
+def test_a_score_says_how_it_sampled_and_that_a_rule_is_lossy(space):
+    call(*PRUNE)
+    how = ("--tasks", "none", "--temperature", "0.9", "--top-k", "7", "--top-p", "0.8", "--min-p", "0.01")
+    result = call(*SCORE, *how, "--rule", "lenient")
+    words = " ".join(result.stdout.split())
+    assert "sampled at temperature 0.9, top-k 7, top-p 0.8, min-p 0.01, rule lenient (LOSSY)" in words
+    assert "LOSSY: not the target's own output" in words
+    kept = read_score(space / "runs/score-2x32/prune-2x32-LOSSY").conditions
+    assert (kept.temperature, kept.top_k, kept.top_p, kept.min_p, kept.lossy) == (0.9, 7, 0.8, 0.01, True)
+
+
+def test_two_results_of_one_name_are_refused(space):
+    call(*PRUNE)
+    assert "would both be called lookup" in refused(*SCORE, "--drafter", "lookup", "--drafter", "lookup")
+
+
+def test_passes_without_a_draft_count_as_passes(space):
+    """Lookup finds nothing now and then: tokens per target pass are over all passes, acceptance over the others."""
+    row = json.loads(call(*SCORE, "--tasks", "none", "--drafter", "lookup", "--k", "2", "--json").stdout)["scores"][0]
+    found = read_score(space / "runs/score-lookup/lookup")
+    steps = [pair for g in found.generations(2) for pair in zip(g.drafted, g.emitted, strict=True)]
+    assert sum(drafted == 0 for drafted, _ in steps) > 0
+    assert row["tokens_per_target_pass"] == sum(emitted for _, emitted in steps) / len(steps)
+    assert row["tokens_per_target_pass"] < 1 + row["num_accepted_draft_tokens"] / row["num_spec_steps"]
+    assert row["break_even_length"] == pytest.approx(row["tokens_per_target_pass"] / row["speedup"])
+
+
+def test_a_rule_is_said_to_change_nothing_greedily(space):
+    call(*PRUNE)
+    result = call(*SCORE, "--tasks", "none", "--rule", "typical")
+    assert "greedily all rules are one" in result.stderr
+    assert "LOSSY" not in result.stdout
+
+
 def test_the_installed_script_runs():
     script = Path(sys.executable).parent / "draftlab"
     out = subprocess.run([script, "--version"], capture_output=True, text=True, check=True, env=os.environ)

@@ -10,7 +10,7 @@ from test_report import PROMPTS, UNEVEN, change, conditioned, model, plain, rend
 from typer.testing import CliRunner
 
 from draftlab.cli import app
-from draftlab.compare import comparison, mcnemar, over, paired_tests, rank, read_candidates, words
+from draftlab.compare import as_dict, comparison, mcnemar, over, paired_tests, rank, read_candidates, words
 from draftlab.errors import UserError
 from draftlab.record import Counters, Prompt, Score, Served, TaskResult
 from draftlab.report import html, json_rows
@@ -66,6 +66,16 @@ def test_a_draft_that_changed_the_output_is_last_whatever_its_speed(tmp_path):
     places = rank(read_candidates(kept(tmp_path, wrong, at("right", [0.2] * PROMPTS))))
     assert [p.candidate.name for p in places] == ["right", "wrong"]
     assert "wrong changed the output" in words(places)[1]
+
+
+def test_a_draft_under_a_lossy_rule_is_last_and_not_called_the_fastest(tmp_path):
+    lossy = conditioned(at("lossy", [0.05] * PROMPTS), temperature=1, rule="lenient", lossy=True)
+    places = rank(read_candidates(kept(tmp_path, lossy, at("right", [0.2] * PROMPTS))))
+    assert [p.candidate.name for p in places] == ["right", "lossy"]
+    assert "lossy changed the output" in words(places)[1]
+    alone = rank(read_candidates([tmp_path / "lossy"]))
+    assert words(alone) == [f"lossy changed the output: its speed-up of {lossy.speedup_value(4):.2f}x does not count."]
+    assert as_dict(alone[0])["identical"] is False
 
 
 def test_drafts_of_different_targets_do_not_compare(tmp_path):

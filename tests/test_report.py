@@ -196,6 +196,36 @@ def test_a_draft_that_changes_the_output_is_never_the_fastest():
     assert [row["draft"] for row in rows] == ["true", "lossy"]
 
 
+def caption(one: Score) -> str:
+    return " ".join(str(score_table([one]).caption).split())
+
+
+def test_a_lossy_rule_is_said_everywhere_and_never_the_fastest():
+    lossy = conditioned(change(score("typ", speed=2), identical=None), temperature=1, rule="typical", lossy=True)
+    rows = markdown_rows(markdown([lossy, score("true")]))
+    assert [row["draft"] for row in rows] == ["true", "typ"]
+    assert lossy.verdict().startswith("LOSSY: not the target's own output. ")
+    assert "rule typical (LOSSY)" in caption(lossy)
+    assert "LOSSY" in cautions([lossy])[0]
+    assert markdown([lossy]).startswith("No draft here leaves the output of target what it is")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"top_k": 5}, "greedy"),
+        ({"temperature": 1}, "sampled at temperature 1, rule leviathan"),
+        (
+            {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "rule": "block"},
+            "sampled at temperature 0.5, top-k 5, top-p 0.9, min-p 0.1, rule block",
+        ),
+        ({"temperature": 1, "mode": "served"}, "sampled at temperature 1"),
+    ],
+)
+def test_the_table_says_how_tokens_were_chosen(how, text):
+    assert f"each at its best K, {text}. c:" in caption(conditioned(score(), **how))
+
+
 def test_sampling_is_no_fault():
     assert cautions([change(score(), identical=None)]) == []
 

@@ -3,19 +3,21 @@
 import inspect
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab import llama
 from draftlab.commands.measure import score
 from draftlab.engine import medusa
-from draftlab.engine.generate import Sampling
+from draftlab.engine.decoder import Decoder, Hosted
+from draftlab.engine.generate import Drafter, Sampling, plain, speculative, written
 from draftlab.engine.rules import RULES, match
 from draftlab.engine.tree import TreeDrafter
 from draftlab.errors import UserError
-from draftlab.score.drafters import KINDS, Workshop, check_rule, parse
+from draftlab.score.drafters import KINDS, OWN_ENGINE, Workshop, check_rule, check_target, parse
 from draftlab.score.run import DEFAULT_RULE
 from draftlab.score.throughput import PLAIN, measure_throughput
 
@@ -96,8 +98,6 @@ def test_left_out_layers_are_left_out(shop):
     way = shop.build(parse("skip:layers=0+3"))
     assert way.model is not None
     assert way.model.shape.layers == 2
-    with pytest.raises(UserError, match="no such layers \\[0, 9\\] of 5"):
-        shop.build(parse("skip:layers=0+9"))
 
 
 def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
@@ -125,11 +125,65 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
         ("tree:widths=2y2", "numbers as 2x1"),
         ("skip:layers=a", "numbers as 2\\+1"),
         ("staged:by=magic", "want ngram or lookup"),
+        ("unsure:below=7", "below is 7.0; want 0 to 1"),
+        ("unsure:below=nan", "want 0 to 1"),
+        ("entropy:above=-1", "want at least 0"),
+        ("tree:widths=0x2", "widths from 1 on"),
+        ("tree:widths=200x200", "at most 256 tokens"),
+        ("tree:nodes=4000", "want 1 to 256"),
+        ("skip:layers=0+0", "each once, in order"),
     ],
 )
 def test_what_cannot_be_meant_is_said_in_one_line(text, words):
     with pytest.raises(UserError, match=words):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("skip:layers=0+9", "layers are 0\\+9; the target has 0 to 4"),
+        ("ngram:order=9", "contexts of 8 tokens of 307 do not fit 64 bits"),
+        ("staged:order=9", "take a smaller order"),
+    ],
+)
+def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
+    with pytest.raises(UserError, match=words):
+        check_target(parse(text), layers=5, vocab=307)
+
+
+@pytest.mark.parametrize("text", ["skip:layers=0", "tree:widths=2", "medusa:heads=x"])
+def test_what_a_target_of_transformers_cannot_do_is_refused(text, shop):
+    with pytest.raises(UserError, match="needs a target that the engine itself runs"):
+        check_target(parse(text), layers=None, vocab=307)
+
+
+def test_chains_are_drafted_for_and_by_models_of_transformers(shop, family_dirs):
+    """OPT, which llama.py does not know, of the same vocabulary as target, and as draft beside lookup."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": 307, "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2}
+    opt = OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=48))
+    hosted, place = Hosted(opt.eval()), family_dirs["llama"]
+
+    def built(target: Decoder, draft: Decoder) -> dict[str, Drafter]:
+        work = Workshop(
+            target, place, lambda path: draft, place, data=shop.data, sampling=Sampling(max_new_tokens=12), ks=[2],
+            mode="eager", clock=time.process_time,
+        )  # fmt: skip
+        with pytest.raises(UserError, match="transformers runs this one"):
+            work.build(parse("tree:widths=2"))
+        return {text: work.build(parse(text)).drafter for text in ASKED if parse(text).kind not in OWN_ENGINE}
+
+    for target, draft in ((hosted, shop.target), (shop.target, hosted)):
+        sampling = Sampling(max_new_tokens=12)
+        expected = written(plain(target, PROMPTS[:1], sampling))
+        for drafter in built(target, draft).values():
+            assert written(speculative(target, drafter, PROMPTS[:1], 2, sampling)) == expected
+
+
+def test_a_corpus_that_is_too_short_is_refused(shop):
+    with pytest.raises(UserError, match=r"2 tokens of .* hold no 4-gram; take more"):
+        shop.build(parse("ngram:tokens=2"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from draftlab.commands.shared import (
     TargetName,
     Threads,
     TokenizerDir,
+    TopK,
+    TopP,
     WeightsDtype,
     command_line,
     connect,
@@ -66,6 +68,11 @@ def score(
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens decoded after each prompt.")] = 128,
     repeats: Annotated[int, Option(min=1, help="Times every prompt is decoded in every way.")] = 3,
     temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: Annotated[
+        float, Option(min=0, max=1, help="Leave out tokens less probable than this times the most probable one.")
+    ] = 0.0,
     tasks: Annotated[
         str, Option(help="lm-eval tasks, by comma; 'none' for none.")
     ] = "code_next_line,code_bits_per_byte",
@@ -108,6 +115,7 @@ def score(
     from draftlab import checkpoint
     from draftlab.dialect import Sampling
     from draftlab.engine import medusa
+    from draftlab.engine.verify import Warp
     from draftlab.score import drafters, recording, run, served
     from draftlab.tokenizer import common_vocabulary
 
@@ -120,14 +128,16 @@ def score(
     if server is not None or speculative_server is not None:
         if parse_numbers(batch) != [1] or draft_int8 or mode != "eager":
             raise UserError("servers get one request at a time and run as they were started: no batch, mode or int8")
+        if drafter or rule != "leviathan" or min_p:
+            raise UserError("servers draft and verify in their own way: no --drafter, --rule or --min-p")
         place = tokenizer or checkpoint.locate(target or space.target)
         out = out or space.runs / "score-served"
         checkpoint.check_free(out, force=force)
         plain, speculative = _servers(server, speculative_server, api_key_file)
         asking = served.Plan(
             plain=plain, speculative=speculative, tokenizer=place, draft=_called(draft), prompts=chosen(place),
-            sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature, seed=seed), repeats=repeats,
-            command=command_line("score", arguments),
+            sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+            repeats=repeats, command=command_line("score", arguments),
         )  # fmt: skip
         if dry_run:
             work = f"{2 * repeats * len(asking.prompts.rows)} requests of at most {max_new_tokens} tokens"
@@ -159,7 +169,7 @@ def score(
         prompts=chosen(target_dir),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        temperature=temperature,
+        warp=Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
         tasks=[] if tasks == "none" else tasks.split(","),
         task_limit=task_limit,
         dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
@@ -176,19 +186,28 @@ def score(
     )
     run.check(measuring)
     if dry_run:
-        shapes = {name: checkpoint.read_shape(path).describe() for name, path in drafts.items()}
+        shapes = {name: _described(path) for name, path in drafts.items()}
         count = (
             len(measuring.prompts.rows)
             * repeats
             * (1 + (len(drafts) + len(specs)) * len(measuring.ks))
             * len(measuring.batches)
         )
-        work = f"{count} generations of {max_new_tokens} tokens"
-        return plan(out, {"target": checkpoint.read_shape(target_dir).describe(), **shapes, "work": work})
+        work = f"at most {count} generations of {max_new_tokens} tokens"
+        return plan(out, {"target": _described(target_dir), **shapes, "work": work})
     with contextlib.ExitStack() as stack:
         measuring = replace(measuring, drafts=rounded_drafts(drafts, stack))
         scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)
     return _scored(scores, out, min_speedup, min_acceptance_length)
+
+
+def _described(directory: Path) -> str:
+    from draftlab import checkpoint
+
+    try:
+        return checkpoint.read_shape(directory).describe()
+    except UserError as error:
+        return f"{error}; transformers runs it"
 
 
 def _scored(

@@ -91,6 +91,8 @@ Optimizer = Annotated[
     Literal["adamw", "muon"],
     Option(help="muon: Muon on the blocks' matrices, AdamW on the rest.", rich_help_panel=TRAINING),
 ]
+TopK = Annotated[int, Option(min=0, help="Sample from so many most probable tokens; 0: from all.")]
+TopP = Annotated[float, Option(min=1e-3, max=1, help="Sample from the fewest tokens that have this together.")]
 WeightsDtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")]
 Threads = Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")]
 PassMode = Annotated[

@@ -14,6 +14,8 @@ from draftlab.commands.shared import (
     PromptFile,
     Seed,
     TargetName,
+    TopK,
+    TopP,
     WeightsDtype,
     command_line,
     newest_draft,
@@ -48,10 +50,8 @@ def record(
     ] = None,
     max_new_tokens: Annotated[int, Option(min=2, help="Most tokens after each prompt.")] = 128,
     temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, Option(min=0, help="Sample from so many most probable tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, Option(min=1e-3, max=1, help="Sample from the fewest tokens that have this together.")
-    ] = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
     top: Annotated[int, Option(min=0, help="Also list so many most probable tokens at each place.")] = 0,
     rows: Annotated[int, Option(min=1, help="Prompts of one length decoded together.")] = 16,
     dtype: WeightsDtype = None,

@@ -35,6 +35,11 @@ class Order:
         return self.followers[part], self.counts[part]
 
 
+def fits(vocab: int, order: int) -> bool:
+    """A context of order - 1 tokens can be numbered in 64 bits."""
+    return vocab ** (order - 1) < 1 << 64
+
+
 class Ngrams:
     """An interpolated Kneser-Ney model (Ney, Essen, Kneser 1994): every token keeps some probability.
 
@@ -43,8 +48,8 @@ class Ngrams:
     """
 
     def __init__(self, ids: np.ndarray, vocab: int, order: int) -> None:
-        """ids: the corpus as one stream [N]. vocab ** (order - 1) must fit 64 bits."""
-        if vocab ** (order - 1) >= 1 << 64:
+        """ids: the corpus as one stream [N], at least order tokens. Contexts must fit."""
+        if not fits(vocab, order):
             raise ValueError(f"contexts of {order - 1} tokens of {vocab} do not fit 64 bits")
         self.vocab = vocab
         grams = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), order)

@@ -43,11 +43,10 @@ class Card:
         for score in self.scores:
             k, c = score.best_k, score.conditions
             speed, took = score.speedup(k), score.acceptance(k)
-            how = "greedy" if c.temperature == 0 else f"temperature {c.temperature:g}"
             lines += [
-                f"* {took.mean_acceptance_length:.2f} tokens per target pass, {took.draft_acceptance_rate:.0%} of what "
+                f"* {score.tokens_per_pass(k):.2f} tokens per target pass, {took.draft_acceptance_rate:.0%} of what "
                 f"is drafted accepted, {speed.value:.2f}x the speed of no draft ({speed.low:.2f} to {speed.high:.2f}) "
-                f"at K = {k}: {c.prompts} prompts of {c.data}, {how}, {c.dtype}, {c.mode}, {c.device}, "
+                f"at K = {k}: {c.prompts} prompts of {c.data}, {c.decoding}, {c.dtype}, {c.mode}, {c.device}, "
                 f"{score.created[:10]}.",
                 f"  `{score.command}`",
             ]

@@ -1,7 +1,8 @@
 """Drafters by name: what ``--drafter NAME:KEY=VALUE,...`` means, and the drafter that it asks for."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,12 +13,12 @@ from draftlab import checkpoint, data
 from draftlab.console import note
 from draftlab.cost import Mode
 from draftlab.engine import medusa
-from draftlab.engine.decoder import in_mode
+from draftlab.engine.decoder import Decoder, in_mode
 from draftlab.engine.drafters import Fallback, StagedDrafter, UnsureDrafter, less_sure_than, more_entropy_than
 from draftlab.engine.forced import look
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, plain, written
 from draftlab.engine.medusa import MedusaDrafter
-from draftlab.engine.ngram import LONGEST_MATCH, LookupDrafter, NgramDrafter, Ngrams
+from draftlab.engine.ngram import LONGEST_MATCH, LookupDrafter, NgramDrafter, Ngrams, fits
 from draftlab.engine.skip import Kept, search, skipping
 from draftlab.engine.tree import Siblings, TreeDrafter, fastest, full
 from draftlab.errors import UserError, did_you_mean
@@ -37,7 +38,13 @@ KINDS: dict[str, dict[str, int | float | str]] = {
     "medusa": {"heads": ""},
     "tree": {"draft": "", "widths": "", "nodes": 8, "siblings": "top"},
 }
+MOST_NODES = 256  # of a tree
+RANGES: dict[str, tuple[int, float]] = {
+    "order": (2, math.inf), "tokens": (1, math.inf), "longest": (1, math.inf), "count": (1, math.inf),
+    "nodes": (1, MOST_NODES), "below": (0, 1), "above": (0, math.inf),
+}  # fmt: skip
 WITHOUT_DRAFT = frozenset({"ngram", "lookup", "skip", "medusa"})
+OWN_ENGINE = frozenset({"skip", "medusa", "tree"})  # need what transformers' models do not do here
 SIBLINGS: tuple[Siblings, ...] = ("top", "sampled", "distinct")
 CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target writes behind it
 RANKS = 8  # of a draft's tokens that a tree may take
@@ -69,7 +76,7 @@ class Way:
     """A drafter, the model that it asks for tokens (None: it has none), and the numbers of tokens to try."""
 
     drafter: Drafter
-    model: Llama | None
+    model: Decoder | None
     ks: list[int]
 
 
@@ -99,20 +106,39 @@ def parse(text: str) -> Spec:
 
 def _check(spec: Spec) -> None:
     """Raises UserError: a value that is out of range."""
-    least = {"order": 2, "tokens": 1, "longest": 1, "count": 1, "nodes": 1}
-    for name, low in least.items():
-        if name in spec.options and spec.number(name) < low:
-            raise UserError(f"--drafter {spec.text}: {name} is {spec.options[name]}; want at least {low}")
+    for name, (low, high) in RANGES.items():
+        if name in spec.options and not low <= float(spec.options[name]) <= high:
+            bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
+            raise UserError(f"--drafter {spec.text}: {name} is {spec.options[name]}; want {bounds}")
     if spec.kind == "tree" and spec.words("siblings") not in SIBLINGS:
         raise UserError(f"--drafter {spec.text}: siblings are {spec.words('siblings')!r}; want {', '.join(SIBLINGS)}")
     if spec.kind == "staged" and spec.words("by") not in ("ngram", "lookup"):
         raise UserError(f"--drafter {spec.text}: by is {spec.words('by')!r}; want ngram or lookup")
     if spec.kind == "medusa" and not spec.words("heads"):
         raise UserError(f"--drafter {spec.text}: add heads=DIR, what draftlab medusa wrote")
-    if spec.kind == "skip":
-        _numbers(spec, "layers", "+")
-    if spec.kind == "tree":
-        _numbers(spec, "widths", "x")
+    layers, widths = _numbers(spec, "layers", "+"), _numbers(spec, "widths", "x")
+    if layers != sorted(set(layers)):
+        raise UserError(f"--drafter {spec.text}: layers are {spec.words('layers')}; want each once, in order")
+    if min(widths, default=1) < 1 or sum(math.prod(widths[: i + 1]) for i in range(len(widths))) > MOST_NODES:
+        raise UserError(f"--drafter {spec.text}: want widths from 1 on that make at most {MOST_NODES} tokens")
+
+
+def check_target(spec: Spec, layers: int | None, vocab: int) -> None:
+    """layers: of the target; None: transformers would run it.
+
+    Raises:
+        UserError: what is asked for does not fit such a target.
+    """
+    if layers is None and spec.kind in OWN_ENGINE:
+        others = ", ".join(kind for kind in KINDS if kind not in OWN_ENGINE)
+        raise UserError(
+            f"--drafter {spec.text} needs a target that the engine itself runs, not transformers; take {others}"
+        )
+    if layers is not None and max(_numbers(spec, "layers", "+"), default=0) >= layers:
+        raise UserError(f"--drafter {spec.text}: layers are {spec.words('layers')}; the target has 0 to {layers - 1}")
+    if "order" in spec.options and not fits(vocab, spec.number("order")):
+        context = f"{spec.number('order') - 1} tokens of {vocab}"
+        raise UserError(f"--drafter {spec.text}: contexts of {context} do not fit 64 bits; take a smaller order")
 
 
 def check_rule(spec: Spec, rule: str) -> None:
@@ -133,9 +159,9 @@ class Workshop:
 
     def __init__(
         self,
-        target: Llama,
+        target: Decoder,
         target_path: Path,
-        load: Callable[[Path], Llama],
+        load: Callable[[Path], Decoder],
         draft: Path | None,
         *,
         data: str,
@@ -148,7 +174,7 @@ class Workshop:
         self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
         self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
         self.mode: Mode = mode
-        self.vocab = target.shape.vocab
+        self.vocab = checkpoint.vocab_size(target_path)
 
     def build(self, spec: Spec) -> Way:
         """Raises UserError: what it needs cannot be had, or does not fit the target."""
@@ -171,9 +197,9 @@ class Workshop:
             raise UserError(
                 f"--drafter {spec.text}: {len(heads)} heads draft at most {len(heads)} tokens; take such a --k"
             )
-        return Way(drafter=MedusaDrafter(self.target, heads), model=None, ks=ks)
+        return Way(drafter=MedusaDrafter(_own(spec, self.target), heads), model=None, ks=ks)
 
-    def _of_model(self, spec: Spec, model: Llama) -> Drafter:
+    def _of_model(self, spec: Spec, model: Decoder) -> Drafter:
         if spec.kind == "fallback":
             return Fallback(LookupDrafter(spec.number("longest")), ModelDrafter(model, self.vocab), self.vocab)
         if spec.kind == "staged":
@@ -185,7 +211,7 @@ class Workshop:
             return UnsureDrafter(model, self.vocab, more_entropy_than(float(spec.options["above"])))
         if spec.kind == "tree":
             siblings = SIBLINGS[SIBLINGS.index(spec.words("siblings"))]
-            return TreeDrafter(model, self.vocab, self._parents(spec, model), siblings)
+            return TreeDrafter(model, self.vocab, self._parents(spec, _own(spec, model)), siblings)
         return ModelDrafter(model, self.vocab)
 
     def _draft_of(self, spec: Spec) -> Path:
@@ -199,10 +225,12 @@ class Workshop:
             return LookupDrafter(int(spec.options.get("longest", LONGEST_MATCH)))
         order, tokens, source = spec.number("order"), spec.number("tokens"), spec.words("data") or self.data
         note(f"{spec.text}: counting {order}-grams of {source}")
-        try:
-            return NgramDrafter(Ngrams(self._corpus(source, tokens), self.vocab, order))
-        except ValueError as error:
-            raise UserError(f"--drafter {spec.text}: {error}; take a smaller order") from None
+        corpus = self._corpus(source, tokens)
+        if len(corpus) < order:
+            raise UserError(
+                f"--drafter {spec.text}: {len(corpus)} tokens of {source} hold no {order}-gram; take more tokens"
+            )
+        return NgramDrafter(Ngrams(corpus, self.vocab, order))
 
     def _corpus(self, source: str, tokens: int) -> np.ndarray:
         batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
@@ -218,48 +246,45 @@ class Workshop:
         count, length, new = CALIBRATION
         stream = self._corpus(self.data, 64 * count * length).astype(np.int64)
         prompts = [stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)][:count]
-        sampling = Sampling(
-            temperature=self.sampling.temperature, max_new_tokens=new, seed=1, eos_id=self.sampling.eos_id
-        )
+        sampling = replace(self.sampling, max_new_tokens=new, seed=1)
         wrote = written(plain(self.target, prompts, sampling))
         return [(np.array(p), np.array(w)) for p, w in zip(prompts, wrote, strict=True)]
 
     def _skipping(self, spec: Spec) -> Llama:
-        named = _numbers(spec, "layers", "+")
+        target, named = _own(spec, self.target), _numbers(spec, "layers", "+")
         if named:
-            try:
-                return in_mode(skipping(self.target, named), self.mode)
-            except ValueError as error:
-                raise UserError(f"--drafter {spec.text}: no such {error}") from None
-        layers = self.target.shape.layers
-        few = {"all": self.target, "one": in_mode(skipping(self.target, [0]), self.mode)}
+            return in_mode(skipping(target, named), self.mode)
+        layers = target.shape.layers
+        few = {"all": target, "one": in_mode(skipping(target, [0]), self.mode)}
         ms = self._ms(few, [1])
         each = (ms["all"][0] - ms["one"][0]) / (layers - 1)
         found: Kept = max(
-            search(self.target, self.texts, self.sampling, lambda n: (ms["one"][0] + (n - 1) * each) / ms["all"][0]),
+            search(target, self.texts, self.sampling, lambda n: (ms["one"][0] + (n - 1) * each) / ms["all"][0]),
             key=lambda kept: kept.speedup,
         )
         note(
             f"{spec.text}: keeps {len(found.layers)} of {layers} layers, layers={'+'.join(map(str, found.layers))}; "
             f"by replay {found.tokens_per_pass:.2f} tokens per pass at K = {found.k}, speed-up {found.speedup:.2f}"
         )
-        return in_mode(skipping(self.target, found.layers), self.mode)
+        return in_mode(skipping(target, found.layers), self.mode)
 
     def _parents(self, spec: Spec, model: Llama) -> tuple[int, ...]:
-        widths = _numbers(spec, "widths", "x")
+        target, widths = _own(spec, self.target), _numbers(spec, "widths", "x")
         if widths:
             return full(widths)
         nodes = spec.number("nodes")
         ranks = np.concatenate([one.rank for one in look(model, self.texts, self.vocab, self.sampling)])
         ranked = [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
         wide = sorted({1, 2, 4, 8, nodes + 1})
-        ms = self._ms({"draft": model, "target": self.target}, wide)
+        ms = self._ms({"draft": model, "target": target}, wide)
         parents, speed = fastest(
             ranked, ms["draft"][0], lambda width: float(np.interp(width, wide, ms["target"])), nodes, LEVELS
         )
+        shape, gain = ", ".join(map(str, parents)), speed * ms["target"][0]
+        right = ", ".join(f"{share:.2f}" for share in ranked[:3])
         note(
-            f"{spec.text}: shape {parents}, predicted {speed * ms['target'][0]:.2f} times plain decoding; the draft's "
-            "first tokens by rank are right " + ", ".join(f"{share:.2f}" for share in ranked[:3])
+            f"{spec.text}: {len(parents)} tokens, behind number {shape} (0: the text); predicted {gain:.2f} times "
+            f"plain decoding; the draft's first tokens by rank are right {right}"
         )
         return parents
 
@@ -268,8 +293,17 @@ class Workshop:
         return {name: [latency.median_ms for latency in curve] for name, curve in found.items()}
 
 
+def _own(spec: Spec, model: Decoder) -> Llama:
+    """Raises UserError: transformers runs it."""
+    if not isinstance(model, Llama):
+        raise UserError(
+            f"--drafter {spec.text} needs models that the engine itself runs, and transformers runs this one"
+        )
+    return model
+
+
 def _numbers(spec: Spec, name: str, between: str) -> list[int]:
-    text = spec.words(name)
+    text = str(spec.options.get(name, ""))
     try:
         return [int(part) for part in text.split(between)] if text else []
     except ValueError:

@@ -1,25 +1,26 @@
 """Score drafts against a target: everything in one process, then one score.json per draft."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from draftlab import checkpoint, llama, provenance
+from draftlab import checkpoint, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
 from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.engine.rules import LOSSY, rule_named
+from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.llama import Llama
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.score.accuracy import check_tasks, evaluate_tasks, generation_tasks
 from draftlab.score.assisted import writer
-from draftlab.score.drafters import Spec, Way, Workshop, check_rule
+from draftlab.score.drafters import Spec, Way, Workshop, check_rule, check_target
 from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
@@ -41,7 +42,7 @@ class Plan:
     prompts: Prompts
     max_new_tokens: int
     repeats: int
-    temperature: float
+    warp: Warp
     tasks: list[str]
     task_limit: int
     dtype: torch.dtype
@@ -61,15 +62,23 @@ def check(plan: Plan) -> None:
     """Fail before anything is loaded.
 
     Raises:
-        UserError: batches that leave a smaller one over, a rule that does not fit a drafter, int8 in a mode that does
-            not compute with it, or an unknown task.
+        UserError: batches that leave a smaller one over, a drafter that does not fit the rule, the target or the mode,
+            two of one name, int8 in a mode that does not compute with it, or an unknown task.
     """
     count = len(plan.prompts.rows)
     for batch in plan.batches:
         if count % batch:
             raise UserError(f"{count} prompts do not fill batches of {batch}; take a number that all batches divide")
+    taken = [*plan.drafts, *(file_name(spec) for spec in plan.drafters)]
+    if twice := [name for name in taken if taken.count(name) > 1]:
+        raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
     for spec in plan.drafters:
         check_rule(spec, plan.rule)
+        check_target(spec, _layers(plan.target), checkpoint.vocab_size(plan.target))
+        if spec.kind == "medusa" and plan.mode != "eager":
+            raise UserError(f"--drafter {spec.text} reads hidden states, which mode eager alone keeps, not {plan.mode}")
+    if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != Warp()):
+        note("greedily all rules are one and nothing is cut: --rule, --top-k, --top-p and --min-p need --temperature")
     if plan.draft_int8 and plan.mode != "compiled":
         raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
     check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
@@ -85,8 +94,10 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         torch.set_num_threads(plan.threads)
     directories = {"": plan.target, **plan.drafts}
     models = {name: _load(path, plan, plan.draft_int8 and bool(name)) for name, path in directories.items()}
-    _check_context(models, plan)
+    _check_context(models, plan, max(plan.ks))
     ways = _ways(models[""], plan)
+    for way in ways.values():
+        _check_context({"": models[""], **({"its draft": way.model} if way.model else {})}, plan, max(way.ks))
     tasks = {name: _tasks(path, plan) for name, path in directories.items()}
     assisted = {name: _assisted(models[""], models[name], name, plan) for name in plan.drafts}
     here = environment()
@@ -102,7 +113,14 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         )
         for name, path in directories.items()
     } | {
-        name: Model(name=name, sha256=None, shape=way.model and way.model.shape, latency=[], tasks=[])
+        name: Model(
+            name=name,
+            sha256=None,
+            shape=way.model.shape if isinstance(way.model, Llama) else None,
+            latency=[],
+            tasks=[],
+            hosted=isinstance(way.model, Hosted),
+        )
         for name, way in ways.items()
     }
     scores = []
@@ -150,12 +168,10 @@ def _ways(target: Decoder, plan: Plan) -> dict[str, Way]:
     """The drafters beside the drafts, by a name that a file can have."""
     if not plan.drafters:
         return {}
-    if not isinstance(target, Llama):
-        raise UserError(f"transformers runs {plan.target}; --drafter needs a target that the engine itself runs")
     shop = Workshop(
         target,
         plan.target,
-        lambda path: _own(path, plan),
+        lambda path: _load(path, plan, plan.draft_int8),
         plan.default_draft,
         data=plan.data,
         sampling=_sampling(plan),
@@ -163,16 +179,24 @@ def _ways(target: Decoder, plan: Plan) -> dict[str, Way]:
         mode=plan.mode,
         clock=steady_clock(plan.device),
     )
-    return {spec.text.replace("/", "_"): shop.build(spec) for spec in plan.drafters}
+    return {file_name(spec): shop.build(spec) for spec in plan.drafters}
 
 
-def _own(directory: Path, plan: Plan) -> Llama:
-    return in_mode(llama.load(directory, plan.dtype, plan.device), plan.mode, plan.draft_int8)
+def file_name(spec: Spec) -> str:
+    return spec.text.replace("/", "_")
+
+
+def _layers(target: Path) -> int | None:
+    """None: transformers would have to run it."""
+    try:
+        return checkpoint.read_shape(target).layers
+    except UserError:
+        return None
 
 
 def _sampling(plan: Plan) -> Sampling:
     return Sampling(
-        temperature=plan.temperature,
+        **asdict(plan.warp),
         max_new_tokens=plan.max_new_tokens,
         seed=plan.seed,
         eos_id=checkpoint.special_ids(checkpoint.load_tokenizer(plan.target))["eos"],
@@ -182,6 +206,7 @@ def _sampling(plan: Plan) -> Sampling:
 def _throughput(models: dict[str, Decoder], ways: dict[str, Way], plan: Plan, batch: int) -> Measured:
     texts = [prompt.ids for prompt in plan.prompts.rows]
     drafts = {name: model for name, model in models.items() if name}
+    arms = 1 + len(drafts) * len(plan.ks) + sum(len(way.ks) for way in ways.values())
     with progress("decode", len(texts) * plan.repeats) as advance:
         return measure_throughput(
             models[""],
@@ -193,7 +218,7 @@ def _throughput(models: dict[str, Decoder], ways: dict[str, Way], plan: Plan, ba
             batch=batch,
             drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
             rule=None if plan.rule == DEFAULT_RULE else rule_named(plan.rule),
-            advance=lambda done: advance(done, f"{1 + (len(drafts) + len(ways)) * len(plan.ks)} ways each"),
+            advance=lambda done: advance(done, f"{arms} ways each"),
             clock=steady_clock(plan.device),
         )
 
@@ -224,7 +249,7 @@ def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan) -> list[Ta
 
 def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int) -> Score:
     plain_tokens = measured.tokens[PLAIN]
-    greedy = plan.temperature == 0
+    greedy = plan.warp.temperature == 0
     ks = [k for arm, k in measured.tokens if arm == name]
     same = all(measured.tokens[name, k] == plain_tokens for k in ks)
     lossy = plan.rule in LOSSY and not greedy
@@ -238,7 +263,7 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
             dtype=str(plan.dtype).removeprefix("torch."),
             mode=plan.mode,
             threads=torch.get_num_threads(),
-            temperature=plan.temperature,
+            **asdict(plan.warp),
             data=plan.prompts.source,
             prompts_sha256=plan.prompts.sha256,
             prompts=len(plan.prompts.rows),
@@ -269,11 +294,11 @@ def _context(plan: Plan) -> int:
     return int(median(len(p.ids) for p in plan.prompts.rows)) + plan.max_new_tokens // 2
 
 
-def _check_context(models: dict[str, Decoder], plan: Plan) -> None:
-    need = plan.prompts.longest + plan.max_new_tokens + max(plan.ks)
+def _check_context(models: dict[str, Decoder], plan: Plan, drafted: int) -> None:
+    need = plan.prompts.longest + plan.max_new_tokens + drafted
     for name, model in models.items():
         if need > model.context:
             raise UserError(
-                f"a prompt has {plan.prompts.longest} tokens; with {plan.max_new_tokens} more and {max(plan.ks)} "
+                f"a prompt has {plan.prompts.longest} tokens; with {plan.max_new_tokens} more and {drafted} "
                 f"drafted it does not fit the context of {name or 'the target'}, {model.context}"
             )

@@ -50,8 +50,9 @@ def test_bits_depend_neither_on_width_nor_on_other_rows(family_dirs, dtype, int8
     assert torch.equal(passes(model, IDS.tolist(), [5, 5, 14])[:1], one)
 
 
-def test_threads_change_no_bits(family_dirs):
-    model = Native(llama.load(family_dirs["llama"], torch.float32))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bits(family_dirs, dtype):
+    model = Native(llama.load(family_dirs["llama"], dtype))
     alone = passes(model, IDS.tolist(), [4] * 6)
     torch.set_num_threads(2)
     try:

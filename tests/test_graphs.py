@@ -3,9 +3,10 @@
 import pytest
 import torch
 from test_engine import RAGGED
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from draftlab import llama
-from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.generate import Chooser, ModelDrafter, Sampling, plain, speculative, written
 from draftlab.graphs import BUCKET, Graphed
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -58,3 +59,25 @@ def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
             torch.testing.assert_close(found.q, wanted.q)
         assert drafters[1].cache.used == drafters[0].cache.used
     assert len(graphed._chains) == 1
+
+
+def test_what_is_captured_never_waits_for_the_device(family_dirs):
+    """A tensor without values cannot be waited for; one that is looked at must fail."""
+    graphed = Graphed(llama.load(family_dirs["qwen3"], torch.float32))
+    vocab, uniform = graphed.shape.vocab, torch.rand(3, 4)
+
+    def looks(logits, draws):
+        return (logits.argmax(-1) if logits.max() > 0 else logits.argmin(-1)), None
+
+    warps = [Sampling(), Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)]
+    cache = graphed.new_cache(3, 40)
+    graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
+    for choose in [*(Chooser(warp.warp(), vocab + 5) for warp in warps), looks]:
+        graphed.chain(torch.randn(3, vocab), cache, uniform, choose)
+    *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]
+    assert len(captured) == 3
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        for graph in captured:
+            graph.replay()
+        with pytest.raises(DataDependentOutputException):
+            waiting.replay()

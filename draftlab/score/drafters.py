@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, int | float | str]] = {
     "entropy": {"draft": "", "above": 1.5},
     "skip": {"layers": ""},
     "medusa": {"heads": ""},
-    "tree": {"draft": "", "widths": "", "nodes": 8, "siblings": "top"},
+    "tree": {"draft": "", "widths": "", "nodes": 8, "siblings": "sampled"},
 }
 MOST_NODES = 256  # of a tree
 RANGES: dict[str, tuple[int, float]] = {

@@ -73,7 +73,7 @@ class Graphed(Llama):
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         width, end = ids.shape[1], max(cache.used) + ids.shape[1]
-        if tree is not None or ids.numel() > WIDE:
+        if tree is not None or ids.numel() > WIDE or not any(cache.used):  # prompts come in every length, and once
             return super().forward(ids, cache, last, tree)
         if end > cache.capacity:
             raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")

@@ -16,7 +16,8 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#define MATRIX_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -149,7 +150,7 @@ void tiles(const W* w, const float* x, int tokens, int in, float* y, int out, co
 
 struct Matrix { const void* weights; const float* scale; const float* bias; };  // scale: of each output, or null
 
-#ifdef __AMX_BF16__
+#ifdef MATRIX_TILES
 // Matrix tiles: 16 outputs of up to 16 tokens for the price of one, from activations rounded to bfloat16.
 constexpr int TALL = 16, DEEP = 32, PAIR = 2;  // outputs and inputs of a tile; tiles side by side
 const bool TILES = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // the kernel lends them to those who ask
@@ -227,7 +228,7 @@ template <class W>
 void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int out, bf16* rounded) {
     const W* w = static_cast<const W*>(m.weights);
     int done = 0;
-#ifdef __AMX_BF16__
+#ifdef MATRIX_TILES
     if constexpr (std::is_same_v<W, bf16>) done = linear_tiles(m, x, tokens, in, y, out, rounded);
 #endif
 #pragma omp for schedule(static)
@@ -325,7 +326,7 @@ void run(const Model& m, const Pass& p) {
     const int QKV = (H + 2 * K) * C;
     std::vector<float> x(size_t(N) * D), h(size_t(N) * D), qkv(size_t(N) * QKV), mixed(size_t(N) * H * C);
     std::vector<float> both(size_t(N) * 2 * F), inner(size_t(N) * F);
-    std::vector<bf16> rounded(size_t(N + 15) * std::max({D, F, H * C}));
+    std::vector<bf16> rounded(std::is_same_v<W, bf16> ? size_t(N + 15) * std::max({D, F, H * C}) : 0);
     const int64_t furthest = *std::max_element(p.used, p.used + p.rows) + T;
     const size_t slab = size_t(K) * p.capacity * C;  // of one row and layer
     for (int n = 0; n < N; n++)

@@ -31,12 +31,29 @@ def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs
     first, second = graphed.new_cache(2, 30), graphed.new_cache(2, 40)
     assert first.keys.data_ptr() != second.keys.data_ptr()
     place = first.keys.data_ptr()
-    graphed.forward(torch.ones(2, 3, dtype=torch.long, device=device), first)
+    ids = torch.ones(2, 3, dtype=torch.long, device=device)
+    for _ in range(2):  # a prompt, which is not replayed, and what follows
+        graphed.forward(ids, first)
     del first
     again = graphed.new_cache(2, 50)
     assert (again.keys.data_ptr(), again.used, again.capacity) == (place, [0, 0], BUCKET)
-    graphed.forward(torch.ones(2, 3, dtype=torch.long, device=device), again)
+    for _ in range(2):
+        graphed.forward(ids, again)
     assert len(graphed._graphs) == 1
+
+
+@DEVICES
+def test_after_a_first_text_no_graph_is_captured_for_the_next(family_dirs, device):
+    """Prompts of other lengths, and ends of texts where there is room for fewer tokens than are drafted."""
+    model = llama.load(family_dirs["llama"], torch.float32, torch.device(device))
+    target, draft = Graphed(model), Graphed(model)
+    drafter, made = ModelDrafter(draft), []
+    for prompt in RAGGED[:3]:
+        for length in (20, 21, 23):
+            list(speculative(target, drafter, [prompt], 3, Sampling(max_new_tokens=length)))
+            made.append([len(each) for m in (target, draft) for each in (m._graphs, m._chains, m._stores)])
+    assert made[1:] == made[:-1]
+    assert made[0][2] == made[0][5] == 1
 
 
 @DEVICES
@@ -71,7 +88,8 @@ def test_what_is_captured_never_waits_for_the_device(family_dirs):
 
     warps = [Sampling(), Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)]
     cache = graphed.new_cache(3, 40)
-    graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
+    for _ in range(2):
+        graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
     for choose in [*(Chooser(warp.warp(), vocab + 5) for warp in warps), looks]:
         graphed.chain(torch.randn(3, vocab), cache, uniform, choose)
     *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]

@@ -187,7 +187,8 @@ def test_a_corpus_that_is_too_short_is_refused(shop):
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"), [("tree", "block"), ("tree:siblings=distinct", "k-sequential"), ("tree:siblings=top", "k-sequential")]
+    ("text", "rule"),
+    [("tree", "block"), ("tree:siblings=distinct", "k-sequential"), ("tree:siblings=top", "k-sequential")],
 )
 def test_a_rule_that_would_not_be_lossless_for_a_tree_is_refused(text, rule):
     with pytest.raises(UserError, match=f"--rule {rule} judges"):

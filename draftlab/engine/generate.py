@@ -6,7 +6,7 @@ cache: of each row it holds the tokens emitted so far but the last one, which is
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -32,7 +32,7 @@ class Sampling(Warp):
 
     def warp(self) -> Warp:
         """How, without how long."""
-        return Warp(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return Warp(**{f.name: getattr(self, f.name) for f in fields(Warp)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +123,10 @@ class ModelDrafter:
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
         self.known = vocab_of(model)
-        self.reset(1, 1)
+        self.cache: Any = None
 
     def reset(self, rows: int, capacity: int) -> None:
+        self.cache = None  # its memory may serve the next one
         self.cache = self.model.new_cache(rows, capacity)
         self.held: list[list[int]] = [[] for _ in range(rows)]  # what was fed, and self.drafted behind it
         self.drafted: Tensor | None = None
@@ -207,6 +208,8 @@ def speculative(
     while rows.live:
         room, uniform = rows.room(), rows.of(draws)
         count = min(k, max(room)) if prefilled else 0
+        if count and isinstance(target, Graphed):
+            count = k  # of one shape to the end: what lies beyond a text's limit does not count
         began = clock()
         draft = drafter.propose(rows.texts, count, sampling, uniform[:, :count]) if drafter and count else None
         proposed = clock()

@@ -60,9 +60,7 @@ class Native(Llama):
 
     def __init__(self, model: Llama, int8: bool = False) -> None:
         """Raises UserError: not on the CPU, a dtype other than float32 and bfloat16, or no compiler."""
-        dtype = str(model.embed.dtype).removeprefix("torch.")
-        if model.device.type != "cpu" or dtype not in ("float32", "bfloat16"):
-            raise UserError(f"mode compiled runs float32 and bfloat16 on a CPU, not {dtype} on {model.device.type}")
+        dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
         self._run: Callable[..., None] = getattr(_library(), f"run_{'int8_' if int8 else ''}{dtype}")
@@ -118,6 +116,14 @@ class Native(Llama):
     def _at(self, values: Tensor) -> int:
         self._held.append(values.contiguous())
         return self._held[-1].data_ptr()
+
+
+def check(device: torch.device, dtype: torch.dtype) -> str:
+    """The dtype's name. Raises UserError: not on the CPU, or a dtype other than float32 and bfloat16."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu" or name not in ("float32", "bfloat16"):
+        raise UserError(f"mode compiled runs float32 and bfloat16 on a CPU, not {name} on {device.type}")
+    return name
 
 
 @cache

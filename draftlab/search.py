@@ -53,13 +53,17 @@ class Rung(_File):
 
 
 class Confirmed(_File):
-    """A leader as it was measured, at its fastest K; gain: its own speed over that of plain decoding."""
+    """A leader as it was measured, at its fastest K; gain: its own speed over that of plain decoding.
+
+    changed: what it wrote is not the target's own, as in bfloat16 where a tie falls otherwise; it comes last.
+    """
 
     name: str
     k: int
     length: float
     tokens_per_second: float
     gain: Interval
+    changed: bool = False
 
 
 class Search(_File):
@@ -109,6 +113,8 @@ class Search(_File):
                 f"{other.name}{' (given)' if other.name in self.given else ''}: "
                 f"{other.tokens_per_second / winner.tokens_per_second - 1:+.1%}. {_difference(mine, theirs)}"
             )
+        if changed := [one.name for one in self.confirmed if one.changed]:
+            lines.append(f"Not the target's own texts, so that no speed-up counts: {', '.join(changed)}.")
         return lines
 
 

@@ -195,6 +195,28 @@ def test_a_score_says_how_it_sampled_and_that_a_rule_is_lossy(space):
     assert (kept.temperature, kept.top_k, kept.top_p, kept.min_p, kept.lossy) == (0.9, 7, 0.8, 0.01, True)
 
 
+def test_a_tree_is_said_to_be_judged_by_the_recursive_rule_and_a_lossy_draft_meets_no_bar(space):
+    call(*PRUNE)
+    sampled = (
+        "--temperature",
+        "0.9",
+        "--tasks",
+        "none",
+        "--drafter",
+        "tree:widths=2",
+        "--drafter",
+        "lookup",
+        "--k",
+        "2",
+    )
+    call(*SCORE, *sampled)
+    rules = {read_score(path).conditions.rule for path in (space / "runs/score-tree-lookup").glob("*/")}
+    assert rules == {"recursive", "leviathan"}
+    lossy = CliRunner().invoke(app, [*SCORE, *sampled, "--rule", "typical", "--force", "--min-speedup", "0.001"])
+    assert lossy.exit_code == 3
+    assert "its texts are not the target's own, so that no speed-up counts" in lossy.stderr
+
+
 def test_two_results_of_one_name_are_refused(space):
     call(*PRUNE)
     assert "would both be called lookup" in refused(*SCORE, "--drafter", "lookup", "--drafter", "lookup")

@@ -1,5 +1,7 @@
 """The compiled pass computes what llama.py computes, and the same bits at every width and in every batch."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import FAMILIES
@@ -33,12 +35,15 @@ def test_logits_equal_transformers(family, family_dirs):
 
 
 def test_bfloat16_weights_are_computed_with_more_exactly_than_torch_does(family_dirs):
+    """Matrix tiles round activations, vector instructions do not."""
     half = llama.load(family_dirs["qwen3"], torch.bfloat16)
     exact = AutoModelForCausalLM.from_pretrained(family_dirs["qwen3"], dtype=torch.bfloat16).float()
+    cpuinfo = Path("/proc/cpuinfo")
+    tiles = cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
     with torch.inference_mode():
         truth = exact(IDS).logits
         ours, torchs = ((passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (Native(half), half))
-    assert ours < 0.8 * torchs
+    assert ours < (0.7 if tiles else 0.5) * torchs
 
 
 @pytest.mark.parametrize(("dtype", "int8"), KINDS)

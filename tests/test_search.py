@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
+from draftlab.commands.search import _shapes
 from draftlab.errors import UserError
 from draftlab.family import presets, shape_name, widths_folder
-from draftlab.record import Interval
+from draftlab.record import Interval, read_score
 from draftlab.search import (
     DEAREST,
     Confirmed,
@@ -139,16 +140,42 @@ def test_a_dry_run_says_what_would_be_tried(space):
     assert not (space / "runs").exists()
 
 
-def test_a_budget_decides_the_widths(space):
+def test_a_budget_decides_the_widths(space, capsys):
     words = ["search", "--layers", "4,12", "--params", "4m", "--dry-run"]
     result = CliRunner().invoke(app, [*words, "--json"])
     assert result.exit_code == 0, result.output
     tried = json.loads(result.stdout)["try"].split(", ")
     assert [shape.split(" x ")[0] for shape in tried] == ["4", "12"]
     assert len({shape.split(" x ")[1] for shape in tried}) == 2
+    depths = {shape.layers: shape for shape in _shapes(TINY, [1, 4, 12], None, "4m")}
+    assert list(depths) == [4, 12]
+    assert all(abs(shape.params() / 4e6 - 1) <= 0.01 for shape in depths.values())
+    assert "no shape of 4m parameters has 1 layers" in capsys.readouterr().err
     refused = CliRunner().invoke(app, [*words, "--widths", "128"])
     assert refused.exit_code == 1
     assert "give --widths or --params" in refused.output
+
+
+def test_a_mode_that_does_not_run_here_is_refused_before_anything_is_claimed(space):
+    for words, said in (
+        (["--mode", "graphs"], "CUDA graphs"),
+        (["--mode", "compiled", "--dtype", "float16"], "float16"),
+    ):
+        result = CliRunner().invoke(app, ["search", "--layers", "1,2", *words])
+        assert result.exit_code == 1
+        assert said in result.output
+    assert not (space / "runs").exists()
+
+
+def test_a_draft_that_changes_what_is_written_is_named():
+    found = search_of({"a": 120, "b": 110})
+    gain = Interval(value=1.2, low=1.1, high=1.3, n=8)
+    confirmed = [
+        Confirmed(name=name, k=2, length=2.0, tokens_per_second=rate, gain=gain, changed=name == "a")
+        for name, rate in (("b", 110), ("a", 121))
+    ]
+    text = found.model_copy(update={"confirmed": confirmed}).explain()
+    assert text[-1] == "Not the target's own texts, so that no speed-up counts: a."
 
 
 @pytest.mark.slow
@@ -173,4 +200,5 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     assert found.confirmed == sorted(found.confirmed, key=lambda one: -one.tokens_per_second)
     assert json.loads(result.stdout)["confirmed"][0]["name"] == found.winner.name
     assert (space / "found" / "draft" / "config.json").exists()
+    assert {read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")} == {"compiled"}
     assert not state.exists()

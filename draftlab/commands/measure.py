@@ -105,7 +105,9 @@ def score(
     threads: Threads = None,
     seed: Seed = 0,
     min_speedup: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
-    min_acceptance_length: Annotated[float | None, Option(help="Exit with 3 if no K of some draft gets there.")] = None,
+    min_acceptance_length: Annotated[
+        float | None, Option(help="Likewise; tokens per pass of those with a draft, as vLLM's mean acceptance length.")
+    ] = None,
     out: Out = None,
     force: Force = False,
     dry_run: DryRun = False,
@@ -221,6 +223,8 @@ def _scored(
     for s in scores:
         longest = max(s.acceptance(k).mean_acceptance_length for k in s.speculative)
         missed += _missed(s.name, s.speedup_value(s.best_k), longest, *bars)
+        if min_speedup is not None and s.changed:
+            missed.append(f"{s.name}: its texts are not the target's own, so that no speed-up counts")
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
     warnings = [f"warning: {text}" for text in cautions(scores)]
     several = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1

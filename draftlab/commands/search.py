@@ -89,6 +89,7 @@ def search(
     arguments, began = recorded(locals())
     from draftlab import checkpoint, provenance
     from draftlab.distill.run import claim_state, state_of
+    from draftlab.engine.decoder import check_mode
     from draftlab.search import default_depths
     from draftlab.tokenizer import common_vocabulary
 
@@ -98,6 +99,10 @@ def search(
     have, ks = checkpoint.read_shape(origin), parse_numbers(k)
     depths = parse_numbers(layers) if layers else default_depths(have)
     shapes = _shapes(have, depths, widths, params)
+    device = checkpoint.resolve_device(space.device)
+    weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
+    check_mode(mode, device, weights)
+    running = {"dtype": str(weights).removeprefix("torch."), "mode": mode, "threads": threads}
     given = dict(map(shape_of, against or []))
     out = out or space.runs / f"search-{origin.name}"
     checkpoint.check_free(out, force=force)
@@ -110,8 +115,7 @@ def search(
     claim_state(state, {name: value for name, value in arguments.items() if name != "minutes"} | {"inputs": inputs})
     work = Work(
         state=state, target=str(whose), source=str(origin), data=data or space.data, rows=rows, lr=lr, seed=seed,
-        running={"dtype": dtype, "mode": mode, "threads": threads}, ks=ks, prompts=prompts, began=began,
-        limit_seconds=60 * minutes,
+        running=running, ks=ks, prompts=prompts, began=began, limit_seconds=60 * minutes,
     )  # fmt: skip
     priced = work.prices(law)
     found = work.start(have, shapes, given, priced)
@@ -138,7 +142,10 @@ def _shapes(have: Shape, depths: list[int], widths: str | None, params: str | No
         return [resolve(have, layers=n, hidden=width) for n in depths for width in across]
     if widths is not None:
         raise UserError("give --widths or --params: a budget decides the widths")
-    return family(have, budget=parse_count(params), kind="total", depths=depths)
+    found = family(have, budget=parse_count(params), kind="total", depths=depths)
+    if missing := sorted({*depths} - {shape.layers for shape in found}):
+        note(f"no shape of {params} parameters has {', '.join(map(str, missing))} layers within the source")
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,14 +183,15 @@ class Work:
 
         contexts = f"16,{PROMPT_TOKENS + NEW_TOKENS + max(self.ks)}"
         here = {"context": contexts, "repeats": 8, **self.running}
-        given, law = law, law or self._once("law", measure_law, source=self.source, **here)
+        law = law or self._once("law", measure_law, source=self.source, **here)
         known = read_law(law)
+        other, mine = known.profiles[0], self.running
+        if (other.mode, other.dtype) != (mine["mode"], mine["dtype"]):
+            raise UserError(
+                f"{law} was measured {other.mode} in {other.dtype}; this search runs {mine['mode']} in {mine['dtype']}"
+            )
         made = self._once("profile", profile, models=[self.target], k=max(self.ks), **here)
-        taken = read_profile(made)
-        ways = [(each.mode, each.dtype) for each in (known.profiles[0], taken)]
-        if ways[0] != ways[1]:
-            raise UserError(f"{given} was measured in {' '.join(ways[0])}, and this search runs in {' '.join(ways[1])}")
-        measured = Cost.of(taken, extrapolate=True)
+        measured = Cost.of(read_profile(made), extrapolate=True)
         target_ms = float(measured.forward_ms(1, 1, np.array(known.context)))
         return Prices(law=known, target=measured, target_ms=target_ms)
 
@@ -242,10 +250,11 @@ class Work:
                 length=result.acceptance(result.best_k).mean_acceptance_length,
                 tokens_per_second=result.output_tps(result.best_k),
                 gain=result.speedup(result.best_k),
+                changed=result.changed,
             )
             for result in results
         ]
-        fastest = sorted(confirmed, key=lambda one: -one.tokens_per_second)
+        fastest = sorted(confirmed, key=lambda one: (one.changed, -one.tokens_per_second))
         spent = found.spent_seconds + time.time() - self.began
         return found.model_copy(update={"confirmed": fastest, "spent_seconds": spent})
 
@@ -262,12 +271,15 @@ class Work:
         number, steps, shape = len(found.rungs) - 1, found.rungs[-1].steps, found.shapes[name]
         texts = self._once(
             "trace", trace.record, target=self.target, data=self.data, prompts=REPLAYED_TEXTS,
-            prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, seed=self.seed,
+            prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, seed=self.seed, dtype=self.running["dtype"],
         )  # fmt: skip
         cache = self._cache(steps) if steps else None
         began = time.time()
         draft = self._cut(name, shape) if cache is None else self._distilled(name, number, steps, cache)
-        replayed = self._once(f"replay-{number}/{name}", trace.replay, directory=texts, draft=[str(draft)], k="1")
+        replayed = self._once(
+            f"replay-{number}/{name}", trace.replay, directory=texts, draft=[str(draft)], k="1",
+            dtype=self.running["dtype"],
+        )  # fmt: skip
         cost = Cost.of(priced.law.profile(shape, name), extrapolate=True)
         work = of_replay(read_replay(replayed / name))
         hoped = with_chances(work, 1 - HOPED[min(number, 2)] * (1 - work.texts.chances))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from draftlab import checkpoint, llama
+from draftlab import checkpoint, llama, native
 from draftlab.console import note
 from draftlab.cost import Mode
 from draftlab.errors import UserError
@@ -136,16 +136,23 @@ def vocab_of(model: Decoder) -> int | None:
     return int(model.model.config.get_text_config().vocab_size) if isinstance(model, Hosted) else None
 
 
+def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises UserError: a device or dtype that the mode does not run on."""
+    if mode == "compiled":
+        native.check(device, dtype)
+    if mode == "graphs" and device.type != "cuda":
+        raise UserError(f"mode graphs captures CUDA graphs, and this is {device.type}; take eager or compiled")
+
+
 def in_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
     """The model as a mode runs it: compiled is native.py's pass, graphs is graphs.py's. int8: rounded weights.
 
     Raises:
         UserError: a device or dtype that the mode does not run on; int8 in another mode.
     """
+    check_mode(mode, model.device, model.embed.dtype)
     if mode == "compiled":
         return Native(model, int8)
-    if mode == "graphs" and model.device.type != "cuda":
-        raise UserError(f"mode graphs captures CUDA graphs, and this is {model.device.type}; take eager or compiled")
     if int8:
         raise UserError(f"int8 weights are computed with in mode compiled, not {mode}")
     return Graphed(model) if mode == "graphs" else model

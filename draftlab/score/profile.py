@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Again, Mode, Point, Profile, read_weights, write_profile
-from draftlab.engine.decoder import in_mode
+from draftlab.engine.decoder import check_mode, in_mode
 from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, speculative
 from draftlab.errors import UserError
 from draftlab.llama import Cache, Llama
@@ -102,10 +102,9 @@ def check(plan: Plan) -> None:
     """Fail before anything is loaded.
 
     Raises:
-        UserError: graphs without CUDA, or a shape that the decoder does not compute.
+        UserError: a mode that does not run so, or a shape that the decoder does not compute.
     """
-    if plan.mode == "graphs" and plan.device.type != "cuda":
-        raise UserError(f"mode graphs captures CUDA graphs, and this is {plan.device.type}; take eager or compiled")
+    check_mode(plan.mode, plan.device, plan.dtype)
     for name, shape in plan.shapes().items():
         if shape.qk_layernorm:
             raise UserError(

@@ -254,6 +254,7 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
     same = all(measured.tokens[name, k] == plain_tokens for k in ks)
     lossy = plan.rule in LOSSY and not greedy
     label = f"{name}-LOSSY" if lossy else name
+    trees = [file_name(spec) for spec in plan.drafters if spec.kind == "tree"]
     return Score(
         name=label if len(plan.batches) == 1 else f"{label}-b{batch}",
         target=models[""],
@@ -274,7 +275,7 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
             seed=plan.seed,
             batch=batch,
             draft_int8=plan.draft_int8,
-            rule=plan.rule,
+            rule="recursive" if plan.rule == DEFAULT_RULE and name in trees else plan.rule,
             lossy=lossy,
         ),
         environment=here,

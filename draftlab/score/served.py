@@ -153,7 +153,8 @@ def _score(plan: Plan, plain: Measured, speculative: Measured) -> Score:
         draft=_model(Path(plan.draft), plan.draft),
         conditions=Conditions(
             device=f"{server.kind} {server.version}".strip(), dtype="as served", mode="served", threads=None,
-            temperature=plan.sampling.temperature, data=plan.prompts.source, prompts_sha256=plan.prompts.sha256,
+            temperature=plan.sampling.temperature, top_k=plan.sampling.top_k, top_p=plan.sampling.top_p,
+            data=plan.prompts.source, prompts_sha256=plan.prompts.sha256,
             prompts=len(plan.prompts.rows), prompt_tokens=plan.prompts.tokens, max_new_tokens=plan.sampling.max_tokens,
             repeats=plan.repeats, context=None, seed=plan.sampling.seed,
         ),

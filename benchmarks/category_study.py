@@ -1,4 +1,4 @@
-"""Which draft at which K for which kind of text: what `draftlab run recipes/study-categories.yaml` scored, as one file."""
+"""Which draft at which K for which text: what `draftlab run recipes/study-categories.yaml` scored, as one file."""
 
 import json
 from pathlib import Path

@@ -77,6 +77,20 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, teacher, o
     )  # saved every 3 steps, after the record
 
 
+@pytest.mark.parametrize("damage", ["another optimiser", "cut off"])
+def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, teacher, damage):
+    run(student(), teacher, tmp_path / "run", SETTINGS, stop_after=5)
+    (checkpoint,) = (tmp_path / "run").glob("step-*")
+    settings = SETTINGS
+    if damage == "cut off":
+        file = checkpoint / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        settings = replace(SETTINGS, optimizer="muon" if SETTINGS.optimizer == "adamw" else "adamw")
+    with pytest.raises(UserError, match=r"step-\d+ cannot be gone on from .*; remove .* to start again"):
+        run(student(), teacher, tmp_path / "run", settings)
+
+
 @pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)", "ce"])
 def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, loss):
     one = replace(SETTINGS, loss=loss, steps=2)

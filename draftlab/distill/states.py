@@ -82,14 +82,22 @@ def save(accelerator: Accelerator, state: Path, step: int, keep_last: int) -> No
 
 
 def restore(accelerator: Accelerator, state: Path) -> int:
-    """Load the newest checkpoint into what was prepared; the step to go on from, 0 when there is none."""
+    """Load the newest checkpoint into what was prepared; the step to go on from, 0 when there is none.
+
+    Raises:
+        UserError: it does not fit, as one of another version of draftlab or torch, or a damaged one.
+    """
     if accelerator.is_main_process:
         shutil.rmtree(state / "writing", ignore_errors=True)
     accelerator.wait_for_everyone()
     found = _checkpoints(state)
     if not found:
         return 0
-    accelerator.load_state(str(found[-1]))
+    try:
+        accelerator.load_state(str(found[-1]))
+    except (ValueError, KeyError, RuntimeError, SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{found[-1]} cannot be gone on from ({reason}); remove {state} to start again") from error
     return int(found[-1].name.removeprefix("step-"))
 
 

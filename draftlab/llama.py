@@ -221,11 +221,11 @@ class Llama:
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
 
-def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
-    """The checkpoint as a Llama.
+def check(directory: Path) -> Shape:
+    """The shape of a checkpoint that this decoder computes; no weight is read.
 
     Raises:
-        UserError: an architecture or rotary scheme that this decoder does not compute.
+        UserError: an architecture or rotary scheme that it does not compute.
     """
     config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     kind = config.get("model_type")
@@ -233,6 +233,13 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
         raise UserError(f"{directory} is a {kind} model; the engine knows {', '.join(MODEL_TYPES)}")
     if config.get("hidden_act") != "silu":
         raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; the engine computes silu")
+    _rotary(directory, shape)
+    return shape
+
+
+def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
+    """The checkpoint as a Llama. Raises as check."""
+    shape, config = check(directory), checkpoint.read_config(directory)
     context = int(str(config.get("max_position_embeddings", 2048)))
     window = config.get("sliding_window")
     if isinstance(window, int) and config.get("use_sliding_window", True):

@@ -1,5 +1,7 @@
 """The fast decoder computes what transformers computes."""
 
+import json
+import shutil
 from functools import lru_cache
 
 import pytest
@@ -8,8 +10,10 @@ from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from draftlab import llama
+from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.llama import Tree
 
@@ -122,3 +126,27 @@ def test_a_full_cache_is_an_error(family_dirs):
     model = llama.load(family_dirs["llama"], torch.float32)
     with pytest.raises(ValueError, match="40 tokens do not fit a cache of 39"):
         model.forward(IDS, model.new_cache(2, 39))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary scaling 'dynamic'"),
+        ({"hidden_act": "gelu"}, "the engine computes silu"),
+    ],
+)
+def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_path, change, said):
+    place = tmp_path / "model"
+    shutil.copytree(family_dirs["llama"], place)
+    assert llama.check(place) == llama.load(place, torch.float32).shape
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=said):
+        llama.check(place)
+    plain, words = CliRunner(), ["--target", str(place), "--draft", str(family_dirs["llama"]), "--data", "stdlib"]
+    shown = plain.invoke(app, ["score", *words, "--prompts", "1", "--tasks", "none", "--k", "2", "--dry-run"])
+    assert said in " ".join(shown.output.split()), shown.output
+    assert "transformers runs it" in " ".join(shown.output.split())
+    refused = plain.invoke(app, ["score", *words, "--tasks", "none", "--drafter", "skip:layers=1", "--dry-run"])
+    assert refused.exit_code == 1
+    assert "needs a target that the engine itself runs" in refused.output

@@ -204,10 +204,10 @@ def score(
 
 
 def _described(directory: Path) -> str:
-    from draftlab import checkpoint
+    from draftlab import llama
 
     try:
-        return checkpoint.read_shape(directory).describe()
+        return llama.check(directory).describe()
     except UserError as error:
         return f"{error}; transformers runs it"
 

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
 from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
@@ -189,7 +189,7 @@ def file_name(spec: Spec) -> str:
 def _layers(target: Path) -> int | None:
     """None: transformers would have to run it."""
     try:
-        return checkpoint.read_shape(target).layers
+        return llama.check(target).layers
     except UserError:
         return None
 

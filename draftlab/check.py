@@ -203,7 +203,7 @@ def _weights(draft: Path) -> Iterator[Finding]:
         name = (wrong or empty)[0]
         text = f"{name} {'holds numbers that are not finite' if wrong else 'is all zero'}"
         yield Finding(about="weights", level="bad", text=text, fix="train again from the last good checkpoint")
-    dtype = str(checkpoint.stored_dtype(draft)).removeprefix("torch.")
+    dtype = checkpoint.dtype_name(checkpoint.stored_dtype(draft))
     if dtype == "float32":
         fix = "draftlab export --to hf --dtype bfloat16 halves it"
         yield Finding(about="weights", level="note", text="stored in float32, runtimes use 16 bits", fix=fix)

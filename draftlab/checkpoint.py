@@ -231,6 +231,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configs and options call it: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto: what a device decodes fastest in with plain kernels, bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
@@ -408,7 +413,7 @@ def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tup
         shard[name] = tensor.contiguous()
         index[name] = number
         total += tensor.nbytes
-        dtypes.add(str(tensor.dtype).removeprefix("torch."))
+        dtypes.add(dtype_name(tensor.dtype))
     write()
     if number == 1:
         (directory / "shard-1.safetensors").rename(directory / "model.safetensors")

@@ -72,12 +72,10 @@ class Graphed(Llama):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        width, end = ids.shape[1], max(cache.used) + ids.shape[1]
         if tree is not None or ids.numel() > WIDE or not any(cache.used):  # prompts come in every length, and once
             return super().forward(ids, cache, last, tree)
-        if end > cache.capacity:
-            raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
-        end = min(cache.capacity, -(-end // BUCKET) * BUCKET)
+        width = ids.shape[1]
+        end = _end(cache, width)
         key = (cache.keys.data_ptr(), len(ids), width, last, end)
         if key not in self._graphs:
             self._graphs[key] = self._capture(ids, cache, last, end)
@@ -95,10 +93,7 @@ class Graphed(Llama):
         choose: hashable; equal ones share a graph. Nothing in it may wait for the device.
         """
         rows, count = uniform.shape
-        end = max(cache.used) + count - 1
-        if end > cache.capacity:
-            raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
-        end = min(cache.capacity, -(-end // BUCKET) * BUCKET)
+        end = _end(cache, count - 1)
         key = (cache.keys.data_ptr(), rows, count, end, choose)
         if key not in self._chains:
             self._chains[key] = self._capture_chain(logits, cache, uniform, choose, end)
@@ -141,6 +136,14 @@ class Graphed(Llama):
             logits.copy_(self.decode(ids, keys, values, place, last))
 
         return _Graph(ids, used, logits, captured(run) if self.device.type == "cuda" else run)
+
+
+def _end(cache: Cache, width: int) -> int:
+    """S of a graph that feeds so many tokens. Raises ValueError: they do not fit the cache."""
+    end = max(cache.used) + width
+    if end > cache.capacity:
+        raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
+    return min(cache.capacity, -(-end // BUCKET) * BUCKET)
 
 
 def chain(

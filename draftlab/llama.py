@@ -227,29 +227,32 @@ def check(directory: Path) -> Shape:
     Raises:
         UserError: an architecture or rotary scheme that it does not compute.
     """
+    return _computed(directory)[0]
+
+
+def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
+    """The checkpoint as a Llama. Raises as check."""
+    shape, config, (inv_freq, scale) = _computed(directory)
+    context = int(str(config.get("max_position_embeddings", 2048)))
+    window = config.get("sliding_window")
+    if isinstance(window, int) and config.get("use_sliding_window", True):
+        context = min(context, window)  # inside the window attention is full
+    weights = {name: tensor.to(device, dtype) for name, tensor in checkpoint.Weights(directory).items()}
+    model = Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
+    if (directory / HEAD_IDS).is_file():
+        model.trim(_head_ids(directory / HEAD_IDS, shape.vocab))
+    return model
+
+
+def _computed(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor, float]]:
+    """Shape, config and rotary of what check lets pass."""
     config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise UserError(f"{directory} is a {kind} model; the engine knows {', '.join(MODEL_TYPES)}")
     if config.get("hidden_act") != "silu":
         raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; the engine computes silu")
-    _rotary(directory, shape)
-    return shape
-
-
-def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
-    """The checkpoint as a Llama. Raises as check."""
-    shape, config = check(directory), checkpoint.read_config(directory)
-    context = int(str(config.get("max_position_embeddings", 2048)))
-    window = config.get("sliding_window")
-    if isinstance(window, int) and config.get("use_sliding_window", True):
-        context = min(context, window)  # inside the window attention is full
-    inv_freq, scale = _rotary(directory, shape)
-    weights = {name: tensor.to(device, dtype) for name, tensor in checkpoint.Weights(directory).items()}
-    model = Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
-    if (directory / HEAD_IDS).is_file():
-        model.trim(_head_ids(directory / HEAD_IDS, shape.vocab))
-    return model
+    return shape, config, _rotary(directory, shape)
 
 
 def _head_ids(file: Path, vocab: int) -> list[int]:

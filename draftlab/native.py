@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftlab import checkpoint
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.llama import Block, Cache, Llama, Tree
@@ -120,7 +121,7 @@ class Native(Llama):
 
 def check(device: torch.device, dtype: torch.dtype) -> str:
     """The dtype's name. Raises UserError: not on the CPU, or a dtype other than float32 and bfloat16."""
-    name = str(dtype).removeprefix("torch.")
+    name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
         raise UserError(f"mode compiled runs float32 and bfloat16 on a CPU, not {name} on {device.type}")
     return name

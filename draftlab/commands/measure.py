@@ -222,9 +222,7 @@ def _scored(
     missed = []
     for s in scores:
         longest = max(s.acceptance(k).mean_acceptance_length for k in s.speculative)
-        missed += _missed(s.name, s.speedup_value(s.best_k), longest, *bars)
-        if min_speedup is not None and s.changed:
-            missed.append(f"{s.name}: its texts are not the target's own, so that no speed-up counts")
+        missed += _missed(s.name, s.changed, s.speedup_value(s.best_k), longest, *bars)
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
     warnings = [f"warning: {text}" for text in cautions(scores)]
     several = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
@@ -240,10 +238,17 @@ def _scored(
 
 
 def _missed(
-    name: str, speedup: float, length: float, min_speedup: float | None, min_acceptance_length: float | None
+    name: str,
+    changed: bool,
+    speedup: float,
+    length: float,
+    min_speedup: float | None,
+    min_acceptance_length: float | None,
 ) -> list[str]:
-    """What a draft falls short of, in words."""
+    """What a draft falls short of, in words. changed: what was written is not the target's own."""
     missed = []
+    if min_speedup is not None and changed:
+        missed.append(f"{name}: its texts are not the target's own, so that no speed-up counts")
     if min_speedup is not None and speedup < min_speedup:
         missed.append(f"{name}: speed-up {speedup:.3f} is below --min-speedup {min_speedup}")
     if min_acceptance_length is not None and length < min_acceptance_length:
@@ -312,7 +317,7 @@ def compare(
     best = places[0].candidate
     measured = [p.candidate.score for p in places if p.candidate.score is not None]
     warnings = [f"warning: {text}" for text in (cautions(measured) if measured else [])]
-    missed = _missed(best.name, best.speedup.value, best.length, min_speedup, min_acceptance_length)
+    missed = _missed(best.name, best.changed, best.speedup.value, best.length, min_speedup, min_acceptance_length)
     show = [comparing.comparison(places), *comparing.words(places), *warnings]
     return Outcome(path=None, show=show, data={"ranking": [comparing.as_dict(p) for p in places]}, missed=missed)
 

@@ -26,7 +26,6 @@ from draftlab.commands.shared import (
     plan,
     recorded,
 )
-from draftlab.errors import UserError
 
 
 def medusa(
@@ -58,15 +57,11 @@ def medusa(
 
     space = workspace.load()
     place = checkpoint.locate(target or space.target)
-    kind = checkpoint.read_config(place).get("model_type")
-    if kind not in llama.MODEL_TYPES:
-        raise UserError(
-            f"{place} is a {kind} model; the engine, which drafts with its heads, knows {', '.join(llama.MODEL_TYPES)}"
-        )
+    shape = llama.check(place)  # the engine drafts with what the heads read
     out = out or space.runs / f"medusa-{place.name}"
     checkpoint.check_free(out, force=force)
     if dry_run:
-        weights = heads * checkpoint.read_shape(place).hidden ** 2
+        weights = heads * shape.hidden**2
         return plan(out, {"heads": f"{heads} of {weights // heads:,} parameters each", "steps": steps})
     identity = arguments | {"command": "medusa", "inputs": [provenance.fingerprint(place)]}
     state = run.state_of(out)

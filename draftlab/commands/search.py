@@ -102,7 +102,7 @@ def search(
     device = checkpoint.resolve_device(space.device)
     weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
     check_mode(mode, device, weights)
-    running = {"dtype": str(weights).removeprefix("torch."), "mode": mode, "threads": threads}
+    running = {"dtype": checkpoint.dtype_name(weights), "mode": mode, "threads": threads}
     given = dict(map(shape_of, against or []))
     out = out or space.runs / f"search-{origin.name}"
     checkpoint.check_free(out, force=force)

@@ -153,6 +153,6 @@ def env() -> Outcome:
         else "none; the paper's models are meant",
         "target": space.target,
         "source": space.source,
-        "dtype": str(checkpoint.resolve_dtype(space.dtype, device)).removeprefix("torch."),
+        "dtype": checkpoint.dtype_name(checkpoint.resolve_dtype(space.dtype, device)),
     }
     return Outcome(path=None, show=[f"{name}: {value}" for name, value in facts.items()], data=facts)

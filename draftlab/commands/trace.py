@@ -99,7 +99,7 @@ def record(
         weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
         about = recording.About(
             target=place.name, target_sha256=provenance.fingerprint(place), written_by="draftlab",
-            dtype=str(weights).removeprefix("torch."), rows=rows, logprobs="sampled",
+            dtype=checkpoint.dtype_name(weights), rows=rows, logprobs="sampled",
         )  # fmt: skip
 
         def start() -> recording.LocalWriter:

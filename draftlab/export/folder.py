@@ -26,7 +26,7 @@ def write(draft: Path, out: Path, *, words_from: Path, vocab: int | None, dtype:
     if (draft / ADAPTER).is_file():
         changed.append("adapters merged")
     if dtype is not None and dtype != stored:
-        changed.append(f"weights from {_name(stored)} to {_name(dtype)}")
+        changed.append(f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}")
     kept = ((name, tensor.to(dtype or stored)) for name, tensor in weights.items())
     checkpoint.write_checkpoint(out, config, kept, words_from)
     if vocab is not None and (resized := resize(out, vocab)):
@@ -67,7 +67,3 @@ def unrounded(name: str) -> tuple[str, str | None]:
 def _words(directory: Path) -> list[bytes | None]:
     files = (directory / name for name in checkpoint.TOKENIZER_FILES)
     return [file.read_bytes() if file.is_file() else None for file in files]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -138,7 +138,7 @@ def run(
             models, plan.grid, mode=plan.mode, clock=steady_clock(plan.device), advance=lambda done: advance(done, "")
         )
     dtypes = {plan.dtype, torch.float32, torch.bfloat16}
-    most = {_name(dtype): matrix_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
+    most = {checkpoint.dtype_name(dtype): matrix_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
     profiles = [_profile(name, models[name].shape, curves[name], most, plan) for name in models]
     with checkpoint.new_directory(out, force=force) as work:
         for profile in profiles:
@@ -318,7 +318,7 @@ def _profile(name: str, shape: Shape, curves: Curves, most: dict[str, float], pl
         sha256=None if isinstance(subject, Shape) else provenance.fingerprint(subject),
         shape=shape,
         device=device_name(plan.device),
-        dtype=_name(plan.dtype),
+        dtype=checkpoint.dtype_name(plan.dtype),
         mode=plan.mode,
         threads=torch.get_num_threads() if plan.device.type == "cpu" else None,
         forward=curves.forward,
@@ -331,10 +331,6 @@ def _profile(name: str, shape: Shape, curves: Curves, most: dict[str, float], pl
         versions=provenance.versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _passes(model: Llama, grid: Grid) -> Iterator[tuple[tuple[int, int, int], Task]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from draftlab import provenance
+from draftlab import checkpoint, provenance
 from draftlab.engine import decoder, replay
 from draftlab.engine.forced import Looked, look
 from draftlab.engine.replay import Counts, Texts
@@ -204,7 +204,7 @@ def replay_draft(trace: Trace, draft: Path, plan: Plan, advance: Callable[[int, 
     return Replay(
         draft=draft.name,
         draft_sha256=provenance.fingerprint(draft),
-        dtype=str(plan.dtype).removeprefix("torch."),
+        dtype=checkpoint.dtype_name(plan.dtype),
         target=manifest.target,
         target_sha256=manifest.target_sha256,
         trace_sha256=provenance.fingerprint(trace.directory),

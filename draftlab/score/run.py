@@ -72,16 +72,22 @@ def check(plan: Plan) -> None:
     taken = [*plan.drafts, *(file_name(spec) for spec in plan.drafters)]
     if twice := [name for name in taken if taken.count(name) > 1]:
         raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
-    for spec in plan.drafters:
-        check_rule(spec, plan.rule)
-        check_target(spec, _layers(plan.target), checkpoint.vocab_size(plan.target))
-        if spec.kind == "medusa" and plan.mode != "eager":
-            raise UserError(f"--drafter {spec.text} reads hidden states, which mode eager alone keeps, not {plan.mode}")
+    if plan.drafters:
+        layers, vocab = _layers(plan.target), checkpoint.vocab_size(plan.target)
+        for spec in plan.drafters:
+            _check_drafter(spec, plan, layers, vocab)
     if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != Warp()):
         note("greedily all rules are one and nothing is cut: --rule, --top-k, --top-p and --min-p need --temperature")
     if plan.draft_int8 and plan.mode != "compiled":
         raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
     check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
+
+
+def _check_drafter(spec: Spec, plan: Plan, layers: int | None, vocab: int) -> None:
+    check_rule(spec, plan.rule)
+    check_target(spec, layers, vocab)
+    if spec.kind == "medusa" and plan.mode != "eager":
+        raise UserError(f"--drafter {spec.text} reads hidden states, which mode eager alone keeps, not {plan.mode}")
 
 
 def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> list[Score]:
@@ -261,7 +267,7 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
         draft=models[name],
         conditions=Conditions(
             device=device_name(plan.device),
-            dtype=str(plan.dtype).removeprefix("torch."),
+            dtype=checkpoint.dtype_name(plan.dtype),
             mode=plan.mode,
             threads=torch.get_num_threads(),
             **asdict(plan.warp),

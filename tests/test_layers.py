@@ -12,7 +12,7 @@ import draftlab
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
     ["errors"],
-    ["shape"],
+    ["shape", "layouts"],
     ["family", "record", "provenance"],
     ["cost"],
     ["law", "search"],
@@ -35,6 +35,7 @@ LAYERS = [
 NO_TORCH = [
     "errors",
     "shape",
+    "layouts",
     "family",
     "record",
     "provenance",

@@ -1,0 +1,50 @@
+"""Layouts in which checkpoints come, other than a Hugging Face directory with safetensors. No torch."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["gguf", "bin", "adapter"]
+NOUNS: dict[Kind, str] = {"gguf": "a GGUF file", "bin": "a checkpoint in .bin files", "adapter": "a PEFT adapter"}
+BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")  # of two, the index counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Another layout: its kind, and the file or directory that draftlab import takes."""
+
+    kind: Kind
+    path: Path
+
+    def advice(self) -> str:
+        """Return what it is and the command to type, to go on after 'PATH is'."""
+        out = self.path.stem if self.kind == "gguf" else f"{self.path.absolute().name}-imported"
+        return f"{NOUNS[self.kind]}; first type: {shlex.join(['draftlab', 'import', str(self.path), '--out', out])}"
+
+
+def other_layout(path: Path) -> Layout | None:
+    """Return what draftlab import would read at path; None where there is nothing that it reads.
+
+    A directory that holds one GGUF file and no config.json stands for that file, a .bin file for its directory.
+    """
+    if path.is_file():
+        if path.suffix == ".gguf" or _starts_as_gguf(path):
+            return Layout(kind="gguf", path=path)
+        return other_layout(path.parent) if path.suffix == ".bin" else None
+    if (path / "adapter_config.json").is_file():
+        return Layout(kind="adapter", path=path)
+    if any(path.glob("*.safetensors")):
+        return None
+    if any((path / name).is_file() for name in BIN_FILES):
+        return Layout(kind="bin", path=path)
+    files = sorted(path.glob("*.gguf"))
+    return Layout(kind="gguf", path=files[0]) if len(files) == 1 else None
+
+
+def _starts_as_gguf(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(4) == b"GGUF"
+    except OSError:
+        return False

@@ -5,6 +5,7 @@ import hashlib
 import json
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -58,8 +59,9 @@ def read_record(directory: Path) -> Record | None:
         return Record.model_validate_json((directory / RECORD_FILE).read_text())
     except OSError:
         return None
-    except ValueError as error:
-        raise UserError(f"{directory / RECORD_FILE} is not a draftlab record: {error}") from None
+    except ValueError:
+        file = directory / RECORD_FILE
+        raise UserError(f"{file} is not a draftlab record: cut off, or another version's; remove it") from None
 
 
 def plain(arguments: dict[str, object]) -> dict[str, object]:
@@ -100,14 +102,22 @@ def _add(digest: "hashlib._Hash", file: Path) -> None:
 
 
 def versions() -> dict[str, str]:
+    """What ran: Python, the packages that decide a result, and the commit where draftlab is a clone."""
     found = {"python": platform.python_version()}
     for package in ("draftlab", "torch", "transformers", "accelerate", "peft", "lm_eval"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return found | ({"git": git.stdout.strip()} if git.returncode == 0 else {})
+    commit = _commit(Path(__file__).parents[1])
+    return found | ({"git": commit} if commit else {})
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit of a clone; None in an installed package, which may lie inside another clone, and without git."""
+    git = shutil.which("git")
+    if git is None or not (folder / ".git").exists():
+        return None
+    done = subprocess.run([git, "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def peak_memory_bytes() -> int:

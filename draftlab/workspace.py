@@ -1,12 +1,13 @@
 """draftlab.yaml: what commands take when the command line does not say; and where earlier outputs are."""
 
-import json
 from pathlib import Path
 from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from draftlab import provenance
+from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
 from draftlab.shape import validation_text
 
@@ -80,12 +81,20 @@ def load(folder: Path = Path()) -> Workspace:
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
     """The newest output directly under runs of the first of these commands that has any."""
-    records = {file.parent: json.loads(file.read_text()) for file in runs.glob("*/draftlab.json")}
+    records = {path.parent: record for path in runs.glob("*/draftlab.json") if (record := _record(path.parent))}
     for command in commands:
-        made = {path: str(record["created"]) for path, record in records.items() if record["command"] == command}
+        made = {path: record.created for path, record in records.items() if record.command == command}
         if made:
             return max(made, key=lambda path: made[path])
     return None
+
+
+def _record(output: Path) -> provenance.Record | None:
+    try:
+        return provenance.read_record(output)
+    except UserError as error:
+        note(f"{output} is skipped: {error}")
+        return None
 
 
 def write(workspace: Workspace, folder: Path = Path()) -> Path:

@@ -90,6 +90,24 @@ def test_a_missed_bar_exits_with_3_after_the_results_are_kept(space):
     assert (space / "runs/score-2x32/prune-2x32/score.json").is_file()
 
 
+def test_without_git_a_record_names_no_commit(space, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    call(*PRUNE)
+    assert "git" not in json.loads((space / "runs/prune-2x32/draftlab.json").read_text())["versions"]
+    assert "git: " not in call("env").stdout
+
+
+@pytest.mark.parametrize("torn", ['{"command": "prune"', "{}", "\xff"])
+def test_an_output_with_a_torn_record_is_skipped(space, torn):
+    call(*PRUNE)
+    (space / "runs/other").mkdir()
+    (space / "runs/other/draftlab.json").write_bytes(torn.encode("latin-1"))
+    result = call("distill", "--dry-run", "--steps", "2")
+    assert "draft: runs/prune-2x32" in result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if "runs/other" in line)
+    assert line.endswith("is not a draftlab record: cut off, or another version's; remove it")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

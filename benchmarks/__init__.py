@@ -1,10 +1,28 @@
 """Scripts behind every performance claim: python -m benchmarks.NAME prints one JSON object on its last line."""
 
 import platform
+import re
+from pathlib import Path
 
 from draftlab import provenance
 
 
 def environment(threads: int) -> dict[str, object]:
-    """The machine and the versions that a result comes from."""
-    return {"threads": threads, "machine": platform.platform(), "versions": provenance.versions()}
+    """Return the machine, its processor and the versions that a result comes from."""
+    return {
+        "threads": threads,
+        "machine": platform.platform(),
+        "cpu": cpu_name(),
+        "versions": provenance.versions(),
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's model and the extensions that decide how fast products are."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    name = re.search(r"model name\s*:\s*(.+)", text)
+    flags = sorted({flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{flag}\b", text)})
+    return f"{name.group(1) if name else platform.machine()} ({', '.join(flags)})"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -39,6 +39,8 @@ def main(
     data: Annotated[str, typer.Option(help="Text.")] = "stdlib",
     seeds: Annotated[str, typer.Option(help="Seeds, by comma.")] = "0,1,2",
     mask_steps: Annotated[int, typer.Option(help="Steps of mask training, 8 rows of 256 tokens.")] = 300,
+    mask_lr: Annotated[float, typer.Option(help="Peak rate of the weights that joint masks train.")] = 2e-3,
+    mask_optimizer: Annotated[Literal["adamw", "muon"], typer.Option(help="And their optimiser.")] = "adamw",
     budgets: Annotated[str, typer.Option(help="Steps of distillation, 8 rows of 256 tokens, by comma.")] = "60,240",
     arms: Annotated[str, typer.Option(help="Arms, by comma; all if left out.")] = "",
     state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path("runs/prune_quality"),
@@ -46,21 +48,24 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     directory, wanted = checkpoint.locate(source), read_shape_file(shape)
-    makers = _arms(directory, wanted, data, mask_steps)
+    joint = Settings(
+        loss="fkl", steps=mask_steps, lr=mask_lr, optimizer=mask_optimizer, weight_decay=0.0, warmup_share=0.1,
+        eval_every=10**9, save_every=10**9,
+    )  # fmt: skip
+    makers = _arms(directory, wanted, data, joint)
     chosen, steps = arms.split(",") if arms else list(makers), [int(n) for n in budgets.split(",")]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for seed in map(int, seeds.split(",")):
         for name in chosen:
-            work = state / f"{shape.stem}-{name.replace(' ', '_')}-{seed}-{mask_steps}"
+            rate = f"-{mask_optimizer}-{mask_lr:g}" if "joint" in name else ""
+            work = state / f"{shape.stem}-{name.replace(' ', '_')}-{seed}-{mask_steps}{rate}"
             found[name].append(_measured(makers[name], directory, data, seed, steps, work))
             note(f"{name}, seed {seed}: {found[name][-1]}")
-    print(json.dumps(_report(found, wanted, checkpoint.read_shape(directory)) | environment(threads)))
+    masks = {"mask_steps": mask_steps, "mask_lr": mask_lr, "mask_optimizer": mask_optimizer}
+    print(json.dumps(_report(found, wanted, checkpoint.read_shape(directory)) | masks | environment(threads)))
 
 
-def _arms(source: Path, shape: Shape, data: str, mask_steps: int) -> dict[str, Make]:
-    settings = Settings(
-        loss="fkl", steps=mask_steps, lr=1e-4, weight_decay=0.0, warmup_share=0.1, eval_every=10**9, save_every=10**9
-    )
+def _arms(source: Path, shape: Shape, data: str, settings: Settings) -> dict[str, Make]:
     learning = Learning(settings=settings, weights="frozen", rows=ROWS, seq_len=SEQ_LEN, target=None)
     base = Plan(
         source=source, shape=shape, method="activation", depth="influence", basis="coordinates", fit=NOTHING,

@@ -4,7 +4,6 @@ What they ask was read in vLLM 0.32, SGLang's standalone worker, llama.cpp as of
 transformers 5.23. The target's weights are not needed.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -144,21 +143,13 @@ def _special(mine: Side, its: Side) -> Iterator[Finding]:
                 text=f"{name} is {ours[name]} in the draft and {theirs[name]} in the target",
                 fix=f"copy tokenizer_config.json of {its.path}",
             )  # fmt: skip
-    ends, stops = (_eos_ids(side) for side in (mine, its))
+    ends, stops = (checkpoint.end_ids(side.path) for side in (mine, its))
     if ends != stops:
         yield Finding(
             about="special tokens", level="note",
-            text=f"texts end at {sorted(ends)} in the draft's configuration and at {sorted(stops)} in the target's",
+            text=f"texts end at {list(ends)} in the draft and at {list(stops)} in the target",
             fix=f"copy eos_token_id and generation_config.json of {its.path}",
         )  # fmt: skip
-
-
-def _eos_ids(side: Side) -> set[int]:
-    """By config.json, and by generation_config.json where it says."""
-    file = side.path / "generation_config.json"
-    said = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    value = said if said is not None else side.config.get("eos_token_id")
-    return {value} if isinstance(value, int) else set(value or ())
 
 
 def _padding(mine: Side, its: Side) -> Iterator[Finding]:
@@ -197,12 +188,13 @@ def _context(mine: Side, its: Side) -> Iterator[Finding]:
 
 def _weights(draft: Path) -> Iterator[Finding]:
     weights = checkpoint.Weights(draft)
-    wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
-    empty = [name for name in weights if name.endswith("proj.weight") and not bool(weights[name].any())]
-    if wrong or empty:
-        name = (wrong or empty)[0]
-        text = f"{name} {'holds numbers that are not finite' if wrong else 'is all zero'}"
-        yield Finding(about="weights", level="bad", text=text, fix="train again from the last good checkpoint")
+    try:
+        empty = [name for name, tensor in weights.items() if name.endswith("proj.weight") and not bool(tensor.any())]
+        wrong = f"{empty[0]} is all zero" if empty else None
+    except UserError as error:
+        wrong = str(error)
+    if wrong:
+        yield Finding(about="weights", level="bad", text=wrong, fix="train again from the last good checkpoint")
     dtype = checkpoint.dtype_name(checkpoint.stored_dtype(draft))
     if dtype == "float32":
         fix = "draftlab export --to hf --dtype bfloat16 halves it"

@@ -1,21 +1,24 @@
-"""Hugging Face directories: config <-> Shape, lazy tensors, atomic writes."""
+"""Hugging Face directories: config <-> Shape, models, tokenizers, atomic writes."""
 
 import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError
+from draftlab.hub import importable
+from draftlab.hub import locate as locate
 from draftlab.shape import Shape
+from draftlab.weights import BUFFERS, Weights, check_finite
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and only two functions here need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,74 +35,27 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-EMBEDDED = Path(__file__).parent / "models"
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 1_000_000_000  # what is held in memory while a checkpoint is written piece by piece
 
 
-def locate(name: str | Path) -> Path:
-    """The directory of a checkpoint: an embedded name (``tiny``), a directory, or a hub id that can be had.
-
-    Raises:
-        UserError: none of these; says what was tried.
-    """
-    path = Path(name)
-    embedded = sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir())
-    if str(name) in embedded:
-        return EMBEDDED / str(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"{path} is not a checkpoint: it has no config.json")
-        return path
-    if path.exists() or str(name).count("/") != 1 or path.is_absolute():
-        raise UserError(f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}")
-    return _from_hub(str(name))
-
-
 def read_config(directory: Path) -> dict[str, object]:
-    try:
-        return json.loads((directory / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{directory}/config.json cannot be read: {error}") from None
+    """Return config.json. Raises UserError: it cannot be read, or is no object."""
+    return _object(directory / "config.json")
 
 
-class Weights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint's safetensors files, read one at a time when asked for, and copied.
+def end_ids(directory: Path) -> tuple[int, ...]:
+    """Return every id that ends a text: the tokenizer's, and what config.json and generation_config.json add.
 
-    A file is mapped only while it is read: a mapping that stays counts as memory used, page by page.
+    Chat models have several.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            found = sorted(p.name for p in directory.glob("*.bin"))
-            hint = f" (found {found[0]}: convert it first, pickles are not read)" if found else ""
-            raise UserError(f"{directory} holds no *.safetensors{hint}")
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in files:
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{file} is not a readable safetensors file: {error}") from None
-            self._files |= dict.fromkeys(shapes, file)
-            self._shapes |= shapes
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as handle:
-            return handle.get_tensor(name).clone()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+    found = {special_ids(load_tokenizer(directory))["eos"]}
+    for file in (directory / "config.json", directory / "generation_config.json"):
+        if file.is_file():
+            value = _object(file).get("eos_token_id")
+            found |= set(value) if isinstance(value, list) else {value}  # type: ignore[arg-type]
+    return tuple(sorted(i for i in found if isinstance(i, int)))
 
 
 def read_shape(directory: Path) -> Shape:
@@ -110,19 +66,38 @@ def read_shape(directory: Path) -> Shape:
     Raises:
         UserError: not LLaMA-like (says which tensor), or config and tensors disagree.
     """
-    weights, config = Weights(directory), read_config(directory)
+    config = read_config(directory)
+    check_plain(directory, config)
+    weights = Weights(directory)
     shape = shape_of(config, frozenset(weights))
-    expected = shape.axes()
-    held = set(weights) - ({"lm_head.weight"} if shape.tied else set())
-    odd = sorted(held - set(expected))[:1] or sorted(set(expected) - held)[:1]
-    if odd:
-        kind = "an unknown" if odd[0] in held else "no"
-        raise UserError(f"{directory} ({config.get('model_type')}) is not LLaMA-like: it has {kind} tensor {odd[0]!r}")
-    for name, axes in expected.items():
-        if weights.shape(name) != shape.dims(axes):
-            found, want = weights.shape(name), shape.dims(axes)
-            raise UserError(f"{directory}: {name} is {found}, its config.json says {want}")
+    _check_tensors(directory, config, shape, {name: weights.shape(name) for name in weights})
+    if shape.tied and "lm_head.weight" in weights:
+        _check_tied(weights)
     return shape
+
+
+def planned_shape(directory: Path) -> Shape:
+    """Return the shape of a checkpoint, by its config alone where its weights are not here: a plan needs none.
+
+    Raises:
+        UserError: see read_shape.
+    """
+    config = read_config(directory)
+    if any(directory.glob("*.safetensors")) or importable(directory):
+        return read_shape(directory)
+    check_plain(directory, config)
+    built = {name: tuple(p.shape) for name, p in skeleton(config, torch.float32).named_parameters()}
+    shape = shape_of(config, frozenset(built))
+    _check_tensors(directory, config, shape, built)
+    return shape
+
+
+def check_plain(directory: Path, config: dict[str, object]) -> None:
+    """Raises UserError: the weights are quantised, which is neither cut nor computed with here."""
+    how = config.get("quantization_config")
+    if how is not None:
+        method = how.get("quant_method", "an unnamed method") if isinstance(how, dict) else how
+        raise UserError(f"{directory} is quantised ({method}); name the checkpoint with plain weights")
 
 
 def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
@@ -145,7 +120,7 @@ def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
         head_dim=number("head_dim", hidden // heads),
         ffn=number("intermediate_size"),
         vocab=number("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", "lm_head.weight" not in names)),
         qkv_bias=first + "self_attn.q_proj.bias" in names,
         o_bias=first + "self_attn.o_proj.bias" in names,
         mlp_bias=first + "mlp.down_proj.bias" in names,
@@ -257,16 +232,23 @@ def load_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    config = read_config(directory)
+    if device.type == "cpu" and device_map is None:
+        check_plain(directory, config)
+    Weights(directory)  # every file is there and whole
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, device_map=device_map, output_loading_info=True
         )
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError, KeyError) as error:
         raise UserError(f"{directory} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     model, info = loaded
-    wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
-    if wrong:
-        raise UserError(f"{directory} does not fit its config.json: {wrong}")
+    for kind in ("missing", "unexpected", "mismatched"):
+        wrong = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
+        if wrong:
+            raise UserError(f"{directory} does not fit its config.json: {kind} {wrong[0]}{_more(wrong)}")
+    for name, parameter in model.named_parameters():
+        check_finite(parameter.detach(), name, directory)
     return model if device_map else model.to(device)
 
 
@@ -276,8 +258,8 @@ def vocab_size(directory: Path) -> int:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Of the weights themselves: configs name it in two ways or not at all."""
-    return Weights(directory)["model.norm.weight"].dtype
+    """Return that of most weights: configs name it in two ways or not at all."""
+    return Weights(directory).dtype
 
 
 def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
@@ -370,30 +352,47 @@ def layer_of(name: str) -> int | None:
     return int(parts[2]) if name.startswith("model.layers.") else None
 
 
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]) -> None:
+    """Raises UserError: a tensor that shape does not have, one that it lacks, or one of another size."""
+    expected = shape.axes()
+    held = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
+    odd = sorted(held - set(expected))[:1] or sorted(set(expected) - held)[:1]
+    if odd:
+        kind = "an unknown" if odd[0] in held else "no"
+        raise UserError(f"{directory} ({config.get('model_type')}) is not LLaMA-like: it has {kind} tensor {odd[0]!r}")
+    for name, axes in expected.items():
+        if sizes[name] != shape.dims(axes):
+            raise UserError(f"{directory}: {name} is {sizes[name]}, its config.json says {shape.dims(axes)}")
+
+
+def _check_tied(weights: Weights) -> None:
+    """A tied head that is also in the file. Raises UserError: it differs, and transformers would not tie it."""
+    if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
+        raise UserError(
+            f"{weights.directory}: config.json ties the head to the embedding, and the two differ; "
+            "put tie_word_embeddings: false there"
+        )
+
+
+def _object(file: Path) -> dict[str, object]:
+    try:
+        read = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    if not isinstance(read, dict):
+        raise UserError(f"{file} is no JSON object")
+    return read
+
+
 def _from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {k: v for k, v in config.items() if k != "model_type"}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **fields), dtype=dtype)
-
-
-def _siblings(path: Path) -> list[str]:
-    parent = path.parent
-    return [str(p) for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # offline, unknown, gated, no disk: the hub client has a class for each
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            f"{name} is no directory here and could not be fetched from the hub ({type(error).__name__}: {reason}); "
-            "for the embedded models run: draftlab init --preset tiny"
-        ) from None
 
 
 def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:

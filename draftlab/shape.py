@@ -254,8 +254,9 @@ def resolve(
 ) -> Shape:
     """The shape to cut from source: what is not given keeps the source's proportions.
 
-    heads defaults to width / head_dim (at least 1), kv_heads to the fewest that keep to the source's group size,
-    ffn to the source's ratio rounded up to multiple_of or, with params, to whatever comes nearest to that total.
+    heads defaults to width / head_dim or the nearest number that is legal (see default_heads), kv_heads to the fewest
+    that keep to the source's group size, ffn to the source's ratio rounded up to multiple_of or, with params, to
+    whatever comes nearest to that total.
 
     Raises:
         UserError: a shape that source does not hold, params that no ffn within it reaches, or params and ffn both.
@@ -264,8 +265,7 @@ def resolve(
         raise UserError(f"--params solves for the ffn, and --ffn {ffn} fixes it; give one of the two")
     layers, hidden = layers or source.layers, hidden or source.hidden
     group = source.heads // source.kv_heads
-    natural = source.heads if hidden == source.hidden else max(1, hidden // source.head_dim)
-    heads = heads or min(natural, source.heads)
+    heads = heads or default_heads(source, hidden, kv_heads)
     kv_heads = kv_heads or fewest_kv_heads(heads, group)
     scaled = -(-source.ffn * hidden // source.hidden)
     shape = source.model_copy(
@@ -281,6 +281,25 @@ def resolve(
         shape = solve_ffn(shape, params, most=source.ffn, multiple_of=multiple_of)
     check_within(shape, source)
     return shape
+
+
+def default_heads(source: Shape, hidden: int, kv_heads: int | None = None) -> int:
+    """Return hidden / head_dim, or the nearest number of heads that source can give and LLaMA's configs allow.
+
+    Heads divide hidden, and KV heads (kv_heads, if given) divide heads, are no more than the source's and serve no
+    more heads each. The source's own where hidden is, or where nothing is legal.
+    """
+    if hidden == source.hidden and kv_heads in (None, source.kv_heads):
+        return source.heads
+    group = source.heads // source.kv_heads
+    natural = min(max(1, hidden // source.head_dim), source.heads)
+
+    def legal(heads: int) -> bool:
+        kv = kv_heads or fewest_kv_heads(heads, group)
+        return hidden % heads == 0 == heads % kv and kv <= source.kv_heads and heads // kv <= group
+
+    found = [heads for heads in range(1, source.heads + 1) if legal(heads)]
+    return min(found, key=lambda heads: (abs(heads - natural), heads), default=natural)
 
 
 def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) -> Shape:

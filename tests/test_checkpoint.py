@@ -1,6 +1,7 @@
 """Directories: written whole or not at all, read strictly, with a record of what made them."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -128,10 +129,152 @@ def test_missing_checkpoints_say_what_was_tried(tmp_path):
         checkpoint.Weights(tmp_path)
 
 
-def test_pickles_are_not_read(tmp_path):
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="pickles are not read"):
+@pytest.mark.parametrize(
+    ("name", "given"), [("pytorch_model.bin", ""), ("m.Q4_K.gguf", "/m.Q4_K.gguf"), ("adapter_config.json", "")]
+)
+def test_other_formats_are_answered_with_the_command_that_imports_them(tmp_path, name, given):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        UserError, match=re.escape(f"(found {name}); type: draftlab import {tmp_path}{given} --out DIR")
+    ):
+        checkpoint.locate(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=re.escape(f"type: draftlab import {tmp_path}{given} --out DIR")):
         checkpoint.Weights(tmp_path)
+
+
+def sharded(directory, out, *, extra=None):
+    """directory as the hub has it: two shards and an index. extra: tensors that the index leaves out."""
+    tensors = load_file(directory / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    out.mkdir(exist_ok=True)
+    for file in directory.iterdir():
+        if file.suffix != ".safetensors":
+            (out / file.name).write_bytes(file.read_bytes())
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part} | (extra or {}), out / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    return out
+
+
+def test_the_index_says_which_files_and_tensors_count(family_dirs, tmp_path):
+    plain = checkpoint.Weights(family_dirs["llama"])
+    place = sharded(family_dirs["llama"], tmp_path / "m")
+    save_file({"layers.0.attention.wq.weight": torch.ones(3)}, place / "consolidated.safetensors")
+    (place / "original").mkdir()
+    save_file({"output.weight": torch.ones(3)}, place / "original/consolidated.00.safetensors")
+    weights = checkpoint.Weights(place)
+    assert set(weights) == set(plain)
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama"])
+
+
+def test_beside_one_whole_file_other_files_do_not_count(family_dirs, tmp_path):
+    place = spoil(family_dirs["llama"], tmp_path, lambda tensors: None)
+    save_file({"layers.0.attention.wq.weight": torch.ones(3)}, place / "consolidated.safetensors")
+    assert set(checkpoint.Weights(place)) == set(checkpoint.Weights(family_dirs["llama"]))
+
+
+def test_rotary_buffers_of_llama_1_and_2_are_ignored_as_transformers_ignores_them(family_dirs, tmp_path):
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6) for i in range(5)}
+    place = spoil(family_dirs["llama"], tmp_path, lambda tensors: tensors.update(buffers))
+    assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama"])
+    assert set(checkpoint.Weights(place)) == set(checkpoint.Weights(family_dirs["llama"]))
+    checkpoint.load_model(place, torch.float32)
+
+
+def test_a_tied_head_that_is_also_stored_is_read_and_another_one_is_refused(family_dirs, tmp_path):
+    def head(tensors, plus):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + plus
+
+    place = spoil(family_dirs["llama3_tied"], tmp_path, lambda tensors: head(tensors, 0))
+    assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama3_tied"])
+    place = spoil(family_dirs["llama3_tied"], tmp_path, lambda tensors: head(tensors, 1))
+    with pytest.raises(UserError, match="ties the head to the embedding, and the two differ"):
+        checkpoint.read_shape(place)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: (p / "model-00002-of-00002.safetensors").unlink(), "model-00002-of-00002.safetensors is missing"),
+        (lambda p: rewrite(p, "model.norm.weight", "model-00009.safetensors"), "model-00009.safetensors is missing"),
+        (lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"), "a file outside its folder: ../x.safetensors"),
+        (lambda p: rewrite(p, "model.norm.weight", "/x.safetensors"), "a file outside its folder: /x.safetensors"),
+        (lambda p: rewrite(p, "no.such", "model-00001-of-00002.safetensors"), "has no tensor 'no.such'"),
+        (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is no index of tensors"),
+        (lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "names no tensor"),
+        (lambda p: (p / "model.safetensors.index.json").unlink(), "needs its model.safetensors.index.json"),
+        (
+            lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "b": "x", "a": "y"}}'),
+            "two tensors are called 'a'",
+        ),
+        (lambda p: truncate(p / "model-00002-of-00002.safetensors"), "is not a readable safetensors file"),
+    ],
+)
+def test_a_broken_layout_is_one_line_that_names_the_file(family_dirs, tmp_path, change, message):
+    place = sharded(family_dirs["llama"], tmp_path / "m")
+    change(place)
+    for read in (checkpoint.read_shape, lambda p: checkpoint.load_model(p, torch.float32)):
+        with pytest.raises(UserError, match=re.escape(message)):
+            read(place)
+
+
+def rewrite(place, tensor, file):
+    path = place / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][tensor] = file
+    path.write_text(json.dumps(index))
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def test_two_tensors_of_one_name_are_refused(family_dirs, tmp_path):
+    place = sharded(family_dirs["llama"], tmp_path / "m", extra={"model.norm.weight": torch.ones(64)})
+    with pytest.raises(UserError, match=r"'model\.norm\.weight' twice: in model-00001-of-00002.* and model-00002-of"):
+        checkpoint.Weights(place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_named(family_dirs, tmp_path, dtype, value):
+    def change(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+        tensors["model.norm.weight"][63] = value
+
+    place = spoil(family_dirs["llama"], tmp_path, change)
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds values that are not finite"):
+        checkpoint.Weights(place)["model.norm.weight"]
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds values that are not finite"):
+        checkpoint.load_model(place, torch.float32)
+
+
+def test_quantised_weights_are_refused_by_that_word(family_dirs, tmp_path):
+    place = spoil(family_dirs["llama"], tmp_path, lambda tensors: None)
+    config = checkpoint.read_config(place) | {"quantization_config": {"quant_method": "fp8"}}
+    (place / "config.json").write_text(json.dumps(config))
+    for read in (checkpoint.read_shape, lambda p: checkpoint.load_model(p, torch.float32)):
+        with pytest.raises(UserError, match=r"is quantised \(fp8\)"):
+            read(place)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3_tied", "qwen2", "qwen3", "llama_biases", "mistral"])
+def test_a_plan_needs_no_weights(family, family_dirs, tmp_path):
+    (tmp_path / "config.json").write_text((family_dirs[family] / "config.json").read_text())
+    assert checkpoint.planned_shape(tmp_path) == checkpoint.read_shape(family_dirs[family])
+
+
+def test_ids_that_end_a_text_come_from_tokenizer_and_every_config(tokenizer_dir, tmp_path):
+    for file in tokenizer_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert checkpoint.end_ids(tmp_path) == (1,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 4}')
+    assert checkpoint.end_ids(tmp_path) == (1, 4, 7, 9)
 
 
 def test_per_layer_lists_are_sliced_to_the_kept_layers(family_dirs):

@@ -17,6 +17,7 @@ from draftlab.prune import choose as choosing
 from draftlab.prune.choose import choose
 from draftlab.prune.cut import Cut, Keep, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate
+from draftlab.prune.probe import check_cuttable
 from draftlab.prune.refit import Fit
 from draftlab.prune.run import KEEP_FILE, Plan, check_plan, prune
 from draftlab.prune.walk import Walk
@@ -357,3 +358,10 @@ def test_baselines_rank_by_their_own_rule(family_dirs):
     scores = choosing.magnitude_scores(loud, have)
     assert scores.ffn[1].argmax() == 17
     assert scores.layers.argmax() == 1
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (10, 2), (14, 2), (8, 8)])  # of 3, 5, 7 and 1 to a KV head
+def test_any_number_of_heads_to_a_kv_head_can_be_tried(family_dirs, heads, kv_heads):
+    config = checkpoint.read_config(family_dirs["llama"])
+    shape = checkpoint.read_shape(family_dirs["llama"]).model_copy(update={"heads": heads, "kv_heads": kv_heads})
+    check_cuttable(config, shape)

@@ -330,3 +330,34 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
 def test_a_missing_shape_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"none\.yaml: No such file"):
         read_shape_file(tmp_path / "none.yaml")
+
+
+REAL = {  # width, heads, kv heads, head_dim, from the models' config.json
+    "SmolLM2-135M": (576, 9, 3, 64),
+    "SmolLM2-360M": (960, 15, 5, 64),
+    "Llama-3.2-3B": (3072, 24, 8, 128),
+    "Qwen2.5-0.5B": (896, 14, 2, 64),
+    "Qwen3-0.6B": (1024, 16, 8, 128),
+    "Mistral-7B": (4096, 32, 8, 128),
+    "LLaMA-7B": (4096, 32, 32, 128),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_default_heads_of_every_width_are_legal(name):
+    hidden, heads, kv_heads, head_dim = REAL[name]
+    source = Shape(
+        layers=4, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=4 * hidden, vocab=512
+    )
+    for width in range(32, hidden + 1, 32):
+        shape = resolve(source, hidden=width)
+        check(shape)
+        assert shape.kv_heads <= kv_heads
+        assert shape.heads // shape.kv_heads <= heads // kv_heads
+
+
+def test_half_of_smollm2_360m_has_six_heads_on_two():
+    """Seven heads would be natural: on five KV heads with three each, seven divide into no fewer than seven."""
+    source = Shape(layers=32, hidden=960, heads=15, kv_heads=5, head_dim=64, ffn=2560, vocab=49152, tied=True)
+    shape = resolve(source, hidden=480)
+    assert (shape.heads, shape.kv_heads) == (6, 2)

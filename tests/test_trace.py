@@ -190,13 +190,6 @@ def test_what_the_engine_does_not_know_transformers_writes(tmp_path, models, pro
         assert whole[0, ids.shape[1] :].tolist() == text.ids.tolist()
 
 
-def test_ids_that_end_a_text_come_from_every_config(models, tmp_path):
-    reader = checkpoint.load_tokenizer(models["target"])
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
-    assert recording.eos_ids(tmp_path, reader) == (1, 7, 9)
-
-
 def served(out: Path, target: Path, prompts: Prompts, how: Decoding, stops=frozenset(), top: int = 0) -> Trace:
     """Recorded from a server that answers as vLLM does."""
     model = checkpoint.load_model(target, torch.float32).eval()

@@ -84,7 +84,7 @@ def record(
         given = recording.data_prompts(source, reader, count, length, seed)
     how = Decoding(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens,
-        eos_ids=recording.eos_ids(place, reader),
+        eos_ids=checkpoint.end_ids(place),
     )  # fmt: skip
     out = out or space.runs / f"trace-{place.name}"
     if dry_run:
@@ -129,7 +129,7 @@ def from_paper(
 
     reader = checkpoint.load_tokenizer(tokenizer)
     given = recording.file_prompts(prompt_file, reader, prompts, None)
-    eos = recording.eos_ids(tokenizer, reader)
+    eos = checkpoint.end_ids(tokenizer)
     paper = recording.PaperTrace(file, given.rows, prompts, vocab_of(tokenizer), eos)
     how = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=paper.longest, eos_ids=eos)
     about = recording.About(

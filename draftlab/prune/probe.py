@@ -7,7 +7,7 @@ from draftlab.errors import UserError
 from draftlab.prune.cut import Cut, keep_all
 from draftlab.shape import Shape
 
-WIDTH = 64
+HEAD_DIM = 8
 TOLERANCE = 1e-3
 
 
@@ -37,16 +37,17 @@ def check_cuttable(config: dict[str, object], source: Shape) -> None:
         UserError: the logits moved, or transformers cannot build the small model.
     """
     group = min(4, source.heads // source.kv_heads)
+    width = 2 * group * HEAD_DIM
     sizes = {
         "layers": min(2, source.layers),
-        "hidden": WIDTH,
+        "hidden": width,
         "heads": 2 * group,
         "kv_heads": 2,
         "ffn": 32,
         "vocab": 48,
     }
-    wide = source.model_copy(update=sizes | {"head_dim": WIDTH // (2 * group)})
-    narrow = wide.model_copy(update={"hidden": WIDTH // 2, "heads": group, "kv_heads": 1})
+    wide = source.model_copy(update=sizes | {"head_dim": HEAD_DIM})
+    narrow = wide.model_copy(update={"hidden": width // 2, "heads": group, "kv_heads": 1})
     kept = list(range(wide.layers))
     plain = config | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     model = checkpoint.new_model(checkpoint.config_for(wide, plain, kept), seed=0).eval()
@@ -54,11 +55,11 @@ def check_cuttable(config: dict[str, object], source: Shape) -> None:
         weights = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     for name in weights:
         if name == "model.embed_tokens.weight":
-            weights[name][:, WIDTH // 2 :] = 0
+            weights[name][:, width // 2 :] = 0
         elif "o_proj" in name or "down_proj" in name:
-            weights[name][WIDTH // 2 :] = 0
+            weights[name][width // 2 :] = 0
             if name.endswith("o_proj.weight"):
-                weights[name][:, WIDTH // 2 :] = 0
+                weights[name][:, width // 2 :] = 0
     half = keep_all(narrow)
     cut = dict(Cut(weights, narrow, half).items())
     for name, axes in narrow.axes().items():

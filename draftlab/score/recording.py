@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from draftlab import checkpoint, data, dialect, provenance
+from draftlab import data, dialect, provenance
 from draftlab.console import progress
 from draftlab.distill.cache import tokenizer_sha
 from draftlab.distill.origin import same_ids, vocab_of
@@ -143,16 +143,6 @@ def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, most: int, token
     rows = [Prompt(ids) for ids in data.prompts(spec, tokenizer, count=most, length=tokens, seed=seed)]
     digest = hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()
     return Prompts(rows=rows, source=spec, sha256=digest, tokens=tokens)
-
-
-def eos_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a text: the tokenizer's, and what the checkpoint's configs add (chat models have several)."""
-    found = {checkpoint.special_ids(tokenizer)["eos"]}
-    for name in ("config.json", "generation_config.json"):
-        if (directory / name).is_file():
-            value = json.loads((directory / name).read_text()).get("eos_token_id")
-            found |= set(value) if isinstance(value, list) else {value}
-    return tuple(sorted(i for i in found if isinstance(i, int)))
 
 
 class LocalWriter:

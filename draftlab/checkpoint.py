@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.hub import importable
 from draftlab.hub import locate as locate
+from draftlab.layouts import other_layout
 from draftlab.shape import Shape
 from draftlab.weights import BUFFERS, Weights, check_finite
 
@@ -83,7 +83,7 @@ def planned_shape(directory: Path) -> Shape:
         UserError: see read_shape.
     """
     config = read_config(directory)
-    if any(directory.glob("*.safetensors")) or importable(directory):
+    if any(directory.glob("*.safetensors")) or other_layout(directory):
         return read_shape(directory)
     check_plain(directory, config)
     built = {name: tuple(p.shape) for name, p in skeleton(config, torch.float32).named_parameters()}

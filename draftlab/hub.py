@@ -1,15 +1,14 @@
 """Names of checkpoints to directories: embedded models, folders, the Hugging Face hub; which files count. No torch."""
 
 import json
-import shlex
 from pathlib import Path
 
 from draftlab.errors import UserError, did_you_mean
+from draftlab.layouts import other_layout
 
 EMBEDDED = Path(__file__).parent / "models"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]  # configuration and tokenizer
-OTHER_FORMATS = ("*.gguf", "adapter_config.json", "pytorch_model*.bin")  # what draftlab import reads
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:
@@ -26,23 +25,15 @@ def locate(name: str | Path, weights: bool = True) -> Path:
         return EMBEDDED / str(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"{path} is not a checkpoint: it has no config.json{importable(path)}")
+            _refuse_other_layouts(path)
+            raise UserError(f"{path} is not a checkpoint: it has no config.json")
         return path
     if path.is_file():
-        raise UserError(f"{path} is a file, not a checkpoint directory{importable(path)}")
+        _refuse_other_layouts(path)
+        raise UserError(f"{path} is a file, and a checkpoint is a directory")
     if str(name).count("/") != 1 or path.is_absolute():
         raise UserError(f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}")
     return _from_hub(str(name), weights)
-
-
-def importable(path: Path) -> str:
-    """Return how a message ends where draftlab import reads what stands at path: with the command; else ''."""
-    there = [path] if path.is_file() else [found for kind in OTHER_FORMATS for found in sorted(path.glob(kind))]
-    source = next((p for p in there if any(p.match(kind) for kind in OTHER_FORMATS) or p.suffix == ".bin"), None)
-    if source is None:
-        return ""
-    given = source if source.suffix == ".gguf" or path.is_file() else path
-    return f" (found {source.name}); type: draftlab import {shlex.quote(str(given))} --out DIR"
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
@@ -56,8 +47,9 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: None}
     if not (directory / INDEX).is_file():
+        _refuse_other_layouts(directory)
         shards = sorted(p.name for p in directory.glob("*.safetensors"))
-        why = f"; {shards[0]} needs its {INDEX}" if shards else importable(directory)
+        why = f"; {shards[0]} needs its {INDEX}" if shards else ""
         raise UserError(f"{directory} holds no {SINGLE} and no {INDEX}{why}")
     index = read_index(directory / INDEX)
     files = {directory / name: {t for t, file in index.items() if file == name} for name in sorted(set(index.values()))}
@@ -86,6 +78,12 @@ def read_index(file: Path) -> dict[str, str]:
     if outside or not index:
         raise UserError(f"{file} names {'a file outside its folder: ' + outside[0] if outside else 'no tensor'}")
     return index
+
+
+def _refuse_other_layouts(path: Path) -> None:
+    layout = other_layout(path)
+    if layout is not None:
+        raise UserError(f"{path} is {layout.advice()}")
 
 
 def _siblings(path: Path) -> list[str]:

@@ -65,11 +65,11 @@ CASES = [
     (("prune", "--layers", "2", "--source", "nope"), "no checkpoint at nope"),
     (("prune", "--layers", "2", "--source", "drat"), "did you mean 'draft'"),
     (("prune", "--layers", "2", "--source", "empty"), "empty is not a checkpoint: it has no config.json"),
-    (("prune", "--layers", "2", "--source", "a-file"), "a-file is a file, not a checkpoint directory"),
+    (("prune", "--layers", "2", "--source", "a-file"), "a-file is a file, and a checkpoint is a directory"),
     (("prune", "--layers", "2", "--source", "no-weights"), "no-weights holds no model.safetensors"),
     (
         ("prune", "--layers", "2", "--source", "pickled"),
-        "found pytorch_model.bin); type: draftlab import pickled --out DIR",
+        "draftlab import pickled --out pickled-imported",
     ),
     (("prune", "--layers", "2", "--source", "torn"), "is not a readable safetensors file"),
     (("prune", "--layers", "2", "--source", "odd"), "no tensor 'model.layers.5"),

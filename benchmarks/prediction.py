@@ -18,7 +18,7 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint, llama
+from draftlab import checkpoint, estimate, llama
 from draftlab.commands.prune import prune
 from draftlab.commands.train import distill
 from draftlab.console import note
@@ -29,7 +29,7 @@ from draftlab.engine.generate import Sampling
 from draftlab.engine.replay import chances
 from draftlab.engine.verify import Warp
 from draftlab.llama import Llama
-from draftlab.record import Generation, Latency, bootstrap_speedup
+from draftlab.record import Generation, Latency, per_prompt
 from draftlab.score import predict as predicting
 from draftlab.score.predict import Prices, Workload, prices, replayed, spend, steps
 from draftlab.score.profile import Curves, Grid, device_name, measure
@@ -132,7 +132,7 @@ def _row(
     name: str, row: predicting.Row, paid: Prices, work: Workload, kept: float, runs: dict[Arm, list[Generation]]
 ) -> dict[str, object]:
     """predicted, and what would have been without one part of the model."""
-    measured = bootstrap_speedup(runs[name, row.k], runs[PLAIN])
+    measured = estimate.speedup(([per_prompt(runs[name, row.k])], per_prompt(runs[PLAIN])))
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
         "without_turns": replace(paid, settling=0 * paid.settling),

@@ -5,25 +5,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.table import Table
 from rich.text import Text
 
+from draftlab import estimate
 from draftlab.errors import UserError
-from draftlab.record import (
-    BOOTSTRAP_SAMPLES,
-    Interval,
-    Score,
-    TaskResult,
-    Timed,
-    bootstrap,
-    per_prompt,
-    rate,
-    read_score,
-)
+from draftlab.estimate import Arm, Interval, bootstrap
+from draftlab.record import Score, TaskResult, read_score
 from draftlab.report import terminal_table
 from draftlab.shape import validation_text
 
@@ -124,7 +115,7 @@ def measured(score: Score) -> Candidate:
         k=k,
         length=score.tokens_per_pass(k),
         tokens_per_second=score.output_tps(k),
-        speedup=score.speedup(k),
+        speedup=score.gain,
         score=score,
     )
 
@@ -151,18 +142,8 @@ def same_prompts(a: Score, b: Score) -> bool:
 
 
 def over(a: Score, b: Score) -> Interval:
-    """Speed-up of a over that of b, each at its best K; the interval draws prompts, together where they agree."""
-    rows_a, rows_b = _rows(a), _rows(b)
-    if same_prompts(a, b):
-        pairs = list(zip(rows_a, rows_b, strict=True))
-        return bootstrap(pairs, lambda drawn: _gain([x for x, _ in drawn]) / _gain([y for _, y in drawn]))
-    rng = Random(0)
-    draws = sorted(
-        _gain(rng.choices(rows_a, k=len(rows_a))) / _gain(rng.choices(rows_b, k=len(rows_b)))
-        for _ in range(BOOTSTRAP_SAMPLES)
-    )
-    low, high = draws[int(0.025 * len(draws))], draws[int(0.975 * len(draws)) - 1]
-    return Interval(value=_gain(rows_a) / _gain(rows_b), low=low, high=high, n=min(len(rows_a), len(rows_b)))
+    """Speed-up of a over that of b, each at a K chosen on other prompts; drawn together where their prompts agree."""
+    return estimate.over(_arm(a), _arm(b), paired=same_prompts(a, b))
 
 
 def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[Paired]:
@@ -180,30 +161,20 @@ def mcnemar(won: int, lost: int) -> float:
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
-    """The best K by kind of prompt."""
+    """The best K by kind of prompt; None where the answers are of one token, which tells nothing about speed."""
     rows = []
     for name, prompts in score.categories.items():
-        part, facts = _part(score, prompts)
-        gain = part.speedup(score.best_k)
-        interval = {"speedup_low": gain.low, "speedup_high": gain.high}
+        facts = _part(score, prompts)
+        gain = score.part(prompts).speedup(score.best_k) if facts["speedup"] is not None else None
+        interval = {"speedup_low": gain and gain.low, "speedup_high": gain and gain.high}
         rows.append({"category": name, "prompts": len(prompts)} | facts | interval)
     return rows
 
 
 def category_table(score: Score) -> Table:
     """The best K by kind of prompt, the fastest first."""
-    found = sorted(category_rows(score), key=lambda row: -row["speedup"])
-    rows = [
-        [
-            row["category"],
-            str(row["prompts"]),
-            "–" if row["tokens_per_target_pass"] is None else f"{row['tokens_per_target_pass']:.2f}",
-            f"{row['output_tps']:.4g}",
-            f"{row['speedup']:.2f}x"
-            + (f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["prompts"] > 1 else ""),
-        ]
-        for row in found
-    ]
+    found = sorted(category_rows(score), key=lambda row: -(row["speedup"] or 0))
+    rows = [[row["category"], str(row["prompts"]), *_category_cells(row)] for row in found]
     heads = ("prompts", "n", "tokens per\ntarget pass", "tok/s", "speed-up (95%)")
     table = terminal_table(heads, rows, best=-1, flexible=0)
     table.caption = Text(f"{score.name} at K = {score.best_k}, by kind of prompt.")
@@ -213,14 +184,19 @@ def category_table(score: Score) -> Table:
 def prompt_rows(score: Score) -> list[dict[str, Any]]:
     """The best K by prompt."""
     kinds = [p.category for p in score.prompts] or [""] * score.conditions.prompts
-    return [{"prompt": i, "category": kind} | _part(score, [i])[1] for i, kind in enumerate(kinds)]
+    return [{"prompt": i, "category": kind} | _part(score, [i]) for i, kind in enumerate(kinds)]
 
 
 def words(places: Sequence[Place]) -> list[str]:
     """What the ranking says, one line each."""
     first = places[0].candidate
     kind = "measured" if first.score else "predicted"
-    said = [f"{first.name} is fastest: {first.speedup.value:.2f}x at K = {first.k} ({kind})."]
+    gain, at = first.speedup, f"at K = {first.k} ({kind})"
+    said = [f"{first.name} is fastest: {gain.value:.2f}x {at}."]
+    if gain.high < 1:
+        said = [f"No draft is fastest: even {first.name}, the best of them, has {_ratio(gain)} of its speed {at}."]
+    elif gain.low <= 1:
+        said = [f"No draft here is clearly faster than none: {first.name} comes nearest, {_ratio(gain)} {at}."]
     if first.changed:
         said = [_no_gain(first)]
     for place in places[1:]:
@@ -239,12 +215,21 @@ def words(places: Sequence[Place]) -> list[str]:
 
 def comparison(places: Sequence[Place]) -> Table:
     """One row per candidate, the fastest first and marked."""
-    table = terminal_table(HEADS, [_row(place) for place in places], best=0, flexible=0)
+    none = ["no draft", "–", "1.00", f"{undrafted(places[0].candidate):.4g}", "1.00x", "", "–"]
+    at = sum(not place.candidate.changed and place.candidate.speedup.value > 1 for place in places)
+    rows = [_row(place) for place in places]
+    table = terminal_table(HEADS, [*rows[:at], none, *rows[at:]], best=0, flexible=0)
     table.caption = Text(
-        "* fastest, each at its best K. ~ cannot be told apart from it. Against it: speed-up over its speed-up, drawn "
-        "over prompts, of both together where they are the same. Intervals: 95%. acc: the first task that has one."
+        "* fastest, each at its best K, with the speed-up of a K chosen on other prompts. ~ cannot be told apart from "
+        "the fastest draft. Against it: speed-up over its speed-up, drawn over prompts, of both together where they "
+        "are the same. Intervals: 95%. acc: the first task that has one."
     )
     return table
+
+
+def undrafted(c: Candidate) -> float:
+    """Tokens per second without a draft, in the run that measured c."""
+    return c.score.output_tps(0) if c.score else c.tokens_per_second / c.speedup.value
 
 
 def as_dict(place: Place) -> dict[str, Any]:
@@ -254,6 +239,7 @@ def as_dict(place: Place) -> dict[str, Any]:
         "draft": c.name, "target": c.target, "measured": c.score is not None, "k": c.k,
         "mean_acceptance_length": c.score.acceptance(c.k).mean_acceptance_length if c.score else c.length,
         "tokens_per_target_pass": c.length, "tokens_per_second": c.tokens_per_second,
+        "plain_tokens_per_second": undrafted(c),
         "speedup": c.speedup.model_dump(), "identical": not c.changed,
         "against_fastest": place.behind and place.behind.model_dump(), "same_prompts": place.paired,
         "told_apart": place.told_apart,
@@ -317,13 +303,8 @@ def _ratio(value: Interval) -> str:
     return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})" if value.n > 1 else f"{value.value:.2f}"
 
 
-def _rows(score: Score) -> list[tuple[Timed, Timed]]:
-    """With the draft and without, by prompt."""
-    return list(zip(per_prompt(score.speculative[score.best_k]), per_prompt(score.plain), strict=True))
-
-
-def _gain(rows: Sequence[tuple[Timed, Timed]]) -> float:
-    return rate([fast for fast, _ in rows]) / rate([slow for _, slow in rows])
+def _arm(score: Score) -> Arm:
+    return score.arm(score.speculative)
 
 
 def _paired(a: TaskResult, b: TaskResult) -> Paired:
@@ -341,18 +322,25 @@ def _paired(a: TaskResult, b: TaskResult) -> Paired:
     )
 
 
-def _part(score: Score, prompts: list[int]) -> tuple[Score, dict[str, Any]]:
-    """The score over some prompts, and what the best K does there."""
+def _part(score: Score, prompts: list[int]) -> dict[str, Any]:
+    """What the best K does for some prompts."""
     k, part = score.best_k, score.part(prompts)
-    length = None if score.served else part.acceptance(k).mean_acceptance_length
-    facts = {
+    timed, steps = part.output_tps(0) > 0 and part.output_tps(k) > 0, bool(part.generations(k))
+    return {
         "k": k,
-        "mean_acceptance_length": length,
-        "tokens_per_target_pass": None if score.served else part.tokens_per_pass(k),
-        "output_tps": part.output_tps(k),
-        "speedup": part.speedup_value(k),
+        "mean_acceptance_length": part.acceptance(k).mean_acceptance_length if steps else None,
+        "tokens_per_target_pass": part.tokens_per_pass(k) if steps else None,
+        "output_tps": part.output_tps(k) if timed else None,
+        "speedup": part.speedup_value(k) if timed else None,
     }
-    return part, facts
+
+
+def _category_cells(row: dict[str, Any]) -> list[str]:
+    length = "–" if row["tokens_per_target_pass"] is None else f"{row['tokens_per_target_pass']:.2f}"
+    if row["speedup"] is None:
+        return [length, "–", "–"]
+    spread = f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["prompts"] > 1 else ""
+    return [length, f"{row['output_tps']:.4g}", f"{row['speedup']:.2f}x{spread}"]
 
 
 def _task_words(test: Paired, name: str, other: str) -> str:

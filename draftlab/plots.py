@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from draftlab.errors import UserError
-from draftlab.record import Interval, Model, Score, TaskResult
+from draftlab.estimate import Interval
+from draftlab.record import Model, Score, TaskResult
 from draftlab.shape import Shape
 
 # Okabe and Ito (2008) without black and yellow, each lost on one of the two backgrounds; then wine and olive.
@@ -39,12 +40,9 @@ class Entry:
     score: Score
     rank: int  # 0 is the fastest
     k: int
-    gains: dict[int, Interval]  # speed-up by K; only the best K where no other is shown
+    gain: Interval  # speed-up of a K chosen on other prompts
+    gains: dict[int, Interval]  # by K; {} where they are not shown
     accuracy: TaskResult | None
-
-    @property
-    def gain(self) -> Interval:
-        return self.gains[self.k]
 
     @property
     def length(self) -> float:

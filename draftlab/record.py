@@ -5,20 +5,20 @@ before it; K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, less only whe
 """
 
 import math
-import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from draftlab import estimate
 from draftlab.errors import UserError
+from draftlab.estimate import Arm, Interval, Timed
 from draftlab.shape import Shape, validation_text
 
-BOOTSTRAP_SAMPLES = 2000
+STALLED = 1.5  # one repeat of a prompt over another: the machine did something else
+LOADED = 0.5  # of the cores, busy with other work
 
-Timed = tuple[int, float]  # tokens and the seconds that they took
-Item = TypeVar("Item")
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
@@ -109,15 +109,6 @@ class Acceptance(_Frozen):
     n_truncated_steps: int | float | None  # cut by EOS or the length limit; None: a server does not say
 
 
-class Interval(_Frozen):
-    """A ratio with its 95 % bootstrap interval over prompts."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-
 class Latency(_Frozen):
     """Time of one forward pass in milliseconds: median, quartiles, how many."""
 
@@ -166,6 +157,10 @@ class Environment(_Frozen):
     busy_cores: float  # by other work
     governor: str | None  # of CPU frequencies
     driver: str | None  # of NVIDIA's devices
+
+    @property
+    def loaded(self) -> bool:
+        return self.busy_cores > LOADED * self.cores
 
 
 class Conditions(_Frozen):
@@ -228,6 +223,8 @@ class Score(_Frozen):
         prompts = sorted(g.prompt for g in self.plain)
         if any(sorted(g.prompt for g in runs) != prompts for runs in self.speculative.values()):
             raise ValueError("plain and speculative decoding hold different prompts")
+        if not all(any(g.timed[0] for g in runs) for runs in (self.plain, *self.speculative.values())):
+            raise ValueError("no text goes on behind its first token: nothing was timed")
         if self.served and set(self.counters) != set(self.speculative):
             raise ValueError("what a server decoded comes with its counters, for every K")
         return self
@@ -255,9 +252,26 @@ class Score(_Frozen):
         steps = [drafted for g in self.generations(k) for drafted in g.drafted]
         return steps.count(0) / len(steps) if steps else 0.0
 
+    def arm(self, ks: Collection[int]) -> Arm:
+        """What prompts took at each of ks, and without a draft."""
+        return [per_prompt(self.speculative[k]) for k in ks], per_prompt(self.plain)
+
     def speedup(self, k: int) -> Interval:
-        """Tokens per second, speculative over plain: ratio of sums, prefill left out of both unless servers decoded."""
-        return bootstrap_speedup(self.speculative[k], self.plain)
+        """Tokens per second, speculative over plain: ratio of sums over prompts, each at its typical repeat; the
+        prefill is left out of both unless servers decoded."""
+        return estimate.speedup(self.arm([k]))
+
+    @property
+    def gain(self) -> Interval:
+        """The speed-up of a K that was chosen on other prompts than those it is timed on: what best_k can promise."""
+        return estimate.speedup(self.arm(self.speculative))
+
+    @property
+    def stalls(self) -> tuple[int, float]:
+        """Prompts of which one repeat took over STALLED times as long as another, in some way; and the worst ratio."""
+        arms = [repeats(runs) for runs in (self.plain, *self.speculative.values())]
+        worst = [max(map(estimate.spread, ways)) for ways in zip(*arms, strict=True)]
+        return sum(one > STALLED for one in worst), max(worst)
 
     def part(self, prompts: Collection[int]) -> "Score":
         """The same score over some of its prompts. Counters of servers are of all prompts together and are left out."""
@@ -281,23 +295,25 @@ class Score(_Frozen):
         return max(self.speculative, key=lambda k: self.speedup_value(k))
 
     def speedup_value(self, k: int) -> float:
-        return _tps(self.speculative[k]) / _tps(self.plain)
+        return self.output_tps(k) / self.output_tps(0)
 
     def output_tps(self, k: int) -> float:
         """Tokens per second after the prefill, or with it where servers decoded; K = 0 is plain decoding."""
-        return _tps(self.speculative[k] if k else self.plain)
+        return estimate.rate(per_prompt(self.speculative[k] if k else self.plain))
 
     def time_split(self, k: int) -> dict[str, float]:
         """Shares of decode time: drafting, verifying, host (accepting, sampling, bookkeeping); {} where unknown."""
         runs = [g for g in (self.speculative[k] if k else self.plain) if isinstance(g, Generation)]
-        if not runs:
-            return {}
         total = sum(g.decode_seconds for g in runs)
-        return {
-            "draft": sum(g.draft_seconds for g in runs) / total,
-            "verify": sum(g.verify_seconds for g in runs) / total,
-            "host": sum(g.host_seconds for g in runs) / total,
-        }
+        return (
+            {}
+            if not total
+            else {
+                "draft": sum(g.draft_seconds for g in runs) / total,
+                "verify": sum(g.verify_seconds for g in runs) / total,
+                "host": sum(g.host_seconds for g in runs) / total,
+            }
+        )
 
     @property
     def draft_step_ms(self) -> float | None:
@@ -317,7 +333,7 @@ class Score(_Frozen):
     def verdict(self) -> str:
         """One sentence: what it gains, and what holds it back most."""
         k = self.best_k
-        speedup, length = self.speedup(k), self.tokens_per_pass(k)
+        speedup, length = self.gain, self.tokens_per_pass(k)
         spread = f"{speedup.low:.2f} to {speedup.high:.2f}" if speedup.n > 1 else "n = 1"
         gain = (
             f"K = {k} gives {speedup.value:.2f}x ({spread}): {length:.2f} tokens per target pass, "
@@ -383,29 +399,6 @@ def summary(
     )
 
 
-def bootstrap_speedup(fast: Sequence[Decoded], slow: Sequence[Decoded]) -> Interval:
-    """Tokens per second of fast over slow; the 95 % interval draws prompts anew, both arms together."""
-    pairs = list(zip(per_prompt(fast), per_prompt(slow), strict=True))
-
-    def ratio(chosen: Sequence[tuple[Timed, Timed]]) -> float:
-        return rate([f for f, _ in chosen]) / rate([s for _, s in chosen])
-
-    return bootstrap(pairs, ratio)
-
-
-def bootstrap(items: Sequence[Item], of: Callable[[Sequence[Item]], float]) -> Interval:
-    """of all items, with the 95 % interval of drawing as many anew, seeded."""
-    rng = random.Random(0)
-    values = sorted(of(rng.choices(items, k=len(items))) for _ in range(BOOTSTRAP_SAMPLES))
-    low, high = values[int(0.025 * len(values))], values[int(0.975 * len(values)) - 1]
-    return Interval(value=of(items), low=low, high=high, n=len(items))
-
-
-def rate(timed: Sequence[Timed]) -> float:
-    """Tokens per second, sums over sums."""
-    return sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed)
-
-
 def read_json(kind: type[Kind], path: Path, name: str, hint: str = "") -> Kind:
     """A file of one kind, from its path or the directory that holds it by name. hint: for when there is none.
 
@@ -426,14 +419,14 @@ def read_score(path: Path) -> Score:
     return read_json(Score, path, "score.json")
 
 
-def per_prompt(decoded: Sequence[Decoded]) -> list[Timed]:
-    """Tokens and seconds that count, summed over repeats, in the order of the prompts."""
-    sums: dict[int, Timed] = {}
+def repeats(decoded: Sequence[Decoded]) -> list[list[Timed]]:
+    """Tokens and seconds of every repeat, in the order of the prompts."""
+    found: dict[int, list[Timed]] = {}
     for g in decoded:
-        (tokens, seconds), (before, spent) = g.timed, sums.get(g.prompt, (0, 0.0))
-        sums[g.prompt] = tokens + before, seconds + spent
-    return [sums[prompt] for prompt in sorted(sums)]
+        found.setdefault(g.prompt, []).append(g.timed)
+    return [found[prompt] for prompt in sorted(found)]
 
 
-def _tps(decoded: Sequence[Decoded]) -> float:
-    return rate([g.timed for g in decoded])
+def per_prompt(decoded: Sequence[Decoded]) -> list[Timed]:
+    """Tokens and seconds of each prompt's typical repeat."""
+    return [estimate.typical(one) for one in repeats(decoded)]

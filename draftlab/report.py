@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -11,14 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from draftlab import plots
+from draftlab.cautions import cautions
 from draftlab.errors import UserError
+from draftlab.estimate import Interval
 from draftlab.plots import Entry
-from draftlab.record import Interval, Latency, Model, Score, TaskResult
+from draftlab.record import Latency, Model, Score, TaskResult
 from draftlab.shape import Shape, count_text
-
-FEW_PROMPTS = 8
-LOOPING_4GRAMS = 0.5
-MUCH = 0.1  # of the steps
 
 BOARD_HEADS = (
     "draft",
@@ -67,7 +66,8 @@ def score_table(scores: list[Score]) -> Table:
     decoding = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
     table.caption = Text(
         f"* fastest, each at its best K, {decoding}. c: one draft pass over one target pass. plain: tok/s without a "
-        f"draft. Speed-up: 95% bootstrap interval over prompts, n = {_span([e.gain.n for e in entries])}. KV bytes: "
+        f"draft. Speed-up: of a K chosen on other prompts, 95% bootstrap interval over prompts, "
+        f"n = {_span([e.gain.n for e in entries])}. KV bytes: "
         "per token." + (f" acc: {task}." if task else "")
     )
     return table
@@ -160,77 +160,21 @@ def json_rows(scores: list[Score]) -> list[dict[str, Any]]:
     return [_json_row(entry, k) for entry in entries for k in entry.gains]
 
 
-def cautions(scores: list[Score]) -> list[str]:
-    """What a reader must know before trusting the numbers, each naming its drafts."""
-    whose: dict[str, list[str]] = {}
-    for score in scores:
-        for text in _cautions_of(score):
-            whose.setdefault(text, []).append(score.name)
-    every = len(scores) if len(scores) > 1 else 0
-    found = [f"{'all drafts' if len(names) == every else ', '.join(names)}: {text}" for text, names in whose.items()]
-    facts = [s.conditions.model_dump() | {"target": s.target.sha256} for s in scores]
-    differing = [name.replace("_", " ") for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)]
-    if differing:
-        found.append(f"the drafts were measured with different {', '.join(differing)}: their speed-ups do not compare")
-    return found
-
-
-def _cautions_of(score: Score) -> list[str]:
-    k, prompts = score.best_k, score.conditions.prompts
-    cut, steps = score.acceptance(k).n_truncated_steps, score.acceptance(k).num_spec_steps
-    found = []
-    if score.identical is False and score.conditions.dtype != "float32":
-        found.append(
-            f"its output differs from the target's own; {score.conditions.dtype} rounds ties either way, a fault does "
-            "the same: float32 tells"
-        )
-    elif score.identical is False:
-        found.append("its output differs from the target's own, so decoding was not lossless and no speed-up counts")
-    for task, metric, alone, drafted in _differing_tasks(score):
-        found.append(f"the target scores {drafted:.3f} with it on {task}, {metric}, {alone:.3f} alone: not lossless")
-    if score.distinct_4grams < LOOPING_4GRAMS:
-        share = f"{score.distinct_4grams:.0%}"
-        found.append(f"only {share} of the output's 4-grams are distinct; a repetition loop flatters every draft")
-    if prompts < FEW_PROMPTS:
-        found.append(f"number of prompts: {prompts}; below {FEW_PROMPTS} the interval means little")
-    for model in (score.target, score.draft):
-        if model.hosted:
-            found.append(f"transformers ran {model.name}, whose architecture the engine does not know: not its speed")
-    if score.conditions.lossy:
-        found.append(f"LOSSY: rule {score.conditions.rule} changes what is written; no speed-up counts as the target's")
-    if score.served:
-        found.append("servers decoded it: times are whole requests, prefill and transport included")
-    if score.undrafted(k) > MUCH:
-        found.append(f"{score.undrafted(k):.0%} of target passes at K = {k} had no draft; the rate is of the others")
-    if cut is not None and cut > MUCH * steps:
-        found.append(
-            f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
-            "what was cut; let each prompt generate more"
-        )
-    return found
-
-
-def _differing_tasks(score: Score) -> list[tuple[str, str, float, float]]:
-    """Generation tasks that the target scores otherwise with the draft: task, metric, alone, with it."""
-    alone = {(r.task, r.metric): r.value for r in score.target.tasks}
-    pairs = [(r.task, r.metric, alone.get((r.task, r.metric)), r.value) for r in score.assisted]
-    return [(task, metric, a, b) for task, metric, a, b in pairs if a is not None and a != b]
-
-
 def _rank(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
     """Fastest first, but a draft that changed the output, or whose rule may, behind every draft that did not."""
     if not scores:
         raise UserError("no scores to report; make one with draftlab score")
     task = _accuracy_task(scores)
-    ordered = sorted(scores, key=lambda s: (not s.changed, s.speedup_value(s.best_k)), reverse=True)
-    return [_entry(score, rank, task, every_k) for rank, score in enumerate(ordered)]
+    entries = [_entry(score, 0, task, every_k) for score in scores]
+    ordered = sorted(entries, key=lambda e: (not e.score.changed, e.gain.value), reverse=True)
+    return [replace(entry, rank=rank) for rank, entry in enumerate(ordered)]
 
 
 def _entry(score: Score, rank: int, task: str | None, every_k: bool) -> Entry:
     """Takes the speed-ups once: the bootstrap is not free."""
-    ks = sorted(score.speculative) if every_k else [score.best_k]
-    gains = {k: score.speedup(k) for k in ks}
-    return Entry(score=score, rank=rank, k=score.best_k, gains=gains, accuracy=_accuracy(score.draft, task))
+    gains = {k: score.speedup(k) for k in sorted(score.speculative)} if every_k else {}
+    accuracy = _accuracy(score.draft, task)
+    return Entry(score=score, rank=rank, k=score.best_k, gain=score.gain, gains=gains, accuracy=accuracy)
 
 
 def _accuracy_task(scores: Sequence[Score]) -> str | None:
@@ -342,6 +286,9 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "speedup_low": gain.low,
         "speedup_high": gain.high,
         "speedup_n": gain.n,
+        "best_k_speedup": entry.gain.value,
+        "best_k_speedup_low": entry.gain.low,
+        "best_k_speedup_high": entry.gain.high,
         "output_tps": score.output_tps(k),
         "plain_output_tps": score.output_tps(0),
         "break_even_length": score.break_even_length(k),

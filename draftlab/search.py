@@ -10,8 +10,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from draftlab.errors import UserError
+from draftlab.estimate import Interval
 from draftlab.family import shape_name
-from draftlab.record import Interval, read_json
+from draftlab.record import read_json
 from draftlab.shape import Shape
 
 FILE = "search.json"
@@ -63,6 +64,7 @@ class Confirmed(_File):
     length: float
     tokens_per_second: float
     gain: Interval
+    against_fastest: Interval | None = None  # its gain over that of the first
     changed: bool = False
 
 
@@ -111,7 +113,7 @@ class Search(_File):
             theirs = predicted[other.name]
             lines.append(
                 f"{other.name}{' (given)' if other.name in self.given else ''}: "
-                f"{other.tokens_per_second / winner.tokens_per_second - 1:+.1%}. {_difference(mine, theirs)}"
+                f"{_against(other)}. {_difference(mine, theirs)}"
             )
         if changed := [one.name for one in self.confirmed if one.changed]:
             lines.append(f"Not the target's own texts, so that no speed-up counts: {', '.join(changed)}.")
@@ -174,6 +176,14 @@ def _difference(mine: Trial, theirs: Trial) -> str:
         f"{abs(length):.2f} tokens {'more' if length > 0 else 'fewer'} per target pass "
         f"({theirs.length:.2f} at K = {theirs.k}, against {mine.length:.2f} at K = {mine.k})."
     )
+
+
+def _against(other: Confirmed) -> str:
+    gain = other.against_fastest
+    if gain is None:
+        return _spread(other.gain)
+    apart = "" if gain.high < 1 else ", cannot be told apart"
+    return f"{gain.value - 1:+.1%} ({gain.low - 1:+.1%} to {gain.high - 1:+.1%}){apart}"
 
 
 def _spread(gain: Interval) -> str:

@@ -9,11 +9,11 @@ from conftest import build
 from test_report import ACC, change, model, score
 
 from draftlab import llama
+from draftlab.cautions import cautions
 from draftlab.checkpoint import load_tokenizer
 from draftlab.engine.generate import ModelDrafter
 from draftlab.errors import UserError
 from draftlab.record import TaskResult
-from draftlab.report import cautions
 from draftlab.score.accuracy import evaluate_tasks, generation_tasks
 from draftlab.score.assisted import writer
 

@@ -9,10 +9,23 @@ from scipy.stats import binomtest
 from test_report import PROMPTS, UNEVEN, change, conditioned, model, plain, rendered, score, speculative
 from typer.testing import CliRunner
 
+from draftlab.cautions import cautions
 from draftlab.cli import app
-from draftlab.compare import as_dict, comparison, mcnemar, over, paired_tests, rank, read_candidates, words
+from draftlab.compare import (
+    as_dict,
+    category_rows,
+    category_table,
+    comparison,
+    mcnemar,
+    over,
+    paired_tests,
+    prompt_rows,
+    rank,
+    read_candidates,
+    words,
+)
 from draftlab.errors import UserError
-from draftlab.record import Counters, Prompt, Score, Served, TaskResult
+from draftlab.record import Counters, Environment, Generation, Prompt, Score, Served, TaskResult
 from draftlab.report import html, json_rows
 
 
@@ -160,3 +173,52 @@ def test_a_served_score_stands_beside_a_local_one(tmp_path):
     alone = change(served, target=change(served.target, latency=[]))
     assert "Latency against depth" not in html([alone], "")
     assert json_rows([served])[0]["draft_share"] is None
+
+
+def test_a_slow_down_is_not_praised(tmp_path):
+    """Plain decoding takes 0.3 to 1 s: half as much again with the draft, and as much with another."""
+    plain_seconds = [0.3 + 0.1 * i for i in range(PROMPTS)]
+    slow = at("slow", [1.5 * s for s in plain_seconds])
+    even = at("even", [s * (0.8, 1.3)[i % 2] for i, s in enumerate(plain_seconds)])
+    places = rank(read_candidates(kept(tmp_path, slow)))
+    assert words(places) == [
+        "No draft is fastest: even slow, the best of them, has 0.67 (0.67 to 0.67) of its speed at K = 4 (measured)."
+    ]
+    table = rendered(comparison(places), 100)
+    assert table.index("* no draft") < table.index("slow")
+    both = rank(read_candidates(kept(tmp_path / "o", slow, even)))
+    assert words(both)[0].startswith("No draft here is clearly faster than none: even comes nearest")
+
+
+def test_no_draft_has_its_place(tmp_path):
+    places = rank(read_candidates(kept(tmp_path, at("fast", [0.2] * PROMPTS), at("slow", [2.0] * PROMPTS))))
+    table = rendered(comparison(places), 100)
+    assert table.index("* fast") < table.index("no draft") < table.index("slow")
+    assert as_dict(places[0])["plain_tokens_per_second"] == pytest.approx(places[0].candidate.score.output_tps(0))
+
+
+def test_a_kind_of_prompt_that_is_answered_with_its_end_has_no_speed(tmp_path):
+    base = at("draft", [0.2] * PROMPTS)
+    kinds = [Prompt(tokens=9, category="a" if i else "b") for i in range(PROMPTS)]
+    ended = Generation(
+        prompt=0, tokens=1, drafted=[], accepted=[], emitted=[], prefill_seconds=0.1, draft_seconds=0,
+        verify_seconds=0, host_seconds=0,
+    )  # fmt: skip
+    one = change(
+        base, prompts=kinds, plain=[ended, *base.plain[1:]], speculative={4: [ended, *base.speculative[4][1:]]}
+    )
+    assert category_rows(one)[1]["speedup"] is None
+    assert category_rows(one)[0]["speedup"] is not None
+    assert prompt_rows(one)[0]["output_tps"] is None
+    assert "–" in rendered(category_table(one), 80)
+    assert any("1 of 8 prompts were answered with one token" in text for text in cautions([one]))
+
+
+def test_stalls_and_a_busy_machine_are_said_on_the_page():
+    base = at("draft", [0.2] * PROMPTS)
+    assert not [text for text in cautions([base]) if "busy" in text]
+    again = [plain(g.prompt, (8 if g.prompt == 2 else 1) * g.decode_seconds) for g in base.plain]
+    said = cautions([change(base, plain=[*base.plain, *again])])
+    assert any("1 of 8 prompts took over 1.5 times as long in one repeat as in another, up to 8.0" in t for t in said)
+    busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
+    assert any("other work kept 1.5 of 2 cores busy" in t for t in cautions([change(base, environment=busy)]))

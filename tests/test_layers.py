@@ -12,11 +12,12 @@ import draftlab
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
     ["errors"],
-    ["shape", "layouts"],
+    ["shape", "layouts", "estimate"],
     ["family", "record", "provenance"],
     ["cost"],
     ["law", "search"],
     ["console", "plots", "dialect", "serve"],
+    ["cautions"],
     ["report"],
     ["compare"],
     ["hub"],
@@ -40,6 +41,8 @@ NO_TORCH = [
     "layouts",
     "family",
     "record",
+    "estimate",
+    "cautions",
     "provenance",
     "console",
     "plots",

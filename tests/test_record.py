@@ -1,11 +1,15 @@
 """Statistics of a score equal hand calculations, and contradictions in its measurements are refused."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_report import score
 
+from draftlab import estimate
 from draftlab.errors import UserError
-from draftlab.record import Generation, Score, acceptance, bootstrap_speedup, read_score
+from draftlab.record import Generation, Score, acceptance, per_prompt, read_score
 
 
 def generation(prompt=0, drafted=(), accepted=(), emitted=None, seconds=1.0) -> Generation:
@@ -21,6 +25,10 @@ def generation(prompt=0, drafted=(), accepted=(), emitted=None, seconds=1.0) -> 
         verify_seconds=0.5 * seconds,
         host_seconds=0.25 * seconds,
     )
+
+
+def speedup(fast: list[Generation], slow: list[Generation]) -> estimate.Interval:
+    return estimate.speedup(([per_prompt(fast)], per_prompt(slow)))
 
 
 def test_acceptance_of_a_hand_counted_run():
@@ -66,18 +74,72 @@ def test_speed_up_is_a_ratio_of_sums_without_the_prefill():
     """Plain: 4 + 8 tokens after the first in 1 + 3 seconds. Fast: the same tokens in 1 + 1 seconds."""
     slow = [generation(0, [0] * 4, [0] * 4, seconds=1), generation(1, [0] * 8, [0] * 8, seconds=3)]
     fast = [generation(0, [3], [3], seconds=1), generation(1, [3, 3], [3, 3], seconds=1)]
-    interval = bootstrap_speedup(fast, slow)
+    interval = speedup(fast, slow)
     assert interval.value == pytest.approx((12 / 2) / (12 / 4))
     assert interval.low == pytest.approx(1.0)  # both draws are the first prompt
     assert interval.high == pytest.approx(3.0)
     assert interval.n == 2
 
 
+def test_a_speed_up_is_that_of_a_k_chosen_on_other_prompts():
+    """Two prompts of 10 s without a draft: K = 2 is faster on the second, so the first counts with its 8 s, and the
+    second with the 9 s of K = 1; either K alone takes 13 s for both."""
+    slow = [(10, 10.0)] * 2
+    arms = [[(10, 4.0), (10, 9.0)], [(10, 8.0), (10, 5.0)]]
+    assert estimate.speedup((arms, slow)).value == pytest.approx(20 / 17)
+    assert estimate.speedup((arms[:1], slow)).value == pytest.approx(20 / 13)
+
+
+def test_noise_alone_makes_no_speed_up():
+    """Six K that cost what no draft costs: the fastest on the prompts themselves seems a tenth faster."""
+    found, itself = [], []
+    for seed in range(12):
+        rng = random.Random(seed)
+        slow = [(10, 10.0)] * 12
+        arms = [[(10, rng.uniform(6, 14)) for _ in slow] for _ in range(6)]
+        found.append(estimate.speedup((arms, slow)))
+        itself.append(max(estimate.rate(arm) / estimate.rate(slow) for arm in arms))
+    assert sum(itself) / 12 > 1.08
+    assert sum(one.value for one in found) / 12 == pytest.approx(1, abs=0.04)
+    assert sum(one.low < 1 < one.high for one in found) >= 11
+
+
+def test_a_k_that_is_faster_everywhere_keeps_its_speed_up():
+    slow = [(10, 10.0 + i) for i in range(8)]
+    arms = [[(10, (10 + i) / 2) for i in range(8)], [(10, 10.0 + i) for i in range(8)]]
+    found = estimate.speedup((arms, slow))
+    assert (found.value, found.low, found.high) == pytest.approx((2, 2, 2))
+
+
+def test_a_prompt_that_is_answered_with_its_end_says_nothing_about_speed():
+    """And draws that hold no other prompt are left out."""
+    slow = [generation(0, [0] * 4, [0] * 4, seconds=2), generation(1, seconds=0)]
+    fast = [generation(0, [3], [3], seconds=1), generation(1, seconds=0)]
+    found = speedup(fast, slow)
+    assert (found.value, found.low, found.high, found.n) == (2, 2, 2, 1)
+
+
+def test_a_score_without_a_timed_token_is_refused():
+    base = score().model_dump()
+    ended = [generation(0, seconds=0).model_dump()]
+    with pytest.raises(ValueError, match="nothing was timed"):
+        Score.model_validate(base | {"plain": ended, "speculative": {1: ended}})
+
+
+def test_a_stall_in_one_repeat_is_not_the_drafts():
+    """Two of three plain repeats took 4 s, one 40 s; the reviewer's demo made a speed-up of such."""
+    slow = [generation(0, [0] * 4, [0] * 4, seconds=s) for s in (4, 40, 4)]
+    fast = [generation(0, [3], [3], seconds=2)] * 3
+    assert speedup(fast, slow).value == pytest.approx(2)
+    assert speedup(fast[:2], slow[:2]).value == pytest.approx(2)
+    assert estimate.spread([g.timed for g in slow]) == pytest.approx(10)
+
+
 def test_an_interval_narrows_with_prompts():
     def width(n: int) -> float:
         slow = [generation(i, [0] * 4, [0] * 4, seconds=4) for i in range(n)]
         fast = [generation(i, [3], [i % 4]) for i in range(n)]
-        found = bootstrap_speedup(fast, slow)
+        found = speedup(fast, slow)
         return found.high - found.low
 
     assert width(64) < 0.5 * width(8)

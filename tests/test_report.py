@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from draftlab.cautions import cautions
 from draftlab.errors import UserError
 from draftlab.record import Conditions, Generation, Latency, Model, Score, TaskResult
-from draftlab.report import cautions, html, json_rows, k_table, markdown, score_table
+from draftlab.report import html, json_rows, k_table, markdown, score_table
 from draftlab.shape import Shape
 
 PROMPTS = 8

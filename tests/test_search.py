@@ -12,8 +12,9 @@ from draftlab import workspace
 from draftlab.cli import app
 from draftlab.commands.search import _shapes
 from draftlab.errors import UserError
+from draftlab.estimate import Interval
 from draftlab.family import presets, shape_name, widths_folder
-from draftlab.record import Interval, read_score
+from draftlab.record import read_score
 from draftlab.search import (
     DEAREST,
     Confirmed,
@@ -111,16 +112,18 @@ def test_the_choice_is_explained_by_pass_and_acceptance():
     slower = trial("b", 110).model_copy(update={"draft_ms": 1.5, "length": 2.25})
     rung = found.rungs[0].model_copy(update={"trials": [trial("a", 120), slower]})
     gain = Interval(value=1.2, low=1.1, high=1.3, n=8)
+    behind = Interval(value=1 / 1.1, low=0.8, high=1.05, n=8)
     confirmed = [
-        Confirmed(name=name, k=2, length=2.0, tokens_per_second=rate, gain=gain)
-        for name, rate in (("a", 121), ("b", 110))
+        Confirmed(name=name, k=2, length=2.0, tokens_per_second=rate, gain=gain, against_fastest=against)
+        for name, rate, against in (("a", 121, None), ("b", 110, behind))
     ]
     text = found.model_copy(update={"rungs": [rung], "confirmed": confirmed}).explain()
     assert text[0] == (
         "a with K = 2: 121 tokens/s measured, 1.20x (1.10 to 1.30) without a draft (predicted 1.20x at K = 2)."
     )
     assert text[1].startswith(
-        "b (given): -9.1%. By prediction its passes take 50% longer, and it gets 0.25 tokens more"
+        "b (given): -9.1% (-20.0% to +5.0%), cannot be told apart. By prediction its passes take 50% longer, and it "
+        "gets 0.25 tokens more"
     )
 
 
@@ -197,7 +200,8 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     assert result.exit_code == 0, result.output
     found = read_search(space / "found")
     assert {one.name for one in found.confirmed} >= {"tiny-3x256"}
-    assert found.confirmed == sorted(found.confirmed, key=lambda one: -one.tokens_per_second)
+    assert found.confirmed == sorted(found.confirmed, key=lambda one: (one.changed, -one.gain.value))
+    assert [one.against_fastest is None for one in found.confirmed] == [i == 0 for i in range(len(found.confirmed))]
     assert json.loads(result.stdout)["confirmed"][0]["name"] == found.winner.name
     assert (space / "found" / "draft" / "config.json").exists()
     assert {read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")} == {"compiled"}

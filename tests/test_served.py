@@ -77,7 +77,8 @@ def test_a_draft_that_is_the_target_is_accepted_whole_by_the_counters(space, sta
     found = read_score(space / "runs/score-served")
     assert [p.category for p in found.prompts] == ["code", "chat"]
     assert all(g.timed == (NEW, g.seconds) for g in (*found.plain, *found.speculative[K]) if isinstance(g, Served))
-    times = [sum(g.timed[1] for g in runs) for runs in (found.plain, found.speculative[K])]
+    runs = (found.plain, found.speculative[K])  # of two repeats the faster one counts
+    times = [sum(min(g.timed[1] for g in of if g.prompt == prompt) for prompt in (0, 1)) for of in runs]
     assert row["speedup"] == pytest.approx(times[0] / times[1])
     assert found.generations(K) == []
     record = provenance.read_record(space / "runs/score-served")

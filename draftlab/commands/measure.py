@@ -215,14 +215,15 @@ def _described(directory: Path) -> str:
 def _scored(
     scores: "list[Score]", out: Path, min_speedup: float | None, min_acceptance_length: float | None
 ) -> Outcome:
+    from draftlab.cautions import cautions
     from draftlab.compare import category_rows, category_table, measured, prompt_rows, rank, words
-    from draftlab.report import cautions, json_rows, score_table
+    from draftlab.report import json_rows, score_table
 
     bars = min_speedup, min_acceptance_length
     missed = []
     for s in scores:
         longest = max(s.acceptance(k).mean_acceptance_length for k in s.speculative)
-        missed += _missed(s.name, s.changed, s.speedup_value(s.best_k), longest, *bars)
+        missed += _missed(s.name, s.changed, s.gain.value, longest, *bars)
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
     warnings = [f"warning: {text}" for text in cautions(scores)]
     several = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
@@ -311,7 +312,7 @@ def compare(
 ) -> Outcome:
     """Rank drafts by scores or predictions, and say which cannot be told apart."""
     from draftlab import compare as comparing
-    from draftlab.report import cautions
+    from draftlab.cautions import cautions
 
     places = comparing.rank(comparing.read_candidates(scores or [workspace.load().runs]))
     best = places[0].candidate

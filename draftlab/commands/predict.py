@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from draftlab.cost import Cost, Point, Profile
-    from draftlab.record import Interval, Latency
+    from draftlab.estimate import Interval
+    from draftlab.record import Latency
     from draftlab.score.predict import Prediction, Workload
 
 ASSUMED_PROMPT = 128

@@ -232,6 +232,7 @@ class Work:
 
     def confirm(self, found: Search) -> Search:
         """The leaders measured beside each other, the fastest first."""
+        from draftlab.compare import measured, rank
         from draftlab.record import read_score
 
         last = found.rungs[-1]
@@ -242,19 +243,15 @@ class Work:
             prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, repeats=1, tasks="none",
             seed=self.seed + 1, **self.running,
         )  # fmt: skip
-        results = [read_score(made / name) for name in last.names]
-        confirmed = [
+        places = rank([measured(read_score(made / name)) for name in last.names])
+        fastest = [
             Confirmed(
-                name=result.name,
-                k=result.best_k,
-                length=result.acceptance(result.best_k).mean_acceptance_length,
-                tokens_per_second=result.output_tps(result.best_k),
-                gain=result.speedup(result.best_k),
-                changed=result.changed,
+                name=place.candidate.name, k=place.candidate.k, length=place.candidate.length,
+                tokens_per_second=place.candidate.tokens_per_second, gain=place.candidate.speedup,
+                against_fastest=place.behind, changed=place.candidate.changed,
             )
-            for result in results
-        ]
-        fastest = sorted(confirmed, key=lambda one: (one.changed, -one.tokens_per_second))
+            for place in places
+        ]  # fmt: skip
         spent = found.spent_seconds + time.time() - self.began
         return found.model_copy(update={"confirmed": fastest, "spent_seconds": spent})
 

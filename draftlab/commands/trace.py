@@ -26,7 +26,7 @@ from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
 
 if TYPE_CHECKING:
-    from draftlab.record import Interval
+    from draftlab.estimate import Interval
     from draftlab.score.replay import Drafting, Replay, Row
     from draftlab.score.trace import Manifest
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftlab.record import Acceptance, Interval, summary
+from draftlab.estimate import Interval
+from draftlab.record import Acceptance, summary
 
 ROWS = 1024  # texts walked at once: what is worked on stays in the processor's cache
 DRAWN = 50  # bootstrap samples at once

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from draftlab.cautions import cautions
 from draftlab.record import Score
-from draftlab.report import cautions
 from draftlab.shape import Shape
 
 
@@ -42,7 +42,7 @@ class Card:
         lines = ["## Measured", ""]
         for score in self.scores:
             k, c = score.best_k, score.conditions
-            speed, took = score.speedup(k), score.acceptance(k)
+            speed, took = score.gain, score.acceptance(k)
             lines += [
                 f"* {score.tokens_per_pass(k):.2f} tokens per target pass, {took.draft_acceptance_rate:.0%} of what "
                 f"is drafted accepted, {speed.value:.2f}x the speed of no draft ({speed.low:.2f} to {speed.high:.2f}) "

@@ -13,7 +13,8 @@ import numpy as np
 from draftlab.cost import Cost, alpha_for, closed_speedup
 from draftlab.engine.replay import Texts, chain, intervals, texts_of, visits
 from draftlab.errors import UserError
-from draftlab.record import Generation, Interval, Score
+from draftlab.estimate import Interval
+from draftlab.record import Generation, Score
 
 if TYPE_CHECKING:  # needs torch
     from draftlab.score.replay import Replay

@@ -20,7 +20,8 @@ from draftlab.engine.forced import Looked, look
 from draftlab.engine.replay import Counts, Texts
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
-from draftlab.record import Acceptance, Interval, read_json
+from draftlab.estimate import Interval
+from draftlab.record import Acceptance, read_json
 from draftlab.score.trace import DEGENERATE, Decoding, Repeats, Stop, Text, Trace, repeats
 from draftlab.tokenizer import common_vocabulary
 

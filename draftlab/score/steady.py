@@ -9,7 +9,6 @@ from pathlib import Path
 from draftlab.console import note
 from draftlab.record import Environment
 
-LOADED = 0.5  # of the cores, busy with other work
 WARM_UPS = (3, 10)  # least and most before anything counts
 ALIKE = 0.1  # two times in a row that differ by less are steady
 
@@ -29,7 +28,7 @@ def environment() -> Environment:
 
 
 def warn_if_loaded(found: Environment) -> None:
-    if found.busy_cores > LOADED * found.cores:
+    if found.loaded:
         note(
             f"other work keeps {found.busy_cores:.1f} of {found.cores} cores busy: times here are worth little, "
             "though ratios of interleaved arms suffer less"

@@ -1,6 +1,12 @@
 """Names of checkpoints to directories: embedded models, folders, the Hugging Face hub; which files count. No torch."""
 
+import functools
 import json
+import shlex
+import ssl
+import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from draftlab.errors import UserError, did_you_mean
@@ -9,6 +15,7 @@ from draftlab.layouts import other_layout
 EMBEDDED = Path(__file__).parent / "models"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]  # configuration and tokenizer
+PATIENCE = 3  # seconds
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:
@@ -34,6 +41,13 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     if str(name).count("/") != 1 or path.is_absolute():
         raise UserError(f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}")
     return _from_hub(str(name), weights)
+
+
+def called(directory: Path) -> str:
+    """Return what a checkpoint's directory is called, which in the hub's cache is not the name of the directory."""
+    if directory.parent.name == "snapshots":
+        return directory.parent.parent.name.rpartition("--")[2]
+    return directory.absolute().name
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
@@ -80,6 +94,48 @@ def read_index(file: Path) -> dict[str, str]:
     return index
 
 
+def check_data(mixture: str) -> str:
+    """Return the mixture. Raises UserError: part of it is on the hub, which cannot be reached."""
+    on_hub = [part.strip().partition("=")[0] for part in mixture.split(",") if part.strip().startswith("hf:")]
+    why = unreachable() if on_hub else None
+    if why:
+        raise UserError(
+            f"data {on_hub[0]!r} is on the hub, which cannot be reached ({why}); "
+            "name text that is here: --data FILE, a folder, or stdlib"
+        )
+    return mixture
+
+
+def unreachable() -> str | None:
+    """Return why the hub cannot be reached; None where it answers. Found out once for each endpoint."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _silence(constants.ENDPOINT)
+
+
+@functools.cache
+def _silence(endpoint: str) -> str | None:
+    outcome: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PATIENCE).close()
+        except urllib.error.HTTPError:
+            outcome.append(None)  # an answer
+        except OSError as error:
+            why = getattr(error, "reason", error)
+            outcome.append(
+                None if isinstance(why, ssl.SSLError) else str(why)
+            )  # the client may know other certificates
+        else:
+            outcome.append(None)
+
+    asking = threading.Thread(target=ask, daemon=True)  # looking a name up knows no time limit
+    asking.start()
+    asking.join(PATIENCE)
+    return outcome[0] if outcome else f"no answer from {endpoint} in {PATIENCE} s"
+
+
 def _refuse_other_layouts(path: Path) -> None:
     layout = other_layout(path)
     if layout is not None:
@@ -92,20 +148,64 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _from_hub(name: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
     repo, _, revision = name.partition("@")
-    try:
-        place = Path(snapshot_download(repo, revision=revision or None, allow_patterns=PLAIN, ignore_patterns=["*/*"]))
-        if weights and not (place / SINGLE).is_file():
-            files = sorted(set(read_index(place / INDEX).values())) if (place / INDEX).is_file() else [SINGLE]
-            place = Path(snapshot_download(repo, revision=revision or None, allow_patterns=files))
+    place = _fetch(repo, revision, PLAIN, ["*/*"])
+    if not (place / "config.json").is_file():
+        raise UserError(f"{name} is no checkpoint: it has no config.json{_other_layout_there(repo, place)}")
+    if not weights or (place / SINGLE).is_file():
         return place
-    except UserError:
-        raise
-    except Exception as error:  # offline, unknown, gated, no disk: the hub client has a class for each
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            f"{name} is no directory here and could not be fetched from the hub ({type(error).__name__}: {reason}); "
-            "for the embedded models run: draftlab init --preset tiny"
-        ) from None
+    files = sorted(set(read_index(place / INDEX).values())) if (place / INDEX).is_file() else [SINGLE]
+    place = _fetch(repo, revision, files)
+    if not all((place / file).is_file() for file in files):
+        raise UserError(f"{name} has no {files[0]}{_other_layout_there(repo, place)}")
+    return place
+
+
+def _fetch(repo: str, revision: str, patterns: list[str], ignored: list[str] | None = None) -> Path:
+    """Return the directory of a hub repository with the files of these patterns in it.
+
+    Raises:
+        UserError: they are neither in the hub's cache here nor to be had.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+
+    name, why = f"{repo}@{revision}" if revision else repo, unreachable()
+    try:
+        place = snapshot_download(
+            repo,
+            revision=revision or None,
+            allow_patterns=patterns,
+            ignore_patterns=ignored,
+            local_files_only=bool(why),
+        )
+        return Path(place)
+    except errors.GatedRepoError:
+        reason = f"its owner gives it to whom asks: do so at {constants.ENDPOINT}/{repo}, then type: hf auth login"
+    except errors.RepositoryNotFoundError:
+        reason = "the hub has no such name, or it is private (then type: hf auth login)"
+    except errors.RevisionNotFoundError:
+        reason = f"it has no revision {revision!r}"
+    except errors.LocalEntryNotFoundError as error:
+        why = why or " ".join(str(error.__cause__ or error).split())[:160]
+        reason = (
+            f"the hub cannot be reached ({why}), and not all of it was fetched before; name a directory, "
+            "or begin with: draftlab init --preset tiny"
+        )
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    raise UserError(f"{name} is no directory here and could not be fetched: {reason}")
+
+
+def _other_layout_there(repo: str, place: Path) -> str:
+    """Return how to import what a hub repository holds instead, as the end of a message; '' where that is nothing."""
+    from huggingface_hub import HfApi
+
+    files = [] if unreachable() else HfApi().list_repo_files(repo, revision=place.name)
+    kinds = [".gguf", "adapter_config.json", "pytorch_model.bin", "pytorch_model.bin.index.json"]
+    other = next((file for kind in kinds for file in files if file.endswith(kind)), None)
+    if other is None:
+        return ""
+    folder = repo.split("/")[1]
+    given = f"{folder}/{other}" if other.endswith(".gguf") else folder
+    fetch = shlex.join(["hf", "download", repo, *([other] if given != folder else []), "--local-dir", folder])
+    return f", but {other}; type: {fetch} && {shlex.join(['draftlab', 'import', given, '--out', f'{folder}-imported'])}"

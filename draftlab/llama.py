@@ -246,7 +246,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
 
 def _computed(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor, float]]:
     """Shape, config and rotary of what check lets pass."""
-    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
+    config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise UserError(f"{directory} is a {kind} model; the engine knows {', '.join(MODEL_TYPES)}")

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftlab.checkpoint import load_tokenizer, vocab_size
 from draftlab.errors import UserError
+from draftlab.hub import called
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
 # A word with what is glued to its front; up to three digits; punctuation with the line break and the indentation
@@ -76,7 +77,7 @@ def common_vocabulary(draft: Path, target: Path) -> int:
     first = next((i for i in range(size) if mine.get(i) != its.get(i)), None)
     if first is not None:
         raise UserError(
-            f"draft {draft.name} and target {target.name} have different tokenizers: id {first} is "
+            f"draft {called(draft)} and target {called(target)} have different tokenizers: id {first} is "
             f"{mine.get(first)!r} and {its.get(first)!r}; speculation needs the same vocabulary"
         )
     return size

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands.shared import (
     ApiKeyFile,
     Data,
@@ -54,6 +54,11 @@ def build(
 ) -> Outcome:
     """Keep a target's distributions, for distilling without it; a killed build goes on where it stopped."""
     arguments, began = recorded(locals())
+    space = workspace.load()
+    directory = _directory(target, tokenizer, weights=server is None and traffic is None and not dry_run)
+    if traffic is None:
+        hub.check_data(data or space.data)
+
     from draftlab import checkpoint, provenance
     from draftlab.distill import cache, origin
 
@@ -61,9 +66,7 @@ def build(
         raise UserError(f"--server {server} and --traffic {traffic} are two sources; leave out one")
     if traffic is None and text == "target" and prompt_tokens > seq_len:
         raise UserError(f"--prompt-tokens {prompt_tokens} leaves nothing to write in sequences of {seq_len}")
-    space = workspace.load()
-    directory = _directory(target, tokenizer)
-    out = out or space.runs / f"cache-{traffic.stem if traffic else directory.name}"
+    out = out or space.runs / f"cache-{traffic.stem if traffic else hub.called(directory)}"
     k = min(k, origin.vocab_of(directory))
     if traffic is not None:
         log = cache.Traffic.open(traffic, vocab=origin.vocab_of(directory), seq_len=seq_len, k=k)
@@ -75,7 +78,7 @@ def build(
     if dry_run and server is not None:
         return plan(out, _disk(sequences, seq_len, k, temperatures=1))
     if dry_run:
-        flops = sequences * seq_len * checkpoint.read_shape(directory).flops_per_token(seq_len // 2)
+        flops = sequences * seq_len * checkpoint.planned_shape(directory).flops_per_token(seq_len // 2)
         facts = _disk(sequences, seq_len, k, temperatures=len(origin.TEMPERATURES))
         return plan(out, facts | {"compute": f"{flops / 1e12:,.3g} TFLOP"})
     how = cache.Building(
@@ -107,9 +110,10 @@ def verify(
     seed: Seed = 0,
 ) -> Outcome:
     """Check a cache: every checksum and list, and some sequences scored again by the target."""
+    place = _directory(target, tokenizer, weights=server is None)
+
     from draftlab.distill import cache
 
-    place = _directory(target, tokenizer)
     whose, _, _ = _origin(place, server, model, api_key_file, None)
     found = cache.verify(directory, whose, seed)
     text = (
@@ -121,11 +125,9 @@ def verify(
     return Outcome(path=directory, show=[text], data=found.as_dict(), missed=missed)
 
 
-def _directory(target: str | None, tokenizer: Path | None) -> Path:
+def _directory(target: str | None, tokenizer: Path | None, *, weights: bool) -> Path:
     """With the tokenizer, and with the target itself where no server runs it."""
-    from draftlab import checkpoint
-
-    return tokenizer or checkpoint.locate(target or workspace.load().target)
+    return tokenizer or hub.locate(target or workspace.load().target, weights)
 
 
 def _origin(

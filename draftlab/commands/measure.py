@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands.shared import (
     SERVED,
     ApiKeyFile,
@@ -114,6 +114,12 @@ def score(
 ) -> Outcome:
     """Measure drafts against the target: accuracy, acceptance, tokens per second with and without, in one process."""
     arguments, began = recorded(locals())
+    space = workspace.load()
+    served_here = server is not None or speculative_server is not None
+    place = tokenizer if tokenizer and served_here else None
+    place = place or hub.locate(target or space.target, weights=not (served_here or dry_run))
+    text = data or space.data if prompt_file else hub.check_data(data or space.data)
+
     from draftlab import checkpoint
     from draftlab.dialect import Sampling
     from draftlab.engine import medusa
@@ -121,23 +127,20 @@ def score(
     from draftlab.score import drafters, recording, run, served
     from draftlab.tokenizer import common_vocabulary
 
-    space = workspace.load()
-
-    def chosen(place: Path) -> "Prompts":
+    def chosen() -> "Prompts":
         reader = checkpoint.load_tokenizer(place)
-        return recording.chosen(prompt_file, data or space.data, reader, prompts, prompt_tokens, seed)
+        return recording.chosen(prompt_file, text, reader, prompts, prompt_tokens, seed)
 
-    if server is not None or speculative_server is not None:
+    if served_here:
         if parse_numbers(batch) != [1] or draft_int8 or mode != "eager":
             raise UserError("servers get one request at a time and run as they were started: no batch, mode or int8")
         if drafter or rule != "leviathan" or min_p:
             raise UserError("servers draft and verify in their own way: no --drafter, --rule or --min-p")
-        place = tokenizer or checkpoint.locate(target or space.target)
         out = out or space.runs / "score-served"
         checkpoint.check_free(out, force=force)
         plain, speculative = _servers(server, speculative_server, api_key_file)
         asking = served.Plan(
-            plain=plain, speculative=speculative, tokenizer=place, draft=_called(draft), prompts=chosen(place),
+            plain=plain, speculative=speculative, tokenizer=place, draft=_called(draft), prompts=chosen(),
             sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             repeats=repeats, command=command_line("score", arguments),
         )  # fmt: skip
@@ -149,26 +152,29 @@ def score(
     specs = [drafters.parse(text) for text in drafter or []]
     needed = any(spec.needs_draft and not spec.words("draft") for spec in specs)
     names = draft or ([str(newest_draft(space))] if needed or not specs else [])
-    target_dir = checkpoint.locate(target or space.target)
-    given = _by_name(names)
+    given = _by_name(names, weights=not dry_run)
     drafts = given if draft or not specs else {}
     labels = [name.split("-", 1)[-1] for name in drafts] + [spec.kind for spec in specs]
     out = out or space.runs / ("score-" + "-".join(labels))
     checkpoint.check_free(out, force=force)
-    named = [checkpoint.locate(spec.words("draft")) for spec in specs if spec.needs_draft and spec.words("draft")]
+    named = [
+        hub.locate(spec.words("draft"), weights=not dry_run)
+        for spec in specs
+        if spec.needs_draft and spec.words("draft")
+    ]
     for directory in [*given.values(), *named]:
-        common_vocabulary(directory, target_dir)
+        common_vocabulary(directory, place)
     heads = [Path(spec.words("heads")) for spec in specs if spec.kind == "medusa"]
     for folder in heads:
-        medusa.read(folder, target_dir)
+        medusa.read(folder, place)
     device = checkpoint.resolve_device(space.device)
     measuring = run.Plan(
-        target=target_dir,
+        target=place,
         drafts=drafts,
-        inputs=[target_dir, *given.values(), *named, *heads],
-        data=data or space.data,
+        inputs=[place, *given.values(), *named, *heads],
+        data=text,
         ks=parse_numbers(k),
-        prompts=chosen(target_dir),
+        prompts=chosen(),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warp=Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
@@ -196,7 +202,7 @@ def score(
             * len(measuring.batches)
         )
         work = f"at most {count} generations of {max_new_tokens} tokens"
-        return plan(out, {"target": _described(target_dir), **shapes, "work": work})
+        return plan(out, {"target": _described(place), **shapes, "work": work})
     with contextlib.ExitStack() as stack:
         measuring = replace(measuring, drafts=rounded_drafts(drafts, stack))
         scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)
@@ -323,14 +329,13 @@ def compare(
     return Outcome(path=None, show=show, data={"ranking": [comparing.as_dict(p) for p in places]}, missed=missed)
 
 
-def _by_name(given: list[str]) -> dict[str, Path]:
+def _by_name(given: list[str], weights: bool) -> dict[str, Path]:
     """Directories by their names, which end with @TYPE where it was asked for so."""
-    from draftlab import checkpoint
     from draftlab.export.folder import unrounded
 
     parts = [unrounded(name) for name in given]
-    found = [(checkpoint.locate(base), kind) for base, kind in parts]
-    named = {path.name + (f"@{kind}" if kind else ""): path for path, kind in found}
+    found = [(hub.locate(base, weights), kind) for base, kind in parts]
+    named = {hub.called(path) + (f"@{kind}" if kind else ""): path for path, kind in found}
     if len(named) < len(given):
         raise UserError("two drafts have the same directory name; rename one: " + ", ".join(given))
     return named

@@ -5,7 +5,7 @@ from typing import Annotated, Any, cast
 
 from typer import Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands.shared import (
     TRAINING,
     Data,
@@ -48,6 +48,10 @@ def medusa(
 ) -> Outcome:
     """Train Medusa heads on the frozen target, for score --drafter medusa:heads=DIR."""
     arguments, began = recorded(locals())
+    space = workspace.load()
+    place = hub.locate(target or space.target, weights=not dry_run)
+    source = hub.check_data(data or space.data)
+
     from draftlab import checkpoint, llama, provenance
     from draftlab.data import open_batches, open_heldout
     from draftlab.distill import medusa as training
@@ -55,10 +59,8 @@ def medusa(
     from draftlab.distill.loop import Settings
     from draftlab.engine.medusa import write
 
-    space = workspace.load()
-    place = checkpoint.locate(target or space.target)
     shape = llama.check(place)  # the engine drafts with what the heads read
-    out = out or space.runs / f"medusa-{place.name}"
+    out = out or space.runs / f"medusa-{hub.called(place)}"
     checkpoint.check_free(out, force=force)
     if dry_run:
         weights = heads * shape.hidden**2
@@ -69,7 +71,6 @@ def medusa(
     tokenizer = checkpoint.load_tokenizer(place)
     model = checkpoint.load_model(place, checkpoint.DTYPES[dtype], cast(Any, states.crew().device))
     student = training.Heads(training.Trunk(model), heads)
-    source = data or space.data
     lesson = training.lesson(
         student,
         open_batches(source, tokenizer, rows=rows, seq_len=seq_len, steps=steps, seed=seed),

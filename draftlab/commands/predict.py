@@ -64,7 +64,7 @@ def profile(
     from draftlab.score import profile as profiling
 
     space = workspace.load()
-    subjects = _subjects(models)
+    subjects = _subjects(models, weights=not dry_run)
     out = out or space.runs / ("profile-" + "-".join(subjects))
     checkpoint.check_free(out, force=force)
     device = checkpoint.resolve_device(space.device)
@@ -148,8 +148,8 @@ def predict(
     return Outcome(path=None, show=show, data={"predictions": data})
 
 
-def _subjects(models: list[str]) -> "dict[str, Path | Shape]":
-    found = dict(map(subject, models))
+def _subjects(models: list[str], weights: bool) -> "dict[str, Path | Shape]":
+    found = dict(subject(model, weights) for model in models)
     if len(found) < len(models):
         raise UserError(f"two models have the same name; rename one: {', '.join(models)}")
     return found

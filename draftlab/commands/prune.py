@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands.shared import (
     Data,
     DryRun,
@@ -81,6 +81,11 @@ def prune(
 ) -> Outcome:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
     arguments, began = recorded(locals())
+    space = workspace.load()
+    directory = hub.locate(source or space.source, weights=not dry_run)
+    chosen_target = hub.locate(target, weights=not dry_run) if target else None
+    text = hub.check_data(data or space.data)
+
     from draftlab import checkpoint, family
     from draftlab.distill.loop import Settings
     from draftlab.prune import run
@@ -88,9 +93,7 @@ def prune(
     from draftlab.prune.refit import Fit
     from draftlab.shape import check, parse_count
 
-    space = workspace.load()
-    directory = checkpoint.locate(source or space.source)
-    have = checkpoint.read_shape(directory)
+    have = checkpoint.planned_shape(directory)
     wanted, preset = family.wanted_shape(
         have,
         layers=layers,
@@ -110,7 +113,7 @@ def prune(
         weights=train,
         rows=rows,
         seq_len=seq_len,
-        target=checkpoint.locate(target) if target else None,
+        target=chosen_target,
         reweigh_every=reweigh_every,
     )
     chosen = run.Plan(
@@ -120,7 +123,7 @@ def prune(
         depth=depth,
         basis=basis,
         fit=Fit(norms=norm_comp, outputs=refit, head=refit_head, ridge=ridge),
-        data=data or space.data,
+        data=text,
         tokens=tokens,
         seq_len=seq_len,
         seed=seed,
@@ -134,13 +137,13 @@ def prune(
     if dry_run:
         return plan(out, _cost(have, wanted, tokens))
     pruned = run.prune(chosen, out=out, arguments=arguments, began=began, force=force)
-    text = [str(out), f"{wanted.describe()}, {pruned.disk_bytes / 1e6:.1f} MB; layers {pruned.keep.layers}"]
-    text.append(_kv_saving(have, wanted))
+    lines = [str(out), f"{wanted.describe()}, {pruned.disk_bytes / 1e6:.1f} MB; layers {pruned.keep.layers}"]
+    lines.append(_kv_saving(have, wanted))
     facts = {"path": str(out), "shape": wanted.model_dump(), "params": wanted.params(), "layers": pruned.keep.layers}
     if pruned.agreement is not None:
-        text.append(_agreement(pruned.agreement))
+        lines.append(_agreement(pruned.agreement))
         facts["acceptance"] = pruned.agreement.acceptance
-    return Outcome(path=out, show=text, data=facts)
+    return Outcome(path=out, show=lines, data=facts)
 
 
 def _cost(have: Shape, wanted: Shape, tokens: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands import trace
 from draftlab.commands.cache import build
 from draftlab.commands.law import law as measure_law
@@ -87,16 +87,19 @@ def search(
 ) -> Outcome:
     """Find the shape and K with which the target is fastest here; a killed search goes on where it stopped."""
     arguments, began = recorded(locals())
+    space = workspace.load()
+    whose = hub.locate(target or space.target, weights=not dry_run)
+    origin = hub.locate(source or space.source, weights=not dry_run)
+    text = hub.check_data(data or space.data)
+
     from draftlab import checkpoint, provenance
     from draftlab.distill.run import claim_state, state_of
     from draftlab.engine.decoder import check_mode
     from draftlab.search import default_depths
     from draftlab.tokenizer import common_vocabulary
 
-    space = workspace.load()
-    whose, origin = checkpoint.locate(target or space.target), checkpoint.locate(source or space.source)
     common_vocabulary(origin, whose)
-    have, ks = checkpoint.read_shape(origin), parse_numbers(k)
+    have, ks = checkpoint.planned_shape(origin), parse_numbers(k)
     depths = parse_numbers(layers) if layers else default_depths(have)
     shapes = _shapes(have, depths, widths, params)
     device = checkpoint.resolve_device(space.device)
@@ -104,17 +107,21 @@ def search(
     check_mode(mode, device, weights)
     running = {"dtype": checkpoint.dtype_name(weights), "mode": mode, "threads": threads}
     given = dict(map(shape_of, against or []))
-    out = out or space.runs / f"search-{origin.name}"
+    out = out or space.runs / f"search-{hub.called(origin)}"
     checkpoint.check_free(out, force=force)
     if dry_run:
         tried = [f"{shape.layers} x {shape.hidden}" for shape in shapes]
-        facts = {"target": checkpoint.read_shape(whose).describe(), "source": have.describe(), "try": ", ".join(tried)}
+        facts = {
+            "target": checkpoint.planned_shape(whose).describe(),
+            "source": have.describe(),
+            "try": ", ".join(tried),
+        }
         return plan(out, facts | {"compare with": ", ".join(given) or "nothing", "minutes": minutes})
     state = state_of(out)
     inputs = {"source": provenance.fingerprint(origin), "target": provenance.fingerprint(whose)}
     claim_state(state, {name: value for name, value in arguments.items() if name != "minutes"} | {"inputs": inputs})
     work = Work(
-        state=state, target=str(whose), source=str(origin), data=data or space.data, rows=rows, lr=lr, seed=seed,
+        state=state, target=str(whose), source=str(origin), data=text, rows=rows, lr=lr, seed=seed,
         running=running, ks=ks, prompts=prompts, began=began, limit_seconds=60 * minutes,
     )  # fmt: skip
     priced = work.prices(law)
@@ -128,8 +135,8 @@ def search(
         write_search(found, made)
         provenance.write_record(made, "search", arguments, [whose, origin], began, seconds_in_all=found.spent_seconds)
     shutil.rmtree(state)
-    text = [_rung_table(found), *found.explain(), str(out / "draft")]
-    return Outcome(path=out, show=text, data={"path": str(out), **found.model_dump(mode="json")})
+    lines = [_rung_table(found), *found.explain(), str(out / "draft")]
+    return Outcome(path=out, show=lines, data={"path": str(out), **found.model_dump(mode="json")})
 
 
 def _shapes(have: Shape, depths: list[int], widths: str | None, params: str | None) -> list[Shape]:

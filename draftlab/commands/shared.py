@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.console import note
 from draftlab.errors import UserError
 
@@ -144,9 +144,8 @@ def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":
     return Server.connect(url, model, key)
 
 
-def subject(name: str) -> "tuple[str, Path | Shape]":
+def subject(name: str, weights: bool = False) -> "tuple[str, Path | Shape]":
     """What a name stands for: a shape that comes with draftlab, a shape file, or a checkpoint; and what to call it."""
-    from draftlab import checkpoint
     from draftlab.family import presets, widths_folder
     from draftlab.shape import read_shape_file
 
@@ -155,8 +154,8 @@ def subject(name: str) -> "tuple[str, Path | Shape]":
         return name, shapes[name]
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name).stem, read_shape_file(Path(name))
-    place = checkpoint.locate(name)
-    return place.name, place
+    place = hub.locate(name, weights)
+    return hub.called(place), place
 
 
 def shape_of(name: str) -> "tuple[str, Shape]":
@@ -164,7 +163,7 @@ def shape_of(name: str) -> "tuple[str, Shape]":
     from draftlab import checkpoint
 
     called, found = subject(name)
-    return called, checkpoint.read_shape(found) if isinstance(found, Path) else found
+    return called, checkpoint.planned_shape(found) if isinstance(found, Path) else found
 
 
 def find_law(folder: Path | None, *, needed: bool) -> "Law | None":

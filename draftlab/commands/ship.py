@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands.shared import Force, Out, Outcome, TargetName, newest_draft, recorded
 
 DraftDir = Annotated[str | None, Argument(help="Draft's directory; the newest one if left out.")]
@@ -22,22 +22,23 @@ def check(
     files_only: Annotated[bool, Option("--files-only", help="Read the files, and run nothing.")] = False,
 ) -> Outcome:
     """Whether a draft fits its target and will work in vLLM, SGLang, llama.cpp and transformers; 3 if not."""
+    space = workspace.load()
+    draft_dir = hub.locate(draft or newest_draft(space))
+    target_dir = hub.locate(target or space.target, weights=False)
+
     from draftlab import check as checking
     from draftlab import checkpoint
     from draftlab.data import prompts
 
-    space = workspace.load()
-    draft_dir = checkpoint.locate(draft or newest_draft(space))
-    target_dir = checkpoint.locate(target or space.target)
     found = checking.files(draft_dir, target_dir, checking.parse_runtimes(runtimes))
     if not files_only:
         device = checkpoint.resolve_device(space.device)
         reader = checkpoint.load_tokenizer(draft_dir)
-        texts = prompts(data or space.data, reader, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
+        texts = prompts(hub.check_data(data or space.data), reader, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
         found += checking.runs(draft_dir, texts, checkpoint.resolve_dtype("auto", device), device)
     bad = sum(one.level == "bad" for one in found)
     rows = [{"about": f.about, "level": f.level, "text": f.text, "fix": f.fix} for f in found]
-    missed = [f"{bad} finding{'s' * (bad > 1)} to fix before {draft_dir.name} is served"] if bad else []
+    missed = [f"{bad} finding{'s' * (bad > 1)} to fix before {hub.called(draft_dir)} is served"] if bad else []
     return Outcome(
         path=draft_dir, show=[f.line() for f in found], data={"findings": rows, "fits": not bad}, missed=missed
     )  # fmt: skip
@@ -57,8 +58,8 @@ def trim(
     from draftlab.score.trace import read_trace
 
     space = workspace.load()
-    place = checkpoint.locate(draft or newest_draft(space))
-    out = out or space.runs / f"trim-{place.name}-{keep}"
+    place = hub.locate(draft or newest_draft(space))
+    out = out or space.runs / f"trim-{hub.called(place)}-{keep}"
     checkpoint.check_free(out, force=force)
     texts = [text.ids for text in read_trace(trace).texts]
     special = [i for i in checkpoint.special_ids(checkpoint.load_tokenizer(place)).values() if i is not None]
@@ -100,17 +101,19 @@ def export(
 ) -> Outcome:
     """Write a draft as runtimes load it, with a card and a script that serves it; verify it where it runs."""
     arguments, began = recorded(locals())
+    space = workspace.load()
+    target_dir = hub.locate(target or space.target, weights=verify_with is not None)
+
     from draftlab import checkpoint, provenance
     from draftlab.export import run
 
-    space = workspace.load()
     place = run.locate(draft or newest_draft(space))
-    out = out or space.runs / f"export-{place.name}-{kind if to in ('gguf', 'llama.cpp') else to}"
+    out = out or space.runs / f"export-{hub.called(place)}-{kind if to in ('gguf', 'llama.cpp') else to}"
     checkpoint.check_free(out, force=force)
     device = checkpoint.resolve_device(space.device)
     planned = run.Plan(
         draft=place,
-        target=checkpoint.locate(target or space.target),
+        target=target_dir,
         target_name=target or space.target,
         to=to,
         kind=kind,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands.shared import (
     DryRun,
     Force,
@@ -66,6 +66,11 @@ def record(
 ) -> Outcome:
     """Record what the target writes after prompts; a killed recording goes on where it stopped."""
     arguments, began = recorded(locals())
+    space = workspace.load()
+    place = tokenizer or hub.locate(target or space.target, weights=server is None and not dry_run)
+    if prompt_file is None:
+        hub.check_data(data or space.data)
+
     from draftlab import checkpoint, provenance
     from draftlab.engine import decoder
     from draftlab.score import recording
@@ -74,8 +79,6 @@ def record(
 
     if data is not None and prompt_file is not None:
         raise UserError("give prompts one way: --data SOURCE or --prompt-file FILE")
-    space = workspace.load()
-    place = tokenizer or checkpoint.locate(target or space.target)
     reader = checkpoint.load_tokenizer(place)
     if prompt_file is not None:
         given = recording.file_prompts(prompt_file, reader, prompts, prompt_tokens)
@@ -86,7 +89,7 @@ def record(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens,
         eos_ids=checkpoint.end_ids(place),
     )  # fmt: skip
-    out = out or space.runs / f"trace-{place.name}"
+    out = out or space.runs / f"trace-{hub.called(place)}"
     if dry_run:
         tokens = len(given.rows) * max_new_tokens
         facts = {"prompts": len(given.rows), "tokens": f"at most {tokens:,}", "decoding": how.words()}
@@ -98,7 +101,7 @@ def record(
         device = checkpoint.resolve_device(space.device)
         weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
         about = recording.About(
-            target=place.name, target_sha256=provenance.fingerprint(place), written_by="draftlab",
+            target=hub.called(place), target_sha256=provenance.fingerprint(place), written_by="draftlab",
             dtype=checkpoint.dtype_name(weights), rows=rows, logprobs="sampled",
         )  # fmt: skip
 
@@ -202,7 +205,7 @@ def replay(
     space = workspace.load()
     trace = read_trace(directory) if category is None else read_trace(directory).of_category(category)
     names = draft or [str(newest_draft(space))]
-    drafts = {place.name: place for place in map(checkpoint.locate, names)}
+    drafts = {hub.called(place): place for place in map(hub.locate, names)}
     if len(drafts) < len(names):
         raise UserError(f"two drafts have the same directory name; rename one: {', '.join(names)}")
     out = out or space.runs / f"replay-{directory.name}"

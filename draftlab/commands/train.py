@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands.shared import (
     KEEPING,
     SERVED,
@@ -81,6 +81,8 @@ def train(
 ) -> Outcome:
     """Train with cross-entropy on text: a new model, or continued pretraining after pruning."""
     arguments, began = recorded(locals())
+    source = hub.locate(model, weights=not dry_run) if model else _tokenizer_place(tokenizer)
+    text = hub.check_data(data)
     import torch
 
     from draftlab import checkpoint
@@ -93,12 +95,10 @@ def train(
     check_trackers(tuple(track or ()))
     sharded.check(optimizer=optimizer)
     checkpoint.check_free(out, force=force)
-    if model is not None:
-        source = checkpoint.locate(model)
+    if source is not None and model is not None:
         tok, config = checkpoint.load_tokenizer(source), checkpoint.read_config(source)
-        start = checkpoint.read_shape(source)
-    elif shape is not None and tokenizer is not None:
-        source = Path(tokenizer) if Path(tokenizer).is_dir() else checkpoint.locate(tokenizer)
+        start = checkpoint.planned_shape(source)
+    elif shape is not None and source is not None:
         tok, start = checkpoint.load_tokenizer(source), read_shape_file(shape)
         config = checkpoint.llama_config(start, context=context, **checkpoint.special_ids(tok))
     else:
@@ -107,8 +107,8 @@ def train(
         cost = training_cost(start, None, tokens=steps * rows * seq_len, seq_len=seq_len)
         return plan(out, {"model": start.describe()} | cost)
     student = checkpoint.load_model(source, torch.float32) if model else checkpoint.new_model(config, seed)
-    batches = open_batches(data, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
-    heldout = open_heldout(data, tok, rows=rows, seq_len=seq_len, most_rows=512)
+    batches = open_batches(text, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
+    heldout = open_heldout(text, tok, rows=rows, seq_len=seq_len, most_rows=512)
     settings = Settings.of(arguments, loss="ce")
     job = run.Job(
         command="train", arguments=arguments, inputs=[source], out=out, like=source, config=config, began=began,
@@ -259,17 +259,19 @@ def distill(
     if pilot and reweigh_every:
         raise UserError("--pilot compares losses on the same text, and --reweigh-every changes it; leave out one")
     compared = bool(pilot) or parse_loss(loss).needs_teacher
-    source = checkpoint.locate(draft or newest(space, ("prune",), "prune"))
+    source = hub.locate(draft or newest(space, ("prune",), "prune"), weights=not dry_run)
     needed = cache is None and server is None and (compared or "target" in texts or reweigh_every)
-    target_dir = checkpoint.locate(target or space.target) if needed else None
-    out = out or space.runs / f"distill-{source.name.removeprefix('prune-')}"
+    target_dir = hub.locate(target or space.target, weights=not dry_run) if needed else None
+    reference = hub.locate(select_with, weights=not dry_run) if select_with else None
+    from_data = data or space.data if cache else hub.check_data(data or space.data)
+    out = out or space.runs / f"distill-{hub.called(source).removeprefix('prune-')}"
     checkpoint.check_free(out, force=force)
     if target_dir is not None:
         common_vocabulary(source, target_dir)
-    if select_with is not None:
-        common_vocabulary(source, checkpoint.locate(select_with))
+    if reference is not None:
+        common_vocabulary(source, reference)
     if dry_run:
-        small, teaching = checkpoint.read_shape(source), checkpoint.read_shape(target_dir) if target_dir else None
+        small, teaching = checkpoint.planned_shape(source), checkpoint.planned_shape(target_dir) if target_dir else None
         cost = training_cost(small, teaching, tokens=steps * rows * seq_len, seq_len=seq_len)
         return plan(out, {"draft": small.describe(), "target": teaching.describe() if teaching else "none"} | cost)
     job = run.Job(
@@ -283,14 +285,14 @@ def distill(
         lesson = cached_lesson(cache, source, rows=rows, temperature=temperature)
     else:
         reading = Reading.of(
-            arguments, data=data or space.data, texts=texts, compared=compared,
+            arguments, data=from_data, texts=texts, compared=compared,
             device=checkpoint.resolve_device(space.device),
         )  # fmt: skip
         teacher = served_teacher(connect(server, model, api_key_file), source, k) if server else None
         lesson = target_lesson(student, source, target_dir, reading, state, teacher)
-    if select_with is not None:
-        reference = checkpoint.load_model(checkpoint.locate(select_with), checkpoint.DTYPES[dtype])
-        lesson = replace(lesson, selection=Selection(reference, select_keep))
+    if reference is not None:
+        selecting = checkpoint.load_model(reference, checkpoint.DTYPES[dtype])
+        lesson = replace(lesson, selection=Selection(selecting, select_keep))
     notes: dict[str, object] = {}
     if pilot:
         notes["pilot"] = merits = try_losses(student, lesson, settings, pilot, state)
@@ -298,6 +300,13 @@ def distill(
         note("pilot: " + ", ".join(f"{name} {merit:.3f}" for name, merit in merits.items()))
     fitted = run.fit_and_write(job, student, lesson, settings, **notes)
     return _trained(out, fitted)
+
+
+def _tokenizer_place(name: str | None) -> Path | None:
+    """The directory of a new model's tokenizer, which need be no checkpoint; None where none is named."""
+    if name is None or Path(name).is_dir():
+        return Path(name) if name else None
+    return hub.locate(name, weights=False)
 
 
 def _follow(arguments: dict[str, Any], began: float) -> Outcome:
@@ -319,7 +328,7 @@ def _follow(arguments: dict[str, Any], began: float) -> Outcome:
         if newest_cache.name in online.ledger(folder).judged():
             return Outcome(path=folder, show=[f"{newest_cache.name} has judged already; nothing newer"], data={})
     else:
-        online.start(folder, checkpoint.locate(arguments["draft"] or newest_draft(space)))
+        online.start(folder, hub.locate(arguments["draft"] or newest_draft(space)))
     live = online.version(folder, online.ledger(folder).live)
     lesson, made = online.lesson(how, live, rows=rows, steps=steps), online.candidate(how)
     if not made.exists():

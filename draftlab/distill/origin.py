@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab import checkpoint, llama, provenance
+from draftlab import checkpoint, hub, llama, provenance
 from draftlab.console import note
 from draftlab.data import Batch
 from draftlab.dialect import Sampling, Written
@@ -89,7 +89,7 @@ class Local:
 
     def facts(self) -> Facts:
         return Facts(
-            target=self.directory.name, target_sha256=provenance.fingerprint(self.directory),
+            target=hub.called(self.directory), target_sha256=provenance.fingerprint(self.directory),
             vocab=checkpoint.read_shape(self.directory).vocab, source="hf", logprobs="raw", temperatures=TEMPERATURES,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftlab import checkpoint
+from draftlab import checkpoint, hub
 from draftlab.distill.vocabulary import resize
 from draftlab.errors import UserError
 from draftlab.export.gguf import TYPES, rounded
@@ -16,7 +16,7 @@ ADAPTER = "adapter_config.json"
 
 def locate(name: str | Path) -> Path:
     """A checkpoint, or a directory of peft's with adapters for one."""
-    return Path(name) if (Path(name) / ADAPTER).is_file() else checkpoint.locate(name)
+    return Path(name) if (Path(name) / ADAPTER).is_file() else hub.locate(name)
 
 
 def write(draft: Path, out: Path, *, words_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:

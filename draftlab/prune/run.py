@@ -65,7 +65,7 @@ class Plan:
 
     @cached_property
     def have(self) -> Shape:
-        return checkpoint.read_shape(self.source)
+        return checkpoint.planned_shape(self.source)
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from draftlab import checkpoint, data
+from draftlab import checkpoint, data, hub
 from draftlab.console import note
 from draftlab.cost import Mode
 from draftlab.engine import medusa
@@ -218,7 +218,7 @@ class Workshop:
         named = spec.words("draft")
         if not named and self.draft is None:
             raise UserError(f"--drafter {spec.text} needs a draft: add draft=DIR, or give one with --draft")
-        return checkpoint.locate(named) if named else self.draft or Path()
+        return hub.locate(named) if named else self.draft or Path()
 
     def _modelless(self, spec: Spec, kind: str) -> Drafter:
         if kind == "lookup":

@@ -76,7 +76,7 @@ class Plan:
     command: str
 
     def shapes(self) -> dict[str, Shape]:
-        return {n: s if isinstance(s, Shape) else checkpoint.read_shape(s) for n, s in self.subjects.items()}
+        return {n: s if isinstance(s, Shape) else checkpoint.planned_shape(s) for n, s in self.subjects.items()}
 
 
 class RandomWeights(Mapping[str, Tensor]):

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from draftlab import checkpoint, llama, provenance
+from draftlab import checkpoint, hub, llama, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
 from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
@@ -110,7 +110,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     warn_if_loaded(here)
     known = {
         name: Model(
-            name=path.name,
+            name=hub.called(path),
             sha256=provenance.fingerprint(path),
             shape=model.shape if isinstance(model := models[name], Llama) else None,
             latency=[],
@@ -232,7 +232,7 @@ def _throughput(models: dict[str, Decoder], ways: dict[str, Way], plan: Plan, ba
 def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
     if not plan.tasks:
         return []
-    note(f"lm-eval on {directory.name}: {', '.join(plan.tasks)}")
+    note(f"lm-eval on {hub.called(directory)}: {', '.join(plan.tasks)}")
     return evaluate_tasks(
         directory, plan.tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed,
         data=plan.data,
@@ -244,7 +244,7 @@ def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan) -> list[Ta
     tasks = generation_tasks(plan.tasks)
     if not tasks:
         return []
-    note(f"lm-eval on {plan.target.name} with {name}: {', '.join(tasks)}")
+    note(f"lm-eval on {hub.called(plan.target)} with {name}: {', '.join(tasks)}")
     tokenizer = checkpoint.load_tokenizer(plan.target)
     drafter = ModelDrafter(draft, vocab_of(target))
     write = writer(target, drafter, max(plan.ks), tokenizer, checkpoint.special_ids(tokenizer)["eos"])

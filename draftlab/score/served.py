@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, hub, provenance
 from draftlab.console import note, progress
 from draftlab.dialect import Sampling
 from draftlab.distill.origin import same_ids
@@ -197,4 +197,4 @@ def _model(place: Path, name: str) -> Model:
     if not (place / "config.json").is_file() or not any(place.glob("*.safetensors")):
         return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
     shape, digest = checkpoint.read_shape(place), provenance.fingerprint(place)
-    return Model(name=place.name, sha256=digest, shape=shape, latency=[], tasks=[])
+    return Model(name=hub.called(place), sha256=digest, shape=shape, latency=[], tasks=[])

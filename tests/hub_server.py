@@ -1,0 +1,153 @@
+"""A hub on this machine: the endpoints that huggingface_hub and datasets ask, over folders; notes what was fetched."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+))?/?$")
+RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+LFS = (".safetensors", ".bin", ".model", ".gguf")
+
+
+@dataclass
+class Hub:
+    """models/OWNER/NAME -> revision -> its folder. fetched: model files that were sent whole or in part, in order."""
+
+    repos: dict[str, dict[str, Path]]
+    gated: frozenset[str] = frozenset()
+    url: str = ""
+    fetched: list[str] = field(default_factory=list)
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """What a process needs to take this for the hub, with a cache of its own under home."""
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
+
+    def weights(self) -> list[str]:
+        return [name for name in self.fetched if name.endswith((".safetensors", ".bin"))]
+
+    def folder(self, repo: str, revision: str) -> tuple[Path, str] | None:
+        """The folder of a revision, by its name or its commit, and its commit."""
+        named = self.repos[repo]
+        shas = {name: hashlib.sha1(str(place).encode()).hexdigest() for name, place in named.items()}
+        return next(((named[n], sha) for n, sha in shas.items() if revision in (n, sha)), None)
+
+
+def entry(root: Path, file: Path) -> dict[str, Any]:
+    content = file.read_bytes()
+    oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    told = {"type": "file", "path": str(file.relative_to(root)), "size": len(content), "oid": oid}
+    lfs = {"lfs": {"oid": etag(file), "size": len(content), "pointerSize": 134}} if file.suffix in LFS else {}
+    return told | lfs
+
+
+def etag(file: Path) -> str:
+    content = file.read_bytes()
+    if file.suffix in LFS:
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@contextmanager
+def running_hub(repos: dict[str, dict[str, Path]], gated: frozenset[str] = frozenset()) -> Iterator[Hub]:
+    hub = Hub(repos, gated)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            if match := API.match(path):
+                self.api(*match.groups(), body=body)
+            elif match := RESOLVE.match(path):
+                self.file(*match.groups())
+            else:
+                self.answer(200 if path == "/" else 404, b"{}")
+
+        do_HEAD = do_POST = do_GET
+
+        def api(self, kind: str, name: str, what: str | None, revision: str | None, *, body: bytes) -> None:
+            place = self.place(f"{kind}/{name}", revision or "main")
+            if place is None:
+                return
+            folder, sha = place
+            files = sorted(f for f in folder.rglob("*") if f.is_file())
+            if what == "tree":
+                self.json([entry(folder, f) for f in files])
+            elif what == "paths-info":
+                wanted = (
+                    json.loads(body)["paths"]
+                    if body.startswith(b"{")
+                    else re.findall(r"paths=([^&]*)", unquote(body.decode()))
+                )
+                self.json([entry(folder, f) for f in files if str(f.relative_to(folder)) in wanted])
+            else:
+                siblings = [{"rfilename": str(f.relative_to(folder))} for f in files]
+                told = {"_id": name, "id": name, "sha": sha, "siblings": siblings, "private": False, "tags": []}
+                self.json(told | {"downloads": 0, "likes": 0, "gated": False, "disabled": False})
+
+        def file(self, datasets: str | None, name: str, revision: str, path: str) -> None:
+            kind = "datasets" if datasets else "models"
+            place = self.place(f"{kind}/{name}", revision)
+            if place is None:
+                return
+            folder, sha = place
+            file = folder / path
+            head = {"X-Repo-Commit": sha}
+            if not file.is_file():
+                self.answer(404, b"", head | {"X-Error-Code": "EntryNotFound"})
+                return
+            content, status = file.read_bytes(), 200
+            head |= {"ETag": f'"{etag(file)}"', "Accept-Ranges": "bytes"}
+            if asked := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("range", "")):
+                first, last = int(asked[1]), int(asked[2] or len(content) - 1)
+                head["Content-Range"] = f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
+                content, status = content[first : last + 1], 206
+            if self.command == "GET":
+                hub.fetched.append(f"{name}/{path}")
+            self.answer(status, content, head)
+
+        def place(self, repo: str, revision: str) -> tuple[Path, str] | None:
+            """As Hub.folder; None where an error was answered."""
+            name = repo.split("/", 1)[1]
+            if repo not in hub.repos:  # as the hub says it to those who did not log in
+                self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+            elif name in hub.gated:
+                self.answer(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+            elif (place := hub.folder(repo, revision)) is None:
+                said = {"X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {revision}"}
+                self.answer(404, b"{}", said)
+            else:
+                return place
+            return None
+
+        def json(self, value: object) -> None:
+            self.answer(200, json.dumps(value).encode(), {"content-type": "application/json"})
+
+        def answer(self, status: int, content: bytes, head: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for name, value in (head or {}).items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()

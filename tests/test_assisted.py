@@ -77,7 +77,7 @@ def task(folder: Path, answers: list[str], until: str = '"\\x00"', sample: str =
 
 def with_draft(pair, name: str, k: int, wrong: bool = False):
     target, draft = (llama.load(pair[n], torch.float32) for n in ("target", name))
-    write = writer(target, ModelDrafter(draft), k, load_tokenizer(pair["target"]), 1)
+    write = writer(target, ModelDrafter(draft), k, load_tokenizer(pair["target"]), (1,))
     if not wrong:
         return write
     return lambda prompts, most, stops: [[17] * len(text) for text in write(prompts, most, stops)]

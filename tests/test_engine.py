@@ -22,8 +22,12 @@ from transformers import (
 from draftlab import llama
 from draftlab.engine.decoder import Hosted
 from draftlab.engine.generate import Draft, ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.ngram import LookupDrafter
+from draftlab.engine.tree import TreeDrafter, full
 from draftlab.engine.verify import Warp, distribution, draw, verify
 from draftlab.errors import UserError
+from draftlab.graphs import Graphed
+from draftlab.native import Native
 
 PROMPT = [0, 17, 44, 101, 9, 250, 31]
 
@@ -171,10 +175,12 @@ def test_greedy_batches_equal_each_prompt_alone(target, drafts, alone, rows):
             assert written(speculative(target, ModelDrafter(draft), RAGGED[:rows], k, sampling)) == alone[:rows]
 
 
-def test_rows_end_on_their_own(target, drafts, alone):
-    """A row that has met the end of text idles, and the others go on as if it were not there."""
-    sampling = Sampling(max_new_tokens=24, eos_id=alone[0][5])
-    expected = [text[: text.index(alone[0][5]) + 1] if alone[0][5] in text else text for text in alone]
+@pytest.mark.parametrize("rows", [(0,), (0, 1), (0, 1, 2)])
+def test_rows_end_on_their_own(target, drafts, alone, rows):
+    """A row that has met an end of text idles, and the others go on as if it were not there."""
+    ends = tuple(alone[row][5] for row in rows)
+    sampling = Sampling(max_new_tokens=24, eos_ids=ends)
+    expected = [text[: min([text.index(e) + 1 for e in ends if e in text], default=24)] for text in alone]
     assert len({len(text) for text in expected}) > 1
     steps = list(speculative(target, ModelDrafter(drafts["noisy"]), RAGGED, 3, sampling))
     assert written(steps) == expected
@@ -267,13 +273,32 @@ def test_rows_without_a_draft_go_on_by_one_token(target, temperature):
 
 @pytest.mark.parametrize("at", range(1, 12))
 def test_eos_anywhere_in_a_block_stops_as_in_plain_decoding(target, at):
+    """Also the first of several, in one block or another."""
     (greedy,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=16)))
-    sampling = Sampling(max_new_tokens=16, eos_id=greedy[at])
-    (expected,) = written(plain(target, [PROMPT], sampling))
-    assert expected[-1] == greedy[at]
-    steps = list(speculative(target, ModelDrafter(target), [PROMPT], 4, sampling))
-    assert written(steps) == [expected]
-    assert all(step.accepted <= len(step.tokens) for step in steps)  # nothing behind the end of text counts
+    for ends in ((greedy[at],), (greedy[at + 1], greedy[at]), (306, greedy[at], greedy[15])):
+        first = min(greedy.index(e) for e in ends if e in greedy)
+        sampling = Sampling(max_new_tokens=16, eos_ids=ends)
+        (expected,) = written(plain(target, [PROMPT], sampling))
+        assert expected == greedy[: first + 1]
+        steps = list(speculative(target, ModelDrafter(target), [PROMPT], 4, sampling))
+        assert written(steps) == [expected]
+        assert all(step.accepted <= len(step.tokens) for step in steps)  # nothing behind the end of text counts
+
+
+@pytest.mark.parametrize("mode", ["compiled", "graphs", "hosted", "tree", "lookup"])
+def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, mode):
+    (greedy,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=16)))
+    run: Any = {"compiled": Native, "graphs": Graphed, "hosted": lambda _: Hosted(build("llama", 1))}
+    model = run[mode](target) if mode in run else target
+    drafter = {
+        "tree": lambda: TreeDrafter(drafts["noisy"], 307, full([2, 2, 1]), "top"),
+        "lookup": lambda: LookupDrafter(3),
+    }.get(mode, lambda: ModelDrafter(drafts["noisy"]))()
+    for at in range(0, 14, 3):
+        ends = (greedy[at + 2], greedy[at])
+        first = min(greedy.index(e) for e in ends)
+        sampling = Sampling(max_new_tokens=16, eos_ids=ends)
+        assert written(speculative(model, drafter, [PROMPT], 4, sampling)) == [greedy[: first + 1]]
 
 
 @pytest.mark.parametrize("length", range(1, 12))

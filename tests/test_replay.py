@@ -426,13 +426,15 @@ def of_steps(prompt: int, steps: list[Step]) -> Generation:
 
 
 def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
-    """The end-of-text token anywhere in a block: live steps count what they accepted up to it."""
+    """An end-of-text token anywhere in a block: live steps count what they accepted up to it, the first of several."""
     target, draft = pair
     whole = tokens_of(list(plain(target, [PROMPTS[0]], Sampling(max_new_tokens=40))))
     for at in (1, 7, 16, 29):
         if whole[at] in whole[:at]:
             continue
-        sampling = Sampling(max_new_tokens=40, eos_id=whole[at])
+        sampling = Sampling(
+            max_new_tokens=40, eos_ids=(whole[-1], whole[at]) if whole[-1] not in whole[:at] else (whole[at],)
+        )
         given = [(np.array(PROMPTS[0]), np.array(whole[: at + 1]))]
         kept = replay.chances(look(draft, given, 307, Warp())[0].log_q, np.zeros(at + 1))[1:]
         for k in KS:

@@ -159,7 +159,7 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
     (row,) = json.loads(result.stdout)["scores"]
     target, small = (llama.load(d, torch.float32) for d in (fp32, draft))
     texts = prompts("stdlib", checkpoint.load_tokenizer(fp32), count=8, length=32, seed=0)
-    sampling = Sampling(max_new_tokens=48, eos_id=1)
+    sampling = Sampling(max_new_tokens=48, eos_ids=(1,))
     steps = [s for text in texts for s in list(speculative(target, ModelDrafter(small), [text], K, sampling))[1:]]
     length = 1 + sum(s.accepted for s in steps) / len(steps)
     print(f"vLLM: {row['mean_acceptance_length']:.3f} tokens per pass, here {length:.3f}; {row['speedup']:.2f}x")

@@ -475,7 +475,7 @@ def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, mo
     prompts = prompts_of(prompt_file, models["target"])
     found = recorded(tmp_path / "t", models["target"], prompts, greedy(eos_ids=(ends,)))
     replayed = replay_draft(found, models["draft"], plan_of(), nothing)
-    k, how = 4, Sampling(max_new_tokens=24, eos_id=ends)
+    k, how = 4, Sampling(max_new_tokens=24, eos_ids=(ends,))
     runs = live(models["target"], models["draft"], [p.ids for p in prompts.rows], k, how)
     counts = replayed.counts(Drafting(k=k))
     assert counts.passes.tolist() == [len(g.drafted) for g in runs]

@@ -24,11 +24,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(Warp):
-    """How target and draft are sampled alike, and for how long. seed makes it repeatable; eos_id None: no early end."""
+    """How target and draft are sampled alike, and for how long. seed makes it repeatable. eos_ids: any ends a text."""
 
     max_new_tokens: int = 128
     seed: int = 0
-    eos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
 
     def warp(self) -> Warp:
         """How, without how long."""
@@ -309,7 +309,7 @@ class _Rows:
         self.texts = [list(prompt) for prompt in prompts]
         self.starts = [len(prompt) for prompt in prompts]
         self.limits = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
-        self.eos_id = sampling.eos_id
+        self.eos_ids = frozenset(sampling.eos_ids)
         self.live = list(range(len(prompts)))
 
     def room(self) -> list[int]:
@@ -329,15 +329,17 @@ class _Rows:
         took = []
         for row in self.live:
             path, tokens = judged[row]
-            if self.eos_id in tokens:
-                tokens = tokens[: tokens.index(self.eos_id) + 1]
+            end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+            tokens = tokens[: end + 1]
             if draft is not None and draft.parents is not None:
                 cache.keep(row, len(self.texts[row]), path[: len(tokens)])
             self.texts[row] += tokens
             took.append((row, min(len(path), len(tokens)), tokens))
         cache.used = [len(text) - 1 for text in self.texts]
         self.live = [
-            row for row in self.live if len(self.texts[row]) < self.limits[row] and self.texts[row][-1] != self.eos_id
+            row
+            for row in self.live
+            if len(self.texts[row]) < self.limits[row] and self.texts[row][-1] not in self.eos_ids
         ]
         return took
 

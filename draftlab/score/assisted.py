@@ -21,13 +21,15 @@ if TYPE_CHECKING:  # takes seconds to import
 Write = Callable[[list[list[int]], int, list[str]], list[list[int]]]  # prompts, most new tokens, stops -> new tokens
 
 
-def writer(target: Decoder, drafter: Drafter, k: int, tokenizer: PreTrainedTokenizerBase, eos_id: int | None) -> Write:
+def writer(
+    target: Decoder, drafter: Drafter, k: int, tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...]
+) -> Write:
     """What the target writes greedily with k drafted tokens a step."""
 
     def write(prompts: list[list[int]], most: int, stops: list[str]) -> list[list[int]]:
         texts: list[list[int]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
-        for step in speculative(target, drafter, prompts, k, Sampling(max_new_tokens=most, eos_id=eos_id)):
+        for step in speculative(target, drafter, prompts, k, Sampling(max_new_tokens=most, eos_ids=eos_ids)):
             texts[step.row] += step.tokens
             if step.row in going and _stopped(str(tokenizer.decode(texts[step.row])), stops):
                 going.remove(step.row)

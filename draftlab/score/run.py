@@ -205,7 +205,7 @@ def _sampling(plan: Plan) -> Sampling:
         **asdict(plan.warp),
         max_new_tokens=plan.max_new_tokens,
         seed=plan.seed,
-        eos_id=checkpoint.special_ids(checkpoint.load_tokenizer(plan.target))["eos"],
+        eos_ids=checkpoint.end_ids(plan.target),
     )
 
 
@@ -247,7 +247,7 @@ def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan) -> list[Ta
     note(f"lm-eval on {hub.called(plan.target)} with {name}: {', '.join(tasks)}")
     tokenizer = checkpoint.load_tokenizer(plan.target)
     drafter = ModelDrafter(draft, vocab_of(target))
-    write = writer(target, drafter, max(plan.ks), tokenizer, checkpoint.special_ids(tokenizer)["eos"])
+    write = writer(target, drafter, max(plan.ks), tokenizer, checkpoint.end_ids(plan.target))
     return evaluate_tasks(
         plan.target, tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed, write=write
     )

@@ -33,7 +33,7 @@ from draftlab import checkpoint, llama, native
 import transformers.models.llama.modeling_llama
 way, directory, dtype = sys.argv[1:]
 if way == "native":
-    native._library()
+    native.library()
 before = resident("VmRSS")
 reset()
 model = loaded(way, Path(directory), checkpoint.DTYPES[dtype])

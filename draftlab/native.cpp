@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <vector>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
@@ -24,7 +24,16 @@
 
 namespace {
 
-constexpr int LANES = 16, ROWS = 4, TOKENS = 6;  // a tile of 4 outputs and 6 tokens fits 32 vector registers
+// Vectors as long as the processor's; a tile of ROWS outputs and TOKENS tokens fits its registers
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 4, TOKENS = 6;  // 32 registers
+#elif defined(__AVX2__)
+constexpr int LANES = 8, ROWS = 2, TOKENS = 6;  // 16
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4, ROWS = 4, TOKENS = 6;  // 32
+#else
+constexpr int LANES = 4, ROWS = 2, TOKENS = 6;  // 16
+#endif
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -34,13 +43,21 @@ typedef int8_t bytes __attribute__((vector_size(LANES)));
 struct bf16 { uint16_t bits; };
 
 inline floats load(const float* p) { floats v; std::memcpy(&v, p, sizeof v); return v; }
-#ifdef __AVX512F__  // GCC 12 widens in four parts what is one instruction
+#ifdef __AVX512F__  // GCC 12 widens in parts what is one instruction
 inline floats load(const bf16* p) {
     const __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return (floats)_mm512_slli_epi32(w, 16);
 }
 inline floats load(const int8_t* p) {
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+#elif defined(__AVX2__)
+inline floats load(const bf16* p) {
+    const __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return (floats)_mm256_slli_epi32(w, 16);
+}
+inline floats load(const int8_t* p) {
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 #else
 inline floats load(const bf16* p) {
@@ -115,7 +132,8 @@ inline void tile(const W* w, const float* x, int in, float* y, int out, const fl
     for (; i + LANES <= in; i += LANES) {
         floats a[R];
         for (int r = 0; r < R; r++) {
-            __builtin_prefetch(w + size_t(r + 2 * R) * in + i);  // rows are short: the hardware would lose the track
+            if (i % 16 == 0)  // rows are short: the hardware would lose the track
+                __builtin_prefetch(w + size_t(r + 2 * R) * in + i);
             a[r] = load(w + size_t(r) * in + i);
         }
         for (int t = 0; t < T; t++) {

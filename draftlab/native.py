@@ -24,7 +24,8 @@ from draftlab.errors import UserError
 from draftlab.llama import Block, Cache, Llama, Tree
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"  # Clang on Arm has this alone
 WIDE = 32  # a pass over more tokens is bound by arithmetic: torch's own products are faster there
 
 
@@ -64,7 +65,7 @@ class Native(Llama):
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
-        self._run: Callable[..., None] = getattr(_library(), f"run_{'int8_' if int8 else ''}{dtype}")
+        self._run: Callable[..., None] = getattr(library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}")
         self._held: list[Tensor] = []  # what the structures point to
         self._model = self._describe()
 
@@ -128,23 +129,34 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    """native.cpp, compiled for this machine."""
+def library(tuned: str = TUNED) -> ctypes.CDLL:
+    """native.cpp, compiled for this machine, or for what tuned says; built on first use.
+
+    Raises:
+        UserError: no compiler, one that cannot compile it, or nowhere to keep what it built.
+    """
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None:
         raise UserError("mode compiled needs a C++ compiler, and there is no c++, g++ or clang++; take eager")
-    command = [compiler, *FLAGS, str(SOURCE)]
+    command = [compiler, *FLAGS, tuned, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[:16]
     file = Path.home() / ".cache" / "draftlab" / f"native-{key}.so"
-    if not file.exists():
-        note(f"compiling {SOURCE.name}, once on this machine")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(f"{compiler} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; take mode eager")
-        part.rename(file)
-    return ctypes.CDLL(str(file))
+    try:
+        if not file.exists():
+            _compile(command, file)
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise UserError(f"mode compiled cannot use {file.parent}: {error}; take mode eager") from None
+
+
+def _compile(command: list[str], file: Path) -> None:
+    note(f"compiling {SOURCE.name}, once on this machine")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; take mode eager")
+    part.rename(file)
 
 
 def _features() -> str:

@@ -1,5 +1,6 @@
 """Small random checkpoints of every family: each axis has a length of its own, so a transposed axis fails."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from draftlab.distill.loop import GivenTeacher, Lesson
 from draftlab.distill.text import Batches
 from draftlab.tokenizer import train_tokenizer
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # one: tests run beside each other
 
 SIZES = {
     "vocab_size": 307,

@@ -1,5 +1,11 @@
 """The compiled pass computes what llama.py computes, and the same bits at every width and in every batch."""
 
+import ctypes
+import platform
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,15 +61,67 @@ def test_bits_depend_neither_on_width_nor_on_other_rows(family_dirs, dtype, int8
     assert torch.equal(passes(model, IDS.tolist(), [5, 5, 14])[:1], one)
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no x86-64")
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3"])
+def test_without_avx512_it_is_as_exact(level, family_dirs, monkeypatch):
+    """Built for the first x86-64, with vectors of 4, and for the third, with AVX2."""
+    if level == "x86-64-v3" and "avx2" not in native._features():
+        pytest.skip("no AVX2")
+    monkeypatch.setattr(native, "TUNED", f"-march={level}")
+    is_exact(family_dirs["qwen3"], lambda model, widths: passes(model, IDS[:1].tolist(), widths))
+
+
+def is_exact(directory: Path, run: Callable[[Native, list[int]], torch.Tensor]) -> None:
+    """Logits are torch's, and every width gives the same bits. run: logits of the first text in passes of widths."""
+    for dtype, int8 in KINDS:
+        model = llama.load(directory, dtype)
+        one = run(Native(model, int8), [1] * 24)
+        assert torch.equal(run(Native(model, int8), [3, 1, 8, 2, 5, 5]), one)
+        if (dtype, int8) == (torch.float32, False):
+            torch.testing.assert_close(one, passes(model, IDS[:1].tolist(), [24]), atol=5e-5, rtol=1e-4)
+
+
+def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
+    """Cross-compiled; run by an emulator, where one is installed."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+    if compiler is None:
+        pytest.skip("no aarch64-linux-gnu-g++")
+    program, flags = tmp_path / "driver", [flag for flag in native.FLAGS if flag not in ("-shared", "-fPIC")]
+    driver = Path(__file__).with_name("native_driver.cpp")
+    subprocess.run([compiler, *flags, "-static", str(driver), "-o", str(program)], check=True)
+    if emulator is None:
+        pytest.skip("compiled; no qemu-aarch64-static to run it")
+
+    def run(model: Native, widths: list[int]) -> torch.Tensor:
+        told = described(model, IDS[0].tolist(), widths)
+        done = subprocess.run([emulator, str(program)], input=told, stdout=subprocess.PIPE, check=True)
+        return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(1, 24, -1)
+
+    is_exact(family_dirs["qwen3"], run)
+
+
+def described(model: Native, ids: list[int], widths: list[int]) -> bytes:
+    """A model and a text as native_driver.cpp reads them."""
+    held = [(t.data_ptr(), t.nbytes) for t in model._held]
+    tensors = b"".join(struct.pack("<QQ", *place) + ctypes.string_at(*place) for place in held)
+    told = model._model
+    layers = bytes(ctypes.cast(told.layer, ctypes.POINTER(native._Layer * told.layers)).contents)
+    kind = KINDS.index((model.embed.dtype, model.int8))
+    head = struct.pack(f"<3i{len(widths)}i", kind, len(ids), len(widths), *widths)
+    text = struct.pack(f"<{len(ids)}q", *ids)
+    return struct.pack("<q", len(held)) + tensors + bytes(told) + layers + head + text
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_no_bits(family_dirs, dtype):
     model = Native(llama.load(family_dirs["llama"], dtype))
     alone = passes(model, IDS.tolist(), [4] * 6)
-    torch.set_num_threads(2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
     try:
         assert torch.equal(passes(model, IDS.tolist(), [4] * 6), alone)
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
 
 
 def test_int8_is_the_model_with_its_matrices_rounded_by_output(family_dirs):
@@ -113,13 +171,18 @@ def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
     torch.testing.assert_close(passes(Native(model), text, widths), passes(model, text, widths), atol=5e-5, rtol=1e-4)
 
 
-def test_what_cannot_be_compiled_is_said(family_dirs, monkeypatch):
+def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="float32 and bfloat16 on a CPU, not float16 on cpu"):
         Native(llama.load(family_dirs["llama"], torch.float16))
     model = llama.load(family_dirs["llama"], torch.float32)
     with pytest.raises(ValueError, match="24 tokens do not fit a cache of 20"):
         Native(model).forward(IDS, model.new_cache(2, 20))
-    native._library.cache_clear()
+    native.library.cache_clear()
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="there is no c\\+\\+, g\\+\\+ or clang\\+\\+; take eager"):
+        Native(model)
+    monkeypatch.undo()
+    (tmp_path / ".cache").write_text("a file")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot use .*; take mode eager"):
         Native(model)

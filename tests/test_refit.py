@@ -5,7 +5,7 @@ import torch
 from conftest import FAMILIES, build
 from torch import Tensor, nn
 
-from draftlab import checkpoint
+from draftlab import checkpoint, hub
 from draftlab.prune.choose import choose, first_scores
 from draftlab.prune.cut import Cut, Rotated, keep_all
 from draftlab.prune.importance import calibrate
@@ -173,7 +173,7 @@ def test_on_the_embedded_target_rotation_and_refit_each_raise_acceptance():
     have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
     shape = have.model_copy(update={"layers": 4, "hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 256})
     tokenizer = checkpoint.load_tokenizer(source)
-    ids = tokenizer((checkpoint.EMBEDDED.parent / "checkpoint.py").read_text(), return_tensors="pt")["input_ids"][0]
+    ids = tokenizer((hub.EMBEDDED.parent / "checkpoint.py").read_text(), return_tensors="pt")["input_ids"][0]
     rows = ids[: 129 * (len(ids) // 129)].unflatten(0, (-1, 129))
     assert len(rows) > 20
     importance = calibrate(Walk(weights, config, torch.float32, CPU), have, [r[None, :-1] for r in rows[:16]], print)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, hub, provenance
 from draftlab.data import Batch, open_heldout
 from draftlab.family import widths_folder
 from draftlab.shape import read_shape_file
 
-TINY = checkpoint.EMBEDDED / "tiny"
+TINY = hub.EMBEDDED / "tiny"
 
 
 def test_it_has_its_shape_file_and_fits_the_package():

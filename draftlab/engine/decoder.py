@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from draftlab import checkpoint, llama, native
 from draftlab.console import note
@@ -61,8 +62,9 @@ class Hosted:
     """A transformers model as a Decoder, in memory or spread by accelerate; its cache grows and is cut off again."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.context = int(model.config.to_dict().get("max_position_embeddings") or 1 << 30)
+        self.model, text = model, model.config.get_text_config()
+        name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2 says n_positions
+        self.context = int(text.to_dict().get(name) or 1 << 30)
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +74,10 @@ class Hosted:
         """Raises UserError: capacity is more than the model's context."""
         if capacity > self.context:
             raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
-        return Grown(DynamicCache(config=self.model.config), [0] * rows)
+        past = DynamicCache(config=self.model.config)
+        # a layer that forgets what lies behind its window cannot take tokens back; the mask hides it as well
+        past.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in past.layers]
+        return Grown(past, [0] * rows)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Grown, last: int = 0, tree: llama.Tree | None = None) -> Tensor:

@@ -13,8 +13,8 @@ from . import words
 from .facts import Facts, Sizes
 
 CONTEXT, LAYERS, SHRINK = 256, 4, 8
+REACH, LEAST_WINDOW = 16, 16  # of windows: texts here are 16 times as short
 PADDING = 16  # logits beyond the tokenizer's ids, where the real one has some
-LEAST_WINDOW = 16
 EXPERTS = 4
 # what config.json calls a size, where it is not what LLaMA calls it; "": it does not say
 NAMES = {
@@ -170,7 +170,9 @@ def _shrunk(key: str, value: Any, facts: Facts, sizes: Sizes) -> Any:
         return (value * sizes.layers)[: sizes.layers]
     if value is None or isinstance(value, (bool, str, list)):
         return value
-    if key in ("sliding_window", "original_max_position_embeddings", "n_ctx"):
+    if key == "sliding_window":
+        return max(LEAST_WINDOW, value // REACH)
+    if key in ("original_max_position_embeddings", "n_ctx"):
         return max(LEAST_WINDOW, value * CONTEXT // real.context)
     if key in ("head_dim", "query_pre_attn_scalar"):
         return value // SHRINK

@@ -38,22 +38,27 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        return not self.broken and (self.works if self.expected == WORKS else not self.works and self.expected in self.words)
+        as_expected = self.works if self.expected == WORKS else not self.works and self.expected in self.words
+        return as_expected and not self.broken
 
     def line(self) -> str:
         kind = "broken" if self.broken else WORKS if self.works else "refused"
         return f"{'' if self.right else 'WRONG '}{self.step}: {kind} {self.words[:300]}".rstrip()
 
 
+BRIEFLY = "--tokens 128 --seq-len 32"
+CACHE = "cache build --target M --sequences 4 --seq-len 32 --k 8"
+
+
 def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
-    """By name what to type, in a folder with the model M, its text, and a draft that earlier steps made or that is given."""
+    """By name what to type in a folder with the model M, its text, and a draft that earlier steps made or that is there."""
     width = small(facts).hidden // 2
     there = f"--draft {draft} --target M"
     found = {
-        "design": "design --source M --params 60k --layers 1-3 --multiple-of 8",
-        "prune depth": "prune --source M --layers 2 --tokens 128 --seq-len 32 --out depth",
-        "prune width": f"prune --source M --width {width} --tokens 128 --seq-len 32 --out width",
-        "prune masks": "prune --source M --layers 2 --method masks --steps 2 --rows 2 --tokens 128 --seq-len 32 --out masks",
+        "design": f"design --source M --params {_params(small(facts)) // 2} --layers 1-3 --multiple-of 1",
+        "prune depth": f"prune --source M --layers 2 {BRIEFLY} --out depth",
+        "prune width": f"prune --source M --width {width} {BRIEFLY} --out width",
+        "prune masks": f"prune --source M --layers 2 --method masks --steps 2 --rows 2 {BRIEFLY} --out masks",
     }
     if pruned:
         found |= {
@@ -63,10 +68,10 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
     return found | {
         "distill": f"distill {there} {TEACH} --out distilled",
         "distill on target text": f"distill {there} {TEACH} --text target --out on-text",
-        "cache build": "cache build --target M --sequences 4 --seq-len 32 --k 8 --out cache",
+        "cache build": f"{CACHE} --out cache",
         "cache verify": "cache verify cache --target M",
         "distill from a cache": f"distill --draft {draft} --cache cache {TEACH} --out from-cache",
-        "cache build on target text": "cache build --target M --text target --prompt-tokens 8 --sequences 4 --seq-len 32 --k 8 --out wrote",
+        "cache build on target text": f"{CACHE} --text target --prompt-tokens 8 --out wrote",
         "trace record": f"trace record --target M {WROTE} --out trace",
         "trace replay": f"trace replay trace --draft {draft} --k 2 --out replay",
         "score": f"{SCORE} {there} --out score",
@@ -103,13 +108,14 @@ def outcomes(facts: Facts, folder: Path, steps: list[str] | None = None) -> Iter
     """Build the checkpoint in folder and try every command on it, or the named ones, in order."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
-    (folder / "draftlab.yaml").write_text(yaml.safe_dump({"target": "M", "source": "M", "data": str(folder / "text.txt")}))
+    settings = {"target": "M", "source": "M", "data": str(folder / "text.txt")}
+    (folder / "draftlab.yaml").write_text(yaml.safe_dump(settings))
     packed = "bin" in facts.files
     build(facts, folder / ("packed" if packed else "M"))
     pruned = facts.prune == YES
     if not pruned:
         build(draft_for(facts), folder / "D")
-    with contextlib.chdir(folder) if hasattr(contextlib, "chdir") else _chdir(folder):
+    with _chdir(folder):
         if packed:
             for step, line in commands(facts, "packed", pruned=False).items():
                 if steps is None or step in steps:
@@ -134,6 +140,11 @@ def outcome(step: str, line: str, wanted: str) -> Outcome:
     return Outcome(step, wanted, False, errors[0] if errors else result.stderr[-300:], not one_line)
 
 
+def _params(s: Sizes) -> int:
+    """Of a LLaMA of these sizes with a tied head, near enough for a budget."""
+    return s.hidden * (s.vocab + s.layers * (3 * s.ffn + 2 * (s.heads + s.kv) * s.head))
+
+
 def draft_for(facts: Facts) -> Facts:
     """A small LLaMA of the same tokenizer: the draft of what cannot be cut."""
     kind = {"merges.txt": "bytes", "tokenizer.model": "sentencepiece"}.get(facts.words, facts.words)
@@ -141,7 +152,14 @@ def draft_for(facts: Facts) -> Facts:
     sizes = Sizes(layers=30, hidden=576, heads=9, kv=3, head=64, ffn=1536, vocab=ids, tokens=ids, context=8192)
     settings: dict[str, Any] = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     return Facts(
-        hub="", family="", type="llama", sizes=sizes, config=settings, files=["single"], words=kind, source="known"  # type: ignore[arg-type]
+        hub="",
+        family="",
+        type="llama",
+        sizes=sizes,
+        config=settings,
+        files=["single"],
+        words=kind,
+        source="known",  # type: ignore[arg-type]
     )
 
 

@@ -68,9 +68,10 @@ def _bytes() -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        TEXT, trainers.BpeTrainer(vocab_size=300, special_tokens=BYTES_SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=BYTES_SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
+    made.train_from_iterator(TEXT, trainer)
     return _framed(made, ("<s>", 0))
 
 
@@ -78,7 +79,8 @@ def _pieces() -> Tokenizer:
     """As LLaMA's tokenizer.json: spaces are ▁, what no piece has is spelled in bytes."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator([t.replace("\n", " ") for t in TEXT], trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
+    trained.train_from_iterator([t.replace("\n", " ") for t in TEXT], trainer)
     spec = json.loads(trained.to_str())["model"]
     pieces = sorted(spec["vocab"], key=spec["vocab"].get)
     every = [*PIECES_SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *pieces]

@@ -18,7 +18,7 @@ from draftlab.engine import decoder, forced
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import gguf, words
-from draftlab.llama import Llama
+from draftlab.outline import context_size, size_of
 from draftlab.shape import Shape, multiples_near
 from draftlab.tokenizer import PROBES
 
@@ -58,7 +58,7 @@ class Side:
         config = checkpoint.read_config(path)
         return cls(
             path=path, config=config, tokenizer=checkpoint.load_tokenizer(path), vocab=checkpoint.vocab_size(path),
-            context=gguf.context_of(config),
+            context=context_size(path),
         )  # fmt: skip
 
 
@@ -81,7 +81,8 @@ def files(draft: Path, target: Path, runtimes: list[Runtime]) -> list[Finding]:
     Raises:
         UserError: one of them cannot be read at all.
     """
-    mine, its, shape = Side.of(draft), Side.of(target), checkpoint.read_shape(draft)
+    mine, its, size = Side.of(draft), Side.of(target), size_of(draft)
+    shape = size if isinstance(size, Shape) else None
     found = [*_ids(mine, its), *_special(mine, its), *_padding(mine, its), *_template(mine, its)]
     found += [*_context(mine, its), *_weights(draft)]
     for runtime in runtimes:
@@ -97,10 +98,7 @@ def runs(draft: Path, prompts: list[list[int]], dtype: torch.dtype, device: torc
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
     looked = forced.look(model, texts, vocab, forced.Warp(temperature=1.0))
     entropy = -float(np.concatenate([one.log_q for one in looked]).mean())
-    found = [_perplexity(entropy, vocab)]
-    if isinstance(model, Llama):
-        found.append(_accepts_itself(model, prompts[:2]))
-    return found
+    return [_perplexity(entropy, vocab), _accepts_itself(model, prompts[:2])]
 
 
 def _ids(mine: Side, its: Side) -> Iterator[Finding]:
@@ -203,8 +201,11 @@ def _weights(draft: Path) -> Iterator[Finding]:
         yield Finding(about="weights", level="ok", text=f"finite, {dtype}")
 
 
-def _vllm(mine: Side, its: Side, shape: Shape) -> Iterator[Finding]:
+def _vllm(mine: Side, its: Side, shape: Shape | None) -> Iterator[Finding]:
     yield from _equal_vocabularies("vllm", mine, its)
+    if shape is None:
+        yield _unknown_heads("vllm", mine)
+        return
     if shape.head_dim % 8 or shape.head_dim > max(VLLM_CPU_HEADS):
         text = f"heads of {shape.head_dim}; its attention takes multiples of 8 up to 256"
         yield Finding(about="vllm", level="bad", text=text, fix="cut a source with such heads")
@@ -226,23 +227,30 @@ def _vllm(mine: Side, its: Side, shape: Shape) -> Iterator[Finding]:
         yield Finding(about="vllm", level="note", text=text, fix=fix)
 
 
+def _unknown_heads(runtime: Runtime, mine: Side) -> Finding:
+    text = f"whether its attention takes heads of a {mine.config.get('model_type')} model is not known here"
+    return Finding(about=runtime, level="note", text=text, fix="start it once with the draft alone")
+
+
 def _splits(shape: Shape, devices: int) -> bool:
     kv = shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0  # fewer are repeated
     return shape.heads % devices == 0 and kv and shape.ffn % devices == 0
 
 
-def _sglang(mine: Side, its: Side, shape: Shape) -> Iterator[Finding]:
+def _sglang(mine: Side, its: Side, shape: Shape | None) -> Iterator[Finding]:
     yield from _equal_vocabularies("sglang", mine, its)
-    if shape.head_dim not in FLASHINFER_HEADS:
+    if shape is None:
+        yield _unknown_heads("sglang", mine)
+    elif shape.head_dim not in FLASHINFER_HEADS:
         text = f"heads of {shape.head_dim}; flashinfer takes {', '.join(map(str, FLASHINFER_HEADS))}"
         yield Finding(about="sglang", level="note", text=text, fix="start it with --attention-backend triton")
 
 
-def _llama_cpp(mine: Side, its: Side, shape: Shape) -> Iterator[Finding]:
+def _llama_cpp(mine: Side, its: Side, _: Shape | None) -> Iterator[Finding]:
     about = "llama.cpp"
     try:
         gguf.architecture(mine.path)
-        vocabulary = words.read(mine.path, mine.vocab)
+        shape, vocabulary = checkpoint.read_shape(mine.path), words.read(mine.path, mine.vocab)
     except UserError as error:
         yield Finding(about=about, level="bad", text=str(error))
         return
@@ -268,7 +276,7 @@ def _llama_cpp(mine: Side, its: Side, shape: Shape) -> Iterator[Finding]:
             return
 
 
-def _transformers(mine: Side, its: Side, shape: Shape) -> Iterator[Finding]:
+def _transformers(mine: Side, its: Side, _: Shape | None) -> Iterator[Finding]:
     if mine.vocab != its.vocab:
         text = f"{mine.vocab:,} logits against {its.vocab:,}: generate() takes the tokenizers for different ones"
         fix = f"draftlab export --to transformers --target {its.path}"
@@ -282,7 +290,7 @@ def _equal_vocabularies(runtime: Runtime, mine: Side, its: Side) -> Iterator[Fin
         yield Finding(about=runtime, level="bad", text=text, fix=fix)
 
 
-ASKED: dict[Runtime, Callable[[Side, Side, Shape], Iterator[Finding]]] = {
+ASKED: dict[Runtime, Callable[[Side, Side, Shape | None], Iterator[Finding]]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,
@@ -298,7 +306,7 @@ def _perplexity(entropy: float, vocab: int) -> Finding:
     return Finding(about="perplexity", level="ok", text=text)
 
 
-def _accepts_itself(model: Llama, prompts: list[list[int]]) -> Finding:
+def _accepts_itself(model: decoder.Decoder, prompts: list[list[int]]) -> Finding:
     """As its own target it must accept every token that it drafts; if not, decoding with its cache is wrong."""
     steps = list(speculative(model, ModelDrafter(model), [ids[:16] for ids in prompts], 4, Sampling(max_new_tokens=24)))
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)

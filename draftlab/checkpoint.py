@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftlab.errors import UserError
+from draftlab.errors import OtherArchitecture, UserError
 from draftlab.hub import locate as locate
 from draftlab.layouts import other_layout
 from draftlab.shape import Shape
@@ -107,7 +107,7 @@ def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
         value = config.get(key, default)
         value = default if value is None else value
         if not isinstance(value, int):
-            raise UserError(f"config.json of a {config.get('model_type')} model has no {key}: not LLaMA-like")
+            raise OtherArchitecture(f"config.json of a {config.get('model_type')} model has no {key}: not LLaMA-like")
         return value
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
@@ -252,9 +252,19 @@ def load_model(
     return model if device_map else model.to(device)
 
 
+def text_config(directory: Path) -> dict[str, object]:
+    """Return config.json, or its part about text where the model also sees or hears."""
+    config = read_config(directory)
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
+
+
 def vocab_size(directory: Path) -> int:
-    """How many logits a checkpoint has, padding included."""
-    return int(str(read_config(directory)["vocab_size"]))
+    """Return how many logits a checkpoint has, padding included. Raises UserError: its config.json does not say."""
+    size = text_config(directory).get("vocab_size")
+    if not isinstance(size, int):
+        raise UserError(f"{directory}/config.json has no vocab_size")
+    return size
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -363,7 +373,9 @@ def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, siz
     odd = sorted(held - set(expected))[:1] or sorted(set(expected) - held)[:1]
     if odd:
         kind = "an unknown" if odd[0] in held else "no"
-        raise UserError(f"{directory} ({config.get('model_type')}) is not LLaMA-like: it has {kind} tensor {odd[0]!r}")
+        raise OtherArchitecture(
+            f"{directory} ({config.get('model_type')}) is not LLaMA-like: it has {kind} tensor {odd[0]!r}"
+        )
     for name, axes in expected.items():
         if sizes[name] != shape.dims(axes):
             raise UserError(f"{directory}: {name} is {sizes[name]}, its config.json says {shape.dims(axes)}")

@@ -8,6 +8,10 @@ class UserError(Exception):
     """Something the user can fix. The message says what is wrong, with the value, and what would be right."""
 
 
+class OtherArchitecture(UserError):
+    """A checkpoint that is not LLaMA-like."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A closing '; did you mean X?' for the nearest known name, or the list of known names."""
     names = sorted(known)

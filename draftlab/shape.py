@@ -155,22 +155,6 @@ class Shape(BaseModel):
         )
 
 
-def training_cost(student: Shape, teacher: Shape | None, *, tokens: int, seq_len: int) -> dict[str, str]:
-    """What a training run needs, for people: tokens, floating-point operations, memory, disk.
-
-    6 operations per weight and token to train, 2 for the teacher's pass; fp32 weights, gradients and two Adam moments;
-    the teacher in bf16. Activations are left out; logits are made in chunks of some 100 MB.
-    """
-    weights = 16 * student.params() + (teacher.weight_bytes() if teacher else 0)
-    per_token = 3 * student.flops_per_token(seq_len // 2) + (teacher.flops_per_token(seq_len // 2) if teacher else 0)
-    return {
-        "tokens": f"{tokens:,}",
-        "compute": f"{tokens * per_token / 1e12:,.3g} TFLOP",
-        "memory": f"about {(weights + 1.3e8) / 1e9:.2g} GB and activations",
-        "disk": f"{student.weight_bytes() / 1e6:,.4g} MB, and {12 * student.params() / 1e6:,.4g} MB while it runs",
-    }
-
-
 def read_shape_file(path: Path) -> Shape:
     """A shape file: the fields of Shape as YAML and nothing else.
 

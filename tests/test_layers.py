@@ -23,7 +23,7 @@ LAYERS = [
     ["hub"],
     ["weights"],
     ["checkpoint"],
-    ["data", "tokenizer", "llama"],
+    ["data", "tokenizer", "llama", "outline"],
     ["native", "graphs"],
     ["engine"],
     ["prune", "distill", "score"],

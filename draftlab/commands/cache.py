@@ -59,8 +59,9 @@ def build(
     if traffic is None:
         hub.check_data(data or space.data)
 
-    from draftlab import checkpoint, provenance
+    from draftlab import provenance
     from draftlab.distill import cache, origin
+    from draftlab.outline import size_of
 
     if server is not None and traffic is not None:
         raise UserError(f"--server {server} and --traffic {traffic} are two sources; leave out one")
@@ -78,7 +79,7 @@ def build(
     if dry_run and server is not None:
         return plan(out, _disk(sequences, seq_len, k, temperatures=1))
     if dry_run:
-        flops = sequences * seq_len * checkpoint.planned_shape(directory).flops_per_token(seq_len // 2)
+        flops = sequences * seq_len * size_of(directory).flops_per_token(seq_len // 2)
         facts = _disk(sequences, seq_len, k, temperatures=len(origin.TEMPERATURES))
         return plan(out, facts | {"compute": f"{flops / 1e12:,.3g} TFLOP"})
     how = cache.Building(

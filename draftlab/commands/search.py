@@ -95,6 +95,7 @@ def search(
     from draftlab import checkpoint, provenance
     from draftlab.distill.run import claim_state, state_of
     from draftlab.engine.decoder import check_mode
+    from draftlab.outline import size_of
     from draftlab.search import default_depths
     from draftlab.tokenizer import common_vocabulary
 
@@ -111,11 +112,7 @@ def search(
     checkpoint.check_free(out, force=force)
     if dry_run:
         tried = [f"{shape.layers} x {shape.hidden}" for shape in shapes]
-        facts = {
-            "target": checkpoint.planned_shape(whose).describe(),
-            "source": have.describe(),
-            "try": ", ".join(tried),
-        }
+        facts = {"target": size_of(whose).describe(), "source": have.describe(), "try": ", ".join(tried)}
         return plan(out, facts | {"compare with": ", ".join(given) or "nothing", "minutes": minutes})
     state = state_of(out)
     inputs = {"source": provenance.fingerprint(origin), "target": provenance.fingerprint(whose)}

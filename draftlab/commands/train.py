@@ -43,7 +43,6 @@ from draftlab.commands.shared import (
 )
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.shape import training_cost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,6 +89,7 @@ def train(
     from draftlab.distill import run, sharded
     from draftlab.distill.loop import Lesson, Settings
     from draftlab.distill.track import check as check_trackers
+    from draftlab.outline import size_of, training_cost
     from draftlab.shape import read_shape_file
 
     check_trackers(tuple(track or ()))
@@ -97,7 +97,7 @@ def train(
     checkpoint.check_free(out, force=force)
     if source is not None and model is not None:
         tok, config = checkpoint.load_tokenizer(source), checkpoint.read_config(source)
-        start = checkpoint.planned_shape(source)
+        start = size_of(source)
     elif shape is not None and source is not None:
         tok, start = checkpoint.load_tokenizer(source), read_shape_file(shape)
         config = checkpoint.llama_config(start, context=context, **checkpoint.special_ids(tok))
@@ -241,6 +241,7 @@ def distill(
     from draftlab.distill.selection import Selection
     from draftlab.distill.text import parse_texts
     from draftlab.distill.track import check as check_trackers
+    from draftlab.outline import size_of, training_cost
     from draftlab.tokenizer import common_vocabulary
 
     space = workspace.load()
@@ -271,7 +272,7 @@ def distill(
     if reference is not None:
         common_vocabulary(source, reference)
     if dry_run:
-        small, teaching = checkpoint.planned_shape(source), checkpoint.planned_shape(target_dir) if target_dir else None
+        small, teaching = size_of(source), size_of(target_dir) if target_dir else None
         cost = training_cost(small, teaching, tokens=steps * rows * seq_len, seq_len=seq_len)
         return plan(out, {"draft": small.describe(), "target": teaching.describe() if teaching else "none"} | cost)
     job = run.Job(

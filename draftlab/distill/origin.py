@@ -90,7 +90,7 @@ class Local:
     def facts(self) -> Facts:
         return Facts(
             target=hub.called(self.directory), target_sha256=provenance.fingerprint(self.directory),
-            vocab=checkpoint.read_shape(self.directory).vocab, source="hf", logprobs="raw", temperatures=TEMPERATURES,
+            vocab=checkpoint.vocab_size(self.directory), source="hf", logprobs="raw", temperatures=TEMPERATURES,
         )  # fmt: skip
 
     def see(self, batch: Batch, k: int) -> Entries:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from draftlab.cautions import cautions
 from draftlab.record import Score
-from draftlab.shape import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +13,8 @@ class Card:
 
     name: str
     target: str
-    shape: Shape
+    size: str  # in words
+    vocab: int
     context: int
     commands: Sequence[str]
     held_out: tuple[float, float] | None  # acceptance on held-out text, before and after distilling
@@ -29,13 +29,12 @@ class Card:
         return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
     def _what(self) -> list[str]:
-        s = self.shape
         changed = f" In this copy: {', '.join(self.changed)}." if self.changed else ""
         return [
             f"A draft model for speculative decoding with **{self.target}**: it proposes tokens, the target checks "
             "them, and the target's output stays what it is.",
             "",
-            f"{s.describe()}; {s.vocab:,} ids, those of the target; {self.context:,} tokens of context.{changed}",
+            f"{self.size}; {self.vocab:,} ids, those of the target; {self.context:,} tokens of context.{changed}",
         ]
 
     def _measured(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from draftlab import checkpoint
 from draftlab.errors import UserError
 from draftlab.export.words import Words, read
+from draftlab.outline import context_size
 from draftlab.shape import Shape
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -150,7 +151,7 @@ def _add_settings(writer: Any, directory: Path, shape: Shape, rope: dict[str, An
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(kind, f"MOSTLY_{kind.upper()}")])
     writer.add_block_count(shape.layers)
-    writer.add_context_length(context_of(config))
+    writer.add_context_length(_context(directory, config))
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
@@ -188,9 +189,9 @@ def _add_words(writer: Any, words: Words) -> None:
         writer.add_chat_template(words.chat_template)
 
 
-def context_of(config: dict[str, object]) -> int:
+def _context(directory: Path, config: dict[str, object]) -> int:
     """Longest text in tokens; of a model with a sliding window, the window: up to there attention is full."""
-    context, window = int(str(config.get("max_position_embeddings", 2048))), config.get("sliding_window")
+    context, window = context_size(directory), config.get("sliding_window")
     return min(context, window) if isinstance(window, int) and config.get("use_sliding_window", True) else context
 
 

@@ -16,6 +16,7 @@ from draftlab.data import prompts as read_prompts
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import card, folder, gguf, rescore, serving
 from draftlab.export.folder import locate as locate
+from draftlab.outline import context_size, size_of
 from draftlab.record import Score, read_score
 from draftlab.tokenizer import common_vocabulary
 
@@ -95,15 +96,15 @@ def export(plan: Plan, work: Path, out: Path) -> Made:
             found = _verified(plan, plain, work / file, k)
             lines.append(found.line())
             notes["verified"] = found.line()
-        shape, context = checkpoint.read_shape(plain), gguf.context_of(checkpoint.read_config(plain))
+        size, context = size_of(plain).describe(), context_size(plain)
     script = None
     if plan.to not in ("hf", "gguf"):
         script = serving.script(plan.to, target=_target_text(plan), k=k, why_k=why_k, gguf=file)
         (work / script[0]).write_text(script[1])
         lines.append(f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {out / script[0]}")
     told = card.Card(
-        name=plan.draft.name, target=plan.target_name, shape=shape, context=context, commands=_commands(plan.draft),
-        held_out=_held_out(plan.draft), scores=scores, changed=changed, serving=script,
+        name=plan.draft.name, target=plan.target_name, size=size, vocab=vocab, context=context,
+        commands=_commands(plan.draft), held_out=_held_out(plan.draft), scores=scores, changed=changed, serving=script,
         verified=str(notes.get("verified", "")),
     )  # fmt: skip
     (work / "README.md").write_text(told.text())

@@ -51,7 +51,7 @@ CACHE = "cache build --target M --sequences 4 --seq-len 32 --k 8"
 
 
 def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
-    """By name what to type in a folder with the model M, its text, and a draft that earlier steps made or that is there."""
+    """By name what to type in a folder with a model M, a text, and a draft that is there or that earlier steps made."""
     width = small(facts).hidden // 2
     there = f"--draft {draft} --target M"
     found = {

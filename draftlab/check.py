@@ -20,7 +20,7 @@ from draftlab.errors import UserError, did_you_mean
 from draftlab.export import gguf, words
 from draftlab.outline import context_size, size_of
 from draftlab.shape import Shape, multiples_near
-from draftlab.tokenizer import PROBES
+from draftlab.slow import PROBES
 
 Runtime = Literal["vllm", "sglang", "llama.cpp", "transformers"]
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -297,12 +297,20 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     """Raises UserError: none is there (transformers would make an empty one up by model type), or it cannot be read."""
     from transformers import AutoTokenizer
 
+    from draftlab.slow import as_sentencepiece
+
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise UserError(f"{directory} holds no tokenizer: no {', '.join(VOCABULARY_FILES)}")
     try:
-        return AutoTokenizer.from_pretrained(directory)
-    except (ValueError, OSError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        alone = directory / "tokenizer.model"
+        return as_sentencepiece(tokenizer, alone) if alone.is_file() and not _has_fast(directory) else tokenizer
+    except (ValueError, OSError, KeyError, ImportError) as error:
         raise UserError(f"{directory} holds no usable tokenizer: {' '.join(str(error).split())[:200]}") from error
+
+
+def _has_fast(directory: Path) -> bool:
+    return (directory / "tokenizer.json").is_file() or (directory / "tekken.json").is_file()
 
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:

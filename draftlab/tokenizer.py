@@ -14,30 +14,6 @@ SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
 # that follow; blank lines with the next indentation. Indentation is most of Python's white space: one token for it.
 CODE_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:[\r\n]+[ \t]*)?|\s*[\r\n]+[ \t]*|[ \t]+"
 
-# Texts in which tokenizers of one vocabulary part ways: white space, digits, case, scripts, what is glued together.
-PROBES = (
-    "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n",
-    "The quick brown fox jumps over the lazy dog.",
-    " leading, trailing ",
-    "two  spaces,   three,\ttab\n\n\nthree lines\r\nand a carriage return",
-    "\n",
-    "if a:\n\tif b:\n\t\treturn c\n\n\nclass D:\n    pass\n",
-    "        eight spaces\n            twelve\n",
-    "1 12 123 1234 12345.678 1,000,000 0x1F 1e-10",
-    "I'm, you're, he's, we'll, they'd, DON'T, it\u2019s",
-    "camelCase snake_case SCREAMING_CASE kebab-case PascalCase iPhone2",
-    "a+b-c*d/e%f==g!=h<=i>=j&&k||l->m::n...o",
-    "https://example.org/path?query=1&other=two#fragment",
-    "Grüße aus Köln, Ça va, señor, naïve café",
-    "Привет, мир! Γειά σου Κόσμε",
-    "你好，世界。こんにちは 안녕하세요",
-    "مرحبا بالعالم שלום עולם",
-    "नमस्ते दुनिया สวัสดีชาวโลก",
-    "😀👩‍👩‍👧‍👦🇫🇷 emoji ✓ ½ ²",
-    "e\u0301 combining, \u00a0 no-break, \u200b zero width, \u3000 wide",
-    '<p>HTML &amp; entities</p> {"json": [true, null]} | table | - [ ] list',
-)
-
 
 def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json under out; every byte is covered, bos is put in front."""

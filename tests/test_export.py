@@ -26,7 +26,7 @@ from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.errors import UserError
 from draftlab.export import folder, gguf, rescore, words
 from draftlab.record import read_score
-from draftlab.tokenizer import PROBES
+from draftlab.slow import PROBES
 
 GGUF_FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
 

@@ -22,6 +22,7 @@ LAYERS = [
     ["compare"],
     ["hub"],
     ["weights"],
+    ["slow"],
     ["checkpoint"],
     ["data", "tokenizer", "llama", "outline"],
     ["native", "graphs"],

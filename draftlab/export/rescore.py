@@ -24,7 +24,7 @@ from draftlab.engine.generate import Sampling, plain, written
 from draftlab.engine.replay import ratio_interval
 from draftlab.errors import UserError
 from draftlab.serve import Server, spec_decode
-from draftlab.tokenizer import PROBES
+from draftlab.slow import PROBES
 
 INSIDE = Path(__file__).parent / "inside_llama_cpp.py"
 START_SECONDS = 600  # of a server

@@ -1,0 +1,85 @@
+"""Tokenizers that come as SentencePiece's file alone: read so that they give the ids that SentencePiece gives."""
+
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+from tokenizers import models
+from transformers import LlamaTokenizer, PreTrainedTokenizerBase, TokenizersBackend
+
+from draftlab.errors import UserError
+
+# Texts in which tokenizers of one vocabulary part ways: white space, digits, case, scripts, what is glued together.
+PROBES = (
+    "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n",
+    "The quick brown fox jumps over the lazy dog.",
+    " leading, trailing ",
+    "two  spaces,   three,\ttab\n\n\nthree lines\r\nand a carriage return",
+    "\n",
+    "if a:\n\tif b:\n\t\treturn c\n\n\nclass D:\n    pass\n",
+    "        eight spaces\n            twelve\n",
+    "1 12 123 1234 12345.678 1,000,000 0x1F 1e-10",
+    "I'm, you're, he's, we'll, they'd, DON'T, it\u2019s",
+    "camelCase snake_case SCREAMING_CASE kebab-case PascalCase iPhone2",
+    "a+b-c*d/e%f==g!=h<=i>=j&&k||l->m::n...o",
+    "https://example.org/path?query=1&other=two#fragment",
+    "Grüße aus Köln, Ça va, señor, naïve café",
+    "Привет, мир! Γειά σου Κόσμε",
+    "你好，世界。こんにちは 안녕하세요",
+    "مرحبا بالعالم שלום עולם",
+    "नमस्ते दुनिया สวัสดีชาวโลก",
+    "😀👩‍👩‍👧‍👦🇫🇷 emoji ✓ ½ ²",
+    "e\u0301 combining, \u00a0 no-break, \u200b zero width, \u3000 wide",
+    '<p>HTML &amp; entities</p> {"json": [true, null]} | table | - [ ] list',
+)
+
+
+def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
+    """Return tokenizer, or one that gives SentencePiece's own ids where it does not.
+
+    transformers 5 orders merges by id, and LLaMA's runs of spaces have the first ids and the last scores; without a
+    tokenizer_config.json it also puts neither a space nor bos in front, as LLaMA's does.
+
+    Raises:
+        UserError: none does.
+    """
+    try:
+        processor = SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError):
+        return tokenizer  # tiktoken's, by the same name
+    if _agrees(tokenizer, processor):
+        return tokenizer
+    alone: dict[str, Any] = {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}
+    for candidate in (tokenizer, LlamaTokenizer.from_pretrained(file.parent, **alone)):
+        if isinstance(candidate, TokenizersBackend) and isinstance(candidate.backend_tokenizer.model, models.BPE):
+            candidate.backend_tokenizer.model = _by_score(processor)  # type: ignore[assignment]
+            if _agrees(candidate, processor):
+                return candidate
+    raise UserError(f"transformers gives other ids than SentencePiece by {file}; put its tokenizer.json beside it")
+
+
+def _agrees(tokenizer: PreTrainedTokenizerBase, processor: SentencePieceProcessor) -> bool:
+    texts = [text.lstrip(" ") for text in PROBES]  # transformers puts no space in front of a space, and means it
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] == processor.encode(texts)
+
+
+def _by_score(processor: SentencePieceProcessor) -> models.BPE:
+    """Return its merges by score; of one score, what begins furthest left grows first, as there."""
+    ids = range(processor.get_piece_size())
+    vocab = {processor.id_to_piece(i): i for i in ids}
+    aside = {i for i in ids if processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)}
+    scores = {piece: processor.get_score(i) for piece, i in vocab.items() if i not in aside}
+    merges = [
+        (piece[:at], piece[at:])
+        for piece in scores
+        for at in range(1, len(piece))
+        if piece[:at] in scores and piece[at:] in scores
+    ]
+    merges.sort(key=lambda pair: (-scores["".join(pair)], -len(pair[0]), -len(pair[1])))
+    return models.BPE(
+        vocab=vocab,
+        merges=merges,
+        unk_token=processor.id_to_piece(processor.unk_id()),
+        fuse_unk=True,
+        byte_fallback=True,
+    )

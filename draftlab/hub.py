@@ -24,7 +24,7 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     A hub name is OWNER/NAME or OWNER/NAME@REVISION. Without weights its configuration and tokenizer alone are fetched.
 
     Raises:
-        UserError: none of these; says what was tried.
+        UserError: none of these, with what was tried; weights that are not there or lie there in another layout.
     """
     path = Path(name)
     embedded = sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir())
@@ -34,6 +34,8 @@ def locate(name: str | Path, weights: bool = True) -> Path:
         if not (path / "config.json").is_file():
             _refuse_other_layouts(path)
             raise UserError(f"{path} is not a checkpoint: it has no config.json")
+        if weights:
+            weight_files(path)
         return path
     if path.is_file():
         _refuse_other_layouts(path)

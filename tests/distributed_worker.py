@@ -1,4 +1,4 @@
-"""Training in one of several processes, started by test_distributed.py: python distributed_worker.py KIND OUT."""
+"""Training in one of several processes, started by test_distributed.py: python distributed_worker.py OUT KIND ..."""
 
 import os
 import sys
@@ -66,7 +66,8 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
     rows, processes = Rows().batch(2), 1
     tokens = float(rows.mask.sum())
     if sharded:
-        dist.init_process_group("gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         processes = dist.get_world_size()
         mesh = init_device_mesh("cpu", (processes,))
         for layer in model.get_submodule("model.layers").children():
@@ -90,14 +91,13 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous().clone()
 
 
-def main(kind: str, out: Path) -> None:
-    torch.set_num_threads(1)
+def main(out: Path, *chosen: str) -> None:
     kinds = {"train": trained, "distil": distilled, "step": lambda _: gradients(sharded="RANK" in os.environ)}
-    found = kinds[kind](out)
-    tensors = {name: whole(tensor) for name, tensor in found.items()}
-    if os.environ.get("RANK", "0") == "0":
-        save_file(tensors, out)
+    for kind in chosen:
+        tensors = {name: whole(tensor) for name, tensor in kinds[kind](out).items()}
+        if os.environ.get("RANK", "0") == "0":
+            save_file(tensors, out.with_suffix(f".{kind}"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -234,10 +234,9 @@ def test_a_call_repeats_itself_and_leaves_nothing_behind(checkpoint_dir: Path, c
 
 
 def test_an_unknown_task_is_refused_with_a_suggestion_before_a_model_is_looked_for():
-    with pytest.raises(UserError, match=r"unknown task 'helaswag'.*did you mean 'hellaswag'"):
-        evaluate(Path("nowhere"), "helaswag", 4)
-    with pytest.raises(UserError, match="did you mean 'code_next_line'"):
-        evaluate(Path("nowhere"), "code_nextline", 4)
+    for name, near in (("helaswag", "hellaswag"), ("code_nextline", "code_next_line")):
+        with pytest.raises(UserError, match=f"unknown task '{name}'.*did you mean '{near}'"):
+            evaluate(Path("nowhere"), name, 4)
 
 
 def test_score_refuses_an_unknown_task_before_it_loads_anything(tmp_path: Path):

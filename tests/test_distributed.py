@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from distributed_worker import main
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -40,9 +41,13 @@ def launch(words: list[str], processes: int, where: Path, **environment: str) ->
     return done.stdout
 
 
-def run(kind: str, out: Path, processes: int, **environment: str) -> dict[str, torch.Tensor]:
-    launch([str(HERE / "distributed_worker.py"), kind, str(out)], processes, out.parent, **environment)
-    return load_file(out)
+def run(out: Path, processes: int, *kinds: str, **environment: str) -> list[dict[str, torch.Tensor]]:
+    """What each kind of work wrote, one after the other in the same processes; one process is this one."""
+    if processes == 1:
+        main(out, *kinds)
+    else:
+        launch([str(HERE / "distributed_worker.py"), str(out), *kinds], processes, out.parent, **environment)
+    return [load_file(out.with_suffix(f".{kind}")) for kind in kinds]
 
 
 def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -51,17 +56,17 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert float((found[name] - one).abs().max()) <= 2e-4 * float(one.abs().max()) + 1e-7, name
 
 
-@pytest.mark.parametrize("kind", ["train", "step"])
-def test_two_processes_compute_what_one_does(kind, tmp_path):
-    alone = run(kind, tmp_path / "alone.safetensors", 1)
-    assert any("log_odds" in name or "ffn" in name for name in alone)
-    assert_close(run(kind, tmp_path / "together.safetensors", 2), alone)
+def test_two_processes_compute_what_one_does(tmp_path):
+    alone, together = (run(tmp_path / str(processes), processes, "train", "step") for processes in (1, 2))
+    for one, two in zip(alone, together, strict=True):
+        assert any("log_odds" in name or "ffn" in name for name in one)
+        assert_close(two, one)
 
 
 @pytest.mark.slow
 def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(tmp_path):
     pytest.importorskip("deepspeed")
-    alone = run("distil", tmp_path / "alone.safetensors", 1)
+    (alone,) = run(tmp_path / "alone", 1, "distil")
     for stage in (1, 2, 3):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}  # shards even what is small
         other = {
@@ -74,7 +79,8 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps({"zero_optimization": zero} | other),
         }
-        assert_close(run("distil", tmp_path / f"zero-{stage}.safetensors", 2, **chosen), alone)
+        (together,) = run(tmp_path / f"zero-{stage}", 2, "distil", **chosen)
+        assert_close(together, alone)
         shards = list((tmp_path / f"zero-{stage}.state").rglob("zero_pp_rank_1_*optim_states.pt"))
         assert [shard.parents[1].name for shard in shards] == ["step-00000002"]
 
@@ -91,7 +97,7 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
 def test_what_a_launcher_cannot_train_is_refused_at_once(launcher, words, said, family_dirs, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    source = ["--source", str(family_dirs["llama"])] if words[0] == "prune" else []
+    source = ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune" else []
     result = CliRunner().invoke(app, [*words, *source])
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert said in result.stderr

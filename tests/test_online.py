@@ -49,24 +49,37 @@ def follow(world: Path, folder: Path, draft: Path, **changes):
     return distill(**words)
 
 
+@pytest.fixture(scope="module")
+def followed(world, draft, tmp_path_factory):
+    """A folder after one round, and what that round said."""
+    folder = tmp_path_factory.mktemp("followed") / "live"
+    return folder, follow(world, folder, draft)
+
+
+@pytest.fixture
+def live(followed, tmp_path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(followed[0], tmp_path / "live", symlinks=True))
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "live" / "model.safetensors")
 
 
-def test_a_draft_that_gains_on_unseen_traffic_is_promoted_and_can_be_taken_back(world, draft, tmp_path):
-    outcome = follow(world, tmp_path / "live", draft)
+def test_a_draft_that_gains_on_unseen_traffic_is_promoted_and_can_be_taken_back(world, draft, followed, live):
+    outcome = followed[1]
     assert outcome.data["promoted"], outcome.show
     assert outcome.data["after"] > outcome.data["before"]
     assert outcome.data["trained_on"] == ("day1",)
     assert outcome.data["judged_by"] == "day2"
-    assert (tmp_path / "live" / "live").resolve().name == "0001"
+    assert (live / "live").resolve().name == "0001"
     start = load_file(draft / "model.safetensors")
-    assert any(not torch.equal(start[name], w) for name, w in weights(tmp_path / "live").items())
-    assert "nothing newer" in follow(world, tmp_path / "live", draft).show[0]
-    rollback(tmp_path / "live")
-    assert all(torch.equal(start[name], w) for name, w in weights(tmp_path / "live").items())
+    assert any(not torch.equal(start[name], w) for name, w in weights(live).items())
+    assert "nothing newer" in follow(world, live, draft).show[0]
+    rollback(live)
+    assert all(torch.equal(start[name], w) for name, w in weights(live).items())
     with pytest.raises(UserError, match="no version before 0"):
-        rollback(tmp_path / "live")
+        rollback(live)
 
 
 def test_a_draft_that_loses_is_not_promoted(world, draft, tmp_path):
@@ -80,19 +93,17 @@ def test_a_draft_that_loses_is_not_promoted(world, draft, tmp_path):
     assert online.ledger(tmp_path / "live").judged() == {"day2"}
 
 
-def test_what_judges_does_not_train(world, draft, family_dirs, text, tmp_path):  # noqa: F811
+def test_what_judges_does_not_train(world, draft, followed, family_dirs, text, tmp_path):  # noqa: F811
     other = tmp_path / "other"
     shutil.copytree(world, other)
     shutil.rmtree(other / "traffic" / "day2")
     build_cache(family_dirs["llama"], text, other / "traffic" / "day2", text="target", sequences=40, seq_len=40, seed=9)
-    follow(world, tmp_path / "a", draft)
     follow(other, tmp_path / "b", draft)
-    found, wanted = weights(tmp_path / "a"), weights(tmp_path / "b")
+    found, wanted = weights(followed[0]), weights(tmp_path / "b")
     assert all(torch.equal(found[name], w) for name, w in wanted.items())
 
 
-def test_a_round_that_was_killed_goes_on(world, draft, tmp_path, monkeypatch):
-    follow(world, tmp_path / "whole", draft)
+def test_a_round_that_was_killed_goes_on(world, draft, followed, tmp_path, monkeypatch):
     real = online.judge
 
     def killed(*given):
@@ -117,15 +128,13 @@ def test_a_round_that_was_killed_goes_on(world, draft, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", renamed)
     assert (tmp_path / "live" / "live").resolve().name == "0000"
     assert follow(world, tmp_path / "live", draft).data["promoted"]
-    found, wanted = weights(tmp_path / "live"), weights(tmp_path / "whole")
+    found, wanted = weights(tmp_path / "live"), weights(followed[0])
     assert all(torch.equal(found[name], w) for name, w in wanted.items())
 
 
-def test_only_the_live_version_and_the_one_before_are_kept(world, draft, family_dirs, text, tmp_path):  # noqa: F811
+def test_only_the_live_version_and_the_one_before_are_kept(world, draft, live, family_dirs, text, tmp_path):  # noqa: F811
     mine = tmp_path / "world"
     shutil.copytree(world, mine)
-    live = tmp_path / "live"
-    follow(mine, live, draft)
     for day in (3, 4):
         build_cache(
             family_dirs["llama"], text, mine / "traffic" / f"day{day}", text="target", sequences=48, seq_len=40,

@@ -125,6 +125,8 @@ def _tokens(spec: dict[str, Any], vocab: int, directory: Path, bytes_fall_back: 
         unknown = spec["model"].get("unk_token")
         kinds |= {i: UNKNOWN for i, token in by_id.items() if token == unknown}
     for added in spec["added_tokens"]:
+        if added["id"] >= vocab:
+            continue  # a token of pictures, say, that this model neither reads nor writes
         by_id[added["id"]] = added["content"]
         if kinds.get(added["id"]) != UNKNOWN:
             kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED

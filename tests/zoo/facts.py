@@ -48,6 +48,7 @@ class Facts(BaseModel):
     chat: bool = False
     note: str = ""
     source: Literal["litgpt", "copy", "transformers", "known"]
+    why: str = ""
     prune: str = YES
     own: str = ""
     gguf: str = ""

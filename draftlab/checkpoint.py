@@ -1,10 +1,7 @@
 """Hugging Face directories: config <-> Shape, models, tokenizers, atomic writes."""
 
-import contextlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +14,8 @@ from torch import Tensor
 from draftlab.errors import OtherArchitecture, UserError
 from draftlab.hub import locate as locate
 from draftlab.layouts import other_layout
+from draftlab.output import check_free as check_free
+from draftlab.output import new_directory as new_directory
 from draftlab.shape import Shape
 from draftlab.weights import BUFFERS, Weights, check_finite
 
@@ -181,7 +180,10 @@ def write_checkpoint(
 
     weights may be made one at a time: no more than a shard of them is held.
     """
-    dtypes, size = _save_sharded(directory, weights)
+    try:
+        dtypes, size = _save_sharded(directory, weights)
+    except SafetensorError as error:  # a full disk
+        raise OSError(str(error)) from error
     (directory / "config.json").write_text(json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True))
     if tokenizer_from is not None:
         for name in TOKENIZER_FILES:
@@ -324,46 +326,6 @@ def model_weights(model: "PreTrainedModel", dtype: torch.dtype) -> Iterator[tupl
     return ((name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters())
 
 
-@contextlib.contextmanager
-def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary sibling that becomes out when the block ends well, and vanishes when it does not.
-
-    Raises:
-        UserError: out exists with something in it and force is off, or it cannot be written.
-    """
-    check_free(out, force=force)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        work.chmod(0o755)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
-    try:
-        yield work
-        _replace(work, out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise UserError(f"cannot write {out}: {error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def check_free(out: Path, *, force: bool) -> None:
-    """Refuse to overwrite what is finished; said before the expensive part.
-
-    Raises:
-        UserError: out is a file, or a non-empty directory and force is off.
-    """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} exists and is not a directory")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise UserError(f"{out} exists and is not empty; choose another --out, or --force to replace it")
-    parent = next(p for p in out.absolute().parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"cannot write {out}: {parent} is not a writable directory")
-
-
 def layer_of(name: str) -> int | None:
     """The layer a tensor belongs to, None for embedding, final norm and head."""
     parts = name.split(".")
@@ -444,14 +406,3 @@ def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tup
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
     (directory / "model.safetensors.index.json").write_text(text)
     return dtypes, total
-
-
-def _replace(work: Path, out: Path) -> None:
-    """Move work to out; a directory that was there goes only after the new one has its name."""
-    if not out.exists():
-        work.rename(out)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-    out.rename(old / "was")
-    work.rename(out)
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,59 @@
+"""Where outputs are written: whole or not at all, and never over what is finished. No torch."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftlab.errors import UserError
+
+
+@contextlib.contextmanager
+def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
+    """Give a temporary sibling that becomes out when the block ends well, and vanishes when it does not.
+
+    Raises:
+        UserError: out exists with something in it and force is off, or it cannot be written.
+    """
+    check_free(out, force=force)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        work.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    try:
+        yield work
+        _replace(work, out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def check_free(out: Path, *, force: bool) -> None:
+    """Refuse to overwrite what is finished; said before the expensive part.
+
+    Raises:
+        UserError: out is a file, or a non-empty directory and force is off.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} exists and is not a directory")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise UserError(f"{out} exists and is not empty; choose another --out, or --force to replace it")
+    parent = next(p for p in out.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write {out}: {parent} is not a writable directory")
+
+
+def _replace(work: Path, out: Path) -> None:
+    """Move work to out; a directory that was there goes only after the new one has its name."""
+    if not out.exists():
+        work.rename(out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+    out.rename(old / "was")
+    work.rename(out)
+    shutil.rmtree(old, ignore_errors=True)

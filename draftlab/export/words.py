@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from draftlab import checkpoint
 from draftlab.errors import UserError
@@ -104,17 +104,24 @@ def nearest_cutting(fast: Tokenizer) -> tuple[str, float]:
     wanted = [fast.encode(text, add_special_tokens=False).ids for text in PROBES]
     found: dict[str, tuple[float, int]] = {}
     for name, cutting in CUTTINGS.items():
-        spec["model"]["ignore_merges"] = cutting.whole
+        cut_by(spec, cutting)
         other = Tokenizer.from_str(json.dumps(spec))
-        splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in cutting.expressions]
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        other.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])  # type: ignore[assignment]
         ids = [other.encode(text, add_special_tokens=False).ids for text in PROBES]
         same = sum(a == b for a, b in zip(ids, wanted, strict=True)) / len(PROBES)
         known = [json.dumps(e) in spelled for e in cutting.expressions]
         found[name] = same, all(known) * len(known)
     best = max(found, key=lambda name: found[name])
     return best, found[best][0]
+
+
+def cut_by(spec: dict[str, Any], cutting: Cutting) -> None:
+    """Make a byte-level tokenizer's JSON cut text that way."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": e}, "behavior": "Isolated", "invert": False} for e in cutting.expressions
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    spec["model"]["ignore_merges"] = cutting.whole
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 
 
 def _tokens(spec: dict[str, Any], vocab: int, directory: Path, bytes_fall_back: bool) -> tuple[list[str], list[int]]:

@@ -1,0 +1,1 @@
+"""Checkpoints in other layouts, made Hugging Face directories."""

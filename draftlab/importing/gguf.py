@@ -1,0 +1,285 @@
+"""GGUF files, by transformers' own reader; and what that reader leaves out: rotary scaling, biases, head size, ids.
+
+F elements of a rotary table, half of head_dim.
+"""
+
+import contextlib
+import io
+import json
+import math
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from draftlab.errors import UserError
+from draftlab.export.gguf import ROPE_FACTORS, library
+from draftlab.export.words import CUTTINGS, UNUSED, Cutting, cut_by
+
+COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings are completed here
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NOT_WEIGHTS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")  # slow to read, and not asked for
+# llama.cpp cuts these names of tokenizer.ggml.pre as it cuts the second name
+LIKE = {
+    "mpt": "gpt-2", "olmo": "gpt-2", "jais": "gpt-2", "trillion": "gpt-2",
+    "refact": "smollm", "command-r": "smollm", "codeshell": "smollm", "exaone": "smollm", "minerva-7b": "smollm",
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "falcon-h1": "llama-bpe",
+    "pixtral": "llama-bpe", "lfm2": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2", "llama4": "gpt-4o",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a file says before its weights: settings by name, and of each tensor its type, number of weights and rank.
+
+    rope_factors: what the plain rotary frequencies are divided by, [F], where the file has such a tensor.
+    """
+
+    file: Path
+    settings: dict[str, Any]
+    tensors: dict[str, tuple[str, int, int]]
+    rope_factors: list[float] | None
+
+    @property
+    def architecture(self) -> str:
+        return str(self.settings["general.architecture"])
+
+    def setting(self, name: str) -> Any:
+        """Return a setting of the architecture, as "rope.scaling.type"; None where the file does not have it."""
+        return self.settings.get(f"{self.architecture}.{name}")
+
+    def weights(self) -> int:
+        return sum(count for name, (_, count, _) in self.tensors.items() if name not in NOT_WEIGHTS)
+
+    def types(self) -> dict[str, int]:
+        """Return how many weights of its matrices are of each type, the most frequent first."""
+        counts: Counter[str] = Counter()
+        for kind, count, rank in self.tensors.values():
+            counts[kind] += count if rank > 1 else 0
+        return {kind: count for kind, count in counts.most_common() if count}
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that keeps the matrices as they are, bfloat16 where they are quantised.
+
+        bfloat16 rounds each weight by at most 1/256 of itself. Rounding to 8 bits already moved it by 1/254 of the
+        largest of its block, to 4 bits by 1/16: against that it does not count, and float32 would double the size.
+        """
+        kinds = {FLOATS.get(kind, torch.bfloat16) for kind in self.types()}
+        return kinds.pop() if len(kinds) == 1 else torch.float32 if set(self.types()) <= set(FLOATS) else torch.bfloat16
+
+
+def read_header(file: Path) -> Header:
+    """Raises UserError: not a GGUF file, or a truncated one."""
+    gguf = library()
+    try:
+        reader = gguf.GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise UserError(f"{file} is not a readable GGUF file: {' '.join(str(error).split())[:200]}") from None
+    settings = {name: _plain(field.contents()) for name, field in reader.fields.items() if name not in LONG}
+    if "general.architecture" not in settings:
+        raise UserError(f"{file} names no architecture (general.architecture)")
+    if settings.get("split.count", 0) > 1:
+        raise UserError(f"{file} is one of {settings['split.count']} parts; join them by llama-gguf-split --merge")
+    factors = next((t.data.astype(float).tolist() for t in reader.tensors if t.name == ROPE_FACTORS), None)
+    tensors = {t.name: (t.tensor_type.name, int(t.n_elements), len(t.shape)) for t in reader.tensors}
+    return Header(file=file, settings=settings, tensors=tensors, rope_factors=factors)
+
+
+def load_config(header: Header) -> Any:
+    """Return the transformers config that the file describes.
+
+    Raises:
+        UserError: an architecture or a setting that transformers cannot compute.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(header.file.parent, gguf_file=header.file.name)
+    except (ValueError, KeyError, NotImplementedError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{header.file} ({header.architecture}) is not for transformers: {reason}") from None
+    if header.architecture in COMPLETED:
+        config = _completed(config, header)
+    elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors:
+        raise UserError(f"{header.file}: the rotary scaling of a {header.architecture} model cannot be read from GGUF")
+    for name, number in special_ids(header).items():
+        setattr(config, name, number)
+    vars(config).pop("_model_name_or_path", None)
+    return config
+
+
+def load(header: Header, dtype: torch.dtype) -> Any:
+    """Return the file's model, every weight of it accounted for.
+
+    Raises:
+        UserError: transformers' reader cannot read it, or leaves something out.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    config = load_config(header)
+    logging.disable_progress_bar()
+    shown = sys.stderr if sys.stderr.isatty() else io.StringIO()  # its bar is for terminals
+    try:
+        with contextlib.redirect_stderr(shown):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True
+            )
+    except (ValueError, RuntimeError, KeyError, NotImplementedError, OSError) as error:
+        raise UserError(f"{header.file} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(f"{header.file} does not fit {type(model).__name__}: it has no {missing[0]}")
+    taken = sum(parameter.numel() for parameter in model.parameters())
+    if taken != header.weights():
+        raise UserError(
+            f"{header.file} holds {header.weights():,} weights, of which transformers' reader takes {taken:,}; "
+            "this kind of model cannot be imported from GGUF"
+        )
+    vars(model).pop("hf_quantizer", None)  # else transformers refuses to save what is a plain model by now
+    vars(model.config).pop("quantization_config", None)
+    return model
+
+
+def special_ids(header: Header) -> dict[str, int | list[int]]:
+    """Return bos_token_id, eos_token_id (a list where texts end in several ways) and pad_token_id, where known."""
+    ids = {name: header.settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ends = list(dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None))
+    named = {
+        "bos_token_id": ids["bos"],
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": header.settings.get("tokenizer.ggml.padding_token_id"),
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def load_tokenizer(header: Header, context: int | None) -> Any:
+    """Return the file's tokenizer with its chat template, cutting text as llama.cpp would.
+
+    Raises:
+        UserError: a kind of vocabulary, or a way to cut text, that is not known here.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        read: Any = AutoTokenizer.from_pretrained(header.file.parent, gguf_file=header.file.name)
+    except (ValueError, KeyError, NotImplementedError, OSError) as error:
+        raise UserError(f"{header.file}: its tokenizer cannot be read: {' '.join(str(error).split())[:200]}") from None
+    spec = json.loads(read.backend_tokenizer.to_str())
+    if header.settings.get("tokenizer.ggml.model") == "gpt2":
+        cut_by(spec, _cutting(header))
+    _drop_padding(spec, header)
+    tokens = {f"{name}_token": getattr(read, f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
+        chat_template=read.chat_template,
+        clean_up_tokenization_spaces=False,
+        **({"model_max_length": context} if context else {}),
+        **{name: token for name, token in tokens.items() if token is not None},
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A number as its float32 was written: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _completed(config: Any, header: Header) -> Any:
+    """config with what the file says and transformers' reader does not take up."""
+    if header.setting("expert_count"):
+        raise UserError(f"{header.file}: a mixture of experts; of this kind only dense models are read from GGUF")
+    biases = {name.split(".")[2] for name in header.tensors if name.endswith(".bias") and name.startswith("blk.0.")}
+    if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
+        config = _as_qwen2(config)  # how llama.cpp keeps a Qwen2 whose heads do not add up to its width
+    elif header.architecture == "llama":
+        config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
+    head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
+    config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    if header.setting("attention.value_length") not in (None, config.head_dim):
+        raise UserError(f"{header.file}: keys and values of different sizes")
+    if header.setting("rope.dimension_count") not in (None, config.head_dim):
+        raise UserError(f"{header.file}: only a part of each head turns; transformers' reader does not know that")
+    config.rope_parameters = _rope(header, config)
+    config.rms_norm_eps = header.setting("attention.layer_norm_rms_epsilon") or config.rms_norm_eps
+    return config
+
+
+def _as_qwen2(config: Any) -> Any:
+    from transformers import Qwen2Config
+
+    fields = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+    return Qwen2Config(**fields)
+
+
+def _rope(header: Header, config: Any) -> dict[str, Any]:
+    theta = float(header.setting("rope.freq_base") or 10000.0)
+    kind, base = header.setting("rope.scaling.type"), {"rope_theta": theta}
+    if header.rope_factors is not None:
+        return base | _llama3_scaling(header, theta)
+    if kind in (None, "none"):
+        return base | {"rope_type": "default"}
+    scaled = base | {"rope_type": kind, "factor": float(header.setting("rope.scaling.factor") or 1.0)}
+    if kind == "yarn":
+        original = header.setting("rope.scaling.original_context_length")
+        return scaled | {"original_max_position_embeddings": int(original or config.max_position_embeddings)}
+    if kind == "linear":
+        return scaled
+    raise UserError(f"{header.file}: rotary scaling {kind!r}; of GGUF linear, yarn and Llama 3's are read")
+
+
+def _llama3_scaling(header: Header, theta: float) -> dict[str, Any]:
+    """The settings that make these factors: GGUF has only the outcome, 1 for high frequencies and factor for low ones.
+
+    Settings scaled together give the same factors; low_freq_factor is 1 and high_freq_factor 4, as in every checkpoint.
+    """
+    factors = header.rope_factors or []
+    most, low, high = max(factors), 1.0, 4.0
+    wavelengths = [2 * math.pi * theta ** (i / len(factors)) for i in range(len(factors))]
+    between = [
+        wavelength * ((high - low) * (1 / f - 1 / most) / (1 - 1 / most) + low)
+        for f, wavelength in zip(factors, wavelengths, strict=True)
+        if 1.0001 < f < 0.9999 * most
+    ]
+    original = round(sum(between) / len(between)) if between else int(header.setting("context_length") or 0)
+    for f, wavelength in zip(factors, wavelengths, strict=True):
+        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
+            raise UserError(f"{header.file}: its {ROPE_FACTORS} are not of Llama 3's kind, and no other is known")
+    return {
+        "rope_type": "llama3",
+        "factor": round(most, 4),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _cutting(header: Header) -> Cutting:
+    name = header.settings.get("tokenizer.ggml.pre", "none said")
+    known = LIKE.get(name, name)
+    if known not in CUTTINGS:
+        raise UserError(
+            f"{header.file}: how its tokenizer cuts text (tokenizer.ggml.pre: {name}) is not known here; "
+            f"known: {', '.join(CUTTINGS)}; take the model's own repository"
+        )
+    return CUTTINGS[known]
+
+
+def _drop_padding(spec: dict[str, Any], header: Header) -> None:
+    """Take ids without a meaning out of the vocabulary: converters call them [PAD123], tokenizers do not have them."""
+    types = header.settings.get("tokenizer.ggml.token_type", [])
+    vocabulary = spec["model"]["vocab"]
+    for token in [t for t in vocabulary if re.fullmatch(r"\[PAD\d+\]", t)] if isinstance(vocabulary, dict) else []:
+        if token == f"[PAD{vocabulary[token]}]" and types and types[vocabulary[token]] == UNUSED:
+            del vocabulary[token]
+
+
+def describe(header: Header) -> str:
+    return f"{header.architecture}, {header.weights():,} weights in {', '.join(header.types())}"

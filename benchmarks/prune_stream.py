@@ -75,7 +75,7 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
     draftlab = [str(Path(sys.executable).with_name("draftlab"))]
     began = time.perf_counter()
     for words in (
-        ["init", "--preset", str(source)],
+        ["init", "--target", str(source)],
         ["prune", "--layers", "12", "--width", "2560", "--data", "stdlib", "--tokens", str(tokens), "--out", "draft"],
     ):
         environ = os.environ | {"OMP_NUM_THREADS": str(threads)}

@@ -230,14 +230,19 @@ def load_model(
     Raises:
         UserError: it cannot be built, or weights are missing or left over.
     """
+    if device.type == "cpu" and device_map is None:
+        check_plain(directory, read_config(directory))
+    Weights(directory)  # every file is there and whole
+    model: Any = read_model(directory, dtype, device_map)
+    return model if device_map else model.to(device)
+
+
+def read_model(directory: Path, dtype: torch.dtype, device_map: str | None = None) -> "PreTrainedModel":
+    """Return the model of whatever files transformers finds there, .bin ones too; see load_model."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = read_config(directory)
-    if device.type == "cpu" and device_map is None:
-        check_plain(directory, config)
-    Weights(directory)  # every file is there and whole
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, device_map=device_map, output_loading_info=True
@@ -251,7 +256,7 @@ def load_model(
             raise UserError(f"{directory} does not fit its config.json: {kind} {wrong[0]}{_more(wrong)}")
     for name, parameter in model.named_parameters():
         check_finite(parameter.detach(), name, directory)
-    return model if device_map else model.to(device)
+    return model
 
 
 def text_config(directory: Path) -> dict[str, object]:

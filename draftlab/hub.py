@@ -45,6 +45,18 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     return _from_hub(str(name), weights)
 
 
+def importable(name: str) -> Path:
+    """Return what draftlab import reads: a path, or a hub name, of which .bin files and adapters are fetched.
+
+    Raises:
+        UserError: a hub name that cannot be had.
+    """
+    if Path(name).exists() or name.count("/") != 1 or Path(name).is_absolute():
+        return Path(name)
+    repo, _, revision = name.partition("@")
+    return _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
+
+
 def called(directory: Path) -> str:
     """Return what a checkpoint's directory is called, which in the hub's cache is not the name of the directory."""
     if directory.parent.name == "snapshots":

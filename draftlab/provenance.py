@@ -78,9 +78,10 @@ def fingerprint(path: Path) -> str:
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     digest = hashlib.sha256()
-    names = ("config.json", "tokenizer.json", "score.json", "manifest.json", "head_ids.json")
+    names = ("config.json", "tokenizer.json", "score.json", "manifest.json", "head_ids.json", "adapter_config.json")
     if path.is_dir():
-        files = [f for f in sorted(path.iterdir()) if f.suffix == ".safetensors" or f.name in names]
+        suffix = ".safetensors" if any(path.glob("*.safetensors")) else ".bin"
+        files = [f for f in sorted(path.iterdir()) if f.suffix == suffix or f.name in names]
     else:
         files = [path]
     for file in files:

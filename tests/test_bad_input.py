@@ -84,7 +84,7 @@ CASES = [
     (("score", "--draft", "opt"), "opt holds no tokenizer"),
     (("trace", "record", "--target", "nope"), "no checkpoint at nope"),
     (("cache", "build", "--target", "nope", "--sequences", "1"), "no checkpoint at nope"),
-    (("init", "--preset", "nope", "--force"), "no preset and no checkpoint directory"),
+    (("init", "--preset", "nope", "--force"), "no preset 'nope'; known: "),
     (("design", "--params", "1m", "--source", "nope"), "no checkpoint at nope"),
     (("profile", "nope"), "nope"),
     (("train", "--model", "nope", "--data", "stdlib", "--out", "x"), "no checkpoint at nope"),

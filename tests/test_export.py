@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import build
-from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -264,21 +263,6 @@ def test_a_directory_is_the_draft_at_the_targets_size_and_dtype(space, family_di
     assert json.loads(Path("out/draftlab.json").read_text())["notes"]["changed"] == [
         "weights from float32 to bfloat16", "logits 307 -> 320"
     ]  # fmt: skip
-
-
-def test_adapters_are_merged(space):
-    base = AutoModelForCausalLM.from_pretrained("draft", dtype=torch.float32)
-    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    adapted.save_pretrained("adapters")
-    assert CliRunner().invoke(app, ["export", "adapters", "--out", "out"]).exit_code == 0
-    ids = torch.tensor([[0, 5, 9, 30]])
-    with torch.no_grad():
-        wanted, found = adapted(ids).logits, AutoModelForCausalLM.from_pretrained("out")(ids).logits
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("runtime", ["vllm", "sglang", "llama.cpp"])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import workspace
+from draftlab import hub, workspace
 from draftlab.commands.shared import DryRun, Force, LawDir, Outcome, find_law, plan, recorded, shape_of
 from draftlab.console import note
 from draftlab.errors import UserError
@@ -39,12 +39,22 @@ def init(
     force: Force = False,
 ) -> Outcome:
     """Write draftlab.yaml here: target, source and data for the commands that follow."""
+    known = workspace.preset(preset) if preset else None
     if workspace.FILE.exists() and not force:
         raise UserError(f"{workspace.FILE} exists; edit it, or --force to replace it")
-    chosen = _chosen(preset, target, source, gguf)
-    if data is not None:
-        chosen = chosen.model_copy(update={"data": data})
-    words = f"{chosen.target} {CODE_FOR_CHAT}" if chosen.data == "stdlib" and _is_chat(chosen.target) else None
+    if ((preset or gguf) is None) == (target is None) or (gguf and preset not in (None, "smollm2")):
+        raise UserError("say what to work on, one of: --preset tiny, --preset smollm2, --target NAME, --gguf FILE")
+    if source is not None and target is None:
+        raise UserError(f"--source {source} needs a --target beside it")
+    if target is not None:
+        chosen = _located(target, source or target)
+    elif gguf or preset == "smollm2":
+        chosen = _imported(gguf or workspace.smollm2_file(), known.target if known else None, force=force)
+    else:
+        assert known is not None
+        chosen = known
+    chosen = chosen.model_copy(update={"data": data or chosen.data})
+    words = f"{chosen.target} {CODE_FOR_CHAT}" if chosen.data == "stdlib" and _is_chat(chosen, preset) else None
     path = workspace.write(chosen, comment=words)
     if words:
         note(words)
@@ -52,7 +62,9 @@ def init(
 
 
 def import_checkpoint(
-    source: Annotated[str, Argument(help="A GGUF file, or a directory with pytorch_model.bin or a PEFT adapter.")],
+    source: Annotated[
+        str, Argument(help="A GGUF file, or a directory or hub name with pytorch_model.bin or a PEFT adapter.")
+    ],
     out: Annotated[Path, Option(help="Directory to write.")],
     base: Annotated[
         str | None, Option(help="Of an adapter, the checkpoint it was trained on; as its config says if left out.")
@@ -71,7 +83,7 @@ def import_checkpoint(
     from draftlab.importing import run
 
     checkpoint.check_free(out, force=force)
-    planned = run.plan(Path(source), None if dtype is None else checkpoint.DTYPES[dtype], base)
+    planned = run.plan(source, None if dtype is None else checkpoint.DTYPES[dtype], base)
     if dry_run:
         return plan(out, planned.facts())
     run.run(planned, out, arguments, began, force=force)
@@ -142,43 +154,28 @@ def design(
     return Outcome(path=out, show=[shape_table(named, latency)], data={"shapes": rows})
 
 
-def _chosen(preset: str | None, target: str | None, source: str | None, gguf: Path | None) -> workspace.Workspace:
-    """The workspace that was asked for; a GGUF file is imported first."""
-    if source is not None and target is None:
-        raise UserError(f"--source {source} needs a --target beside it")
-    if gguf is not None and preset in (None, "smollm2") and target is None:
-        place = workspace.PRESETS["smollm2"].target if preset else f"models/{gguf.stem.lower()}"
-        return _imported(gguf, Path(place))
-    if [preset, target, gguf].count(None) != 2:
-        raise UserError("say what to work on, one of: --preset tiny, --preset smollm2, --target NAME, --gguf FILE")
-    if preset == "smollm2":
-        return _imported(workspace.smollm2_file(), Path(workspace.PRESETS["smollm2"].target))
-    if preset is not None:
-        return workspace.preset(preset)
-    from draftlab import checkpoint
-
-    assert target is not None
-    for name in (target, source or target):
-        checkpoint.locate(name)
-    return workspace.Workspace(target=target, source=source or target, data="stdlib")
+def _located(target: str, source: str) -> workspace.Workspace:
+    for name in (target, source):
+        hub.locate(name, weights=False)
+    return workspace.Workspace(target=target, source=source, data="stdlib")
 
 
-def _imported(file: Path, out: Path) -> workspace.Workspace:
-    """A workspace around a GGUF file, which is imported unless out holds it already."""
+def _imported(file: Path, place: str | None, *, force: bool) -> workspace.Workspace:
+    """A workspace around a GGUF file, which is imported unless its place holds it already."""
     from draftlab import provenance
 
-    space = workspace.Workspace(target=str(out), source=str(out), data="stdlib")
+    out = Path(place or f"models/{file.stem.lower()}")
     record = provenance.read_record(out)
     if record and record.command == "import" and list(record.inputs.values()) == [provenance.fingerprint(file)]:
         note(f"{out} was imported from {file} already")
-        return space
-    import_checkpoint(source=str(file), out=out)
-    return space
+    else:
+        import_checkpoint(source=str(file), out=out, force=force)
+    return workspace.Workspace(target=str(out), source=str(out), data="stdlib")
 
 
-def _is_chat(name: str) -> bool:
-    """Whether the tokenizer of a checkpoint that is here has a chat template."""
-    folder = Path(name)
+def _is_chat(space: workspace.Workspace, preset: str | None) -> bool:
+    """Whether the target's tokenizer has a chat template; a preset's target is not fetched for it."""
+    folder = Path(space.target) if preset else hub.locate(space.target, weights=False)
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
     except (OSError, ValueError):

@@ -107,7 +107,7 @@ def export(
     from draftlab import checkpoint, provenance
     from draftlab.export import run
 
-    place = run.locate(draft or newest_draft(space))
+    place = hub.locate(draft or newest_draft(space))
     out = out or space.runs / f"export-{hub.called(place)}-{kind if to in ('gguf', 'llama.cpp') else to}"
     checkpoint.check_free(out, force=force)
     device = checkpoint.resolve_device(space.device)

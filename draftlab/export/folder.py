@@ -1,52 +1,27 @@
-"""A draft as a Hugging Face directory that runtimes take: adapters merged, as many logits as the target, one dtype."""
+"""A draft as a Hugging Face directory that runtimes take: as many logits as the target, one dtype."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from draftlab import checkpoint, hub
+from draftlab import checkpoint
 from draftlab.distill.vocabulary import resize
-from draftlab.errors import UserError
 from draftlab.export.gguf import TYPES, rounded
-
-ADAPTER = "adapter_config.json"
-
-
-def locate(name: str | Path) -> Path:
-    """A checkpoint, or a directory of peft's with adapters for one."""
-    return Path(name) if (Path(name) / ADAPTER).is_file() else hub.locate(name)
 
 
 def write(draft: Path, out: Path, *, words_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:
     """Write it into out, with the tokenizer of words_from; what was changed, in words."""
     changed = []
-    config, weights, stored = _opened(draft)
-    if (draft / ADAPTER).is_file():
-        changed.append("adapters merged")
+    stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
         changed.append(f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}")
-    kept = ((name, tensor.to(dtype or stored)) for name, tensor in weights.items())
-    checkpoint.write_checkpoint(out, config, kept, words_from)
+    kept = ((name, tensor.to(dtype or stored)) for name, tensor in checkpoint.Weights(draft).items())
+    checkpoint.write_checkpoint(out, checkpoint.read_config(draft), kept, words_from)
     if vocab is not None and (resized := resize(out, vocab)):
         changed.append(f"logits {resized}")
     if _words(words_from) != _words(draft):
         changed.append(f"tokenizer files of {words_from.name}")
     return changed
-
-
-def _opened(draft: Path) -> tuple[dict[str, object], Mapping[str, Tensor], torch.dtype]:
-    if not (draft / ADAPTER).is_file():
-        return checkpoint.read_config(draft), checkpoint.Weights(draft), checkpoint.stored_dtype(draft)
-    from peft import AutoPeftModelForCausalLM
-
-    try:
-        model = AutoPeftModelForCausalLM.from_pretrained(draft).merge_and_unload()
-    except (ValueError, OSError, RuntimeError) as error:
-        raise UserError(f"{draft}: its adapters cannot be merged: {' '.join(str(error).split())[:200]}") from error
-    weights = dict(checkpoint.model_weights(model, model.dtype))
-    return model.config.to_diff_dict() | {"vocab_size": model.config.vocab_size}, weights, model.dtype
 
 
 def round_weights(draft: Path, out: Path, kind: str) -> None:

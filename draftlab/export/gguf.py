@@ -53,7 +53,7 @@ def library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UserError("GGUF needs the gguf package: pip install 'draftlab[gguf]'") from None
+        raise UserError("GGUF needs the gguf package: pip install gguf") from None
     return gguf
 
 

@@ -15,7 +15,6 @@ from draftlab.console import note
 from draftlab.data import prompts as read_prompts
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import card, folder, gguf, rescore, serving
-from draftlab.export.folder import locate as locate
 from draftlab.outline import context_size, size_of
 from draftlab.record import Score, read_score
 from draftlab.tokenizer import common_vocabulary
@@ -60,8 +59,7 @@ def check(plan: Plan) -> None:
     Raises:
         UserError: another vocabulary than the target's, a type that is not known, or a runtime that is not there.
     """
-    if not (plan.draft / folder.ADAPTER).is_file():
-        common_vocabulary(plan.draft, plan.target)
+    common_vocabulary(plan.draft, plan.target)
     if plan.verify_with is not None:
         if plan.to in ("sglang", "transformers"):
             raise UserError(f"--verify-with is for vLLM and llama.cpp; {plan.to} is not run from here")

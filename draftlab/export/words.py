@@ -78,6 +78,7 @@ def read(directory: Path, vocab: int) -> Words:
     pre, same = ("default", 1.0) if bytes_fall_back else nearest_cutting(fast)
     bos, eos = wrapped.bos_token_id, wrapped.eos_token_id
     framed = wrapped("a")["input_ids"]
+    special = checkpoint.special_ids(wrapped) | {"unk": wrapped.unk_token_id}
     return Words(
         model="llama" if bytes_fall_back else "gpt2",
         pre=pre,
@@ -86,7 +87,7 @@ def read(directory: Path, vocab: int) -> Words:
         types=types,
         scores=_scores(tokens, merges) if bytes_fall_back else None,
         merges=None if bytes_fall_back else merges,
-        special=checkpoint.special_ids(wrapped) | {"unk": wrapped.unk_token_id},
+        special={name: i for name, i in special.items() if i is None or i < vocab},
         add_bos=bos is not None and framed[0] == bos,
         add_eos=eos is not None and framed[-1] == eos,
         add_space_prefix=wrapped("a", add_special_tokens=False)["input_ids"] == [fast.token_to_id("▁a")],

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import math
-import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +25,10 @@ COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings are comp
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NOT_WEIGHTS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")  # slow to read, and not asked for
+SPECIAL = {
+    "bos": "tokenizer.ggml.bos_token_id", "eos": "tokenizer.ggml.eos_token_id",
+    "unk": "tokenizer.ggml.unknown_token_id", "pad": "tokenizer.ggml.padding_token_id",
+}  # fmt: skip
 # llama.cpp cuts these names of tokenizer.ggml.pre as it cuts the second name
 LIKE = {
     "mpt": "gpt-2", "olmo": "gpt-2", "jais": "gpt-2", "trillion": "gpt-2",
@@ -40,12 +43,14 @@ class Header:
     """What a file says before its weights: settings by name, and of each tensor its type, number of weights and rank.
 
     rope_factors: what the plain rotary frequencies are divided by, [F], where the file has such a tensor.
+    special: the tokens called bos, eos, unk and pad, where the file has them.
     """
 
     file: Path
     settings: dict[str, Any]
     tensors: dict[str, tuple[str, int, int]]
     rope_factors: list[float] | None
+    special: dict[str, str]
 
     @property
     def architecture(self) -> str:
@@ -89,7 +94,14 @@ def read_header(file: Path) -> Header:
         raise UserError(f"{file} is one of {settings['split.count']} parts; join them by llama-gguf-split --merge")
     factors = next((t.data.astype(float).tolist() for t in reader.tensors if t.name == ROPE_FACTORS), None)
     tensors = {t.name: (t.tensor_type.name, int(t.n_elements), len(t.shape)) for t in reader.tensors}
-    return Header(file=file, settings=settings, tensors=tensors, rope_factors=factors)
+    ids = {name: settings[key] for name, key in SPECIAL.items() if key in settings}
+    words = reader.fields.get("tokenizer.ggml.tokens")
+    if words is None or not {"tokenizer.ggml.model", "tokenizer.ggml.token_type"} <= settings.keys():
+        raise UserError(f"{file} holds no tokenizer, and a model without one is of no use here")
+    if max(ids.values(), default=0) >= len(words.data):
+        raise UserError(f"{file} has {len(words.data)} tokens, and calls number {max(ids.values())} special")
+    special = {name: str(words.contents(i)) for name, i in ids.items()}
+    return Header(file=file, settings=settings, tensors=tensors, rope_factors=factors, special=special)
 
 
 def load_config(header: Header) -> Any:
@@ -129,11 +141,12 @@ def load(header: Header, dtype: torch.dtype) -> Any:
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()  # its bar is for terminals
     try:
         with contextlib.redirect_stderr(shown):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True
             )
     except (ValueError, RuntimeError, KeyError, NotImplementedError, OSError) as error:
         raise UserError(f"{header.file} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"{header.file} does not fit {type(model).__name__}: it has no {missing[0]}")
@@ -170,19 +183,18 @@ def load_tokenizer(header: Header, context: int | None) -> Any:
 
     try:
         read: Any = AutoTokenizer.from_pretrained(header.file.parent, gguf_file=header.file.name)
-    except (ValueError, KeyError, NotImplementedError, OSError) as error:
+    except (ValueError, KeyError, IndexError, NotImplementedError, OSError) as error:
         raise UserError(f"{header.file}: its tokenizer cannot be read: {' '.join(str(error).split())[:200]}") from None
     spec = json.loads(read.backend_tokenizer.to_str())
     if header.settings.get("tokenizer.ggml.model") == "gpt2":
         cut_by(spec, _cutting(header))
-    _drop_padding(spec, header)
-    tokens = {f"{name}_token": getattr(read, f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
+    _drop_strangers(spec, header)
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
         chat_template=read.chat_template,
         clean_up_tokenization_spaces=False,
         **({"model_max_length": context} if context else {}),
-        **{name: token for name, token in tokens.items() if token is not None},
+        **{f"{name}_token": token for name, token in header.special.items()},
     )
 
 
@@ -197,8 +209,9 @@ def _completed(config: Any, header: Header) -> Any:
         raise UserError(f"{header.file}: a mixture of experts; of this kind only dense models are read from GGUF")
     biases = {name.split(".")[2] for name in header.tensors if name.endswith(".bias") and name.startswith("blk.0.")}
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
-        config = _as_qwen2(config)  # how llama.cpp keeps a Qwen2 whose heads do not add up to its width
+        config = _as(config, "qwen2")  # how llama.cpp keeps a Qwen2 whose heads do not add up to its width
     elif header.architecture == "llama":
+        config = _as(config, "llama")  # of a file called mistral transformers makes what it then cannot load
         config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
@@ -211,11 +224,11 @@ def _completed(config: Any, header: Header) -> Any:
     return config
 
 
-def _as_qwen2(config: Any) -> Any:
-    from transformers import Qwen2Config
+def _as(config: Any, kind: str) -> Any:
+    from transformers import AutoConfig
 
     fields = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
-    return Qwen2Config(**fields)
+    return AutoConfig.for_model(kind, **fields)
 
 
 def _rope(header: Header, config: Any) -> dict[str, Any]:
@@ -272,13 +285,14 @@ def _cutting(header: Header) -> Cutting:
     return CUTTINGS[known]
 
 
-def _drop_padding(spec: dict[str, Any], header: Header) -> None:
-    """Take ids without a meaning out of the vocabulary: converters call them [PAD123], tokenizers do not have them."""
-    types = header.settings.get("tokenizer.ggml.token_type", [])
+def _drop_strangers(spec: dict[str, Any], header: Header) -> None:
+    """Take out ids without a meaning, which converters call [PAD123], and tokens that transformers adds of its own."""
+    types = header.settings["tokenizer.ggml.token_type"]
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]
     vocabulary = spec["model"]["vocab"]
-    for token in [t for t in vocabulary if re.fullmatch(r"\[PAD\d+\]", t)] if isinstance(vocabulary, dict) else []:
-        if token == f"[PAD{vocabulary[token]}]" and types and types[vocabulary[token]] == UNUSED:
-            del vocabulary[token]
+    if isinstance(vocabulary, dict):
+        padding = {f"[PAD{i}]" for i, kind in enumerate(types) if kind == UNUSED}
+        spec["model"]["vocab"] = {t: i for t, i in vocabulary.items() if t not in padding or t != f"[PAD{i}]"}
 
 
 def describe(header: Header) -> str:

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, hub, provenance
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import gguf
@@ -48,12 +49,13 @@ class Plan:
         }
 
 
-def plan(source: Path, dtype: torch.dtype | None, base: str | None) -> Plan:
-    """Look at what stands at source, reading no weights.
+def plan(name: str, dtype: torch.dtype | None, base: str | None) -> Plan:
+    """Look at what stands at a path or hub name; no weights are read.
 
     Raises:
         UserError: nothing that can be imported; says what is wrong with it.
     """
+    source = hub.importable(name)
     layout = other_layout(source)
     if layout is None:
         raise UserError(f"{source} {_not_importable(source)}")
@@ -93,7 +95,8 @@ def _convert(plan: Plan, work: Path) -> None:
         gguf.load_tokenizer(plan.header, model.config.max_position_embeddings).save_pretrained(work)
     else:
         origin = plan.base or plan.layout.path
-        model, config = checkpoint.load_model(origin, plan.dtype), checkpoint.read_config(origin)
+        config = checkpoint.read_config(origin)
+        model = (checkpoint.load_model if plan.base else checkpoint.read_model)(origin, plan.dtype)
         if plan.base is not None:
             model = _merged(model, plan)
         for folder in dict.fromkeys((origin, plan.layout.path)):  # an adapter's own tokenizer comes last
@@ -149,16 +152,11 @@ def _bin_files(directory: Path) -> list[Path]:
     index = directory / BIN_FILES[0]
     if not index.is_file():
         return [directory / BIN_FILES[1]]
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index} is no index of weights: {' '.join(str(error).split())[:100]}") from None
-    for name in names:
-        if Path(name).name != name:
-            raise UserError(f"{index} names {name!r}, which is outside its directory")
-        if not (directory / name).is_file():
-            raise UserError(f"{index} names {name}, which is not there")
-    return [directory / name for name in names]
+    files = [directory / name for name in sorted(set(hub.read_index(index).values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"{directory}: {missing[0]} is missing, which {index.name} names")
+    return files
 
 
 def _read_bin(file: Path) -> dict[str, torch.Tensor]:
@@ -187,15 +185,14 @@ def _adapter_plan(layout: Layout, dtype: torch.dtype | None, base: str | None) -
     if not name:
         raise UserError(f"{layout.path} names no base model; say it with --base")
     try:
-        directory = checkpoint.locate(name)
+        directory = hub.locate(name)
     except UserError as error:
         hint = "" if base else "; name the base model's directory with --base"
         raise UserError(f"the base of {layout.path}: {error}{hint}") from None
     stored = checkpoint.Weights(directory)
-    first = next(name for name in stored if len(stored.shape(name)) > 1)
     return Plan(
         layout=layout,
-        dtype=dtype or stored[first].dtype,
+        dtype=dtype or stored.dtype,
         weights=sum(torch.Size(stored.shape(name)).numel() for name in stored),
         stored=f"{config.peft_type.value} for {name}",
         base=directory,
@@ -207,6 +204,7 @@ def _merged(model: Any, plan: Plan) -> Any:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
+    warnings.filterwarnings("ignore", module="peft")  # of a base by another name: every tensor is compared below
     where = f"the adapter {plan.layout.path} does not fit {plan.base}"
     try:
         adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(plan.layout.path)))

@@ -19,7 +19,7 @@ from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.export import gguf, words
 from draftlab.importing.gguf import load_config, read_header
-from draftlab.tokenizer import PROBES
+from draftlab.slow import PROBES
 
 FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))

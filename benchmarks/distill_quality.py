@@ -20,7 +20,7 @@ from benchmarks import environment
 from draftlab import checkpoint
 from draftlab.console import note
 from draftlab.distill.evaluate import Length
-from draftlab.distill.lesson import Reading, Replayed, target_lesson
+from draftlab.distill.lesson import Author, Reading, Replayed, target_lesson
 from draftlab.distill.loop import EvalRecord, Settings, StepRecord, train
 from draftlab.distill.text import parse_texts
 
@@ -81,15 +81,14 @@ def _measure(
     reading = Reading(
         data=data, texts=texts, rows=ROWS, seq_len=SEQ_LEN, steps=settings.steps, prompt_tokens=PROMPT,
         sample_temperature=1.0, serve_temperature=0.0, reweigh_every=0, seed=seed, dtype="bfloat16", device=CPU,
-        device_map=None, compared=True,
+        device_map=None, memory=2.0, compared=True,
     )  # fmt: skip
     student = checkpoint.load_model(draft, torch.float32)
     lesson = target_lesson(student, draft, target, reading, scratch)
     assert isinstance(lesson.teacher, PreTrainedModel)
-    eos = checkpoint.special_ids(checkpoint.load_tokenizer(draft))["eos"]
-    sampled = Replayed.of(
-        lesson.teacher, lesson.heldout, replace(reading, serve_temperature=1.0), eos, _folder(scratch)
-    )
+    warm = replace(reading, serve_temperature=1.0)
+    sampled = Replayed.of(Author(target, warm), draft, lesson.heldout, warm, _folder(scratch))
+    assert sampled is not None
     sampled(student, 0)
     began = time.process_time()
     records = list(train(student, lesson, settings, scratch))

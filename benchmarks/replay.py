@@ -24,9 +24,8 @@ from draftlab.engine.forced import look
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.engine.replay import chain, chances, texts_of, visits
 from draftlab.engine.verify import Warp
+from draftlab.engine.writer import Writing, write
 from draftlab.llama import Llama
-from draftlab.score.recording import LocalWriter
-from draftlab.score.trace import Decoding
 
 KS = range(1, 9)
 Texts = list[tuple[list[int], list[int]]]  # prompt and what the target wrote
@@ -86,9 +85,7 @@ def main(
 def _written(target: Path, count: int, prompt_tokens: int, new_tokens: int) -> Texts:
     tokenizer = checkpoint.load_tokenizer(target)
     given = read_prompts("stdlib", tokenizer, count=count, length=prompt_tokens, seed=0)
-    how = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=new_tokens, eos_ids=())
-    writer = LocalWriter(llama.load(target, torch.float32), how, rows=16, top=0, longest=prompt_tokens)
-    found = writer.write(given, list(range(count)))
+    found = write(llama.load(target, torch.float32), given, Writing(max_new_tokens=new_tokens, rows=16))
     return [(prompt, one.ids.tolist()) for prompt, one in zip(given, found, strict=True)]
 
 

@@ -264,6 +264,21 @@ class HeldOut:
     batches: list[Batch]
     bytes_per_token: float
 
+    @property
+    def ids(self) -> np.ndarray:
+        """Of all windows, [N, T + 1]."""
+        return np.concatenate([batch.ids for batch in self.batches])
+
+    def spread(self, count: int) -> "HeldOut":
+        """Return so many of the windows, evenly over all, or all if there are no more; in one batch."""
+        ids = self.ids
+        count = min(count, len(ids))
+        return HeldOut([text_batch([ids[i * len(ids) // count] for i in range(count)])], self.bytes_per_token)
+
+    def of(self, rows: int) -> "HeldOut":
+        """Return the same windows in batches of rows."""
+        return HeldOut([part for batch in self.batches for part in batch.split(rows)], self.bytes_per_token)
+
     def bits_per_byte(self, cross_entropy: float) -> float:
         """From nats per token; bos and eos count as tokens of no bytes."""
         return cross_entropy / math.log(2) / self.bytes_per_token

@@ -52,6 +52,11 @@ class Weights(Mapping[str, Tensor]):
         return tensor
 
     @property
+    def parameters(self) -> int:
+        """How many values all tensors hold."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes.values())
+
+    @property
     def dtype(self) -> torch.dtype:
         """What most values are stored as.
 

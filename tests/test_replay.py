@@ -18,6 +18,7 @@ from draftlab.engine.forced import look
 from draftlab.engine.generate import Draft, ModelDrafter, Sampling, Step, plain, speculative
 from draftlab.engine.replay import chain, confident, intervals, ratio_interval, texts_of, tokens_per_pass, tree, visits
 from draftlab.engine.verify import Warp, distribution, verify
+from draftlab.engine.writer import Writing
 from draftlab.errors import UserError
 from draftlab.llama import Llama, load
 from draftlab.record import Acceptance, Generation, acceptance
@@ -578,7 +579,7 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
     draft.save_pretrained(tmp_path / "draft")
     prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
-    written = evaluate.write(target, prompts, 24, 0.0, None, 0)
+    written = evaluate.write(decoder.Hosted(target), prompts, Writing(max_new_tokens=24), lambda done: None)
     kept = evaluate.chances(draft, written)
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):

@@ -97,7 +97,7 @@ def recorded(
     )
 
     def start() -> LocalWriter:
-        return LocalWriter(decoder.load(target, torch.float32, CPU, device_map), how, rows, top, prompts.longest)
+        return LocalWriter(decoder.load(target, torch.float32, CPU, device_map), how.writing(rows=rows, top=top))
 
     recording.run(out, about, start, prompts, how, top=top, tokenizer_from=target)
     return read_trace(out)

@@ -9,7 +9,9 @@ from draftlab import hub, workspace
 from draftlab.commands.shared import (
     ApiKeyFile,
     Data,
+    DeviceMap,
     DryRun,
+    Memory,
     Out,
     Outcome,
     Seed,
@@ -17,6 +19,7 @@ from draftlab.commands.shared import (
     ServerUrl,
     TargetName,
     TokenizerDir,
+    WeightsDtype,
     connect,
     plan,
     recorded,
@@ -48,6 +51,9 @@ def build(
     prompt_tokens: Annotated[int, Option(min=1, help="With --text target: tokens of each prompt.")] = 32,
     sample_temperature: Annotated[float, Option(min=0, help="With --text target: how the target samples.")] = 1.0,
     k: Annotated[int, Option(min=1, help="Most probable tokens kept of each distribution.")] = 64,
+    dtype: WeightsDtype = None,
+    device_map: DeviceMap = None,
+    memory: Memory = 2.0,
     seed: Seed = 0,
     out: Out = None,
     dry_run: DryRun = False,
@@ -87,8 +93,9 @@ def build(
         temperature=sample_temperature, k=k, seed=seed,
     )  # fmt: skip
     whose, notes, inputs = _origin(
-        directory, server, model, api_key_file, sample_temperature if text == "target" else None
-    )
+        directory, server, model, api_key_file, sample_temperature if text == "target" else None,
+        dtype=dtype, device_map=device_map, memory=memory,
+    )  # fmt: skip
     manifest = cache.build(how, whose, out)
     provenance.write_record(out, "cache build", arguments, inputs, began, **notes)
     return _shown(out, manifest)
@@ -132,14 +139,24 @@ def _directory(target: str | None, tokenizer: Path | None, *, weights: bool) -> 
 
 
 def _origin(
-    directory: Path, server: str | None, model: str | None, api_key_file: Path | None, temperature: float | None
+    directory: Path,
+    server: str | None,
+    model: str | None,
+    api_key_file: Path | None,
+    temperature: float | None,
+    *,
+    dtype: str | None = None,
+    device_map: str | None = None,
+    memory: float = 2.0,
 ) -> "tuple[Origin, dict[str, object], list[Path]]":
     """Whose distributions are kept, notes for the record, and inputs. temperature: None where no text is written."""
     from draftlab import checkpoint
     from draftlab.distill import origin
 
     if server is None:
-        return origin.Local(directory, checkpoint.resolve_device(workspace.load().device)), {}, [directory]
+        device = checkpoint.resolve_device(workspace.load().device)
+        wanted = None if dtype is None else checkpoint.DTYPES[dtype]
+        return origin.Local(directory, device, wanted, device_map, memory), {}, [directory]
     running = connect(server, model, api_key_file)
     about = {"kind": running.kind, "version": running.version, "model": running.model}
     return origin.Served.of(running, directory, temperature), {"server": about}, []

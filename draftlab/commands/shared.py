@@ -94,6 +94,10 @@ Optimizer = Annotated[
 TopK = Annotated[int, Option(min=0, help="Sample from so many most probable tokens; 0: from all.")]
 TopP = Annotated[float, Option(min=1e-3, max=1, help="Sample from the fewest tokens that have this together.")]
 WeightsDtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")]
+DeviceMap = Annotated[str | None, Option(help="Spread the target over devices, memory and disk by accelerate: auto.")]
+Memory = Annotated[
+    float, Option(min=0.01, help="GB that logits and KV caches may take where the target writes or is read.")
+]
 Threads = Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")]
 PassMode = Annotated[
     Literal["eager", "compiled", "graphs"], Option(help="In C++, for CPUs, or captured as CUDA graphs.")

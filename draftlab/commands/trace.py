@@ -7,8 +7,10 @@ from typer import Argument, Option
 
 from draftlab import hub, workspace
 from draftlab.commands.shared import (
+    DeviceMap,
     DryRun,
     Force,
+    Memory,
     Out,
     Outcome,
     PromptFile,
@@ -53,11 +55,10 @@ def record(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     top: Annotated[int, Option(min=0, help="Also list so many most probable tokens at each place.")] = 0,
-    rows: Annotated[int, Option(min=1, help="Prompts of one length decoded together.")] = 16,
+    rows: Annotated[int, Option(min=1, help="Prompts decoded together.")] = 16,
+    memory: Memory = 2.0,
     dtype: WeightsDtype = None,
-    device_map: Annotated[
-        str | None, Option(help="Spread the target over devices, memory and disk by accelerate: auto.")
-    ] = None,
+    device_map: DeviceMap = None,
     server: Annotated[str | None, Option(help="URL of a server that runs the target, instead.")] = None,
     tokenizer: TokenizerDir = None,
     seed: Seed = 0,
@@ -72,7 +73,7 @@ def record(
         hub.check_data(data or space.data)
 
     from draftlab import checkpoint, provenance
-    from draftlab.engine import decoder
+    from draftlab.engine.writer import check_room, load_writer
     from draftlab.score import recording
     from draftlab.score.trace import Decoding
     from draftlab.serve import Server
@@ -98,6 +99,7 @@ def record(
         served = recording.ServedWriter(Server.connect(server), how, top, place)
         manifest = recording.run(out, served.about(), lambda: served, given, how, top=top, tokenizer_from=place)
     else:
+        check_room(given.longest, max_new_tokens, checkpoint.context(place))
         device = checkpoint.resolve_device(space.device)
         weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
         about = recording.About(
@@ -106,8 +108,8 @@ def record(
         )  # fmt: skip
 
         def start() -> recording.LocalWriter:
-            model = decoder.load(place, weights, device, device_map)
-            return recording.LocalWriter(model, how, rows, top, given.longest)
+            model = load_writer(place, weights, device, device_map)
+            return recording.LocalWriter(model, how.writing(top=top, rows=rows, memory=memory))
 
         manifest = recording.run(out, about, start, given, how, top=top, tokenizer_from=place)
     inputs = [path for path in (place, prompt_file) if path is not None]

@@ -3,21 +3,22 @@
 R texts, P prompt tokens, G written ones.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
-from draftlab.distill.text import generate
+from draftlab.distill.text import GeneratedRows
 from draftlab.engine import replay
-from draftlab.engine.decoder import Hosted
+from draftlab.engine import writer as writing
+from draftlab.engine.decoder import Decoder, Hosted
 from draftlab.engine.forced import Looked, look
 from draftlab.engine.replay import ratio_interval, tokens_per_pass
 from draftlab.engine.verify import Warp
+from draftlab.engine.writer import Writing
 
 KS = tuple(range(1, 9))
-ROWS = 8  # texts per forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,34 +44,32 @@ class Length:
     gain_low: float  # lower end of after / before
 
 
-@torch.inference_mode()
-def write(
-    teacher: PreTrainedModel, prompts: np.ndarray, length: int, temperature: float, eos_id: int | None, seed: int
-) -> Written:
-    """Let the target continue prompts [R, P]; greedy at temperature 0."""
-    ids = torch.from_numpy(prompts.astype(np.int64)).to(teacher.device)
-    torch.manual_seed(seed)
-    whole = torch.cat([generate(teacher, part, length, temperature) for part in ids.split(ROWS)]).cpu().numpy()
-    wrote = whole[:, ids.shape[1] :]
-    ended = wrote == eos_id if eos_id is not None else np.zeros_like(wrote, dtype=bool)
-    lengths = np.where(ended.any(1), ended.argmax(1) + 1, wrote.shape[1])
-    texts = [(row[: ids.shape[1]], row[ids.shape[1] :]) for row in whole]
-    log_p = [found.log_q if temperature else np.zeros(length) for found in _look(teacher, texts, temperature)]
-    return Written(whole, ids.shape[1], lengths, np.stack(log_p), temperature)
+def write(writer: Decoder, prompts: np.ndarray, how: Writing, advance: Callable[[int], None]) -> Written:
+    """Let the target continue prompts [R, P]."""
+    texts = writing.write(writer, prompts.tolist(), how, advance=advance)
+    rows = GeneratedRows.of(prompts, texts, how.max_new_tokens, len(prompts))
+    log_p = np.zeros((len(texts), how.max_new_tokens), dtype=np.float32)
+    for row, text in zip(log_p, texts, strict=True):
+        row[: len(text.log_p)] = text.log_p
+    return Written(rows.ids, rows.prompt, rows.lengths, log_p, how.temperature)
 
 
-def chances(student: PreTrainedModel, written: Written) -> list[np.ndarray]:
+def chances(student: PreTrainedModel, written: Written, memory: float = 2.0) -> list[np.ndarray]:
     """Chance of each written token to be accepted; the first of a text comes with the prefill and does not count."""
     prompt, every = written.prompt, list(zip(written.ids, written.lengths, written.log_p, strict=True))
     texts = [(row[:prompt], row[prompt:][:n]) for row, n, _ in every]
-    return replayed(student, texts, [log_p[:n] for _, n, log_p in every], written.temperature)
+    return replayed(student, texts, [log_p[:n] for _, n, log_p in every], written.temperature, memory)
 
 
 def replayed(
-    student: PreTrainedModel, texts: list[tuple[np.ndarray, np.ndarray]], log_p: list[np.ndarray], temperature: float
+    student: PreTrainedModel,
+    texts: list[tuple[np.ndarray, np.ndarray]],
+    log_p: list[np.ndarray],
+    temperature: float,
+    memory: float = 2.0,
 ) -> list[np.ndarray]:
     """The same of texts as (prompt, written) ids with the target's log-probabilities of what it wrote."""
-    found = _look(student, texts, temperature)
+    found = _look(student, texts, temperature, memory)
     return [replay.chances(one.log_q, p)[1:] for one, p in zip(found, log_p, strict=True)]
 
 
@@ -85,9 +84,12 @@ def lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[Length]:
     return found
 
 
-def _look(model: PreTrainedModel, texts: list[tuple[np.ndarray, np.ndarray]], temperature: float) -> list[Looked]:
+def _look(
+    model: PreTrainedModel, texts: list[tuple[np.ndarray, np.ndarray]], temperature: float, memory: float
+) -> list[Looked]:
     was_training = model.training
     model.eval()
-    found = look(Hosted(model), texts, int(model.config.vocab_size), Warp(temperature=temperature))
+    vocab = int(model.config.get_text_config().vocab_size)
+    found = look(Hosted(model), texts, vocab, Warp(temperature=temperature), memory=memory)
     model.train(was_training)
     return found

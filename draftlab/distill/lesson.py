@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftlab import checkpoint, llama
-from draftlab.console import progress
+from draftlab import checkpoint, hub
+from draftlab.console import note, progress
 from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout
 from draftlab.distill import evaluate
 from draftlab.distill.cache import open_cache
@@ -20,12 +21,18 @@ from draftlab.distill.loop import DistillStep, Lesson
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.origin import same_ids, vocab_of
 from draftlab.distill.teacher import CachedTeacher, ServedTeacher
-from draftlab.distill.text import Batches, GeneratedRows, Mixed, StudentText, generate_rows, kept
+from draftlab.distill.text import Batches, GeneratedRows, Mixed, StudentText, kept
+from draftlab.engine.decoder import Decoder
+from draftlab.engine.forced import positions
 from draftlab.engine.replay import tokens_per_pass
+from draftlab.engine.writer import Writing, load_writer, write
 from draftlab.errors import UserError
 from draftlab.serve import Server
+from draftlab.weights import Weights
 
 REPLAYED_TEXTS, REPLAYED_PROMPT, REPLAYED_LENGTH = 48, 64, 64  # what the target writes to measure tokens per pass
+HELDOUT_ROWS = 64
+CPU_OPERATIONS = 1.6e12  # of the texts of an evaluation on a CPU, some five seconds: fewer texts where they need more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,7 @@ class Reading:
     dtype: str
     device: torch.device
     device_map: str | None
+    memory: float
     compared: bool
 
     @classmethod
@@ -88,20 +96,57 @@ def target_lesson(
     state: Path,
     served: ServedTeacher | None = None,
 ) -> Lesson:
-    """From the target itself, loaded here or run by a server; neither where text alone is learnt."""
+    """From the target itself, loaded here or run by a server; neither where text alone is learnt.
+
+    What the target writes is written first and kept in state, so that it is in memory once at a time.
+    """
     tokenizer = checkpoint.load_tokenizer(draft)
+    local = target is not None and how.compared
     sizes = {"rows": how.rows, "seq_len": how.seq_len}
-    heldout = open_heldout(how.data, tokenizer, most_rows=64, **sizes)
+    note(f"reading {how.data}")
+    heldout = open_heldout(how.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
     data: Batches = open_batches(how.data, tokenizer, steps=how.steps, seed=how.seed, **sizes)
     if how.reweigh_every and target is not None:
-        data = reweighing(data, target, tokenizer, how.device, how.reweigh_every)
-    eos_id = checkpoint.special_ids(tokenizer)["eos"]
-    batches = _mixed(how, data, eos_id, student, target, state)
+        note(f"loading {hub.called(target)} for its loss on each source")
+        reference = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], how.device, how.device_map).eval()
+        data = reweighing(data, reference, tokenizer, how.reweigh_every)
+        del reference
+    author = None if target is None else Author(target, how)
+    length = Replayed.of(author, draft, heldout, how, state) if local and author else None
+    batches = _mixed(how, data, checkpoint.end_ids(target or draft), student, author, state)
+    del author  # and the target with it, before it is loaded as a teacher
     if target is None or not how.compared:
         return Lesson(teacher=served if how.compared else None, batches=batches, heldout=heldout)
+    operations = 2 * (Weights(target).parameters + student.num_parameters())
+    note(f"loading {hub.called(target)} as teacher in {how.dtype}")
     teacher = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], device_map=how.device_map)
-    length = Replayed.of(teacher, heldout, how, eos_id, state)
-    return Lesson(teacher=teacher, batches=batches, heldout=heldout, length=length)
+    spread = heldout.spread(affordable(HELDOUT_ROWS, operations * how.seq_len, how.device))
+    rows = max(1, min(how.rows, positions(checkpoint.vocab_size(target), how.memory) // how.seq_len))
+    return Lesson(teacher=teacher, batches=batches, heldout=spread.of(rows), length=length)
+
+
+def affordable(most: int, operations: float, device: torch.device) -> int:
+    """Return how many texts an evaluation takes: on a CPU a quarter of most, at least, where each needs much work."""
+    return most if device.type != "cpu" else max(most // 4, min(most, int(CPU_OPERATIONS / operations)))
+
+
+@dataclass(frozen=True)
+class Author:
+    """The target as what writes text, loaded when it first does."""
+
+    target: Path
+    how: Reading
+
+    @cached_property
+    def model(self) -> Decoder:
+        how = self.how
+        return load_writer(self.target, checkpoint.DTYPES[how.dtype], how.device, how.device_map)
+
+    def writing(self, length: int, temperature: float) -> Writing:
+        return Writing(
+            max_new_tokens=length, temperature=temperature, seed=self.how.seed, ends=checkpoint.end_ids(self.target),
+            memory=self.how.memory,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +155,32 @@ class Replayed:
 
     written: Written
     state: Path
+    memory: float = 2.0
 
     @classmethod
-    def of(
-        cls, teacher: PreTrainedModel, heldout: HeldOut, how: Reading, eos_id: int | None, state: Path
-    ) -> "Replayed":
-        windows = np.concatenate([batch.ids for batch in heldout.batches])[:REPLAYED_TEXTS, :REPLAYED_PROMPT]
-        return cls(evaluate.write(teacher, windows, REPLAYED_LENGTH, how.serve_temperature, eos_id, how.seed), state)
+    def of(cls, author: Author, draft: Path, heldout: HeldOut, how: Reading, state: Path) -> "Replayed | None":
+        """None where every text of the target ends with its first token: there is nothing to draft."""
+        context = min(checkpoint.context(author.target), checkpoint.context(draft))
+        prompt = min(REPLAYED_PROMPT, context // 2)
+        settings = author.writing(min(REPLAYED_LENGTH, context - prompt), how.serve_temperature)
+        operations = 2 * Weights(author.target).parameters * (prompt + settings.max_new_tokens)
+        windows = heldout.ids[: affordable(REPLAYED_TEXTS, operations, how.device), :prompt]
+
+        def make() -> dict[str, np.ndarray]:
+            with progress("the target writes to be drafted for", len(windows)) as advance:
+                found = evaluate.write(author.model, windows, settings, lambda n: advance(n, "texts"))
+            return {"ids": found.ids, "lengths": found.lengths, "log_p": found.log_p}
+
+        text = kept(state / "evaluation.safetensors", make)
+        if text["lengths"].max(initial=0) < 2:
+            note("the target ends every text at once: tokens per target pass are not measured")
+            return None
+        written = Written(text["ids"], windows.shape[1], text["lengths"], text["log_p"], how.serve_temperature)
+        return cls(written, state, how.memory)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
         """Tokens per target pass at K = 4."""
-        found = evaluate.chances(student, self.written)
+        found = evaluate.chances(student, self.written, self.memory)
         kept(self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(found)})
         tokens, passes = tokens_per_pass(found, 4).sum(0)
         return float(tokens / passes)
@@ -134,7 +194,7 @@ class Replayed:
 
 
 def _mixed(
-    how: Reading, data: Batches, eos_id: int | None, student: PreTrainedModel, target: Path | None, state: Path
+    how: Reading, data: Batches, ends: tuple[int, ...], student: PreTrainedModel, author: Author | None, state: Path
 ) -> Batches:
     """data, what the target writes after the starts of its rows, and what the draft writes, by their shares of steps.
 
@@ -143,42 +203,39 @@ def _mixed(
     if list(how.texts) != ["data"] and how.seq_len <= how.prompt_tokens:
         raise UserError(f"--prompt-tokens {how.prompt_tokens} leaves nothing to write in sequences of {how.seq_len}")
     sources: dict[str, Batches] = {"data": data}
-    if "target" in how.texts and target is not None:
+    if "target" in how.texts and author is not None:
         steps = min(how.steps, math.ceil(how.steps * how.texts["target"]) + 1)
-        sources["target"] = _target_text(how, data, eos_id, target, state, steps)
+        sources["target"] = _target_text(data, author, state, steps)
     if "draft" in how.texts:
-        sources["draft"] = StudentText(student, data, how.prompt_tokens, how.sample_temperature, eos_id, how.seed)
+        sources["draft"] = StudentText(
+            student, data, how.prompt_tokens, how.sample_temperature, ends, how.seed, how.memory
+        )
     if len(how.texts) == 1:
         return sources[next(iter(how.texts))]
     return Mixed.of(sources, how.texts, how.steps)
 
 
-def _target_text(
-    how: Reading, data: Batches, eos_id: int | None, target: Path, state: Path, steps: int
-) -> GeneratedRows:
+def _target_text(data: Batches, author: Author, state: Path, steps: int) -> GeneratedRows:
     """Rows that begin as those of data do and go on as the target samples."""
+    how = author.how
+    length = how.seq_len + 1 - how.prompt_tokens
 
     def make() -> dict[str, np.ndarray]:
-        model = llama.load(target, torch.float32, how.device)
         prompts = np.concatenate([data.batch(step).ids[:, : how.prompt_tokens] for step in range(steps)])
-        with progress("target writes", len(prompts)) as advance:
-            ids = generate_rows(
-                model,
-                prompts,
-                length=how.seq_len + 1 - how.prompt_tokens,
-                temperature=how.sample_temperature,
-                seed=how.seed,
-                rows=64,
-                advance=lambda n: advance(n, ""),
-            )
-        return {"ids": ids}
+        with progress("the target writes to be learnt from", len(prompts)) as advance:
+            written = write(
+                author.model, prompts.tolist(), author.writing(length, how.sample_temperature),
+                advance=lambda n: advance(n, "texts"),
+            )  # fmt: skip
+        rows = GeneratedRows.of(prompts, written, length, how.rows)
+        return {"ids": rows.ids, "lengths": rows.lengths}
 
-    ids = kept(state / "target_text.safetensors", make)["ids"]
-    return GeneratedRows(ids, how.prompt_tokens, eos_id, how.rows)
+    text = kept(state / "target_text.safetensors", make)
+    return GeneratedRows(text["ids"], text["lengths"], how.prompt_tokens, how.rows)
 
 
 def reweighing(
-    batches: TokenBatches, reference: Path, tokenizer: PreTrainedTokenizerBase, device: torch.device, every: int
+    batches: TokenBatches, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, every: int
 ) -> DynamicBatches:
     """batches with weights that follow the student's held-out loss on each source, against a reference model's.
 
@@ -190,8 +247,8 @@ def reweighing(
         name: open_heldout(name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=most).batches
         for name in batches.weights
     }
-    model = checkpoint.load_model(reference, torch.bfloat16, device).eval()
-    return DynamicBatches.of(batches, heldout, {name: _cross_entropy(model, b) for name, b in heldout.items()}, every)
+    losses = {name: _cross_entropy(reference, b) for name, b in heldout.items()}
+    return DynamicBatches.of(batches, heldout, losses, every)
 
 
 @torch.inference_mode()

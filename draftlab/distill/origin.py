@@ -13,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab import checkpoint, hub, llama, provenance
+from draftlab import checkpoint, hub, provenance
 from draftlab.console import note
 from draftlab.data import Batch
 from draftlab.dialect import Sampling, Written
 from draftlab.distill.fused import Dense
-from draftlab.distill.teacher import LocalTeacher, check_ids, log_rest, logits_of, look_through
-from draftlab.distill.text import GeneratedRows, generate_rows
+from draftlab.distill.teacher import check_ids, log_rest, look_through
+from draftlab.distill.text import GeneratedRows
+from draftlab.engine.decoder import Decoder
+from draftlab.engine.forced import parts, positions
+from draftlab.engine.writer import Writing, load_writer, write
 from draftlab.errors import UserError
 from draftlab.serve import Probe, Server
 
@@ -37,6 +40,15 @@ class Entries:
     tail_logp: np.ndarray  # fp32 [n]
     tok_logp: np.ndarray  # fp16 [n]
     lse: np.ndarray  # fp32 [n, T]: log-sum-exp at T less that at 1 over T, so that log p_T = log p / T - lse
+
+    @classmethod
+    def none(cls, k: int) -> "Entries":
+        """Of no token."""
+        listed, flat = np.empty((0, k)), np.empty(0)
+        return cls(
+            listed.astype(np.uint32), listed.astype(np.float16), flat.astype(np.float32), flat.astype(np.float16),
+            np.empty((0, len(TEMPERATURES)), np.float32),
+        )  # fmt: skip
 
 
 Kept = tuple[Batch, Entries]
@@ -73,19 +85,20 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class Local:
-    """The target as it is stored."""
+    """The target in memory, by the engine where it can run.
+
+    dtype: None is that of its weights, as far as the device computes in it. memory: GB that logits may take.
+    """
 
     directory: Path
     device: torch.device
+    dtype: torch.dtype | None = None
+    device_map: str | None = None
+    memory: float = 2.0
 
     @cached_property
-    def teacher(self) -> LocalTeacher:
-        model = checkpoint.load_model(self.directory, checkpoint.stored_dtype(self.directory), self.device).eval()
-        return LocalTeacher(model, logits_of(model), self.device)
-
-    @cached_property
-    def writer(self) -> llama.Llama:
-        return llama.load(self.directory, torch.float32, self.device)
+    def model(self) -> Decoder:
+        return load_writer(self.directory, self.dtype, self.device, self.device_map)
 
     def facts(self) -> Facts:
         return Facts(
@@ -94,17 +107,18 @@ class Local:
         )  # fmt: skip
 
     def see(self, batch: Batch, k: int) -> Entries:
-        labels = torch.from_numpy(batch.ids[:, 1:][batch.mask > 0])
-        teacher = self.teacher.look(batch)
-        return entries(teacher, labels.to(teacher.hidden.device), k)
+        vocab = checkpoint.vocab_size(self.directory)
+        most, width = positions(vocab, self.memory), batch.mask.shape[1]
+        found = [_seen(self.model, rows, vocab, most, k) for rows in batch.split(max(1, most // width))]
+        return Entries(*(np.concatenate(column) for column in zip(*map(_columns, found), strict=True)))
 
     def write(self, prompts: np.ndarray, how: Sampling, k: int) -> Kept:
-        ids = generate_rows(
-            self.writer, prompts.astype(np.uint32), length=how.max_tokens, temperature=how.temperature, seed=how.seed,
-            rows=64, advance=lambda _: None,
+        settings = Writing(
+            max_new_tokens=how.max_tokens, temperature=how.temperature, seed=how.seed, memory=self.memory,
+            ends=checkpoint.end_ids(self.directory),
         )  # fmt: skip
-        eos = checkpoint.special_ids(checkpoint.load_tokenizer(self.directory))["eos"]
-        batch = GeneratedRows(ids, prompts.shape[1], eos, len(ids)).batch(0)
+        written = write(self.model, prompts.tolist(), settings)
+        batch = GeneratedRows.of(prompts, written, how.max_tokens, len(prompts)).batch(0)
         return batch, self.see(batch, k)
 
 
@@ -160,6 +174,25 @@ class Served:
             raise UserError(f"{self.server.http.url} contradicts itself: {error}") from None
         check_ids(kept[1].topk_id, self.vocab)
         return kept
+
+
+def _seen(model: Decoder, batch: Batch, vocab: int, most: int, k: int) -> Entries:
+    """What is kept of a batch whose logits fit, or of one row, in parts."""
+    ids, counted = torch.from_numpy(batch.ids[:, :-1]).to(model.device), batch.mask > 0
+    where = counted.any(0).nonzero()[0]
+    found = [Entries.none(k)]
+    if len(where):
+        first, end = int(where[0]), int(where[-1]) + 1  # what comes later decides nothing
+        for at, logits in parts(model, ids[:, :end], first, most):
+            here = slice(at, at + logits.shape[1])
+            rows = torch.from_numpy(counted[:, here]).to(logits.device)
+            labels = torch.from_numpy(batch.ids[:, 1:][:, here][counted[:, here]]).to(logits.device)
+            found.append(entries(Dense(logits[..., :vocab][rows], None), labels, k))
+    return Entries(*(np.concatenate(column) for column in zip(*map(_columns, found), strict=True)))
+
+
+def _columns(one: Entries) -> tuple[np.ndarray, ...]:
+    return tuple(getattr(one, name) for name in Entries.__slots__)
 
 
 def entries(teacher: Dense, labels: Tensor, k: int, rows: int = 256) -> Entries:

@@ -1,23 +1,22 @@
 """What a draft is trained on besides the data: what the target writes, and what the draft writes itself.
 
-B rows, P prompt tokens, G written ones, V vocab. Text is tokens: no gradient goes through how it was drawn.
+N rows, P prompt tokens, G written ones. Text is tokens: no gradient goes through how it was drawn.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch, parse_mixture
 from draftlab.distill.states import crew
-from draftlab.engine.verify import distribution, draw
+from draftlab.engine.decoder import Hosted
+from draftlab.engine.writer import Continuation, Writing, write
 from draftlab.errors import UserError, did_you_mean
-from draftlab.llama import Llama
 
 TEXTS = ("data", "target", "draft")
 
@@ -71,74 +70,48 @@ class StudentText:
     prompts: Batches
     prompt: int
     temperature: float
-    eos_id: int | None
+    ends: tuple[int, ...]
     seed: int
+    memory: float = 2.0
 
     def batch(self, step: int) -> Batch:
         given = self.prompts.batch(step).ids
-        start = torch.from_numpy(given[:, : self.prompt]).to(self.student.device)
+        how = Writing(
+            max_new_tokens=given.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed, ends=self.ends,
+            rows=len(given), memory=self.memory,
+        )  # fmt: skip
         was_training = self.student.training
         self.student.eval()
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed * 1_000_003 + step)
-            ids = generate(self.student, start, given.shape[1] - self.prompt, self.temperature)
+        numbers = range(step * len(given), (step + 1) * len(given))
+        written = write(Hosted(self.student), given[:, : self.prompt].tolist(), how, numbers=numbers)
         self.student.train(was_training)
-        return GeneratedRows(ids.cpu().numpy().astype(np.uint32), self.prompt, self.eos_id, len(ids)).batch(0)
-
-
-@torch.no_grad()
-def generate(model: PreTrainedModel, start: torch.Tensor, length: int, temperature: float) -> torch.Tensor:
-    """start [B, P] and length tokens more, through eos, by any transformers model; greedy at temperature 0."""
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    run: Any = model.generate
-    return run(
-        start,
-        attention_mask=torch.ones_like(start),
-        max_new_tokens=length,
-        min_new_tokens=length,
-        pad_token_id=0,
-        **sampling,
-    )
+        return GeneratedRows.of(given[:, : self.prompt], written, how.max_new_tokens, len(given)).batch(0)
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRows:
-    """Prompts with the target's continuation, ids [N, P + G]; the prompt and what follows eos do not count."""
+    """Prompts with what a model wrote after them, ids [N, P + G], of which the first lengths [N] of the G count."""
 
     ids: np.ndarray
+    lengths: np.ndarray
     prompt: int
-    eos_id: int | None
     rows: int
+
+    @classmethod
+    def of(cls, prompts: np.ndarray, written: Sequence[Continuation], length: int, rows: int) -> "GeneratedRows":
+        """prompts: [N, P]. length: most tokens of a text; shorter ones are padded."""
+        ids = np.zeros((len(written), prompts.shape[1] + length), dtype=np.uint32)
+        ids[:, : prompts.shape[1]] = prompts
+        for row, text in zip(ids, written, strict=True):
+            row[prompts.shape[1] :][: len(text.ids)] = text.ids
+        return cls(ids, np.array([len(text.ids) for text in written]), prompts.shape[1], rows)
 
     def batch(self, step: int) -> Batch:
         """Rows in turn; they were drawn at random already."""
-        picked = self.ids[(step * self.rows + np.arange(self.rows)) % len(self.ids)].astype(np.int64)
-        mask = np.ones((self.rows, picked.shape[1] - 1), dtype=np.float32)
-        mask[:, : self.prompt - 1] = 0
-        if self.eos_id is not None:
-            after = np.cumsum(picked[:, self.prompt :] == self.eos_id, axis=1)  # [B, G]
-            mask[:, self.prompt :] *= after[:, :-1] == 0  # the eos itself is predicted, nothing after it
-        return Batch(picked, mask)
-
-
-def generate_rows(
-    target: Llama,
-    prompts: np.ndarray,
-    *,
-    length: int,
-    temperature: float,
-    seed: int,
-    rows: int,
-    advance: Callable[[int], None],
-) -> np.ndarray:
-    """Continue prompts [N, P] by length tokens, rows at a time: ids [N, P + length], uint32. advance: rows done."""
-    parts = []
-    for start in range(0, len(prompts), rows):
-        part = torch.from_numpy(prompts[start : start + rows].astype(np.int64)).to(target.device)
-        rng = torch.Generator().manual_seed(seed * 1_000_003 + start)
-        parts.append(_continue(target, part, length, temperature, rng))
-        advance(min(start + rows, len(prompts)))
-    return torch.cat(parts).numpy().astype(np.uint32)
+        picked = (step * self.rows + np.arange(self.rows)) % len(self.ids)
+        written = np.arange(self.ids.shape[1] - 1) - (self.prompt - 1)  # of each predicted token its place in the text
+        mask = (written >= 0) & (written < self.lengths[picked, None])
+        return Batch(self.ids[picked].astype(np.int64), mask.astype(np.float32))
 
 
 def kept(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -149,13 +122,3 @@ def kept(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.
             save_file(make(), writing)
             writing.rename(file)
     return load_file(file)
-
-
-def _continue(target: Llama, ids: torch.Tensor, length: int, temperature: float, rng: torch.Generator) -> torch.Tensor:
-    cache = target.new_cache(len(ids), ids.shape[1] + length)
-    fed, out = ids, [ids]
-    for _ in range(length):
-        probabilities = distribution(target.forward(fed, cache, last=1)[:, -1], temperature)  # [B, V]
-        fed = draw(probabilities, torch.rand(len(ids), generator=rng)).unsqueeze(1)
-        out.append(fed)
-    return torch.cat(out, 1).cpu()

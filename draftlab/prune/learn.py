@@ -74,7 +74,8 @@ def learn(
     sizes = {"rows": how.rows, "seq_len": how.seq_len}
     batches = open_batches(data, tokenizer, steps=settings.steps, seed=settings.seed, **sizes)
     if how.reweigh_every:
-        batches = reweighing(batches, source, tokenizer, student.device, how.reweigh_every)
+        reference = checkpoint.load_model(source, torch.bfloat16, student.device).eval()
+        batches = reweighing(batches, reference, tokenizer, how.reweigh_every)
     heldout = open_heldout(data, tokenizer, most_rows=32, **sizes)
     eps = float(str(checkpoint.read_config(source)["rms_norm_eps"]))
     with masked(student, masks, eps):

@@ -1,7 +1,4 @@
-"""Where traces come from: prompts, and a target in memory, on a server, or in a file of the paper's scripts.
-
-B rows of equal length, T new tokens, k listed ones.
-"""
+"""Where traces come from: prompts, and a target in memory, on a server, or in a file of the paper's scripts."""
 
 import hashlib
 import itertools
@@ -13,8 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data, dialect, provenance
@@ -22,9 +17,9 @@ from draftlab.console import progress
 from draftlab.distill.cache import tokenizer_sha
 from draftlab.distill.origin import same_ids, vocab_of
 from draftlab.engine.decoder import Decoder
-from draftlab.engine.verify import draw
+from draftlab.engine.writer import Continuation, Writing, write
 from draftlab.errors import UserError
-from draftlab.score.trace import SHARD_TEXTS, Continuation, Decoding, Manifest, Prompt, Writer, claim, record
+from draftlab.score.trace import SHARD_TEXTS, Decoding, Manifest, Prompt, Writer, claim, record
 from draftlab.serve import Server
 
 FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each, where nothing else is said
@@ -145,53 +140,16 @@ def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, most: int, token
     return Prompts(rows=rows, source=spec, sha256=digest, tokens=tokens)
 
 
+@dataclass(frozen=True, slots=True)
 class LocalWriter:
-    """A target in memory. Each prompt has random numbers of its own, so what is sampled depends on no other prompt.
+    """A target in memory."""
 
-    Raises:
-        UserError: the longest prompt and its text do not fit the target's context.
-    """
-
-    def __init__(self, decoder: Decoder, decoding: Decoding, rows: int, top: int, longest: int) -> None:
-        if longest + decoding.max_new_tokens > decoder.context:
-            raise UserError(
-                f"a prompt has {longest} tokens; with {decoding.max_new_tokens} more it does not fit the target's "
-                f"context of {decoder.context}"
-            )
-        self.decoder, self.decoding, self.rows, self.top = decoder, decoding, rows, top
+    decoder: Decoder
+    how: Writing
 
     def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
-        found: list[Continuation] = []
-        for _, group in itertools.groupby(zip(prompts, numbers, strict=True), key=lambda pair: len(pair[0])):
-            pairs = list(group)  # of one length: no padding, no mask
-            for at in range(0, len(pairs), self.rows):
-                found += self._write(pairs[at : at + self.rows])
-        return found
-
-    @torch.inference_mode()
-    def _write(self, pairs: list[tuple[list[int], int]]) -> list[Continuation]:
-        how, device = self.decoding, self.decoder.device
-        fed = torch.tensor([ids for ids, _ in pairs], device=device)  # [B, P]
-        uniform = torch.stack([self._uniform(number) for _, number in pairs])  # [B, T]
-        cache = self.decoder.new_cache(len(pairs), fed.shape[1] + how.max_new_tokens)
-        ends = torch.tensor(how.eos_ids, device=device)
-        ended = torch.zeros(len(pairs), dtype=torch.bool, device=device)
-        steps: list[tuple[Tensor, ...]] = []
-        for u in uniform.T:
-            logits = self.decoder.forward(fed, cache, last=1)[:, -1].float()  # [B, V]
-            p = how.warp(logits)
-            fed = draw(p, u).unsqueeze(1)
-            listed = torch.log_softmax(logits, -1).topk(self.top)
-            steps.append((fed.squeeze(1), p.gather(1, fed).squeeze(1).log(), listed.indices, listed.values))
-            ended |= torch.isin(fed.squeeze(1), ends)
-            if ended.all():
-                break
-        columns = [torch.stack(column, 1).cpu().numpy() for column in zip(*steps, strict=True)]
-        return [continuation(*row, eos=how.eos_ids) for row in zip(*columns, strict=True)]
-
-    def _uniform(self, number: int) -> Tensor:
-        rng = torch.Generator().manual_seed(self.decoding.seed * 1_000_003 + number)
-        return torch.rand(self.decoding.max_new_tokens, generator=rng)
+        """As Writer says. Raises UserError: a prompt and its text do not fit the target's context."""
+        return write(self.decoder, prompts, self.how, numbers=numbers)
 
 
 class ServedWriter:
@@ -233,21 +191,6 @@ class ServedWriter:
         )
 
 
-def continuation(
-    ids: np.ndarray, log_p: np.ndarray, top_ids: np.ndarray, top_log_p: np.ndarray, *, eos: tuple[int, ...]
-) -> Continuation:
-    """What was written, up to the first token that ends a text, which belongs to it."""
-    found = np.flatnonzero(np.isin(ids, eos))
-    n = int(found[0]) + 1 if len(found) else len(ids)
-    return Continuation(
-        ids=ids[:n],
-        log_p=log_p[:n],
-        top_ids=top_ids[:n],
-        top_log_p=top_log_p[:n],
-        stop="eos" if len(found) else "length",
-    )
-
-
 class PaperTrace:
     """The trace file of the paper's scripts: ``tensor([[...]])`` of token ids, one for each prompt, greedy.
 
@@ -281,7 +224,7 @@ class PaperTrace:
         for prompt, number in zip(prompts, numbers, strict=True):
             ids = self.texts[number][len(prompt) if self.whole else 0 :]
             nothing = np.zeros((len(ids), 0))
-            found.append(continuation(ids, np.zeros(len(ids)), nothing, nothing, eos=self.eos))
+            found.append(Continuation.cut(ids, np.zeros(len(ids)), nothing, nothing, self.eos))
         return found
 
 

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from draftlab import checkpoint, provenance
 from draftlab.engine.verify import Warp
+from draftlab.engine.writer import Continuation, Stop, Writing
 from draftlab.errors import UserError, did_you_mean
 from draftlab.score.throughput import distinct_ngrams
 from draftlab.shape import validation_text
@@ -25,7 +26,6 @@ from draftlab.shape import validation_text
 MANIFEST = "manifest.json"
 SHARD_TEXTS = 32  # what a kill loses
 DEGENERATE = 0.5  # distinct 4-grams over all: below it a text is mostly a loop, which flatters every draft
-Stop = Literal["length", "eos"]
 
 
 class _Frozen(BaseModel):
@@ -45,6 +45,13 @@ class Decoding(_Frozen):
     @property
     def warp(self) -> Warp:
         return Warp(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def writing(self, *, top: int = 0, rows: int = 16, memory: float = 2.0) -> Writing:
+        """Return how a target in memory writes so."""
+        return Writing(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_new_tokens=self.max_new_tokens,
+            seed=self.seed, ends=self.eos_ids, top=top, rows=rows, memory=memory,
+        )  # fmt: skip
 
     @property
     def plain(self) -> bool:
@@ -102,17 +109,6 @@ class Manifest(_Frozen):
 class Prompt:
     ids: list[int]
     category: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
-    """What the target wrote after one prompt."""
-
-    ids: np.ndarray  # [n]
-    log_p: np.ndarray  # [n] of each emitted token
-    stop: Stop
-    top_ids: np.ndarray  # [n, k], the most probable first
-    top_log_p: np.ndarray  # [n, k]
 
 
 class Writer(Protocol):

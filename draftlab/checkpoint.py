@@ -279,17 +279,6 @@ def stored_dtype(directory: Path) -> torch.dtype:
     return Weights(directory).dtype
 
 
-def context(directory: Path) -> int:
-    """Return the longest text in tokens that config.json allows; 2**30 where it says nothing."""
-    config = read_config(directory)
-    inner = config.get("text_config")
-    config |= inner if isinstance(inner, dict) else {}
-    found = (
-        config.get(key) for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-    )
-    return next((number for number in found if isinstance(number, int)), 1 << 30)
-
-
 def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
     """A randomly initialised fp32 model of that config."""
     torch.manual_seed(seed)

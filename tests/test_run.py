@@ -250,7 +250,7 @@ def test_a_lesson_from_a_target_measures_tokens_per_pass(serve, family_dirs, tmp
     how = Reading(
         data=str(tmp_path / "text.txt"), texts={"data": 0.5, "target": 0.25, "draft": 0.25}, rows=2, seq_len=96,
         steps=8, prompt_tokens=4, sample_temperature=1.0, serve_temperature=serve, reweigh_every=0, seed=0,
-        dtype="float32", device=CPU, device_map=None, compared=True,
+        dtype="float32", device=CPU, device_map=None, memory=2.0, compared=True,
     )  # fmt: skip
     model = checkpoint.load_model(target, torch.float32)
     given = target_lesson(model, target, target, how, made(tmp_path / "state"))

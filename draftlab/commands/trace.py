@@ -73,6 +73,7 @@ def record(
         hub.check_data(data or space.data)
 
     from draftlab import checkpoint, provenance
+    from draftlab.engine.decoder import context_of
     from draftlab.engine.writer import check_room, load_writer
     from draftlab.score import recording
     from draftlab.score.trace import Decoding
@@ -99,7 +100,7 @@ def record(
         served = recording.ServedWriter(Server.connect(server), how, top, place)
         manifest = recording.run(out, served.about(), lambda: served, given, how, top=top, tokenizer_from=place)
     else:
-        check_room(given.longest, max_new_tokens, checkpoint.context(place))
+        check_room(given.longest, max_new_tokens, context_of(place))
         device = checkpoint.resolve_device(space.device)
         weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
         about = recording.About(

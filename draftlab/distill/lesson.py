@@ -22,7 +22,7 @@ from draftlab.distill.losses import parse_loss
 from draftlab.distill.origin import same_ids, vocab_of
 from draftlab.distill.teacher import CachedTeacher, ServedTeacher
 from draftlab.distill.text import Batches, GeneratedRows, Mixed, StudentText, kept
-from draftlab.engine.decoder import Decoder
+from draftlab.engine.decoder import Decoder, context_of
 from draftlab.engine.forced import positions
 from draftlab.engine.replay import tokens_per_pass
 from draftlab.engine.writer import Writing, load_writer, write
@@ -160,7 +160,7 @@ class Replayed:
     @classmethod
     def of(cls, author: Author, draft: Path, heldout: HeldOut, how: Reading, state: Path) -> "Replayed | None":
         """None where every text of the target ends with its first token: there is nothing to draft."""
-        context = min(checkpoint.context(author.target), checkpoint.context(draft))
+        context = min(context_of(author.target), context_of(draft))
         prompt = min(REPLAYED_PROMPT, context // 2)
         settings = author.writing(min(REPLAYED_LENGTH, context - prompt), how.serve_temperature)
         operations = 2 * Weights(author.target).parameters * (prompt + settings.max_new_tokens)

@@ -141,6 +141,17 @@ def vocab_of(model: Decoder) -> int | None:
     return int(model.model.config.get_text_config().vocab_size) if isinstance(model, Hosted) else None
 
 
+def context_of(directory: Path) -> int:
+    """Return the longest text in tokens that config.json allows; 2**30 where it says nothing."""
+    config = checkpoint.read_config(directory)
+    inner = config.get("text_config")
+    config |= inner if isinstance(inner, dict) else {}
+    found = (
+        config.get(key) for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+    )
+    return next((number for number in found if isinstance(number, int)), 1 << 30)
+
+
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UserError: a device or dtype that the mode does not run on."""
     if mode == "compiled":

@@ -59,7 +59,7 @@ class Profile(_File):
     kind: Literal["measured", "analytic", "fitted"]
     name: str
     sha256: str | None  # of the checkpoint; None: random weights, which cost the same
-    shape: Shape
+    shape: Shape | None  # None: transformers ran it, and it is not the engine's
     device: str
     dtype: str
     mode: Mode

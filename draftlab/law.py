@@ -61,7 +61,7 @@ class Law:
     @cached_property
     def one(self) -> Curve:
         """One token, one row, behind other work."""
-        return fit(self._shapes(), self.one_ms, self.bytes_per_weight)
+        return fit(self.shapes(), self.one_ms, self.bytes_per_weight)
 
     def ms(self, shape: Shape) -> float:
         """One pass over one token of one row behind other work."""
@@ -70,7 +70,7 @@ class Law:
     @cached_property
     def held_out(self) -> np.ndarray:
         """Relative error of ms for every profile, predicted from the others."""
-        shapes, times = self._shapes(), self.one_ms
+        shapes, times = self.shapes(), self.one_ms
         errors = []
         for i, (shape, measured) in enumerate(zip(shapes, times, strict=True)):
             rest = fit(shapes[:i] + shapes[i + 1 :], np.delete(times, i), self.bytes_per_weight)
@@ -98,7 +98,7 @@ class Law:
 
     def crossing(self, layers: int) -> int | None:
         """The width at which work outweighs issuing in so many layers, in the proportions of the largest profile."""
-        largest = max(self._shapes(), key=lambda s: s.params())
+        largest = max(self.shapes(), key=lambda s: s.params())
         bound = unbounded(largest)
         for hidden in range(largest.head_dim, bound.hidden + 1, largest.head_dim):
             issue, work = self.one.parts(resolve(bound, layers=layers, hidden=hidden), self.bytes_per_weight)
@@ -107,13 +107,13 @@ class Law:
         return None
 
     def _crossing(self) -> str:
-        depths = sorted({s.layers for s in self._shapes()})
+        depths = sorted({s.layers for s in self.shapes()})
         widths = {n: self.crossing(n) for n in depths}
         parts = [f"{width if width else 'no'} wide at {n}" for n, width in widths.items()]
         return f"Reading outweighs issuing from: {', '.join(parts)} layers."
 
-    def _shapes(self) -> list[Shape]:
-        return [p.shape for p in self.profiles]
+    def shapes(self) -> list[Shape]:
+        return [p.shape for p in self.profiles if p.shape is not None]
 
     @cached_property
     def one_ms(self) -> np.ndarray:
@@ -131,7 +131,7 @@ class Law:
         columns = zip(*(getattr(p, part) for p in self.profiles), strict=True)
         points = []
         for column in columns:
-            curve = fit(self._shapes(), np.array([point.median_ms for point in column]), self.bytes_per_weight)
+            curve = fit(self.shapes(), np.array([point.median_ms for point in column]), self.bytes_per_weight)
             ms = curve.ms(shape, self.bytes_per_weight)
             points.append(column[0].model_copy(update={"median_ms": ms, "low_ms": ms, "high_ms": ms, "n": 0}))
         return [point.model_dump() for point in points]
@@ -152,7 +152,11 @@ def law_of(profiles: Sequence[Profile]) -> Law:
     grids = {tuple((p.width, p.batch, p.context) for p in profile.forward) for profile in profiles}
     if len(grids) > 1:
         raise UserError("profiles of one law have the same widths, rows and contexts; measure them in one command")
-    return Law(profiles=sorted(profiles, key=lambda p: (p.shape.layers, p.shape.hidden)))
+    known = [(p.shape.layers, p.shape.hidden, i) for i, p in enumerate(profiles) if p.shape is not None]
+    if len(known) < len(profiles):
+        other = next(p.name for p in profiles if p.shape is None)
+        raise UserError(f"a latency law is of shapes, and the profile {other} is of a model that transformers ran")
+    return Law(profiles=[profiles[i] for *_, i in sorted(known)])
 
 
 def read_law(folder: Path) -> Law:

@@ -18,6 +18,8 @@ class Opaque:
 
     kind: str
     count: int
+    layers: int
+    hidden: int
 
     def describe(self) -> str:
         return f"{self.kind}, {count_text(self.count)} parameters"
@@ -27,6 +29,10 @@ class Opaque:
 
     def weight_bytes(self, bytes_per_weight: int = 2) -> int:
         return self.count * bytes_per_weight
+
+    def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
+        """Return that of as many full heads as the hidden size has: an upper bound of what attention caches."""
+        return int(2 * self.layers * self.hidden * bytes_per_value)
 
     def flops_per_token(self, context: int) -> int:
         """Two for every parameter: an upper bound where a token passes only some of the experts."""
@@ -44,7 +50,8 @@ def size_of(directory: Path) -> Shape | Opaque:
     except OtherArchitecture:
         config = checkpoint.read_config(directory)
         built = checkpoint.skeleton(config, torch.float32)
-        return Opaque(str(config.get("model_type")), sum(p.numel() for p in built.parameters()))
+        text, count = built.config.get_text_config(), sum(p.numel() for p in built.parameters())
+        return Opaque(str(config.get("model_type")), count, text.num_hidden_layers, text.hidden_size)
 
 
 def context_size(directory: Path) -> int:

@@ -95,7 +95,7 @@ def _shown(folder: Path, found: "Law", plot: Path | None) -> Outcome:
     data = {
         "path": str(folder), "device": found.profiles[0].device, "mode": found.profiles[0].mode,
         "terms": found.one.terms.tolist(), "overlap": found.one.overlap, "held_out": errors,
-        "crossing": {p.shape.layers: found.crossing(p.shape.layers) for p in found.profiles},
+        "crossing": {shape.layers: found.crossing(shape.layers) for shape in found.shapes()},
     }  # fmt: skip
     return Outcome(path=folder, show=[_table(found), found.verdict(), str(folder)], data=data)
 
@@ -107,8 +107,9 @@ def _table(found: "Law") -> "Table":
         f"{first.device}, {first.dtype}, {first.mode}: ms of one pass behind {found.context} tokens",
         ("shape", "measured", "fitted", "to issue", "to work", "from the others"),
     )
-    for profile, measured, error in zip(found.profiles, found.one_ms, found.held_out, strict=True):
-        cells = [measured, found.ms(profile.shape), *found.one.parts(profile.shape, found.bytes_per_weight)]
+    rows = zip(found.profiles, found.shapes(), found.one_ms, found.held_out, strict=True)
+    for profile, shape, measured, error in rows:
+        cells = [measured, found.ms(shape), *found.one.parts(shape, found.bytes_per_weight)]
         table.add_row(profile.name, *(f"{cell:.3g}" for cell in cells), f"{error:+.1%}")
     return table
 
@@ -118,9 +119,9 @@ def _plot(path: Path, found: "Law") -> None:
 
     points: dict[str, list[tuple[float, float]]] = {}
     lines: dict[str, list[tuple[float, float]]] = {}
-    for profile, ms in zip(found.profiles, found.one_ms, strict=True):
-        name = f"{profile.shape.hidden} wide"
-        points.setdefault(name, []).append((profile.shape.layers, float(ms)))
-        lines.setdefault(name, []).append((profile.shape.layers, found.ms(profile.shape)))
+    for shape, ms in zip(found.shapes(), found.one_ms, strict=True):
+        name = f"{shape.hidden} wide"
+        points.setdefault(name, []).append((shape.layers, float(ms)))
+        lines.setdefault(name, []).append((shape.layers, found.ms(shape)))
     title = "ms per pass: measured, and the law"
     save_figure(path, [Panel(x="layers", y=title, series=points, lines=lines)])

@@ -85,8 +85,9 @@ def profile(
     if dry_run:
         rows = max(grid.batches) * grid.capacity
         size = measuring.dtype.itemsize
-        held = [s.weight_bytes(size) + rows * s.kv_bytes_per_token(size) for s in measuring.shapes().values()]
-        facts = {name: shape.describe() for name, shape in measuring.shapes().items()}
+        sizes = measuring.sizes()
+        held = [s.weight_bytes(size) + rows * s.kv_bytes_per_token(size) for s in sizes.values()]
+        facts = {name: shape.describe() for name, shape in sizes.items()}
         points = len(grid.widths) * len(grid.batches) * len(grid.contexts)
         return plan(out, facts | {"passes": points * repeats * len(facts), "memory": f"{sum(held) / 1e9:.3g} GB"})
     profiles = profiling.run(measuring, out=out, arguments=arguments, began=began, force=force)
@@ -243,11 +244,12 @@ def _profile_table(profile: "Profile") -> "Table":
             cells = [_ms(p) for p in sorted(points, key=lambda p: p.context)]
             table.add_row(str(batch), name, *cells)
     one = min(profile.again, key=lambda p: (p.batch, p.context, -p.behind)).median_ms
-    reached = read_weights(profile.shape) * BYTES[profile.dtype] / 1e6 / one
+    weights = read_weights(profile.shape) * BYTES[profile.dtype] if profile.shape else 0
+    reached = f"One token again reads its weights at {weights / 1e6 / one:.3g} GB/s; " if weights else ""
     products = ", ".join(f"{name} {value:.3g}" for name, value in profile.matrix_tflops.items())
     table.caption = (
-        f"One token again reads its weights at {reached:.3g} GB/s; a matrix-vector product gets "
-        f"{profile.bandwidth_gbs:.3g}, large products {products} TFLOP/s. Prompts: "
+        f"{reached}a matrix-vector product gets {profile.bandwidth_gbs:.3g} GB/s, large products {products} TFLOP/s. "
+        + "Prompts: "
         + ", ".join(f"{p.width} in {_ms(p)}" for p in profile.prefill)
         + f". Host beside a pass: {_ms(profile.host[0])}; to judge {profile.host[-1].width}: {_ms(profile.host[-1])}. "
         + "Again: behind like passes, as in plain decoding; the others behind other work."

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 from draftlab import checkpoint, llama, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Again, Mode, Point, Profile, read_weights, write_profile
-from draftlab.engine.decoder import check_mode, in_mode
+from draftlab.engine.decoder import Decoder, Holds, Hosted, check_mode, in_mode, load
 from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, speculative
 from draftlab.errors import UserError
-from draftlab.llama import Cache, Llama
+from draftlab.llama import Llama
+from draftlab.outline import Opaque, size_of
 from draftlab.record import Latency
 from draftlab.shape import Shape
 
@@ -75,8 +76,8 @@ class Plan:
     threads: int | None
     command: str
 
-    def shapes(self) -> dict[str, Shape]:
-        return {n: s if isinstance(s, Shape) else checkpoint.planned_shape(s) for n, s in self.subjects.items()}
+    def sizes(self) -> dict[str, Shape | Opaque]:
+        return {n: s if isinstance(s, Shape) else size_of(s) for n, s in self.subjects.items()}
 
 
 class RandomWeights(Mapping[str, Tensor]):
@@ -102,11 +103,14 @@ def check(plan: Plan) -> None:
     """Fail before anything is loaded.
 
     Raises:
-        UserError: a mode that does not run so, or a shape that the decoder does not compute.
+        UserError: a mode that does not run so, a shape that the engine does not compute, or a model that only
+            transformers runs in another mode than eager.
     """
     check_mode(plan.mode, plan.device, plan.dtype)
-    for name, shape in plan.shapes().items():
-        if shape.qk_layernorm:
+    for name, subject in plan.subjects.items():
+        if isinstance(subject, Path) and plan.mode != "eager":
+            llama.check(subject)
+        if isinstance(subject, Shape) and subject.qk_layernorm:
             raise UserError(
                 f"{name} has q/k norms behind the rotation (qk_layernorm), which the engine does not compute"
             )
@@ -118,7 +122,7 @@ def run(
     """Measure all models in one process, and write out/NAME.yaml of each.
 
     Raises:
-        UserError: graphs without CUDA, a model that the engine does not know, contexts that do not fit it.
+        UserError: graphs without CUDA, contexts that do not fit a model.
     """
     check(plan)
     if plan.threads is not None:
@@ -127,19 +131,19 @@ def run(
     models = {
         name: random_model(subject, plan.dtype, plan.device, context)
         if isinstance(subject, Shape)
-        else llama.load(subject, plan.dtype, plan.device)
+        else load(subject, plan.dtype, plan.device)
         for name, subject in plan.subjects.items()
     }
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores:
-        note(f"the machine is busy: load {load:.1f} on {cores} cores; what is measured now is slower and spreads more")
+    busy, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if busy > cores:
+        note(f"the machine is busy: load {busy:.1f} on {cores} cores; what is measured now is slower and spreads more")
     with progress("rounds", plan.grid.repeats) as advance:
         curves = measure(
             models, plan.grid, mode=plan.mode, clock=steady_clock(plan.device), advance=lambda done: advance(done, "")
         )
     dtypes = {plan.dtype, torch.float32, torch.bfloat16}
     most = {checkpoint.dtype_name(dtype): matrix_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
-    profiles = [_profile(name, models[name].shape, curves[name], most, plan) for name in models]
+    profiles = [_profile(name, model, curves[name], most, plan) for name, model in models.items()]
     with checkpoint.new_directory(out, force=force) as work:
         for profile in profiles:
             write_profile(profile, work / f"{profile.name}.yaml")
@@ -160,7 +164,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context
 
 
 def measure(
-    models: dict[str, Llama],
+    models: Mapping[str, Decoder],
     grid: Grid,
     *,
     mode: Mode,
@@ -172,7 +176,7 @@ def measure(
     Raises:
         UserError: contexts that do not fit a model.
     """
-    models = {name: in_mode(model, mode) for name, model in models.items()}
+    models = {name: in_mode(model, mode) if isinstance(model, Llama) else model for name, model in models.items()}
     passes = {name: dict(_passes(model, grid)) for name, model in models.items()}
     tasks: dict[tuple[str, int, int, int, int], tuple[Task, Task]] = {}
     for name, each in passes.items():
@@ -258,7 +262,7 @@ def in_turns(
     return {key: [found[key] for found in rounds] for key in tasks}
 
 
-def host_times(model: Llama, width: int, grid: Grid, clock: Clock) -> list[float]:
+def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
     """Milliseconds that the engine takes beside the passes of a step which judges width tokens, one row, greedily."""
     k, most = width - 1, (grid.repeats + 2) * width  # if all that is drafted stands
     sampling = Sampling(max_new_tokens=min(most, model.context - width))
@@ -310,8 +314,9 @@ def device_name(device: torch.device) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), device.type)
 
 
-def _profile(name: str, shape: Shape, curves: Curves, most: dict[str, float], plan: Plan) -> Profile:
-    subject = plan.subjects[name]
+def _profile(name: str, model: Decoder, curves: Curves, most: dict[str, float], plan: Plan) -> Profile:
+    subject, shape = plan.subjects[name], model.shape if isinstance(model, Llama) else None
+    weights = int(read_weights(shape)) if shape else weight_bytes(model) // plan.dtype.itemsize
     return Profile(
         kind="measured",
         name=name,
@@ -325,7 +330,7 @@ def _profile(name: str, shape: Shape, curves: Curves, most: dict[str, float], pl
         again=curves.again,
         prefill=curves.prefill,
         host=curves.host,
-        bandwidth_gbs=bandwidth_gbs(int(read_weights(shape)), plan.dtype, plan.device),
+        bandwidth_gbs=bandwidth_gbs(weights, plan.dtype, plan.device),
         matrix_tflops=most,
         command=plan.command,
         versions=provenance.versions(),
@@ -333,24 +338,40 @@ def _profile(name: str, shape: Shape, curves: Curves, most: dict[str, float], pl
     )
 
 
-def _passes(model: Llama, grid: Grid) -> Iterator[tuple[tuple[int, int, int], Task]]:
+def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[tuple[int, int, int], Task]]:
     """Each pass of the grid, and each prefill as a pass behind nothing: (width, batch, context), and how to run it."""
     for batch in grid.batches:
-        cache = model.new_cache(batch, grid.capacity)
+        caches = _caches(model, batch, grid)
         for width, context in itertools.product(grid.widths, grid.contexts):
-            yield (width, batch, context), _pass(model, cache, width, context, width)
+            yield (width, batch, context), _pass(model, caches[context], width, context, width)
     cache = model.new_cache(1, grid.capacity)
     for length in grid.prompts:
         yield (length, 1, 0), _pass(model, cache, length, 0, 1)
 
 
-def _other_work(name: str, models: dict[str, Llama], passes: dict[str, dict[tuple[int, int, int], Task]]) -> Task:
+def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, Holds]:
+    """By how many tokens they hold: the engine's own is what it is told to be, transformers' has to be filled."""
+    if isinstance(model, Llama):
+        return dict.fromkeys(grid.contexts, model.new_cache(batch, grid.capacity))
+    caches = {context: model.new_cache(batch, grid.capacity) for context in grid.contexts}
+    for context, cache in caches.items():
+        model.forward(torch.ones(batch, context, dtype=torch.long, device=model.device), cache, last=1)
+    return caches
+
+
+def weight_bytes(model: Decoder) -> int:
+    """Return how much memory a model's weights take."""
+    if isinstance(model, Llama):
+        return model.shape.weight_bytes(model.embed.itemsize)
+    return sum(p.nbytes for p in model.model.parameters()) if isinstance(model, Hosted) else 0
+
+
+def _other_work(name: str, models: Mapping[str, Decoder], passes: dict[str, dict[tuple[int, int, int], Task]]) -> Task:
     """What runs before a pass of name: one of the largest other model, or a sweep over memory where there is none."""
     others = [other for other in models if other != name]
     if others:
-        return next(iter(passes[max(others, key=lambda other: models[other].shape.params())].values()))
-    model = models[name]
-    return _sweep(model.shape.weight_bytes(model.embed.itemsize), model.embed.dtype, model.device)[1]
+        return next(iter(passes[max(others, key=lambda other: weight_bytes(models[other]))].values()))
+    return _sweep(weight_bytes(models[name]), torch.float32, models[name].device)[1]
 
 
 def _nothing() -> None:
@@ -376,8 +397,8 @@ def _sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Ta
     return matrix.nbytes, lambda: F.linear(vector, matrix)
 
 
-def _pass(model: Llama, cache: Cache, width: int, context: int, last: int) -> Task:
-    ids = torch.ones(cache.keys.shape[1], width, dtype=torch.long, device=cache.keys.device)
+def _pass(model: Decoder, cache: Holds, width: int, context: int, last: int) -> Task:
+    ids = torch.ones(len(cache.used), width, dtype=torch.long, device=model.device)
 
     def run() -> Tensor:
         cache.used = [context] * len(ids)

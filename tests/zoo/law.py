@@ -24,6 +24,7 @@ TEACH = "--steps 1 --rows 2 --seq-len 32 --prompt-tokens 8 --dtype float32"
 WROTE = "--prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 SCORE = f"score --k 2 --repeats 1 --tasks none {WROTE}"
 IMPORT = "draftlab import"
+UNPACKED = ("design", "prune depth", "distill", "cache build", "trace record", "score", "profile", "check", "export hf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,9 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "prune masks": f"prune --source M --layers 2 --method masks --steps 2 --rows 2 {BRIEFLY} --out masks",
     }
     if pruned:
-        found |= {
-            "distill a narrow draft": f"distill --draft width --target M {TEACH} --out narrow",
-            "score a narrow draft": f"{SCORE} --draft width --target M --out score-narrow",
-        }
+        found |= {"score a narrow draft": f"{SCORE} --draft width --target M --out score-narrow"}
+    else:
+        found |= {"distill itself": f"distill --draft M --target M {TEACH} --out again"}
     return found | {
         "distill": f"distill {there} {TEACH} --out distilled",
         "distill on target text": f"distill {there} {TEACH} --text target --out on-text",
@@ -84,7 +84,6 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "export hf": f"export {draft} --target M --to hf --out export-hf",
         "export gguf": f"export {draft} --target M --to gguf --out export-gguf",
         "export vllm": f"export {draft} --target M --to vllm --out export-vllm",
-        "distill itself": f"distill --draft M --target M {TEACH} --out again",
         "score itself": f"{SCORE} --draft M --target M --out score-itself",
         "check itself": "check M --target M",
         "export itself hf": "export M --target M --to hf --out itself-hf",
@@ -118,7 +117,7 @@ def outcomes(facts: Facts, folder: Path, steps: list[str] | None = None) -> Iter
     with _chdir(folder):
         if packed:
             for step, line in commands(facts, "packed", pruned=False).items():
-                if steps is None or step in steps:
+                if step in UNPACKED and (steps is None or step in steps):
                     yield outcome(f"{step}, not imported", line.replace(" M", " packed"), IMPORT)
             yield outcome("import", "import packed --out M", WORKS)
         for step, line in commands(facts, "depth" if pruned else "D", pruned).items():

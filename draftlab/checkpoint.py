@@ -36,6 +36,7 @@ TOKENIZER_FILES = (
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
 SHARD_BYTES = 1_000_000_000  # what is held in memory while a checkpoint is written piece by piece
 
 
@@ -232,30 +233,32 @@ def load_model(
     """
     if device.type == "cpu" and device_map is None:
         check_plain(directory, read_config(directory))
-    Weights(directory)  # every file is there and whole
-    model: Any = read_model(directory, dtype, device_map)
+    weights = Weights(directory)  # every file is there and whole
+    model: Any = read_model(directory, dtype, device_map, weights if device_map is None else None)
     return model if device_map else model.to(device)
 
 
-def read_model(directory: Path, dtype: torch.dtype, device_map: str | None = None) -> "PreTrainedModel":
-    """Return the model of whatever files transformers finds there, .bin ones too; see load_model."""
-    from transformers import AutoModelForCausalLM
+def read_model(
+    directory: Path, dtype: torch.dtype, device_map: str | None = None, weights: Weights | None = None
+) -> "PreTrainedModel":
+    """Return the model of weights, or of whatever files transformers finds there, .bin ones too; see load_model."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, device_map=device_map, output_loading_info=True
-        )
+        if weights is None:
+            model, info = _from_files(directory, dtype, device_map)
+        else:
+            model, info = _from_slices(directory, weights, dtype)
     except (ValueError, RuntimeError, OSError, ImportError, KeyError) as error:
         raise UserError(f"{directory} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    model, info = loaded
     for kind in ("missing", "unexpected", "mismatched"):
         wrong = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if wrong:
             raise UserError(f"{directory} does not fit its config.json: {kind} {wrong[0]}{_more(wrong)}")
     for name, parameter in model.named_parameters():
-        check_finite(parameter.detach(), name, directory)
+        if not parameter.is_meta:  # one on disk
+            check_finite(parameter.detach(), name, directory)
     return model
 
 
@@ -373,6 +376,33 @@ def _object(file: Path) -> dict[str, object]:
     if not isinstance(read, dict):
         raise UserError(f"{file} is no JSON object")
     return read
+
+
+def _from_slices(directory: Path, weights: Weights, dtype: torch.dtype) -> Any:
+    """A model in memory and what its loading has to say, by transformers, from tensors that are read and not mapped."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    config: Any = AutoConfig.from_pretrained(directory)
+    kind: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)  # what from_pretrained itself asks
+    model, info = kind.from_pretrained(
+        None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True
+    )
+    model.name_or_path = model.config.name_or_path = str(directory)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model, info
+
+
+def _from_files(directory: Path, dtype: torch.dtype, device_map: str | None) -> Any:
+    """Raises UserError: a map that accelerate does not know."""
+    from transformers import AutoModelForCausalLM
+
+    in_file = device_map is not None and device_map.endswith(".json")
+    places: Any = _object(Path(device_map or "")) if in_file else device_map
+    if isinstance(places, str) and places not in DEVICE_MAPS:
+        raise UserError(f"--device-map {places!r}: want {', '.join(DEVICE_MAPS)}, or a .json file of module: device")
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=places, output_loading_info=True)
 
 
 def _from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":

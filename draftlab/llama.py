@@ -237,7 +237,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
     window = config.get("sliding_window")
     if isinstance(window, int) and config.get("use_sliding_window", True):
         context = min(context, window)  # inside the window attention is full
-    weights = {name: tensor.to(device, dtype) for name, tensor in checkpoint.Weights(directory).items()}
+    weights = checkpoint.Weights(directory, dtype, device)
     model = Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
     if (directory / HEAD_IDS).is_file():
         model.trim(_head_ids(directory / HEAD_IDS, shape.vocab))
@@ -264,27 +264,34 @@ def _head_ids(file: Path, vocab: int) -> list[int]:
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
-    prefix = f"model.layers.{layer}."
+    attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+    queries, cached = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
-    def stack(*names: str) -> Tensor:
-        parts = [weights[prefix + name] for name in names]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def stack(prefix: str, rows: dict[str, int], kind: str) -> Tensor:
+        """One part in memory beside the whole."""
+        whole, at = None, 0
+        for name, size in rows.items():
+            part = weights[f"{prefix}{name}.{kind}"]
+            whole = part.new_empty(sum(rows.values()), *part.shape[1:]) if whole is None else whole
+            whole[at : at + size] = part
+            at += size
+        assert whole is not None
+        return whole
 
-    attention, mlp = "self_attn.", "mlp."
-    qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-    norms = (attention + "q_norm.weight", attention + "k_norm.weight")
+    qkv = {"q_proj": queries, "k_proj": cached, "v_proj": cached}
+    gate_up = {"gate_proj": shape.ffn, "up_proj": shape.ffn}
     return Block(
-        input_norm=stack("input_layernorm.weight"),
-        qkv=stack(*(f"{attention}{n}.weight" for n in qkv)),
-        qkv_bias=stack(*(f"{attention}{n}.bias" for n in qkv)) if shape.qkv_bias else None,
-        qk_norm=(stack(norms[0]), stack(norms[1])) if shape.qk_norm else None,
-        o=stack(attention + "o_proj.weight"),
-        o_bias=stack(attention + "o_proj.bias") if shape.o_bias else None,
-        post_norm=stack("post_attention_layernorm.weight"),
-        gate_up=stack(*(f"{mlp}{n}.weight" for n in gate_up)),
-        gate_up_bias=stack(*(f"{mlp}{n}.bias" for n in gate_up)) if shape.mlp_bias else None,
-        down=stack(mlp + "down_proj.weight"),
-        down_bias=stack(mlp + "down_proj.bias") if shape.mlp_bias else None,
+        input_norm=weights[f"model.layers.{layer}.input_layernorm.weight"],
+        qkv=stack(attention, qkv, "weight"),
+        qkv_bias=stack(attention, qkv, "bias") if shape.qkv_bias else None,
+        qk_norm=(weights[attention + "q_norm.weight"], weights[attention + "k_norm.weight"]) if shape.qk_norm else None,
+        o=weights[attention + "o_proj.weight"],
+        o_bias=weights[attention + "o_proj.bias"] if shape.o_bias else None,
+        post_norm=weights[f"model.layers.{layer}.post_attention_layernorm.weight"],
+        gate_up=stack(mlp, gate_up, "weight"),
+        gate_up_bias=stack(mlp, gate_up, "bias") if shape.mlp_bias else None,
+        down=weights[mlp + "down_proj.weight"],
+        down_bias=weights[mlp + "down_proj.bias"] if shape.mlp_bias else None,
     )
 
 

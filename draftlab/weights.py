@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,21 +15,24 @@ from draftlab.hub import weight_files
 
 # Buffers that checkpoints of LLaMA 1 and 2 and their age hold and that no model reads: transformers makes them itself.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|position_ids)$")
+PIECE_BYTES = 1 << 25
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint's safetensors files, read one at a time when asked for, and copied.
+    """The tensors of a checkpoint's safetensors files, read one at a time when asked for, as dtype on device.
 
-    A file is mapped only while it is read: a mapping that stays counts as memory used, page by page.
+    Files are read and not mapped, large tensors a piece at a time: pages of a mapping and a copy in another dtype would
+    count as memory beside the tensor itself.
 
     Raises:
         UserError: a file that is missing, cut off or no safetensors; a tensor that is there twice or not at all; on
             reading, one that holds NaN.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+        """dtype, device: left out, as stored, in memory."""
+        self.directory, self._as, self._device = directory, dtype, device
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, str] = {}
@@ -46,10 +50,23 @@ class Weights(Mapping[str, Tensor]):
                     self._files[name], self._shapes[name], self._stored[name] = file, shape, stored
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as handle:
-            tensor = handle.get_tensor(name).clone()
-        check_finite(tensor, name, self.directory)
+        rows, stored = self._slice(name), STORED.get(self._stored[name])
+        if stored is None or not self._shapes[name]:
+            return rows[...].to(self._device)
+        tensor = torch.empty(self._shapes[name], dtype=self._as or stored, device=self._device)
+        step = max(1, PIECE_BYTES * len(tensor) // max(1, stored.itemsize * tensor.numel()))
+        for at in range(0, len(tensor), step):
+            piece = rows[at : min(at + step, len(tensor))]
+            check_finite(piece, name, self.directory)
+            tensor[at : at + step] = piece
         return tensor
+
+    def slices(self) -> dict[str, Any]:
+        """Return what transformers takes for a state dict and reads when it needs it."""
+        return {name: self._slice(name) for name in self}
+
+    def _slice(self, name: str) -> Any:
+        return safe_open(self._files[name], framework="pt", backend="pread").get_slice(name)
 
     @property
     def parameters(self) -> int:

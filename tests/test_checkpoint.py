@@ -11,8 +11,9 @@ import pytest
 import torch
 from conftest import build
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, provenance, weights
 from draftlab.errors import UserError
 from draftlab.tokenizer import common_vocabulary, train_tokenizer
 
@@ -324,3 +325,52 @@ def test_of_padded_heads_the_smaller_size_is_common(family_dirs, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert common_vocabulary(tmp_path, family_dirs["llama"]) == 307
     assert common_vocabulary(family_dirs["llama"], tmp_path) == 307
+
+
+@pytest.mark.parametrize("family", ["llama3_tied", "qwen2"])
+def test_a_model_is_what_transformers_itself_loads(family_dirs, family):
+    place = family_dirs[family]
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted, found = AutoModelForCausalLM.from_pretrained(place, dtype=dtype), checkpoint.load_model(place, dtype)
+        state = wanted.state_dict()
+        assert {name: tensor.dtype for name, tensor in found.state_dict().items()} == dict.fromkeys(state, dtype)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in found.state_dict().items())
+        assert all(torch.equal(a, b) for a, b in zip(found.buffers(), wanted.buffers(), strict=True))
+        assert found.config.to_dict() == wanted.config.to_dict()
+        assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
+        assert (found.training, found.name_or_path) == (False, wanted.name_or_path)
+
+
+def test_a_tensor_read_in_pieces_is_the_whole(family_dirs, monkeypatch):
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1000)
+    for dtype in (None, torch.bfloat16):
+        found = checkpoint.Weights(family_dirs["llama"], dtype)
+        wanted = load_file(family_dirs["llama"] / "model.safetensors")
+        assert all(torch.equal(found[name], wanted[name].to(dtype or wanted[name].dtype)) for name in wanted)
+
+
+@pytest.mark.parametrize("places", ["auto", "disk"])
+def test_a_model_that_is_spread_computes_the_same(family_dirs, tmp_path, places):
+    ids, place = torch.tensor([[0, 17, 44, 9]]), family_dirs["qwen2"]
+    (tmp_path / "map.json").write_text(
+        json.dumps({"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"})
+    )
+    spread = checkpoint.load_model(
+        place, torch.float32, device_map="auto" if places == "auto" else str(tmp_path / "map.json")
+    )
+    wanted = checkpoint.load_model(place, torch.float32)(ids).logits
+    torch.testing.assert_close(spread(ids).logits, wanted)
+    assert any(p.is_meta for p in spread.parameters()) == (places == "disk")
+    with pytest.raises(UserError, match="--device-map 'automatic': want auto"):
+        checkpoint.load_model(place, torch.float32, device_map="automatic")
+
+
+@pytest.mark.slow
+def test_loading_peaks_at_little_more_than_the_weights(tmp_path):
+    """A child process each; 100M parameters, of which the embedding has a quarter."""
+    from benchmarks.load_peak import SHAPE, load_peak_ratio, write_random
+
+    small = {"layers": 10, "hidden": 768, "heads": 12, "kv_heads": 4, "ffn": 2304, "vocab": 32000}
+    shape = SHAPE.model_copy(update=small)
+    write_random(shape, tmp_path / "made", torch.bfloat16)
+    assert load_peak_ratio(tmp_path / "made") <= 1.15

@@ -231,10 +231,12 @@ def load_model(
     Raises:
         UserError: it cannot be built, or weights are missing or left over.
     """
+    config = read_config(directory)
     if device.type == "cpu" and device_map is None:
-        check_plain(directory, read_config(directory))
+        check_plain(directory, config)
     weights = Weights(directory)  # every file is there and whole
-    model: Any = read_model(directory, dtype, device_map, weights if device_map is None else None)
+    plain = device_map is None and "quantization_config" not in config
+    model: Any = read_model(directory, dtype, device_map, weights if plain else None)
     return model if device_map else model.to(device)
 
 

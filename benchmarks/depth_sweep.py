@@ -16,9 +16,10 @@ import typer
 
 from benchmarks import environment
 from draftlab import checkpoint
+from draftlab.commands.shared import shape_of
 from draftlab.console import note
 from draftlab.cost import BYTES, Mode, read_weights
-from draftlab.family import family, named_shape
+from draftlab.family import family
 from draftlab.plots import Panel, save_figure
 from draftlab.score.profile import device_name, measure_latency, random_model
 from draftlab.shape import Shape, parse_count, parse_numbers
@@ -38,7 +39,7 @@ def main(
     torch.set_num_threads(1)
     place, clock = torch.device(device), time.process_time if device == "cpu" else None
     shapes = family(
-        named_shape(source), budget=parse_count(params), kind="total", depths=parse_numbers(layers), multiple_of=64
+        shape_of(source)[1], budget=parse_count(params), kind="total", depths=parse_numbers(layers), multiple_of=64
     )
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes.split(",")}
     for shape in shapes:

@@ -422,7 +422,7 @@ def _read(path: Path, kind: type[Read]) -> Read:
 def _named(name: str, shipped_ones: dict[str, Named], read: Callable[[Path], Named]) -> Named:
     if name in shipped_ones:
         return shipped_ones[name]
-    if not Path(name).suffix:
+    if Path(name).suffix not in (".yaml", ".yml"):  # names have dots too
         raise UserError(f"nothing named {name!r} comes with draftlab{did_you_mean(name, shipped_ones)}")
     return read(Path(name))
 

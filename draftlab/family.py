@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError
 from draftlab.shape import Shape, check_within, count_text, fewest_kv_heads, read_shape_file, resolve
 
 Budget = Literal["total", "body", "kv", "latency"]
@@ -148,28 +148,21 @@ def presets(folder: Path) -> dict[str, Shape]:
     return found
 
 
-def named_shape(name: str) -> Shape:
-    """A shape file, or the name of one that comes with draftlab.
+def matching_preset(source: Shape, layers: int, hidden: int, folder: Path) -> tuple[str, Shape] | None:
+    """Return the named shape with these sizes that can be cut from source.
 
     Raises:
-        UserError: neither.
+        UserError: several can; names them.
     """
-    known = presets(widths_folder())
-    if name in known:
-        return known[name]
-    if not Path(name).suffix:
-        raise UserError(f"no shape named {name!r} comes with draftlab{did_you_mean(name, known)}")
-    return read_shape_file(Path(name))
 
+    def fits(shape: Shape) -> bool:
+        try:
+            check_within(shape, source)
+        except UserError:
+            return False
+        return (shape.layers, shape.hidden) == (layers, hidden)
 
-def matching_preset(layers: int, hidden: int, vocab: int, head_dim: int, folder: Path) -> tuple[str, Shape] | None:
-    """The named shape with these sizes. Whether it can be cut from a source is for check_within.
-
-    Raises:
-        UserError: several have them; names them.
-    """
-    wanted = (layers, hidden, vocab, head_dim)
-    found = [(n, s) for n, s in presets(folder).items() if (s.layers, s.hidden, s.vocab, s.head_dim) == wanted]
+    found = [(name, shape) for name, shape in presets(folder).items() if fits(shape)]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise UserError(f"{layers} layers x {hidden} is {names} in {folder}; give one of these files as the shape")
@@ -206,7 +199,7 @@ def wanted_shape(
     elif all(n is None for n in numbers):
         raise UserError("say what to keep: --layers 12 --width 2560, --params 1.3b, or --shape FILE")
     elif layers is not None and hidden is not None and all(n is None for n in details):
-        named = matching_preset(layers, hidden, source.vocab, source.head_dim, widths_folder())
+        named = matching_preset(source, layers, hidden, widths_folder())
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
         wanted = resolve(

@@ -42,7 +42,7 @@ PRESETS: dict[str, Workspace] = {
         source="meta-llama/Llama-2-7b-hf",
         data="hf:DKYoon/SlimPajama-6B",
     ),
-    "llama-3-70b": Workspace(
+    "llama-3.1-70b": Workspace(
         target="meta-llama/Llama-3.1-70B",
         source="meta-llama/Llama-3.1-8B",
         data="hf:DKYoon/SlimPajama-6B",

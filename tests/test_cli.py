@@ -168,6 +168,15 @@ def test_without_a_workspace_the_papers_models_are_named_and_init_is_offered(tmp
     assert "draftlab init --preset tiny" in message
 
 
+def test_a_shape_without_weights_can_be_planned_with_and_not_cut(space):
+    planned = json.loads(
+        call("prune", "--source", "llama-3.2-3b", "--layers", "8", "--width", "1536", "--dry-run", "--json").stdout
+    )
+    assert planned["source"] == "28 x 3072, 24/8 heads of 128, ffn 8192, 3.21B parameters"
+    assert "shape without weights" in refused("prune", "--source", "llama-3.2-3b", "--layers", "8")
+    assert "2x" in call("design", "--source", "qwen3-8b", "--params", "600m", "--layers", "2").stdout
+
+
 def test_init_writes_a_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call("init", "--preset", "tiny")

@@ -228,6 +228,8 @@ def test_experts_make_verification_dear():
         ("llama-65b@4xa100-80gb,compiled", "no mode 'compiled'; it has graphs, eager"),
         ("llama-65b@4xa100-80gb,graphs,float8", "no dtype 'float8'"),
         ("llama-66b@h100,graphs", "did you mean 'llama-65b'"),
+        ("llama-3.2-1c@h100,graphs", "did you mean 'llama-3.2-1b'"),
+        ("llama-3.2-1b@h100", "comes its mode"),
         ("llama-65b@h10,graphs", "did you mean 'h100'"),
         ("missing.yaml@h100,graphs", "No such file"),
     ],
@@ -239,6 +241,31 @@ def test_a_wrong_profile_is_refused_in_words(spec, complaint):
 
 def test_llama_65b_fits_one_h100_in_float8_and_one_h200_in_bfloat16():
     assert computed("llama-65b@h100,graphs,float8") < computed("llama-65b@h200,graphs")
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "gigabytes_per_second", "teraflops"),
+    [
+        ("l4", 24, 300, 121),
+        ("a10", 24, 600, 125),
+        ("l40s", 48, 864, 362),
+        ("rtx-4090", 24, 1008, 165.2),
+        ("a100-80gb", 80, 2039, 312),
+        ("h100", 80, 3350, 989),
+        ("h200", 141, 4800, 989),
+        ("b200", 180, 7672, 2250),
+    ],
+)
+def test_a_device_is_its_data_sheet_at_the_a100s_share_of_bandwidth(name, gigabytes, gigabytes_per_second, teraflops):
+    """Dense bf16. Of the A100's 2,039 GB/s gpt-fast gets 1,663."""
+    device = devices()[name]
+    assert (device.memory_gb, device.tflops["bfloat16"]) == (gigabytes, teraflops)
+    assert device.bandwidth_gbs == pytest.approx(gigabytes_per_second * 1663 / 2039, rel=2e-3)
+
+
+def test_one_token_of_llama_3_2_1b_takes_the_time_to_read_its_weights():
+    """1,235,814,400 of them in bf16, on an L4, and 16 layers of 50 us."""
+    assert computed("llama-3.2-1b@l4,graphs") == pytest.approx(1_235_814_400 * 2 / 245e6 + 16 * 0.050, rel=1e-3)
 
 
 def test_caches_that_do_not_fit_are_refused():

@@ -117,7 +117,7 @@ def test_kv_decides_the_heads_and_heads_the_width():
 
 
 def test_groups_stay_whole_where_the_heads_allow():
-    shapes = family(NAMED["llama-3-8b"], budget=1_300_000_000, kind="total", depths=[2, 4, 8, 12])
+    shapes = family(NAMED["llama-3.1-8b"], budget=1_300_000_000, kind="total", depths=[2, 4, 8, 12])
     assert [s.heads // s.kv_heads for s in shapes] == [4, 4, 4, 4]
 
 
@@ -157,17 +157,28 @@ def test_shape_names():
 
 
 def test_twelve_layers_of_2560_are_wide_1_3b():
-    assert matching_preset(12, 2560, 32000, 128, widths_folder()) == ("wide-1.3b", NAMED["wide-1.3b"])
+    assert matching_preset(LLAMA_7B, 12, 2560, widths_folder()) == ("wide-1.3b", NAMED["wide-1.3b"])
 
 
-@pytest.mark.parametrize("sizes", [(13, 2560, 32000, 128), (12, 2560, 128256, 128), (12, 2560, 32000, 64)])
-def test_other_sizes_match_no_preset(sizes):
-    assert matching_preset(*sizes, widths_folder()) is None
+@pytest.mark.parametrize(
+    ("source", "layers", "hidden"),
+    [
+        ("llama-7b", 13, 2560),
+        ("llama-3.1-8b", 12, 2560),  # another vocabulary
+        ("qwen3-8b", 28, 1024),  # qwen3-0.6b ties its head
+        ("llama-2-70b", 32, 4096),  # llama-7b has more kv heads, mistral-7b-v0.1 fits
+    ],
+)
+def test_a_preset_counts_where_it_can_be_cut(source, layers, hidden):
+    found = matching_preset(NAMED[source], layers, hidden, widths_folder())
+    assert (found and found[0]) == ("mistral-7b-v0.1" if source == "llama-2-70b" else None)
 
 
-def test_two_presets_of_the_same_sizes_are_named():
-    with pytest.raises(UserError, match="llama-2-70b and llama-65b"):
-        matching_preset(80, 8192, 32000, 128, widths_folder())
+def test_two_presets_of_the_same_sizes_are_named(tmp_path):
+    for name in ("one", "other"):
+        write_shape_file(TINY, tmp_path / f"{name}.yaml", "for a test")
+    with pytest.raises(UserError, match="one and other"):
+        matching_preset(NAMED["tiny-16x256"], TINY.layers, TINY.hidden, tmp_path)
 
 
 def test_presets_are_named_by_their_files(tmp_path):
@@ -206,7 +217,7 @@ def test_a_free_family_goes_beyond_its_source():
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([64, 128, 256]), st.integers(2, 12))
 def test_every_member_splits_over_the_devices(devices, multiple, layers):
-    source = NAMED["llama-3-8b"]
+    source = NAMED["llama-3.1-8b"]
     try:
         shapes = family(
             source, budget=1_300_000_000, kind="total", depths=[layers], multiple_of=multiple,

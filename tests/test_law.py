@@ -91,7 +91,7 @@ def test_a_fitted_profile_predicts_like_a_measured_one():
     assert fitted.profile.kind == "fitted"
 
 
-@pytest.mark.parametrize("name", ["tiny-16x256", "llama-7b", "llama-3-8b"])
+@pytest.mark.parametrize("name", ["tiny-16x256", "llama-7b", "llama-3.1-8b"])
 def test_the_shapes_to_measure_can_be_cut_and_are_enough(name):
     source = presets(widths_folder())[name]
     shapes = law_shapes(source, *law_sizes(source))

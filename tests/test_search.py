@@ -50,7 +50,7 @@ def pass_ms(shape: Shape) -> float:
     return 0.3 + 0.1 * shape.layers + shape.params() / 1e7
 
 
-@pytest.mark.parametrize("name", ["tiny-16x256", "llama-7b", "llama-3-8b"])
+@pytest.mark.parametrize("name", ["tiny-16x256", "llama-7b", "llama-3.1-8b"])
 def test_candidates_can_be_cut_and_are_cheap_enough(name):
     source = NAMED[name]
     target_ms = pass_ms(source)

@@ -83,10 +83,16 @@ def test_the_axis_table_is_what_transformers_builds(family, tied):
     assert [(name, shape.dims(axes)) for name, axes in shape.axes().items()] == weights_in_transformers(shape, family)
 
 
+def _options(shape: Shape) -> dict[str, bool]:
+    return {name: True for name, value in shape.model_dump().items() if value is True and name != "tied"}
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_params_of_a_shape_file_are_those_of_transformers(file):
     shape = read_shape_file(file)
-    weights = weights_in_transformers(shape, "llama")
+    family = next(name for name, (*_, options) in FAMILIES.items() if _options(shape) == options)
+    weights = weights_in_transformers(shape, family)
+    assert [(name, shape.dims(axes)) for name, axes in shape.axes().items()] == weights
     assert shape.params() == sum(torch.Size(size).numel() for _, size in weights)
     blocks = [size for name, size in weights if ".layers." in name]
     assert shape.body_params() == sum(torch.Size(size).numel() for size in blocks)
@@ -98,13 +104,48 @@ def test_params_of_a_shape_file_are_those_of_transformers(file):
         ("llama-7b", 6_738_415_616),
         ("llama-65b", 65_285_660_672),
         ("llama-2-70b", 68_976_648_192),
-        ("llama-3-8b", 8_030_261_248),
-        ("llama-3-70b", 70_553_706_496),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
         ("noft-1.3b", 1_345_423_360),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("mistral-7b-v0.1", 7_241_732_096),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("mistral-small-24b", 23_572_403_200),
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-360m", 361_821_120),
+        ("smollm2-1.7b", 1_711_376_384),
     ],
 )
 def test_params_equal_the_published_count(name, count):
+    """The hub's, from the headers of the repository's safetensors."""
     assert preset(name).params() == count
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen3-0.6b", 751_632_384), ("qwen3-1.7b", 2_031_739_904)])
+def test_where_the_file_holds_the_tied_head_too_the_published_count_has_it_twice(name, count):
+    shape = preset(name)
+    assert shape.tied
+    assert shape.params() + shape.vocab * shape.hidden == count
+
+
+MODELS = [f for f in FILES if "config.json of" in f.read_text().splitlines()[0]]
+
+
+@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+def test_a_models_shape_has_the_name_of_its_repository(file):
+    """In lower case, without what says that it is a base model, its date and format."""
+    repository = re.search(r"config.json of [\w-]+/([\w.-]+)", file.read_text()).group(1).lower()
+    assert re.sub(r"(-hf|-base-\d+)$", "", repository).rstrip(";") == file.stem
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ from draftlab.commands.shared import (
     Steps,
     plan,
     recorded,
+    subject,
 )
 from draftlab.console import note
+from draftlab.errors import UserError
 from draftlab.shape import Shape
 
 if TYPE_CHECKING:
@@ -40,7 +42,10 @@ def prune(
     params: Annotated[str | None, Option(help="Total parameters: solves for ffn, as in 1.3b.")] = None,
     multiple_of: Annotated[int, Option(min=1, help="ffn is a multiple of this; 256 suits GGUF's K-quants.")] = 16,
     shape: Annotated[Path | None, Option(help="Shape file instead of the numbers above.")] = None,
-    source: Annotated[str | None, Option(help="Checkpoint to cut; the workspace's if left out.")] = None,
+    source: Annotated[
+        str | None,
+        Option(help="Checkpoint to cut; the workspace's if left out. With --dry-run a shape or its name, too."),
+    ] = None,
     method: Annotated[
         Literal["activation", "masks", "random", "first", "magnitude"],
         Option(help="What decides which parts stay: one calibration, masks trained to it, or a baseline."),
@@ -82,7 +87,7 @@ def prune(
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
     arguments, began = recorded(locals())
     space = workspace.load()
-    directory = hub.locate(source or space.source, weights=not dry_run)
+    called, cut_from = subject(source or space.source, weights=not dry_run)
     chosen_target = hub.locate(target, weights=not dry_run) if target else None
     text = hub.check_data(data or space.data)
 
@@ -93,7 +98,7 @@ def prune(
     from draftlab.prune.refit import Fit
     from draftlab.shape import check, parse_count
 
-    have = checkpoint.planned_shape(directory)
+    have = checkpoint.planned_shape(cut_from) if isinstance(cut_from, Path) else cut_from
     wanted, preset = family.wanted_shape(
         have,
         layers=layers,
@@ -107,7 +112,14 @@ def prune(
     )
     if preset is not None:
         note(f"shape {preset}: {wanted.describe()}")
-    check(wanted, llama=checkpoint.read_config(directory).get("model_type") == "llama")
+    out = out or space.runs / f"prune-{family.shape_name(wanted)}"
+    checkpoint.check_free(out, force=force)
+    if not isinstance(cut_from, Path):
+        check(wanted, llama=not have.options - {"untied"})
+        if dry_run:
+            return plan(out, _cost(have, wanted, tokens))
+        raise UserError(f"{called} is a shape without weights: --dry-run plans with it, and cutting needs a checkpoint")
+    check(wanted, llama=checkpoint.read_config(cut_from).get("model_type") == "llama")
     learning = Learning(
         settings=Settings.of(arguments, warmup_share=0.1, weight_decay=0.0),
         weights=train,
@@ -117,7 +129,7 @@ def prune(
         reweigh_every=reweigh_every,
     )
     chosen = run.Plan(
-        source=directory,
+        source=cut_from,
         shape=wanted,
         method=method,
         depth=depth,
@@ -132,8 +144,6 @@ def prune(
         learning=learning if method == "masks" else None,
     )
     run.check_plan(chosen)
-    out = out or space.runs / f"prune-{family.shape_name(wanted)}"
-    checkpoint.check_free(out, force=force)
     if dry_run:
         return plan(out, _cost(have, wanted, tokens))
     pruned = run.prune(chosen, out=out, arguments=arguments, began=began, force=force)

@@ -1,6 +1,7 @@
 """Cutting is exact where it can be, and what comes out is an ordinary Hugging Face checkpoint."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftlab import checkpoint
+from draftlab.data import text_batch
+from draftlab.distill.origin import Local
 from draftlab.errors import UserError
 from draftlab.prune import choose as choosing
 from draftlab.prune.choose import choose
@@ -365,3 +368,43 @@ def test_any_number_of_heads_to_a_kv_head_can_be_tried(family_dirs, heads, kv_he
     config = checkpoint.read_config(family_dirs["llama"])
     shape = checkpoint.read_shape(family_dirs["llama"]).model_copy(update={"heads": heads, "kv_heads": kv_heads})
     check_cuttable(config, shape)
+
+
+@pytest.fixture
+def halves(family_dirs, tmp_path) -> dict[str, Path]:
+    """One checkpoint in float16, and the same numbers in float32."""
+    made = {"float16": tmp_path / "float16", "float32": tmp_path / "float32"}
+    for name, place in made.items():
+        place.mkdir()
+        weights = (
+            (n, t.half().to(checkpoint.DTYPES[name])) for n, t in checkpoint.Weights(family_dirs["llama"]).items()
+        )
+        checkpoint.write_checkpoint(place, checkpoint.read_config(family_dirs["llama"]), weights, family_dirs["llama"])
+    return made
+
+
+@pytest.mark.parametrize("basis", ["coordinates", "pca"])
+def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tmp_path, basis, capsys):
+    outs = {name: tmp_path / f"{name}-out" for name in halves}
+    for name, source in halves.items():
+        shape = resolve(checkpoint.read_shape(source), layers=3, hidden=32, multiple_of=8)
+        plan = plan_for(source, text, shape=shape, fit=Fit(), basis=basis)
+        prune(plan, out=outs[name], arguments={}, began=0.0, force=False)
+    assert capsys.readouterr().err.count("stored in float16, which is slow on a CPU: computed in float32") == 1
+    exact, rounded = (checkpoint.Weights(outs[name]) for name in ("float32", "float16"))
+    assert (exact.dtype, rounded.dtype) == (torch.float32, torch.float16)
+    assert all(torch.equal(exact[name].half(), rounded[name]) for name in exact)
+
+
+def test_a_float16_source_at_its_own_shape_keeps_its_bits(halves, text, tmp_path):
+    prune(plan_for(halves["float16"], text), out=tmp_path / "out", arguments={}, began=0.0, force=False)
+    before, after = checkpoint.Weights(halves["float16"]), checkpoint.Weights(tmp_path / "out")
+    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_float16_target_thinks_is_what_the_same_numbers_in_float32_think(halves):
+    batch = text_batch([np.arange(3, 36)])
+    seen = {name: Local(place, CPU).see(batch, 8) for name, place in halves.items()}
+    for column in fields(seen["float32"]):
+        a, b = (getattr(seen[name], column.name) for name in ("float32", "float16"))
+        assert np.array_equal(a, b)

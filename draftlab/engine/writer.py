@@ -69,13 +69,9 @@ def load_writer(
 ) -> Decoder:
     """Return the checkpoint as what writes fastest here: the engine, compiled on a CPU; or transformers.
 
-    dtype: None is that of the weights, but float32 for float16 on a CPU, whose float16 products are slower than those.
+    dtype: None is checkpoint.computed_dtype's.
     """
-    if dtype is None:
-        dtype = checkpoint.stored_dtype(directory)
-        if dtype == torch.float16 and device.type == "cpu":
-            note(f"{hub.called(directory)}: float16 is computed in float32 on a CPU, which is exact and faster")
-            dtype = torch.float32
+    dtype = dtype or checkpoint.computed_dtype(directory, device)
     note(f"loading {hub.called(directory)} in {checkpoint.dtype_name(dtype)}")
     model = load(directory, dtype, device, device_map)
     if not isinstance(model, Llama) or device.type != "cpu" or dtype == torch.float16:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from draftlab.distill.lesson import reweighing
 from draftlab.distill.loop import Lesson, Settings
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.run import fit
-from draftlab.distill.states import best_weights
+from draftlab.distill.states import best_weights, crew
 from draftlab.prune.cut import Keep
 from draftlab.prune.masked import Folded, masked
 from draftlab.prune.masks import Masks
@@ -91,17 +91,21 @@ def learn(
 
 
 def _trained(source: Path, weights: Trained, state: Path) -> Mapping[str, Tensor]:
-    """The source's weights after training, as it stores them."""
+    """The source's weights after training."""
     if weights == "frozen":
-        return checkpoint.Weights(source)
+        return checkpoint.Weights(source, _computed_dtype(source))
     found = best_weights(state, "student")
     whole = merged_weights(source, LORA_RANK, found) if weights == "lora" else found
-    return {name: tensor.to(checkpoint.stored_dtype(source)) for name, tensor in whole.items()}
+    return {name: tensor.to(_computed_dtype(source)) for name, tensor in whole.items()}
+
+
+def _computed_dtype(source: Path) -> torch.dtype:
+    return checkpoint.computed_dtype(source, cast(torch.device, crew().device))
 
 
 def _student(source: Path, how: Learning) -> PreTrainedModel:
     full = how.weights == "full" or how.settings.dtype == "float32"
-    student = checkpoint.load_model(source, torch.float32 if full else checkpoint.stored_dtype(source))
+    student = checkpoint.load_model(source, torch.float32 if full else _computed_dtype(source))
     if how.weights == "frozen":
         student.requires_grad_(False)
     if how.weights == "lora":

@@ -69,8 +69,17 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Everything is computed as the source is stored."""
+        """The draft is written as the source is stored."""
         return checkpoint.stored_dtype(self.source)
+
+    @property
+    def weights(self) -> checkpoint.Weights:
+        """The source's, as they are computed with."""
+        return checkpoint.Weights(self.source, self.computed)
+
+    @property
+    def computed(self) -> torch.dtype:
+        return checkpoint.computed_dtype(self.source, self.device)
 
     @property
     def rotated(self) -> bool:
@@ -80,7 +89,7 @@ class Plan:
 
     def walk(self, *, resident: bool = False) -> Walk:
         config = checkpoint.read_config(self.source)
-        return Walk(checkpoint.Weights(self.source), config, self.dtype, self.device, resident)
+        return Walk(self.weights, config, self.computed, self.device, resident)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +144,7 @@ def prune(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     if not is_main_process():  # masks may be trained in several, and one writes
         return Pruned(keep=made.keep, agreement=None, disk_bytes=0)
     config = checkpoint.config_for(plan.shape, checkpoint.read_config(plan.source), made.keep.layers)
-    draft = Walk(Cut(made.weights, plan.shape, made.keep), config, plan.dtype, plan.device)
+    draft = Walk(Cut(made.weights, plan.shape, made.keep), config, plan.computed, plan.device)
     lockstep = Lockstep(plan.walk(), draft, layers=made.keep.layers, basis=made.basis, fit=plan.fit)
     with checkpoint.new_directory(out, force=force) as work:
         size = _write(plan, made.keep, _fitted(lockstep, plan, chunks), work)
@@ -156,7 +165,7 @@ def _write(plan: Plan, keep: Keep, tensors: Iterator[tuple[str, Tensor]], work: 
 
 
 def _decide(plan: Plan, chunks: list[Tensor], state: Path, arguments: dict[str, object]) -> Decision:
-    source, have, shape = checkpoint.Weights(plan.source), plan.have, plan.shape
+    source, have, shape = plan.weights, plan.have, plan.shape
     if plan.learning is not None:
         identity = arguments | {"command": "prune", "inputs": [provenance.fingerprint(plan.source)]}
         learned = learn(plan.source, have, shape, plan.learning, data=plan.data, state=state, identity=identity)

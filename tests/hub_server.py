@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+))?/?$")
+API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.+?))?)?/?$")
 RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 LFS = (".safetensors", ".bin", ".model", ".gguf")
 
@@ -74,14 +74,20 @@ def running_hub(repos: dict[str, dict[str, Path]], gated: frozenset[str] = froze
 
         do_HEAD = do_POST = do_GET
 
-        def api(self, kind: str, name: str, what: str | None, revision: str | None, *, body: bytes) -> None:
+        def api(
+            self, kind: str, name: str, what: str | None, revision: str | None, below: str | None, *, body: bytes
+        ) -> None:
             place = self.place(f"{kind}/{name}", revision or "main")
             if place is None:
                 return
             folder, sha = place
             files = sorted(f for f in folder.rglob("*") if f.is_file())
             if what == "tree":
-                self.json([entry(folder, f) for f in files])
+                inside = [f for f in files if below is None or f.is_relative_to(folder / below)]
+                if below and not inside:
+                    self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+                else:
+                    self.json([entry(folder, f) for f in inside])
             elif what == "paths-info":
                 wanted = (
                     json.loads(body)["paths"]

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.errors import UserError
 from draftlab.shape import Shape
 
@@ -88,7 +88,7 @@ def write_random(shape: Shape, directory: Path, dtype: torch.dtype) -> None:
         (name, torch.ones(shape.dims(axes), dtype=dtype) if len(axes) == 1 else _matrix(shape.dims(axes), dtype))
         for name, axes in shape.axes().items()
     )
-    checkpoint.write_checkpoint(directory, config, weights, None)
+    saving.write_checkpoint(directory, config, weights, None)
 
 
 def _matrix(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill.loop import EvalRecord, Lesson, Settings, train
@@ -101,8 +101,8 @@ def _arms(source: Path, shape: Shape, data: str, settings: Settings) -> dict[str
 def _random(source: Path, shape: Shape, seed: int, out: Path) -> None:
     config = checkpoint.config_for(shape, checkpoint.read_config(source), list(range(shape.layers)))
     with checkpoint.new_directory(out, force=True) as work:
-        weights = checkpoint.model_weights(checkpoint.new_model(config, seed), checkpoint.stored_dtype(source))
-        checkpoint.write_checkpoint(work, config, weights, source)
+        weights = saving.model_weights(checkpoint.new_model(config, seed), checkpoint.stored_dtype(source))
+        saving.write_checkpoint(work, config, weights, source)
 
 
 def _measured(make: Make, target: Path, data: str, seed: int, budgets: list[int], work: Path) -> dict[str, float]:

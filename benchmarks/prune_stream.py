@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 
 from benchmarks import environment
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
 from draftlab.distill.loop import Lesson, Settings, StepRecord, train
@@ -64,7 +64,7 @@ def _write_source(out: Path) -> None:
 
     config = checkpoint.llama_config(LLAMA_7B, context=4096, bos=0, eos=1, pad=2)
     with checkpoint.new_directory(out, force=False) as work:
-        checkpoint.write_checkpoint(work, config, weights(), checkpoint.locate("tiny"))
+        saving.write_checkpoint(work, config, weights(), checkpoint.locate("tiny"))
 
 
 def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, object]:

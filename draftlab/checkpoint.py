@@ -2,15 +2,10 @@
 
 import functools
 import json
-import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, UserError
@@ -25,22 +20,10 @@ from draftlab.weights import BUFFERS, Weights, check_finite
 if TYPE_CHECKING:  # transformers takes seconds to import, and only two functions here need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
-SHARD_BYTES = 1_000_000_000  # what is held in memory while a checkpoint is written piece by piece
 
 
 def read_config(directory: Path) -> dict[str, object]:
@@ -175,25 +158,6 @@ def llama_config(shape: Shape, *, context: int, bos: int | None, eos: int | None
         "pad_token_id": pad,
     }
     return config_for(shape, base)
-
-
-def write_checkpoint(
-    directory: Path, config: dict[str, object], weights: Iterable[tuple[str, Tensor]], tokenizer_from: Path | None
-) -> int:
-    """config.json, safetensors shards and the tokenizer's files, copied verbatim; the weights' bytes.
-
-    weights may be made one at a time: no more than a shard of them is held.
-    """
-    try:
-        dtypes, size = _save_sharded(directory, weights)
-    except SafetensorError as error:  # a full disk
-        raise OSError(str(error)) from error
-    (directory / "config.json").write_text(json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True))
-    if tokenizer_from is not None:
-        for name in TOKENIZER_FILES:
-            if (tokenizer_from / name).is_file():
-                shutil.copyfile(tokenizer_from / name, directory / name)
-    return size
 
 
 def resolve_device(name: str) -> torch.device:
@@ -346,11 +310,6 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
     return {name: value if isinstance(value, int) else None for name, value in ids.items()}
 
 
-def model_weights(model: "PreTrainedModel", dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters as dtype on the CPU; a tied head is left out, as in any Hugging Face checkpoint."""
-    return ((name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters())
-
-
 def layer_of(name: str) -> int | None:
     """The layer a tensor belongs to, None for embedding, final norm and head."""
     parts = name.split(".")
@@ -427,34 +386,3 @@ def _from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMo
 
     fields = {k: v for k, v in config.items() if k != "model_type"}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **fields), dtype=dtype)
-
-
-def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:
-    """model.safetensors, or numbered shards of at most SHARD_BYTES and their index; dtypes and bytes written."""
-    index: dict[str, int] = {}
-    shard: dict[str, Tensor] = {}
-    dtypes, total, number = set(), 0, 1
-
-    def write() -> None:
-        save_file(shard, directory / f"shard-{number}.safetensors", metadata={"format": "pt"})
-        shard.clear()
-
-    for name, tensor in weights:
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
-            write()
-            number += 1
-        shard[name] = tensor.contiguous()
-        index[name] = number
-        total += tensor.nbytes
-        dtypes.add(dtype_name(tensor.dtype))
-    write()
-    if number == 1:
-        (directory / "shard-1.safetensors").rename(directory / "model.safetensors")
-        return dtypes, total
-    names = [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
-    for i, name in enumerate(names, 1):
-        (directory / f"shard-{i}.safetensors").rename(directory / name)
-    files = {name: names[i - 1] for name, i in index.items()}
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
-    (directory / "model.safetensors.index.json").write_text(text)
-    return dtypes, total

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.data import Batch, HeldOut
 from draftlab.distill.loop import GivenTeacher, Lesson
 from draftlab.distill.text import Batches
@@ -85,7 +85,7 @@ def fp32(tmp_path_factory) -> Path:
     out, target = tmp_path_factory.mktemp("tiny") / "tiny", checkpoint.locate("tiny")
     out.mkdir()
     weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
-    checkpoint.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)
+    saving.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)
     return out
 
 

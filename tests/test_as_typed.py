@@ -98,7 +98,7 @@ def test_the_papers_source_is_pruned_as_it_lies_on_the_hub(hub, tmp_path, monkey
     """The quick part of the above, in this process: index, rotary buffers, float16 and a slow tokenizer."""
     point_at(hub.url, tmp_path / "cache", monkeypatch)
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("def f(line):\n    return [line]\n\n" * 400)
+    Path("text.txt").write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40)))
     typed = "prune --layers 2 --width 32 --tokens 128 --seq-len 32 --data text.txt --out draft"
     result = CliRunner().invoke(app, typed.split())
     assert result.exit_code == 0, result.output

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from draftlab import check, checkpoint, llama
+from draftlab import check, checkpoint, llama, saving
 from draftlab.cli import app
 from draftlab.distill.vocabulary import resize
 from draftlab.errors import UserError
@@ -31,7 +31,7 @@ def edit(file: Path, **changes: object) -> None:
 def spoil(directory: Path, name: str, value: float) -> None:
     weights = dict(checkpoint.Weights(directory))
     weights[name] = torch.full_like(weights[name], value)
-    checkpoint.write_checkpoint(directory, checkpoint.read_config(directory), weights.items(), None)
+    saving.write_checkpoint(directory, checkpoint.read_config(directory), weights.items(), None)
 
 
 def bad(pair: tuple[Path, Path], about: str) -> str:
@@ -120,7 +120,7 @@ def test_devices_that_a_shape_splits_over_are_told(pair):
     edit(pair[0] / "config.json", intermediate_size=44)
     weights = dict(checkpoint.Weights(pair[0]))
     cut = {n: (w[:, :44] if "down" in n else w[:44]) if ".mlp." in n else w for n, w in weights.items()}
-    checkpoint.write_checkpoint(pair[0], checkpoint.read_config(pair[0]), cut.items(), None)
+    saving.write_checkpoint(pair[0], checkpoint.read_config(pair[0]), cut.items(), None)
     assert "this one splits over 1, 2, 4" in notes(pair, "vllm")
 
 

@@ -13,7 +13,7 @@ from conftest import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from draftlab import checkpoint, provenance, weights
+from draftlab import checkpoint, provenance, saving, weights
 from draftlab.errors import UserError
 from draftlab.tokenizer import common_vocabulary, train_tokenizer
 
@@ -58,13 +58,13 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
     code = f"""
         import resource, signal, torch
         from pathlib import Path
-        from draftlab import checkpoint, provenance
+        from draftlab import checkpoint, saving
         from draftlab.errors import UserError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
         try:
             with checkpoint.new_directory(Path({str(tmp_path / "out")!r}), force=False) as work:
-                checkpoint.write_checkpoint(work, {{}}, [("w", torch.zeros(100_000))], None)
+                saving.write_checkpoint(work, {{}}, [("w", torch.zeros(100_000))], None)
         except UserError as error:
             print(error)
     """
@@ -78,10 +78,10 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
 def test_sharded_checkpoints_load_in_transformers(tmp_path, family_dirs, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(saving, "SHARD_BYTES", 100_000)
     model = build("llama", seed=4)
     config = checkpoint.read_config(family_dirs["llama"])
-    checkpoint.write_checkpoint(tmp_path, config, checkpoint.model_weights(model, torch.float32), family_dirs["llama"])
+    saving.write_checkpoint(tmp_path, config, saving.model_weights(model, torch.float32), family_dirs["llama"])
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))

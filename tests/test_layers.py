@@ -24,6 +24,7 @@ LAYERS = [
     ["weights"],
     ["slow"],
     ["checkpoint"],
+    ["saving"],
     ["data", "tokenizer", "llama", "outline"],
     ["native", "graphs"],
     ["engine"],

@@ -11,7 +11,7 @@ from test_masks import both, masks_for, smaller
 from test_refit import run_all
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.errors import UserError
 from draftlab.prune.choose import choose, random_scores
 from draftlab.prune.cut import Cut, Rotated
@@ -105,7 +105,7 @@ def test_a_cut_checkpoint_is_written_and_loaded_strictly(name, saved, tmp_path):
     have, shape = checkpoint.read_shape(source), smaller_of(name, checkpoint.read_shape(source))
     keep = choose(random_scores(have, 3), have, shape, [0, 1, 4])
     config = checkpoint.config_for(shape, checkpoint.read_config(source), keep.layers)
-    checkpoint.write_checkpoint(tmp_path, config, Cut(checkpoint.Weights(source), shape, keep).items(), None)
+    saving.write_checkpoint(tmp_path, config, Cut(checkpoint.Weights(source), shape, keep).items(), None)
     model = checkpoint.load_model(tmp_path, torch.float32)
     assert checkpoint.read_shape(tmp_path) == shape
     assert torch.isfinite(model(IDS).logits).all()

@@ -12,7 +12,7 @@ from conftest import FAMILIES, build
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.data import text_batch
 from draftlab.distill.origin import Local
 from draftlab.errors import UserError
@@ -379,7 +379,7 @@ def halves(family_dirs, tmp_path) -> dict[str, Path]:
         weights = (
             (n, t.half().to(checkpoint.DTYPES[name])) for n, t in checkpoint.Weights(family_dirs["llama"]).items()
         )
-        checkpoint.write_checkpoint(place, checkpoint.read_config(family_dirs["llama"]), weights, family_dirs["llama"])
+        saving.write_checkpoint(place, checkpoint.read_config(family_dirs["llama"]), weights, family_dirs["llama"])
     return made
 
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 
 
 def adapt(model: PreTrainedModel, rank: int, seed: int) -> PreTrainedModel:
@@ -29,4 +29,4 @@ def merged_weights(source: Path, rank: int, trained: Mapping[str, Tensor]) -> di
     with torch.no_grad():
         for name, parameter in adapters.items():
             parameter.copy_(trained[name])
-    return dict(checkpoint.model_weights(model.merge_and_unload(), torch.float32))
+    return dict(saving.model_weights(model.merge_and_unload(), torch.float32))

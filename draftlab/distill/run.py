@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, provenance, saving
 from draftlab.console import note, progress
 from draftlab.distill import states, vocabulary
 from draftlab.distill.adapters import merged_weights
@@ -139,7 +139,7 @@ def fit_and_write(job: Job, student: PreTrainedModel, lesson: Lesson, settings: 
         note(f"the best evaluation was {best}: those weights are written")
     if states.crew().is_main_process:
         with checkpoint.new_directory(job.out, force=job.force) as work:
-            checkpoint.write_checkpoint(work, job.config, _weights(job), job.like)
+            saving.write_checkpoint(work, job.config, _weights(job), job.like)
             if job.vocab is not None:
                 notes["vocab"] = vocabulary.resize(work, job.vocab)
             shutil.copyfile(state / "log.jsonl", work / "log.jsonl")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.errors import UserError
 
 
@@ -30,7 +30,7 @@ def resize(directory: Path, vocab: int) -> str | None:
         weights[name] = torch.cat([rows[:vocab], more])
     for file in directory.glob("*.safetensors*"):
         file.unlink()
-    checkpoint.write_checkpoint(directory, config | {"vocab_size": vocab}, weights.items(), None)
+    saving.write_checkpoint(directory, config | {"vocab_size": vocab}, weights.items(), None)
     return f"{have} -> {vocab}"
 
 

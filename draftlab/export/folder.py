@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.distill.vocabulary import resize
 from draftlab.export.gguf import TYPES, rounded
 
@@ -16,7 +16,7 @@ def write(draft: Path, out: Path, *, words_from: Path, vocab: int | None, dtype:
     if dtype is not None and dtype != stored:
         changed.append(f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}")
     kept = ((name, tensor.to(dtype or stored)) for name, tensor in checkpoint.Weights(draft).items())
-    checkpoint.write_checkpoint(out, checkpoint.read_config(draft), kept, words_from)
+    saving.write_checkpoint(out, checkpoint.read_config(draft), kept, words_from)
     if vocab is not None and (resized := resize(out, vocab)):
         changed.append(f"logits {resized}")
     if _words(words_from) != _words(draft):
@@ -30,7 +30,7 @@ def round_weights(draft: Path, out: Path, kind: str) -> None:
         (name, rounded(tensor.float(), kind) if tensor.ndim == 2 else tensor.float())
         for name, tensor in checkpoint.Weights(draft).items()
     )
-    checkpoint.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
+    saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
 
 
 def unrounded(name: str) -> tuple[str, str | None]:
@@ -40,5 +40,5 @@ def unrounded(name: str) -> tuple[str, str | None]:
 
 
 def _words(directory: Path) -> list[bytes | None]:
-    files = (directory / name for name in checkpoint.TOKENIZER_FILES)
+    files = (directory / name for name in saving.TOKENIZER_FILES)
     return [file.read_bytes() if file.is_file() else None for file in files]

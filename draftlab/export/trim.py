@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftlab import checkpoint
+from draftlab import checkpoint, saving
 from draftlab.errors import UserError
 from draftlab.llama import HEAD_IDS
 
@@ -44,7 +44,7 @@ def choose(texts: Sequence[np.ndarray], keep: int, vocab: int, always: Sequence[
 def write(draft: Path, out: Path, kept: Kept) -> None:
     """draft with the ids of its head beside it."""
     config, weights = checkpoint.read_config(draft), checkpoint.Weights(draft)
-    checkpoint.write_checkpoint(out, config, weights.items(), draft)
+    saving.write_checkpoint(out, config, weights.items(), draft)
     (out / HEAD_IDS).write_text(json.dumps(kept.ids))
 
 

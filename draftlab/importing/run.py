@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftlab import checkpoint, hub, provenance
+from draftlab import checkpoint, hub, provenance, saving
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import gguf
@@ -125,7 +125,7 @@ def _write(model: Any, config: dict[str, object] | None, work: Path) -> None:
 
 
 def _copy_tokenizer(folder: Path, work: Path) -> None:
-    for name in checkpoint.TOKENIZER_FILES:
+    for name in saving.TOKENIZER_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, work / name)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, provenance, saving
 from draftlab.console import is_main_process, processes, progress
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill import sharded
@@ -161,7 +161,7 @@ def prune(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
 def _write(plan: Plan, keep: Keep, tensors: Iterator[tuple[str, Tensor]], work: Path) -> int:
     config = checkpoint.config_for(plan.shape, checkpoint.read_config(plan.source), keep.layers)
     (work / KEEP_FILE).write_text(keep.model_dump_json())
-    return checkpoint.write_checkpoint(work, config, tensors, plan.source)
+    return saving.write_checkpoint(work, config, tensors, plan.source)
 
 
 def _decide(plan: Plan, chunks: list[Tensor], state: Path, arguments: dict[str, object]) -> Decision:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from draftlab import checkpoint, provenance
+from draftlab import checkpoint, provenance, saving
 from draftlab.engine.verify import Warp
 from draftlab.engine.writer import Continuation, Stop, Writing
 from draftlab.errors import UserError, did_you_mean
@@ -323,7 +323,7 @@ def _write_manifest(out: Path, manifest: Manifest) -> None:
 
 def _keep_vocabulary(folder: Path, vocab: int, tokenizer_from: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for name in checkpoint.TOKENIZER_FILES:
+    for name in saving.TOKENIZER_FILES:
         if (tokenizer_from / name).is_file():
             shutil.copyfile(tokenizer_from / name, folder / name)
     (folder / "config.json").write_text(json.dumps({"vocab_size": vocab}))

@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Advance = Callable[[int, str], None]
+SILENT = 20.0
 
 
 def processes() -> int:
@@ -28,10 +31,23 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
+def waiting(text: str, seconds: float = 3.0) -> Iterator[None]:
+    """Say what is being done where the block takes longer than that."""
+    timer = threading.Timer(seconds, note, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Advance]:
     """A bar with time left; call the yielded function with how many are done in all and a word on how it goes.
 
-    Where stderr is no terminal the word is printed as a plain line, ten times in all.
+    Where stderr is no terminal plain lines are printed: one at the start, then one for every tenth, and at least one in
+    so many SILENT seconds in which something was done.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not is_main_process():
@@ -51,13 +67,14 @@ def progress(what: str, total: int) -> Iterator[Advance]:
 
 
 def _plain_lines(what: str, total: int) -> Advance:
-    printed = -1
+    printed, said = 0, time.monotonic()
+    note(f"{what} 0/{total}")
 
     def advance(done: int, word: str) -> None:
-        nonlocal printed
+        nonlocal printed, said
         tenth = 10 * done // max(1, total)
-        if tenth > printed:
-            printed = tenth
+        if tenth > printed or time.monotonic() - said > SILENT:
+            printed, said = tenth, time.monotonic()
             note(f"{what} {done}/{total}  {word}".rstrip())
 
     return advance

@@ -61,6 +61,13 @@ def folder(tmp_path_factory, family_dirs) -> Path:
 
 
 CASES = [
+    # what a run would only find out later, or never
+    (("distill", "--draft", "draft", "--data", "none.jsonl"), "no documents"),
+    (("distill", "--draft", "draft", "--lr", "-1"), "--lr -1.0: want a number above 0"),
+    (("distill", "--draft", "draft", "--lr", "nan"), "--lr nan: want a number above 0"),
+    (("train", "--model", "draft", "--data", "text.txt", "--out", "x", "--lr", "inf"), "want a number above 0"),
+    (("distill", "--draft", "draft", "--seq-len", "999"), "--seq-len 999: draft reads at most 256 tokens"),
+    (("distill", "--draft", "draft", "--cache", "c", "--target", "nowhere", "--seq-len", "9"), "--target, --seq-len"),
     # a checkpoint that is none
     (("prune", "--layers", "2", "--source", "nope"), "no checkpoint at nope"),
     (("prune", "--layers", "2", "--source", "drat"), "did you mean 'draft'"),

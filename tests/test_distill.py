@@ -276,7 +276,8 @@ def test_checkpointing_changes_memory_and_not_the_step(tmp_path, teacher):
     assert all(torch.equal(results[0][name], w) for name, w in results[1].items())
 
 
-def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher, number, capsys):
     whole, resumed = student(), student()
     run(whole, teacher, tmp_path / "a")
     settings = replace(SETTINGS, save_every=100)
@@ -284,16 +285,18 @@ def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher):
     records = train(resumed, given, settings, tmp_path / "b")
     for record in records:
         if isinstance(record, StepRecord) and record.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             break
-    handler = signal.getsignal(signal.SIGTERM)
+    before = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    handler = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         next(records)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # what comes after training can be ended as ever
-    assert handler is not signal.SIG_DFL
+    assert signal.getsignal(number) is before  # what comes after training can be ended as ever
+    assert handler is not before
     assert (tmp_path / "b" / "step-00000005").is_dir()
     resumed = student()
     run(resumed, teacher, tmp_path / "b", replace(SETTINGS, save_every=100))
+    assert "resuming from step 5 of 8" in capsys.readouterr().err
     assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
 
 

@@ -276,12 +276,12 @@ def text(tmp_path_factory) -> str:
 def test_a_killed_command_writes_the_bytes_of_one_that_was_not(source, lora, text, family_dirs, tmp_path, monkeypatch):
     draft, target = family_dirs["llama"], family_dirs["llama_mha"]
     words = {"draft": str(draft), "lora": lora, "steps": 6, "rows": 2, "dtype": "float32", "eval_every": 2}
-    words |= {"save_every": 2, "seq_len": 48, "lr": 1e-2, "prompt_tokens": 8, "serve_temperature": 1.0}
+    words |= {"save_every": 2, "lr": 1e-2, "prompt_tokens": 8, "serve_temperature": 1.0}
     if source == "cache":
         COMMANDS["cache build"](target=str(target), data=text, sequences=16, seq_len=48, k=16, out=tmp_path / "cache")
         words |= {"cache": tmp_path / "cache"}
     else:
-        words |= {"target": str(target), "data": text, "text": source}
+        words |= {"target": str(target), "data": text, "text": source, "seq_len": 48}
     COMMANDS["distill"](**words, out=tmp_path / "whole")
 
     def killed(*given):

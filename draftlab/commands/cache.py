@@ -24,6 +24,7 @@ from draftlab.commands.shared import (
     plan,
     recorded,
 )
+from draftlab.console import waiting
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,9 +66,10 @@ def build(
     if traffic is None:
         hub.check_data(data or space.data)
 
-    from draftlab import provenance
-    from draftlab.distill import cache, origin
-    from draftlab.outline import size_of
+    with waiting("cache build: loading torch and transformers"):
+        from draftlab import provenance
+        from draftlab.distill import cache, origin
+        from draftlab.outline import size_of
 
     if server is not None and traffic is not None:
         raise UserError(f"--server {server} and --traffic {traffic} are two sources; leave out one")

@@ -7,6 +7,7 @@ from typer import Argument, Option
 
 from draftlab import hub, workspace
 from draftlab.commands.shared import (
+    ApiKeyFile,
     DeviceMap,
     DryRun,
     Force,
@@ -15,15 +16,19 @@ from draftlab.commands.shared import (
     Outcome,
     PromptFile,
     Seed,
+    ServedModel,
+    ServerUrl,
     TargetName,
     TopK,
     TopP,
     WeightsDtype,
     command_line,
+    connect,
     newest_draft,
     plan,
     recorded,
 )
+from draftlab.console import waiting
 from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
 
@@ -59,8 +64,10 @@ def record(
     memory: Memory = 2.0,
     dtype: WeightsDtype = None,
     device_map: DeviceMap = None,
-    server: Annotated[str | None, Option(help="URL of a server that runs the target, instead.")] = None,
+    server: ServerUrl = None,
+    model: ServedModel = None,
     tokenizer: TokenizerDir = None,
+    api_key_file: ApiKeyFile = None,
     seed: Seed = 0,
     out: Out = None,
     dry_run: DryRun = False,
@@ -72,12 +79,12 @@ def record(
     if prompt_file is None:
         hub.check_data(data or space.data)
 
-    from draftlab import checkpoint, provenance
-    from draftlab.engine.decoder import context_of
-    from draftlab.engine.writer import check_room, load_writer
-    from draftlab.score import recording
-    from draftlab.score.trace import Decoding
-    from draftlab.serve import Server
+    with waiting("trace record: loading torch and transformers"):
+        from draftlab import checkpoint, provenance
+        from draftlab.engine.decoder import context_of
+        from draftlab.engine.writer import check_room, load_writer
+        from draftlab.score import recording
+        from draftlab.score.trace import Decoding
 
     if data is not None and prompt_file is not None:
         raise UserError("give prompts one way: --data SOURCE or --prompt-file FILE")
@@ -97,7 +104,7 @@ def record(
         facts = {"prompts": len(given.rows), "tokens": f"at most {tokens:,}", "decoding": how.words()}
         return plan(out, facts | {"disk": f"at most {tokens * (8 + 8 * top) / 1e6:,.3g} MB"})
     if server is not None:
-        served = recording.ServedWriter(Server.connect(server), how, top, place)
+        served = recording.ServedWriter(connect(server, model, api_key_file), how, top, place)
         manifest = recording.run(out, served.about(), lambda: served, given, how, top=top, tokenizer_from=place)
     else:
         check_room(given.longest, max_new_tokens, context_of(place))

@@ -43,7 +43,7 @@ from draftlab.commands.shared import (
     plan,
     recorded,
 )
-from draftlab.console import note
+from draftlab.console import note, waiting
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ def train(
     check_trackers(tuple(track or ()))
     sharded.check(optimizer=optimizer)
     checkpoint.check_free(out, force=force)
+    check_rate(lr)
+    check_length(source if model else None, seq_len)
     if source is not None and model is not None:
         tok, config = checkpoint.load_tokenizer(source), checkpoint.read_config(source)
         start = size_of(source)
@@ -204,7 +206,10 @@ def distill(
     steps: Steps = 500,
     rows: Rows = 16,
     micro_tokens: MicroTokens = 0,
-    seq_len: Annotated[int, Option(min=8, help="Tokens per sequence.", rich_help_panel=TRAINING)] = 256,
+    seq_len: Annotated[
+        int | None,
+        Option(min=8, help="Tokens per sequence, 256 if left out; a cache brings its own.", rich_help_panel=TRAINING),
+    ] = None,
     lr: Lr = 1.0e-3,
     optimizer: Optimizer = "adamw",
     weight_decay: WeightDecay = 0.0,
@@ -233,29 +238,36 @@ def distill(
 ) -> Outcome:
     """Train a draft to agree with the target."""
     arguments, began = recorded(locals())
-    from draftlab import checkpoint
-    from draftlab.distill import run, sharded
-    from draftlab.distill.lesson import Reading, cached_lesson, served_teacher, target_lesson
-    from draftlab.distill.loop import Settings
-    from draftlab.distill.losses import parse_loss
-    from draftlab.distill.pilot import pilot as try_losses
-    from draftlab.distill.selection import Selection
-    from draftlab.distill.text import parse_texts
-    from draftlab.distill.track import check as check_trackers
-    from draftlab.outline import size_of, training_cost
-    from draftlab.tokenizer import common_vocabulary
+    with waiting("distill: loading torch and transformers"):
+        from draftlab import checkpoint
+        from draftlab.distill import run, sharded
+        from draftlab.distill.lesson import Reading, cached_lesson, served_teacher, target_lesson
+        from draftlab.distill.loop import Settings
+        from draftlab.distill.losses import parse_loss
+        from draftlab.distill.pilot import pilot as try_losses
+        from draftlab.distill.selection import Selection
+        from draftlab.distill.text import parse_texts
+        from draftlab.distill.track import check as check_trackers
+        from draftlab.outline import size_of, training_cost
+        from draftlab.tokenizer import common_vocabulary
 
     space = workspace.load()
     texts, told = parse_texts(text), tuple(track or ())
     check_trackers(told)
     sharded.check(optimizer=optimizer, pilot=pilot > 0)
+    check_rate(lr)
+    given = {
+        "--target": target, "--data": data, "--text": list(texts) != ["data"], "--server": server,
+        "--seq-len": seq_len, "--reweigh-every": reweigh_every, "--device-map": device_map,
+    }  # fmt: skip
+    if idle := [name for name, value in given.items() if value and cache is not None]:
+        raise UserError(f"--cache {cache} brings its own text and the target's word on it; leave out {', '.join(idle)}")
     if online is not None:
-        return _follow(arguments, began)
-    if cache is not None and (data or list(texts) != ["data"] or reweigh_every):
-        raise UserError(f"--cache {cache} brings its own text; leave out --data, --text and --reweigh-every")
-    if server is not None and (cache or target or reweigh_every or "target" in texts):
+        return _follow(arguments, began, dry_run)
+    arguments["seq_len"] = seq_len = seq_len or 256
+    if server is not None and (target or reweigh_every or "target" in texts):
         raise UserError(
-            f"--server {server} is the target, and only looks at text; leave out --target, --cache and "
+            f"--server {server} is the target, and only looks at text; leave out --target and "
             "--reweigh-every, and build a cache for --text target (draftlab cache build --server)"
         )
     if pilot and reweigh_every:
@@ -268,6 +280,8 @@ def distill(
     from_data = data or space.data if cache else hub.check_data(data or space.data)
     out = out or space.runs / f"distill-{hub.called(source).removeprefix('prune-')}"
     checkpoint.check_free(out, force=force)
+    for place in (source, target_dir) if cache is None else ():
+        check_length(place, seq_len)
     if target_dir is not None:
         common_vocabulary(source, target_dir)
     if reference is not None:
@@ -281,27 +295,42 @@ def distill(
         like=source, config=checkpoint.read_config(source), began=began, force=force, lora=lora,
         vocab=checkpoint.vocab_size(target_dir) if target_dir else None, track=told,
     )  # fmt: skip
-    settings, state = Settings.of(arguments), run.claim(job)
-    student = _student(source, lora, checkpointing, seed)
-    if cache is not None:
-        lesson = cached_lesson(cache, source, rows=rows, temperature=temperature)
-    else:
-        reading = Reading.of(
-            arguments, data=from_data, texts=texts, compared=compared,
-            device=checkpoint.resolve_device(space.device),
-        )  # fmt: skip
-        teacher = served_teacher(connect(server, model, api_key_file), source, k) if server else None
-        lesson = target_lesson(student, source, target_dir, reading, state, teacher)
-    if reference is not None:
-        selecting = checkpoint.load_model(reference, checkpoint.DTYPES[dtype])
-        lesson = replace(lesson, selection=Selection(selecting, select_keep))
-    notes: dict[str, object] = {}
-    if pilot:
-        notes["pilot"] = merits = try_losses(student, lesson, settings, pilot, state)
-        settings = replace(settings, loss=next(iter(merits)))
-        note("pilot: " + ", ".join(f"{name} {merit:.3f}" for name, merit in merits.items()))
-    fitted = run.fit_and_write(job, student, lesson, settings, **notes)
-    return _trained(out, fitted)
+    settings = Settings.of(arguments)
+    with run.claimed(job) as state:
+        student = _student(source, lora, checkpointing, seed)
+        if cache is not None:
+            lesson = cached_lesson(cache, source, rows=rows, temperature=temperature)
+        else:
+            reading = Reading.of(
+                arguments, data=from_data, texts=texts, compared=compared,
+                device=checkpoint.resolve_device(space.device),
+            )  # fmt: skip
+            teacher = served_teacher(connect(server, model, api_key_file), source, k) if server else None
+            lesson = target_lesson(student, source, target_dir, reading, state, teacher)
+        if reference is not None:
+            selecting = checkpoint.load_model(reference, checkpoint.DTYPES[dtype])
+            lesson = replace(lesson, selection=Selection(selecting, select_keep))
+        notes: dict[str, object] = {}
+        if pilot:
+            notes["pilot"] = merits = try_losses(student, lesson, settings, pilot, state)
+            settings = replace(settings, loss=next(iter(merits)))
+            note("pilot: " + ", ".join(f"{name} {merit:.3f}" for name, merit in merits.items()))
+        fitted = run.fit_and_write(job, student, lesson, settings, **notes)
+        return _trained(out, fitted)
+
+
+def check_rate(lr: float) -> None:
+    """Raises UserError: no rate to train at."""
+    if not 0 < lr < float("inf"):
+        raise UserError(f"--lr {lr}: want a number above 0")
+
+
+def check_length(place: Path | None, seq_len: int) -> None:
+    """Raises UserError: sequences longer than a checkpoint's context."""
+    from draftlab.engine.decoder import context_of
+
+    if place is not None and seq_len > context_of(place):
+        raise UserError(f"--seq-len {seq_len}: {place} reads at most {context_of(place)} tokens")
 
 
 def _tokenizer_place(name: str | None) -> Path | None:
@@ -311,7 +340,7 @@ def _tokenizer_place(name: str | None) -> Path | None:
     return hub.locate(name, weights=False)
 
 
-def _follow(arguments: dict[str, Any], began: float) -> Outcome:
+def _follow(arguments: dict[str, Any], began: float, dry_run: bool) -> Outcome:
     """One round of --online: train on traffic, be judged by newer traffic, be promoted or not."""
     from draftlab import checkpoint
     from draftlab.distill import online, run
@@ -325,7 +354,12 @@ def _follow(arguments: dict[str, Any], began: float) -> Outcome:
         folder=folder, traffic=arguments["online"], base=cache, replay=arguments["replay"],
         window=arguments["window"], temperature=arguments["temperature"],
     )  # fmt: skip
-    _, newest_cache = how.newest()
+    older, newest_cache = how.newest()
+    if idle := [name for name in ("pilot", "select_with") if arguments[name]]:
+        raise UserError(f"--online follows traffic with one loss; leave out --{idle[0].replace('_', '-')}")
+    if dry_run:
+        trains = ", ".join(path.name for path in older)
+        return plan(folder, {"trains on": trains, "judged by": newest_cache.name, "steps": steps})
     if (folder / online.LEDGER).exists():
         if newest_cache.name in online.ledger(folder).judged():
             return Outcome(path=folder, show=[f"{newest_cache.name} has judged already; nothing newer"], data={})

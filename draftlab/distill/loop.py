@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftlab.console import note
 from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.distill import sharded, states
 from draftlab.distill.evaluate import Length
@@ -236,7 +237,9 @@ def train(
     began_at = states.restore(accelerator, state)
     if began_at == 0:
         yield evaluated(0)
-    with _sigterm_noted() as stopping:
+    else:
+        note(f"resuming from step {began_at} of {settings.steps}")
+    with _signals_noted() as noted:
         for step in range(began_at, settings.steps):
             yield _step(accelerator, step_module, optimizers, taught, batches, choose, settings, step)
             done = step + 1
@@ -248,7 +251,10 @@ def train(
                 sources = batches.heldout.items()
                 losses = {n: evaluate(accelerator, step_module, None, rows, done).cross_entropy for n, rows in sources}
                 batches.reweigh(done, losses)
-            if (done % settings.save_every == 0 or stopping) and done < settings.steps:
+            if done == settings.steps:
+                break
+            stopping = _any(accelerator, bool(noted))
+            if done % settings.save_every == 0 or stopping:
                 states.save(accelerator, state, done, settings.keep_last)
             if stopping:
                 raise KeyboardInterrupt
@@ -256,17 +262,31 @@ def train(
 
 
 @contextlib.contextmanager
-def _sigterm_noted() -> Iterator[list[int]]:
-    """Inside, SIGTERM is only noted: schedulers send it before they kill, and a checkpoint fits in between."""
+def _signals_noted() -> Iterator[list[int]]:
+    """Inside, SIGTERM and the first Ctrl-C are only noted, so that a checkpoint fits in before the end."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+
+    def handler(number: int, _: object) -> None:
+        if number == signal.SIGINT and noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+        if number == signal.SIGINT:
+            note("stopping after this step and its checkpoint; Ctrl-C again stops at once")
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _any(accelerator: Accelerator, mine: bool) -> bool:
+    """Whether it is so in one of the processes, which must save and stop together."""
+    return mine if accelerator.num_processes == 1 else bool(_total(accelerator, torch.tensor(int(mine))))
 
 
 def _shared_vocab(student: PreTrainedModel, teacher: GivenTeacher) -> int:

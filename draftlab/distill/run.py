@@ -1,5 +1,6 @@
 """One training run on disk: train, log, checkpoint, write the model; go on where a killed run stopped."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -117,20 +118,25 @@ def fit(
     )
 
 
-def claim(job: Job) -> Path:
-    """The folder of an unfinished run, made if there is none.
+@contextlib.contextmanager
+def claimed(job: Job) -> Iterator[Path]:
+    """The folder of an unfinished run, made if there is none, and gone again if nothing was made in it.
 
     Raises:
-        UserError: it belongs to another run, or cannot be written.
+        UserError: it belongs to another run and force is off, or cannot be written.
     """
-    claim_state(job.state, job.identity)
-    return job.state
+    claim_state(job.state, job.identity, force=job.force)
+    try:
+        yield job.state
+    finally:
+        if states.crew().is_main_process and [file.name for file in job.state.glob("*")] == ["run.json"]:
+            shutil.rmtree(job.state)
 
 
 def fit_and_write(job: Job, student: PreTrainedModel, lesson: Lesson, settings: Settings, **notes: object) -> Fitted:
     """fit, then job.out: the best weights in the dtype of like (bf16 for a new one), log.jsonl, record with notes."""
-    state = claim(job)
-    with tracked(job.track, job.out, job.arguments) as trackers:
+    state = job.state
+    with claimed(job), tracked(job.track, job.out, job.arguments) as trackers:
         fitted = fit(student, lesson, settings, state=state, identity=job.identity, what=job.command, trackers=trackers)
     if lesson.length is not None:
         fitted = replace(fitted, lengths=lesson.length.compared(fitted.before.step, fitted.after.step))
@@ -173,24 +179,32 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
 
-def claim_state(state: Path, identity: dict[str, object]) -> None:
-    """The same for a run that identity describes."""
+def claim_state(state: Path, identity: dict[str, object], *, force: bool = False) -> None:
+    """Make the folder of the run that identity describes. force: what another run left there goes.
+
+    Raises:
+        UserError: it belongs to another run and force is off, or cannot be written.
+    """
     with states.crew().main_process_first():
-        _claim_alone(state, identity)
+        _claim_alone(state, identity, force)
 
 
-def _claim_alone(state: Path, identity: dict[str, object]) -> None:
+def _claim_alone(state: Path, identity: dict[str, object], force: bool) -> None:
     wanted, file = provenance.plain(identity), state / "run.json"
     if file.exists():
         held = json.loads(file.read_text())
         differing = sorted(k for k in held.keys() | wanted.keys() if held.get(k) != wanted.get(k))
-        if differing:
+        if differing and force:
+            note(f"{state} held an unfinished run with another {differing[0]}; --force starts again")
+            shutil.rmtree(state)
+        elif differing:
             key = differing[0]
             raise UserError(
                 f"{state} holds an unfinished run with {key} = {held.get(key)!r}, this one has {wanted.get(key)!r}; "
                 "repeat that command to go on with it, or remove the directory to start again"
             )
-        return
+        else:
+            return
     try:
         state.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(wanted, indent=2))

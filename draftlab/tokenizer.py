@@ -40,14 +40,28 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
     wrapped.save_pretrained(out)
 
 
+def known_ids(*models: Path) -> int:
+    """Return how many ids, from 0 on, stand for a token in all of them: further logits are padding."""
+    return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
+
+
+def check_embeds(model: Path) -> None:
+    """Raises UserError: its tokenizer makes ids of text that it has no embedding for; added tokens do not count."""
+    words, have = load_tokenizer(model).vocab_size, vocab_size(model)
+    if words > have:
+        raise UserError(f"{model} knows {have:,} ids, and its tokenizer makes {words:,}: they are of different models")
+
+
 def common_vocabulary(draft: Path, target: Path) -> int:
     """How many ids, from 0 on, both models have logits for and both tokenizers give the same meaning.
 
     Speculation compares ids. Heads of one family are padded to different sizes: the smaller size counts.
 
     Raises:
-        UserError: the first id below it that differs.
+        UserError: the first id below it that differs, or a model that does not know what its tokenizer makes of text.
     """
+    for model in (draft, target):
+        check_embeds(model)
     size = min(vocab_size(model) for model in (draft, target))
     mine, its = ({i: t for t, i in load_tokenizer(model).get_vocab().items()} for model in (draft, target))
     first = next((i for i in range(size) if mine.get(i) != its.get(i)), None)

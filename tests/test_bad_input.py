@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
+from draftlab.distill.vocabulary import resize
 from draftlab.tokenizer import train_tokenizer
 
 RUNNER = CliRunner()
@@ -32,6 +33,8 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     config = json.loads((space / "odd/config.json").read_text())
     (space / "odd/config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
     (space / "unread/config.json").write_text("{")
+    shutil.copytree(family_dirs["llama"], space / "few-ids")
+    resize(space / "few-ids", 200)
     train_tokenizer(["other words entirely " * 50, "zzz yyy xxx " * 50], 307, space / "other-words")
     (space / "empty").mkdir()
     (space / "opt").mkdir()
@@ -141,6 +144,10 @@ CASES = [
     (("distill", "--draft", "draft", "--loss", "fk"), "did you mean 'fkl'"),
     (("distill", "--draft", "other-words"), "different tokenizers"),
     (("score", "--draft", "other-words"), "different tokenizers"),
+    (("distill", "--draft", "few-ids"), "few-ids knows 200 ids, and its tokenizer makes 307"),
+    (("score", "--draft", "few-ids"), "few-ids knows 200 ids"),
+    (("check", "few-ids"), "few-ids knows 200 ids"),
+    (("export", "few-ids"), "few-ids knows 200 ids"),
     (("export", "other-words"), "different tokenizers"),
     (("check", "draft", "--for", "vlm"), "did you mean 'vllm'"),
     (("export", "draft", "--to", "gguf", "--type", "q8"), "did you mean 'q8_0'"),

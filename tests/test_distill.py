@@ -214,7 +214,7 @@ def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
     model = student()
 
     def rows(seed: int = 0, step: int = 0) -> Batch:
-        return StudentText(model, RandomText(masked=False), 4, 1.0, (1,), seed).batch(step)
+        return StudentText(model, RandomText(masked=False), 4, 1.0, (1,), 307, seed).batch(step)
 
     torch.manual_seed(1)
     first = rows()
@@ -234,7 +234,7 @@ def test_on_policy_training_resumes_bit_for_bit(tmp_path, teacher):
     def go(state: Path, stop_after: int | None = None) -> dict[str, torch.Tensor]:
         model = student()
         batches = Mixed.of(
-            {"data": RandomText(), "draft": StudentText(model, RandomText(masked=False), 4, 1.0, (1,), 0)},
+            {"data": RandomText(), "draft": StudentText(model, RandomText(masked=False), 4, 1.0, (1,), 307, 0)},
             {"data": 0.5, "draft": 0.5},
             SETTINGS.steps,
         )

@@ -70,13 +70,14 @@ def build(
         from draftlab import provenance
         from draftlab.distill import cache, origin
         from draftlab.outline import size_of
+        from draftlab.tokenizer import known_ids
 
     if server is not None and traffic is not None:
         raise UserError(f"--server {server} and --traffic {traffic} are two sources; leave out one")
     if traffic is None and text == "target" and prompt_tokens > seq_len:
         raise UserError(f"--prompt-tokens {prompt_tokens} leaves nothing to write in sequences of {seq_len}")
     out = out or space.runs / f"cache-{traffic.stem if traffic else hub.called(directory)}"
-    k = min(k, origin.vocab_of(directory))
+    k = min(k, known_ids(directory) if (directory / "config.json").is_file() else origin.vocab_of(directory))
     if traffic is not None:
         log = cache.Traffic.open(traffic, vocab=origin.vocab_of(directory), seq_len=seq_len, k=k)
         if dry_run:

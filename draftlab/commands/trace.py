@@ -85,6 +85,7 @@ def record(
         from draftlab.engine.writer import check_room, load_writer
         from draftlab.score import recording
         from draftlab.score.trace import Decoding
+        from draftlab.tokenizer import known_ids
 
     if data is not None and prompt_file is not None:
         raise UserError("give prompts one way: --data SOURCE or --prompt-file FILE")
@@ -117,7 +118,7 @@ def record(
 
         def start() -> recording.LocalWriter:
             model = load_writer(place, weights, device, device_map)
-            return recording.LocalWriter(model, how.writing(top=top, rows=rows, memory=memory))
+            return recording.LocalWriter(model, how.writing(known_ids(place), top=top, rows=rows, memory=memory))
 
         manifest = recording.run(out, about, start, given, how, top=top, tokenizer_from=place)
     inputs = [path for path in (place, prompt_file) if path is not None]

@@ -28,6 +28,7 @@ from draftlab.engine.replay import tokens_per_pass
 from draftlab.engine.writer import Writing, load_writer, write
 from draftlab.errors import UserError
 from draftlab.serve import Server
+from draftlab.tokenizer import check_embeds, known_ids
 from draftlab.weights import Weights
 
 REPLAYED_TEXTS, REPLAYED_PROMPT, REPLAYED_LENGTH = 48, 64, 64  # what the target writes to measure tokens per pass
@@ -72,6 +73,7 @@ def cached_lesson(cache: Path, draft: Path, *, rows: int, temperature: float) ->
     Raises:
         UserError: another vocabulary, an unfinished or corrupt cache, or a temperature that it does not hold.
     """
+    check_embeds(draft)
     batches, heldout = open_cache(cache, draft, rows=rows, temperature=temperature)
     return Lesson(teacher=CachedTeacher(batches.manifest.vocab), batches=batches, heldout=heldout)
 
@@ -111,9 +113,10 @@ def target_lesson(
         reference = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], how.device, how.device_map).eval()
         data = reweighing(data, reference, tokenizer, how.reweigh_every)
         del reference
-    author = None if target is None else Author(target, how)
+    known = known_ids(*(model for model in (draft, target) if model))
+    author = None if target is None else Author(target, how, known)
     length = Replayed.of(author, draft, heldout, how, state) if local and author else None
-    batches = _mixed(how, data, checkpoint.end_ids(target or draft), student, author, state)
+    batches = _mixed(how, data, checkpoint.end_ids(target or draft), known, student, author, state)
     del author  # and the target with it, before it is loaded as a teacher
     if target is None or not how.compared:
         return Lesson(teacher=served if how.compared else None, batches=batches, heldout=heldout)
@@ -132,10 +135,11 @@ def affordable(most: int, operations: float, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Author:
-    """The target as what writes text, loaded when it first does."""
+    """The target as what writes text, loaded when it first does. known: ids that the draft knows, too."""
 
     target: Path
     how: Reading
+    known: int
 
     @cached_property
     def model(self) -> Decoder:
@@ -145,7 +149,7 @@ class Author:
     def writing(self, length: int, temperature: float) -> Writing:
         return Writing(
             max_new_tokens=length, temperature=temperature, seed=self.how.seed, ends=checkpoint.end_ids(self.target),
-            memory=self.how.memory,
+            known=self.known, memory=self.how.memory,
         )  # fmt: skip
 
 
@@ -194,7 +198,13 @@ class Replayed:
 
 
 def _mixed(
-    how: Reading, data: Batches, ends: tuple[int, ...], student: PreTrainedModel, author: Author | None, state: Path
+    how: Reading,
+    data: Batches,
+    ends: tuple[int, ...],
+    known: int,
+    student: PreTrainedModel,
+    author: Author | None,
+    state: Path,
 ) -> Batches:
     """data, what the target writes after the starts of its rows, and what the draft writes, by their shares of steps.
 
@@ -208,7 +218,7 @@ def _mixed(
         sources["target"] = _target_text(data, author, state, steps)
     if "draft" in how.texts:
         sources["draft"] = StudentText(
-            student, data, how.prompt_tokens, how.sample_temperature, ends, how.seed, how.memory
+            student, data, how.prompt_tokens, how.sample_temperature, ends, known, how.seed, how.memory
         )
     if len(how.texts) == 1:
         return sources[next(iter(how.texts))]

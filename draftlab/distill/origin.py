@@ -25,6 +25,7 @@ from draftlab.engine.forced import parts, positions
 from draftlab.engine.writer import Writing, load_writer, write
 from draftlab.errors import UserError
 from draftlab.serve import Probe, Server
+from draftlab.tokenizer import known_ids
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)
 ROUNDING = 0.01  # nats by which a server may say the same log-probability twice
@@ -100,22 +101,25 @@ class Local:
     def model(self) -> Decoder:
         return load_writer(self.directory, self.dtype, self.device, self.device_map)
 
+    @cached_property
+    def vocab(self) -> int:
+        return known_ids(self.directory)
+
     def facts(self) -> Facts:
         return Facts(
             target=hub.called(self.directory), target_sha256=provenance.fingerprint(self.directory),
-            vocab=checkpoint.vocab_size(self.directory), source="hf", logprobs="raw", temperatures=TEMPERATURES,
+            vocab=self.vocab, source="hf", logprobs="raw", temperatures=TEMPERATURES,
         )  # fmt: skip
 
     def see(self, batch: Batch, k: int) -> Entries:
-        vocab = checkpoint.vocab_size(self.directory)
-        most, width = positions(vocab, self.memory), batch.mask.shape[1]
-        found = [_seen(self.model, rows, vocab, most, k) for rows in batch.split(max(1, most // width))]
+        most, width = positions(checkpoint.vocab_size(self.directory), self.memory), batch.mask.shape[1]
+        found = [_seen(self.model, rows, self.vocab, most, k) for rows in batch.split(max(1, most // width))]
         return Entries(*(np.concatenate(column) for column in zip(*map(_columns, found), strict=True)))
 
     def write(self, prompts: np.ndarray, how: Sampling, k: int) -> Kept:
         settings = Writing(
             max_new_tokens=how.max_tokens, temperature=how.temperature, seed=how.seed, memory=self.memory,
-            ends=checkpoint.end_ids(self.directory),
+            ends=checkpoint.end_ids(self.directory), known=self.vocab,
         )  # fmt: skip
         written = write(self.model, prompts.tolist(), settings)
         batch = GeneratedRows.of(prompts, written, how.max_tokens, len(prompts)).batch(0)

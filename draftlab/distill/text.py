@@ -71,6 +71,7 @@ class StudentText:
     prompt: int
     temperature: float
     ends: tuple[int, ...]
+    known: int
     seed: int
     memory: float = 2.0
 
@@ -78,7 +79,7 @@ class StudentText:
         given = self.prompts.batch(step).ids
         how = Writing(
             max_new_tokens=given.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed, ends=self.ends,
-            rows=len(given), memory=self.memory,
+            known=self.known, rows=len(given), memory=self.memory,
         )  # fmt: skip
         was_training = self.student.training
         self.student.eval()

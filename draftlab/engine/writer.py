@@ -29,13 +29,15 @@ PER_LOGIT = 32  # bytes at the peak of a step that samples: logits, probabilitie
 class Writing(Warp):
     """How a model writes.
 
-    ends: ids that end a text, which belong to it. top: most probable tokens listed at each place. rows: most prompts
-    at once; memory: GB that their logits and KV cache may take, which makes them fewer.
+    ends: ids that end a text, which belong to it. known: ids from there on are padding, and never written. top: most
+    probable tokens listed at each place. rows: most prompts at once; memory: GB that logits and KV cache may take,
+    which makes them fewer.
     """
 
     max_new_tokens: int
     seed: int = 0
     ends: tuple[int, ...] = ()
+    known: int | None = None
     top: int = 0
     rows: int = 64
     memory: float = 2.0
@@ -156,7 +158,7 @@ def _write(model: Decoder, prompts: list[Sequence[int]], numbers: list[int], how
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     steps: list[tuple[Tensor, ...]] = []
     for u in uniform.T:
-        logits = model.forward(fed, cache, last=1)[:, -1].float()  # [B, V]
+        logits = model.forward(fed, cache, last=1)[:, -1, : how.known].float()  # [B, V]
         ids, log_p = _next(logits, how, u)
         steps.append((ids, log_p, *_listed(logits, how.top)))
         fed = ids.unsqueeze(1)

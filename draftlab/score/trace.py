@@ -46,11 +46,11 @@ class Decoding(_Frozen):
     def warp(self) -> Warp:
         return Warp(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
-    def writing(self, *, top: int = 0, rows: int = 16, memory: float = 2.0) -> Writing:
+    def writing(self, known: int | None = None, *, top: int = 0, rows: int = 16, memory: float = 2.0) -> Writing:
         """Return how a target in memory writes so."""
         return Writing(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_new_tokens=self.max_new_tokens,
-            seed=self.seed, ends=self.eos_ids, top=top, rows=rows, memory=memory,
+            seed=self.seed, ends=self.eos_ids, known=known, top=top, rows=rows, memory=memory,
         )  # fmt: skip
 
     @property

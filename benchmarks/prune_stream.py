@@ -1,7 +1,7 @@
 """A 7B source cut on a small machine: peak memory and minutes of `draftlab prune --layers 12 --width 2560`.
 
-The source is LLaMA-7B's shape with random weights, written layer by layer. Also: what a step of mask training costs
-over a plain training step of the same source, on a model that fits.
+The source has LLaMA-7B's shape and random weights, written layer by layer as the hub has it: in float16, with a rotary
+buffer in each layer. Also: what a step of mask training costs over a plain training step, on a model that fits.
 """
 
 import json
@@ -60,7 +60,9 @@ def _write_source(out: Path) -> None:
             size = LLAMA_7B.dims(axes)
             spread = 0.02 if "embed" in name else size[-1] ** -0.5
             tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=rng) * spread
-            yield name, tensor.to(torch.bfloat16)
+            yield name, tensor.half()
+        for layer in range(LLAMA_7B.layers):
+            yield f"model.layers.{layer}.self_attn.rotary_emb.inv_freq", 1e4 ** -(torch.arange(0, 128, 2) / 128)
 
     config = checkpoint.llama_config(LLAMA_7B, context=4096, bos=0, eos=1, pad=2)
     with checkpoint.new_directory(out, force=False) as work:
@@ -74,12 +76,9 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
     work.mkdir()
     draftlab = [str(Path(sys.executable).with_name("draftlab"))]
     began = time.perf_counter()
-    for words in (
-        ["init", "--target", str(source)],
-        ["prune", "--layers", "12", "--width", "2560", "--data", "stdlib", "--tokens", str(tokens), "--out", "draft"],
-    ):
-        environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        subprocess.run([*draftlab, *words], cwd=work, check=True, env=environ)
+    words = ["prune", "--source", str(source), "--layers", "12", "--width", "2560", "--data", "stdlib"]
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    subprocess.run([*draftlab, *words, "--tokens", str(tokens), "--out", "draft"], cwd=work, check=True, env=environ)
     seconds = time.perf_counter() - began
     record = json.loads((work / "draft" / "draftlab.json").read_text())
     shape = checkpoint.read_shape(work / "draft")
@@ -89,6 +88,8 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
         "loaded_parameters": sum(p.numel() for p in model.parameters()),
         "peak_rss_gb": record["peak_memory_bytes"] / 1e9,
         "minutes": seconds / 60,
+        "source_dtype": "float16",
+        "source_gb": 2 * LLAMA_7B.params() / 1e9,
         "calibration_tokens": tokens,
         "agreement": record["notes"]["agreement"],
     }

@@ -127,8 +127,8 @@ def load_config(header: Header) -> Any:
     return config
 
 
-def load(header: Header, dtype: torch.dtype) -> Any:
-    """Return the file's model, every weight of it accounted for.
+def load(header: Header, config: Any, dtype: torch.dtype) -> Any:
+    """Return the file's model, of the config that load_config made of it, every weight of it accounted for.
 
     Raises:
         UserError: transformers' reader cannot read it, or leaves something out.
@@ -136,7 +136,6 @@ def load(header: Header, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    config = load_config(header)
     logging.disable_progress_bar()
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()  # its bar is for terminals
     try:

@@ -24,7 +24,8 @@ SHARD = "2GB"
 class Plan:
     """What is read from where, and the dtype that is written.
 
-    base: of an adapter, the directory it is merged into.  header: of a GGUF file, what it says of itself.
+    base: of an adapter, the directory it is merged into.
+    header, config: of a GGUF file, what it says of itself, and what transformers makes of that.
     """
 
     layout: Layout
@@ -33,6 +34,7 @@ class Plan:
     stored: str
     base: Path | None = None
     header: gguf.Header | None = None
+    config: Any = None
 
     def inputs(self) -> list[Path]:
         return [self.layout.path, *([self.base] if self.base else [])]
@@ -63,13 +65,13 @@ def plan(name: str, dtype: torch.dtype | None, base: str | None) -> Plan:
         raise UserError(f"{source} is {NOUNS[layout.kind]} and has no base; leave out --base")
     if layout.kind == "gguf":
         header = gguf.read_header(layout.path)
-        gguf.load_config(header)
         return Plan(
             layout=layout,
             dtype=dtype or header.dtype(),
             weights=header.weights(),
             stored=gguf.describe(header),
             header=header,
+            config=gguf.load_config(header),
         )
     if layout.kind == "bin":
         stored, weights = _bin_weights(layout.path)
@@ -91,7 +93,7 @@ def run(plan: Plan, out: Path, arguments: dict[str, object], began: float, *, fo
 def _convert(plan: Plan, work: Path) -> None:
     note(f"reading {plan.layout.path}: {plan.stored}")
     if plan.header is not None:
-        model, config = gguf.load(plan.header, plan.dtype), None
+        model, config = gguf.load(plan.header, plan.config, plan.dtype), None
         gguf.load_tokenizer(plan.header, model.config.max_position_embeddings).save_pretrained(work)
     else:
         origin = plan.base or plan.layout.path

@@ -9,6 +9,7 @@ column), or a path to ``.txt``, ``.py``, ``.jsonl`` or a folder of these. A mixt
 import hashlib
 import json
 import math
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -368,16 +369,20 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
 
 
 def _text_file(path: Path) -> Iterator[Document]:
-    """A long text becomes documents of some 4,000 characters, cut at blank lines, so that it can be split."""
+    """A long text becomes documents of some 4,000 characters, cut at blank lines (or at any, where none is blank)."""
+    text = path.read_text("utf-8", errors="replace")
+    paragraphs, between = re.split(r"\n[ \t]*\n", text), "\n\n"
+    if len(paragraphs) == 1:
+        paragraphs, between = text.split("\n"), "\n"
     part: list[str] = []
     index = 0
-    for paragraph in path.read_text("utf-8", errors="replace").split("\n\n"):
+    for paragraph in paragraphs:
         part.append(paragraph)
         if sum(map(len, part)) > 4000:
-            yield Document(f"{path.name}:{index}", "\n\n".join(part))
+            yield Document(f"{path.name}:{index}", between.join(part))
             part, index = [], index + 1
     if "".join(part).strip():
-        yield Document(f"{path.name}:{index}", "\n\n".join(part))
+        yield Document(f"{path.name}:{index}", between.join(part))
 
 
 def _json_lines(path: Path) -> Iterator[Document]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from draftlab import workspace
+from draftlab import data, workspace
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.commands.shared import command_line
@@ -175,6 +175,14 @@ def test_a_shape_without_weights_can_be_planned_with_and_not_cut(space):
     assert planned["source"] == "28 x 3072, 24/8 heads of 128, ffn 8192, 3.21B parameters"
     assert "shape without weights" in refused("prune", "--source", "llama-3.2-3b", "--layers", "8")
     assert "2x" in call("design", "--source", "qwen3-8b", "--params", "600m", "--layers", "2").stdout
+
+
+def test_text_that_cannot_be_held_out_is_refused_before_calibrating(space):
+    Path("short.txt").write_text("def f(x):\n    return x\n" * 20)
+    assert data.documents("short.txt", "train")
+    result = call(*PRUNE, "--data", "short.txt", code=1)
+    assert "no documents in its heldout split" in result.stderr
+    assert "calibrate" not in result.stderr
 
 
 def test_init_writes_a_preset(tmp_path, monkeypatch):

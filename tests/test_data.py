@@ -153,3 +153,14 @@ def test_changing_the_weights_repeats_and_skips_no_row():
     fresh = dynamic()
     fresh.load_state_dict(batches.state_dict())
     assert all((fresh.batch(step).ids == batches.batch(step).ids).all() for step in range(5))
+
+
+@pytest.mark.parametrize("between", ["\n\n", "\n \n", "\n"])
+def test_a_long_text_file_is_split_at_lines_that_look_blank_or_at_any(between, tmp_path):
+    """WikiText's blank lines hold a space; a file with one sentence a line has none."""
+    lines = [f"line {i} " + "of some words " * 20 for i in range(400)]
+    (tmp_path / "a.txt").write_text(between.join(lines))
+    found = sorted(data.documents(str(tmp_path / "a.txt")), key=lambda d: int(d.name.split(":")[1]))
+    assert len(found) > 20
+    assert max(len(d.text) for d in found) < 5000
+    assert [line for d in found for line in d.text.split("\n") if line] == lines

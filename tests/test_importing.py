@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import SIZES, build
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from test_export import sentencepiece as sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -162,6 +163,17 @@ def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
         assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
     assert after.get_vocab() == before.get_vocab()  # without the padding to 803 logits
     assert after.chat_template == "{{ messages }}"
+
+
+def test_a_sentencepiece_vocabulary_merges_as_before(sentencepiece, tmp_path):
+    source = tmp_path / "source"
+    build("llama", vocab_size=290).save_pretrained(source)
+    _copy_tokenizer(sentencepiece, source)
+    gguf.write(source, tmp_path / "a.gguf", "f16")
+    draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
+    after, before = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(source)
+    for text in ("the hen ate in the inn", "then the tin hut", "her theme é"):
+        assert after(text, add_special_tokens=False)["input_ids"] == before(text, add_special_tokens=False)["input_ids"]
 
 
 def test_several_ids_that_end_a_text_come_along(family_dirs, tmp_path):

@@ -41,13 +41,16 @@ class Plan:
 
     def facts(self) -> dict[str, object]:
         size = self.weights * self.dtype.itemsize / 1e9
+        mapped = (
+            self.layout.path.stat().st_size / 1e9 if self.header else 0
+        )  # a GGUF file is read through the page cache
         return {
             "source": f"{NOUNS[self.layout.kind]}: {self.stored}",
             "base": str(self.base) if self.base else None,
             "parameters": f"{self.weights:,}",
             "dtype": checkpoint.dtype_name(self.dtype),
             "disk": f"{size:.3g} GB",
-            "memory": f"about {1.1 * size + 0.5:.2g} GB",
+            "memory": f"about {1.1 * size + mapped + 0.5:.2g} GB",
         }
 
 

@@ -139,7 +139,7 @@ def prune(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             size = _write(plan, keep, iter(checkpoint.Weights(plan.source).items()), work)
             provenance.write_record(work, "prune", arguments, [plan.source], began, params=plan.shape.params())
         return Pruned(keep=keep, agreement=None, disk_bytes=size)
-    chunks, state = _text(plan), state_of(out)
+    chunks, heldout, state = _text(plan), _heldout(plan), state_of(out)
     made = _decide(plan, chunks, state, arguments)
     if not is_main_process():  # masks may be trained in several, and one writes
         return Pruned(keep=made.keep, agreement=None, disk_bytes=0)
@@ -147,7 +147,7 @@ def prune(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     draft = Walk(Cut(made.weights, plan.shape, made.keep), config, plan.computed, plan.device)
     lockstep = Lockstep(plan.walk(), draft, layers=made.keep.layers, basis=made.basis, fit=plan.fit)
     with checkpoint.new_directory(out, force=force) as work:
-        size = _write(plan, made.keep, _fitted(lockstep, plan, chunks), work)
+        size = _write(plan, made.keep, _fitted(lockstep, plan, chunks, heldout), work)
         if made.masks is not None:
             (work / MASKS_FILE).parent.mkdir()
             made.masks.save(work / MASKS_FILE)
@@ -219,11 +219,10 @@ def _importance(plan: Plan, chunks: list[Tensor]) -> Importance:
     return importance
 
 
-def _fitted(lockstep: Lockstep, plan: Plan, chunks: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _fitted(
+    lockstep: Lockstep, plan: Plan, chunks: list[Tensor], heldout: list[Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """The draft's tensors as the source stores its own."""
-    most = max(1, HELDOUT_TOKENS // plan.seq_len)
-    held = open_heldout(plan.data, checkpoint.load_tokenizer(plan.source), rows=1, seq_len=plan.seq_len, most_rows=most)
-    heldout = [torch.from_numpy(batch.ids) for batch in held.batches]
     with progress("refit", plan.have.layers) as advance:
         for name, tensor in lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers")):
             yield name, tensor.to("cpu", plan.dtype)
@@ -235,3 +234,9 @@ def _text(plan: Plan) -> list[Tensor]:
     tokenizer = checkpoint.load_tokenizer(plan.source)
     text = open_batches(plan.data, tokenizer, rows=rows, seq_len=plan.seq_len, steps=1, seed=plan.seed)
     return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
+
+
+def _heldout(plan: Plan) -> list[Tensor]:
+    most = max(1, HELDOUT_TOKENS // plan.seq_len)
+    held = open_heldout(plan.data, checkpoint.load_tokenizer(plan.source), rows=1, seq_len=plan.seq_len, most_rows=most)
+    return [torch.from_numpy(batch.ids) for batch in held.batches]

@@ -21,16 +21,25 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        work.chmod(0o755)
+        work.chmod(0o777 & ~_umask())
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None
     try:
         yield work
+        for file in work.rglob("*"):
+            if file.is_file() and file.stat().st_mode & 0o777 == 0o600:  # safetensors writes so
+                file.chmod(0o666 & ~_umask())
         _replace(work, out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no way to read it alone
+    os.umask(mask)
+    return mask
 
 
 def check_free(out: Path, *, force: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from draftlab import data, workspace
+from draftlab import data, native, workspace
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.commands.shared import command_line
@@ -88,6 +88,31 @@ def test_a_missed_bar_exits_with_3_after_the_results_are_kept(space):
     result = call(*SCORE, "--tasks", "none", "--min-speedup", "99", code=3)
     assert "below --min-speedup 99" in result.stderr
     assert (space / "runs/score-2x32/prune-2x32/score.json").is_file()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_outputs_can_be_read_by_whom_the_umask_lets(space, mask):
+    before = os.umask(mask)
+    try:
+        call(*PRUNE)
+    finally:
+        os.umask(before)
+    out = space / "runs/prune-2x32"
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o666 & ~mask}
+    assert out.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_mode_auto_is_compiled_where_it_can_be(space, monkeypatch):
+    call(*PRUNE)
+    score = (*SCORE, "--tasks", "none", "--mode", "auto", "--force")
+    call(*score)
+    file = space / "runs/score-2x32/prune-2x32/score.json"
+    assert read_score(file).conditions.mode == "compiled"
+    native.library.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert "mode eager: mode compiled needs a C++ compiler" in call(*score).stderr
+    assert read_score(file).conditions.mode == "eager"
+    assert "float32 and bfloat16 on a CPU, not float16" in call(*score, "--dtype", "float16").stderr
 
 
 def test_without_git_a_record_names_no_commit(space, monkeypatch):

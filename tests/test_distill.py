@@ -15,6 +15,7 @@ from conftest import build, lesson
 from draftlab.data import Batch, text_batch
 from draftlab.distill.adapters import adapt, merged_weights
 from draftlab.distill.loop import EvalRecord, Settings, StepRecord, schedule, train
+from draftlab.distill.optimizers import training_dtype
 from draftlab.distill.states import best_weights
 from draftlab.distill.text import GeneratedRows, Mixed, StudentText, parse_texts
 from draftlab.errors import UserError
@@ -312,3 +313,12 @@ def test_every_loss_learns_and_resumes(tmp_path, teacher, loss):
     resumed = student()
     run(resumed, teacher, tmp_path / "b", settings)
     assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
+
+
+@pytest.mark.parametrize(("fast", "wanted"), [(True, "bfloat16"), (False, "float32")])
+def test_dtype_auto_is_bfloat16_where_that_is_fast(fast, wanted, monkeypatch):
+    """As oneDNN says: a CPU without AVX-512 emulates it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    assert training_dtype("auto") == wanted
+    assert [training_dtype(name) for name in ("float32", "bfloat16")] == ["float32", "bfloat16"]

@@ -79,8 +79,8 @@ def score(
     task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
     dtype: WeightsDtype = None,
     mode: Annotated[
-        Literal["eager", "compiled", "graphs"],
-        Option(help="compiled: passes in C++, for CPUs; built once, in seconds. graphs: CUDA graphs."),
+        Literal["auto", "eager", "compiled", "graphs"],
+        Option(help="compiled: passes in C++, for CPUs; built once. graphs: CUDA graphs. auto: compiled if that runs."),
     ] = "eager",
     draft_int8: Annotated[
         bool, Option("--draft-int8", help="Round the draft's weights to 8 bits; in mode compiled.")
@@ -123,6 +123,7 @@ def score(
     from draftlab import checkpoint
     from draftlab.dialect import Sampling
     from draftlab.engine import medusa
+    from draftlab.engine.decoder import chosen_mode
     from draftlab.engine.verify import Warp
     from draftlab.score import drafters, recording, run, served
     from draftlab.tokenizer import common_vocabulary
@@ -168,6 +169,7 @@ def score(
     for folder in heads:
         medusa.read(folder, place)
     device = checkpoint.resolve_device(space.device)
+    weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
     measuring = run.Plan(
         target=place,
         drafts=drafts,
@@ -180,12 +182,12 @@ def score(
         warp=Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
         tasks=[] if tasks == "none" else tasks.split(","),
         task_limit=task_limit,
-        dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
+        dtype=weights,
         device=device,
         threads=threads,
         seed=seed,
         command=command_line("score", arguments),
-        mode=mode,
+        mode=chosen_mode(mode, device, weights, [] if dry_run else [place, *given.values(), *named]),
         draft_int8=draft_int8,
         batches=parse_numbers(batch),
         drafters=specs,

@@ -36,7 +36,7 @@ def medusa(
     rows: Rows = 8,
     seq_len: Annotated[int, Option(min=16, help="Tokens per sequence.", rich_help_panel=TRAINING)] = 256,
     lr: Lr = 1.0e-3,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     eval_every: EvalEvery = 100,
     save_every: SaveEvery = 100,
     keep_last: KeepLast = 1,
@@ -57,6 +57,7 @@ def medusa(
     from draftlab.distill import medusa as training
     from draftlab.distill import run, states
     from draftlab.distill.loop import Settings
+    from draftlab.distill.optimizers import training_dtype
     from draftlab.engine.medusa import write
 
     shape = llama.check(place)  # the engine drafts with what the heads read
@@ -69,14 +70,15 @@ def medusa(
     state = run.state_of(out)
     run.claim_state(state, identity)
     tokenizer = checkpoint.load_tokenizer(place)
-    model = checkpoint.load_model(place, checkpoint.DTYPES[dtype], cast(Any, states.crew().device))
+    computing = training_dtype(dtype)
+    model = checkpoint.load_model(place, checkpoint.DTYPES[computing], cast(Any, states.crew().device))
     student = training.Heads(training.Trunk(model), heads)
     lesson = training.lesson(
         student,
         open_batches(source, tokenizer, rows=rows, seq_len=seq_len, steps=steps, seed=seed),
         open_heldout(source, tokenizer, rows=rows, seq_len=seq_len, most_rows=64),
     )
-    settings = Settings.of(arguments, loss=training.LOSS, weight_decay=0.0)
+    settings = Settings.of(arguments, loss=training.LOSS, weight_decay=0.0, dtype=computing)
     fitted = run.fit(cast(Any, student), lesson, settings, state=state, identity=identity, what="medusa")
     best = states.best_weights(state, "student")
     found = training.by_head(student, best, lesson)

@@ -75,7 +75,7 @@ def prune(
     rows: Rows = 16,
     micro_tokens: MicroTokens = 0,
     lr: Lr = 1.0e-4,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     eval_every: EvalEvery = 100,
     save_every: SaveEvery = 100,
     reweigh_every: ReweighEvery = 0,
@@ -93,6 +93,7 @@ def prune(
 
     from draftlab import checkpoint, family
     from draftlab.distill.loop import Settings
+    from draftlab.distill.optimizers import training_dtype
     from draftlab.prune import run
     from draftlab.prune.learn import Learning
     from draftlab.prune.refit import Fit
@@ -121,7 +122,7 @@ def prune(
         raise UserError(f"{called} is a shape without weights: --dry-run plans with it, and cutting needs a checkpoint")
     check(wanted, llama=checkpoint.read_config(cut_from).get("model_type") == "llama")
     learning = Learning(
-        settings=Settings.of(arguments, warmup_share=0.1, weight_decay=0.0),
+        settings=Settings.of(arguments, warmup_share=0.1, weight_decay=0.0, dtype=training_dtype(dtype)),
         weights=train,
         rows=rows,
         seq_len=seq_len,

@@ -85,7 +85,8 @@ ReweighEvery = Annotated[
     ),
 ]
 Dtype = Annotated[
-    Literal["float32", "bfloat16"], Option(help="bfloat16: autocast with fp32 weights.", rich_help_panel=TRAINING)
+    Literal["auto", "float32", "bfloat16"],
+    Option(help="bfloat16: autocast with fp32 weights; auto: where that is fast.", rich_help_panel=TRAINING),
 ]
 Optimizer = Annotated[
     Literal["adamw", "muon"],

@@ -69,7 +69,7 @@ def train(
     lr: Lr = 1.0e-3,
     optimizer: Optimizer = "adamw",
     weight_decay: WeightDecay = 0.1,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     compile: Compile = False,
     eval_every: EvalEvery = 200,
     save_every: SaveEvery = 200,
@@ -90,6 +90,7 @@ def train(
     from draftlab.data import open_batches, open_heldout
     from draftlab.distill import run, sharded
     from draftlab.distill.loop import Lesson, Settings
+    from draftlab.distill.optimizers import training_dtype
     from draftlab.distill.track import check as check_trackers
     from draftlab.outline import size_of, training_cost
     from draftlab.shape import read_shape_file
@@ -113,7 +114,7 @@ def train(
     student = checkpoint.load_model(source, torch.float32) if model else checkpoint.new_model(config, seed)
     batches = open_batches(text, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
     heldout = open_heldout(text, tok, rows=rows, seq_len=seq_len, most_rows=512)
-    settings = Settings.of(arguments, loss="ce")
+    settings = Settings.of(arguments, loss="ce", dtype=training_dtype(dtype))
     job = run.Job(
         command="train", arguments=arguments, inputs=[source], out=out, like=source, config=config, began=began,
         force=force, track=tuple(track or ()),
@@ -213,7 +214,7 @@ def distill(
     lr: Lr = 1.0e-3,
     optimizer: Optimizer = "adamw",
     weight_decay: WeightDecay = 0.0,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     compile: Compile = False,
     eval_every: EvalEvery = 100,
     save_every: SaveEvery = 100,
@@ -244,6 +245,7 @@ def distill(
         from draftlab.distill.lesson import Reading, cached_lesson, served_teacher, target_lesson
         from draftlab.distill.loop import Settings
         from draftlab.distill.losses import parse_loss
+        from draftlab.distill.optimizers import training_dtype
         from draftlab.distill.pilot import pilot as try_losses
         from draftlab.distill.selection import Selection
         from draftlab.distill.text import parse_texts
@@ -295,7 +297,8 @@ def distill(
         like=source, config=checkpoint.read_config(source), began=began, force=force, lora=lora,
         vocab=checkpoint.vocab_size(target_dir) if target_dir else None, track=told,
     )  # fmt: skip
-    settings = Settings.of(arguments)
+    computing = training_dtype(dtype)
+    settings = Settings.of(arguments, dtype=computing)
     with run.claimed(job) as state:
         student = _student(source, lora, checkpointing, seed)
         if cache is not None:
@@ -303,12 +306,12 @@ def distill(
         else:
             reading = Reading.of(
                 arguments, data=from_data, texts=texts, compared=compared,
-                device=checkpoint.resolve_device(space.device),
+                device=checkpoint.resolve_device(space.device), dtype=computing,
             )  # fmt: skip
             teacher = served_teacher(connect(server, model, api_key_file), source, k) if server else None
             lesson = target_lesson(student, source, target_dir, reading, state, teacher)
         if reference is not None:
-            selecting = checkpoint.load_model(reference, checkpoint.DTYPES[dtype])
+            selecting = checkpoint.load_model(reference, checkpoint.DTYPES[computing])
             lesson = replace(lesson, selection=Selection(selecting, select_keep))
         notes: dict[str, object] = {}
         if pilot:
@@ -345,6 +348,7 @@ def _follow(arguments: dict[str, Any], began: float, dry_run: bool) -> Outcome:
     from draftlab import checkpoint
     from draftlab.distill import online, run
     from draftlab.distill.loop import Settings
+    from draftlab.distill.optimizers import training_dtype
 
     space, cache, rows, steps = workspace.load(), arguments["cache"], arguments["rows"], arguments["steps"]
     if cache is None:
@@ -373,7 +377,8 @@ def _follow(arguments: dict[str, Any], began: float, dry_run: bool) -> Outcome:
             config=checkpoint.read_config(live), began=began, force=False, lora=arguments["lora"],
         )  # fmt: skip
         student = _student(live, arguments["lora"], arguments["checkpointing"], arguments["seed"])
-        run.fit_and_write(job, student, lesson, Settings.of(arguments))
+        settings = Settings.of(arguments, dtype=training_dtype(arguments["dtype"]))
+        run.fit_and_write(job, student, lesson, settings)
     found = online.judge(how, made, checkpoint.resolve_device(space.device))
     online.settle(folder, made, found)
     verdict = f"promoted: version {found.version} is live" if found.promoted else "not promoted: the live version stays"

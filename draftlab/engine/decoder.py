@@ -3,10 +3,10 @@
 B rows, T new tokens, V vocab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -158,6 +158,21 @@ def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
         native.check(device, dtype)
     if mode == "graphs" and device.type != "cuda":
         raise UserError(f"mode graphs captures CUDA graphs, and this is {device.type}; take eager or compiled")
+
+
+def chosen_mode(mode: Mode | Literal["auto"], device: torch.device, dtype: torch.dtype, models: Iterable[Path]) -> Mode:
+    """auto: compiled on a CPU where that can run every model, else eager, and why is said."""
+    if mode != "auto":
+        return mode
+    try:
+        native.check(device, dtype)
+        for directory in models:
+            llama.check(directory)
+        native.library()
+    except UserError as error:
+        note(f"mode eager: {error}")
+        return "eager"
+    return "compiled"
 
 
 def in_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:

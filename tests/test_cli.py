@@ -11,13 +11,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+<<<<<<< HEAD
 from draftlab import data, native, workspace
+=======
+from draftlab import data, llama, workspace
+>>>>>>> d73d4ad (score holds each model once and shares it with lm-eval; --device-map, memory refused by arithmetic, task data first; options that would be ignored are refused)
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.commands.shared import command_line
 from draftlab.errors import UserError
 from draftlab.record import read_score
-from draftlab.score.accuracy import evaluate_tasks
+from draftlab.score.accuracy import evaluate_tasks, prepare
 from draftlab.shape import parse_numbers
 
 RUNNER = CliRunner()
@@ -337,7 +341,8 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     assert [p.tokens for p in kept.prompts][:2] == [p.tokens for p in kept.prompts][2:]
     assert kept.prompts[0].tokens != kept.prompts[1].tokens
     draft, text = space / "runs/prune-2x32", workspace.load().data
-    (alone, *_) = evaluate_tasks(draft, ["code_bits_per_byte"], limit=1, dtype=torch.float32, data=text)
+    asked = prepare(["code_bits_per_byte"], limit=1, data=text)
+    (alone, *_) = evaluate_tasks(llama.load(draft, torch.float32), draft, asked)
     assert kept.draft.tasks[0] == alone  # of the workspace's data, not of the standard library
     again = ("score", "--draft", str(draft), "--prompt-file", "prompts.jsonl", "--out", "x")
     assert "holds 4 prompts, 9 are wanted" in refused(*again, "--prompts", "9")

@@ -23,7 +23,7 @@ LAYERS = [
     ["hub", "output"],
     ["weights"],
     ["slow"],
-    ["checkpoint"],
+    ["checkpoint", "memory"],
     ["saving"],
     ["data", "tokenizer", "llama", "outline"],
     ["native", "graphs"],

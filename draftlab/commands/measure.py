@@ -11,6 +11,7 @@ from draftlab import hub, workspace
 from draftlab.commands.shared import (
     SERVED,
     ApiKeyFile,
+    DeviceMap,
     DryRun,
     Force,
     Out,
@@ -32,6 +33,8 @@ from draftlab.commands.shared import (
 )
 from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
+
+KS, TASK_LIMIT = "1-6", 200
 
 if TYPE_CHECKING:
     from draftlab.record import Score
@@ -57,7 +60,9 @@ def score(
         str | None,
         Option(help="Held-out text of this source for prompts and code tasks; the workspace's if left out."),
     ] = None,
-    k: Annotated[str, Option(help="Numbers of drafted tokens to try, as 1-6 or 2,4,8.")] = "1-6",
+    k: Annotated[
+        str | None, Option(help="Numbers of drafted tokens to try, as 1-6, which is the default, or 2,4,8.")
+    ] = None,
     prompt_file: PromptFile = None,
     prompts: Annotated[
         int | None, Option(min=1, help="Number of prompts, evenly over a file: all of it if left out; 16 of a source.")
@@ -74,10 +79,12 @@ def score(
         float, Option(min=0, max=1, help="Leave out tokens less probable than this times the most probable one.")
     ] = 0.0,
     tasks: Annotated[
-        str, Option(help="lm-eval tasks, by comma; 'none' for none.")
-    ] = "code_next_line,code_bits_per_byte",
-    task_limit: Annotated[int, Option(min=1, help="Items per task.")] = 200,
+        str | None,
+        Option(help="lm-eval tasks, by comma; 'none' for none; code_next_line,code_bits_per_byte if left out."),
+    ] = None,
+    task_limit: Annotated[int | None, Option(min=1, help="Items per task; 200 if left out.")] = None,
     dtype: WeightsDtype = None,
+    device_map: DeviceMap = None,
     mode: Annotated[
         Literal["auto", "eager", "compiled", "graphs"],
         Option(help="compiled: passes in C++, for CPUs; built once. graphs: CUDA graphs. auto: compiled if that runs."),
@@ -126,6 +133,7 @@ def score(
     from draftlab.engine.decoder import chosen_mode
     from draftlab.engine.verify import Warp
     from draftlab.score import drafters, recording, run, served
+    from draftlab.score.code_tasks import OWN_TASKS
     from draftlab.tokenizer import common_vocabulary
 
     def chosen() -> "Prompts":
@@ -137,8 +145,14 @@ def score(
             raise UserError("servers get one request at a time and run as they were started: no batch, mode or int8")
         if drafter or rule != "leviathan" or min_p:
             raise UserError("servers draft and verify in their own way: no --drafter, --rule or --min-p")
+        _refuse(
+            "a server answers prompts as it was started",
+            {"--tasks": tasks, "--task-limit": task_limit, "--k": k, "--dtype": dtype, "--threads": threads,
+             "--device-map": device_map},
+        )  # fmt: skip
         out = out or space.runs / "score-served"
-        checkpoint.check_free(out, force=force)
+        if not dry_run:
+            checkpoint.check_free(out, force=force)
         plain, speculative = _servers(server, speculative_server, api_key_file)
         asking = served.Plan(
             plain=plain, speculative=speculative, tokenizer=place, draft=_called(draft), prompts=chosen(),
@@ -150,6 +164,7 @@ def score(
             return plan(out, {"servers": f"{plain.describe()}; {speculative.describe()}", "work": work})
         found = served.score(asking, out=out, arguments=arguments, began=began, force=force)
         return _scored([found], out, min_speedup, min_acceptance_length)
+    _refuse("without --server the models are here", {"--tokenizer": tokenizer, "--api-key-file": api_key_file})
     specs = [drafters.parse(text) for text in drafter or []]
     needed = any(spec.needs_draft and not spec.words("draft") for spec in specs)
     names = draft or ([str(newest_draft(space))] if needed or not specs else [])
@@ -157,7 +172,8 @@ def score(
     drafts = given if draft or not specs else {}
     labels = [name.split("-", 1)[-1] for name in drafts] + [spec.kind for spec in specs]
     out = out or space.runs / ("score-" + "-".join(labels))
-    checkpoint.check_free(out, force=force)
+    if not dry_run:
+        checkpoint.check_free(out, force=force)
     named = [
         hub.locate(spec.words("draft"), weights=not dry_run)
         for spec in specs
@@ -175,14 +191,20 @@ def score(
         drafts=drafts,
         inputs=[place, *given.values(), *named, *heads],
         data=text,
-        ks=parse_numbers(k),
+        ks=parse_numbers(k or KS),
         prompts=chosen(),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warp=Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+<<<<<<< HEAD
         tasks=[] if tasks == "none" else tasks.split(","),
         task_limit=task_limit,
         dtype=weights,
+=======
+        tasks=[] if tasks == "none" else list(OWN_TASKS) if tasks is None else tasks.split(","),
+        task_limit=task_limit or TASK_LIMIT,
+        dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
+>>>>>>> d73d4ad (score holds each model once and shares it with lm-eval; --device-map, memory refused by arithmetic, task data first; options that would be ignored are refused)
         device=device,
         threads=threads,
         seed=seed,
@@ -193,6 +215,7 @@ def score(
         drafters=specs,
         default_draft=next(iter(given.values()), None),
         rule=rule,
+        device_map=device_map,
     )
     run.check(measuring)
     if dry_run:
@@ -209,6 +232,12 @@ def score(
         measuring = replace(measuring, drafts=rounded_drafts(drafts, stack))
         scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)
     return _scored(scores, out, min_speedup, min_acceptance_length)
+
+
+def _refuse(why: str, given: dict[str, object]) -> None:
+    """Raises UserError: one of these options was given."""
+    if named := [name for name, value in given.items() if value is not None]:
+        raise UserError(f"{why}: no {', '.join(named)}")
 
 
 def _described(directory: Path) -> str:

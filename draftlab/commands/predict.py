@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from draftlab import workspace
 from draftlab.commands.shared import (
+    DeviceMap,
     DryRun,
     Force,
     Out,
@@ -53,6 +54,7 @@ def profile(
     repeats: Annotated[int, Option(min=3, help="Times every pass is measured, once all is warm.")] = 20,
     mode: PassMode = "eager",
     dtype: WeightsDtype = None,
+    device_map: DeviceMap = None,
     threads: Threads = None,
     out: Out = None,
     force: Force = False,
@@ -66,7 +68,8 @@ def profile(
     space = workspace.load()
     subjects = _subjects(models, weights=not dry_run)
     out = out or space.runs / ("profile-" + "-".join(subjects))
-    checkpoint.check_free(out, force=force)
+    if not dry_run:
+        checkpoint.check_free(out, force=force)
     device = checkpoint.resolve_device(space.device)
     contexts = parse_numbers(context)
     grid = profiling.Grid(
@@ -80,16 +83,15 @@ def profile(
         device=device,
         threads=threads,
         command=command_line("profile", arguments, bare="models"),
+        device_map=device_map,
     )
     profiling.check(measuring)
     if dry_run:
-        rows = max(grid.batches) * grid.capacity
-        size = measuring.dtype.itemsize
-        sizes = measuring.sizes()
-        held = [s.weight_bytes(size) + rows * s.kv_bytes_per_token(size) for s in sizes.values()]
-        facts = {name: shape.describe() for name, shape in sizes.items()}
+        held = profiling.needed_bytes(measuring)
+        facts = {name: shape.describe() for name, shape in measuring.sizes().items()}
         points = len(grid.widths) * len(grid.batches) * len(grid.contexts)
-        return plan(out, facts | {"passes": points * repeats * len(facts), "memory": f"{sum(held) / 1e9:.3g} GB"})
+        work = points * repeats * len(facts)
+        return plan(out, facts | {"passes": work, "memory": f"{sum(held.values()) / 1e9:.3g} GB"})
     profiles = profiling.run(measuring, out=out, arguments=arguments, began=began, force=force)
     data = {"out": str(out), "profiles": [p.model_dump() for p in profiles]}
     return Outcome(path=out, show=[*(_profile_table(p) for p in profiles), str(out)], data=data)

@@ -68,7 +68,8 @@ class Hosted:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        held = (p.device for p in self.model.parameters() if not p.is_meta)  # others are on disk
+        return next(held, checkpoint.CPU)
 
     def new_cache(self, rows: int, capacity: int) -> Grown:
         """Raises UserError: capacity is more than the model's context."""
@@ -132,6 +133,16 @@ def read(model: Decoder, ids: Tensor, last: int) -> Tensor:
         run: Any = model.model
         return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits
     return model.forward(ids, model.new_cache(*ids.shape), last=last)
+
+
+def widened(cache: Any, rows: int) -> Any:
+    """A cache of one row, held by each of so many."""
+    if isinstance(cache, Grown):
+        cache.past.batch_repeat_interleave(rows)
+        return Grown(cache.past, cache.used * rows)
+    layers, _, *size = cache.keys.shape
+    keys, values = (held.expand(layers, rows, *size).contiguous() for held in (cache.keys, cache.values))
+    return llama.Cache(keys, values, cache.used * rows)
 
 
 def vocab_of(model: Decoder) -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab import checkpoint, llama, provenance
+from draftlab import checkpoint, llama, memory, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Again, Mode, Point, Profile, read_weights, write_profile
 from draftlab.engine.decoder import Decoder, Holds, Hosted, check_mode, in_mode, load
@@ -75,6 +75,7 @@ class Plan:
     device: torch.device
     threads: int | None
     command: str
+    device_map: str | None = None
 
     def sizes(self) -> dict[str, Shape | Opaque]:
         return {n: s if isinstance(s, Shape) else size_of(s) for n, s in self.subjects.items()}
@@ -107,6 +108,8 @@ def check(plan: Plan) -> None:
             transformers runs in another mode than eager.
     """
     check_mode(plan.mode, plan.device, plan.dtype)
+    if plan.device_map is not None and plan.mode != "eager":
+        raise UserError("--device-map has transformers run the models: take --mode eager")
     for name, subject in plan.subjects.items():
         if isinstance(subject, Path) and plan.mode != "eager":
             llama.check(subject)
@@ -127,11 +130,13 @@ def run(
     check(plan)
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
+    check_memory(plan)
+    note(f"loading {', '.join(plan.subjects)}")
     context = max(plan.grid.capacity, (plan.grid.repeats + 3) * max(plan.grid.widths))
     models = {
         name: random_model(subject, plan.dtype, plan.device, context)
         if isinstance(subject, Shape)
-        else load(subject, plan.dtype, plan.device)
+        else load(subject, plan.dtype, plan.device, plan.device_map)
         for name, subject in plan.subjects.items()
     }
     busy, cores = os.getloadavg()[0], os.cpu_count() or 1
@@ -150,6 +155,20 @@ def run(
         sources = [subject for subject in plan.subjects.values() if isinstance(subject, Path)]
         provenance.write_record(work, command, arguments, sources, began)
     return profiles
+
+
+def needed_bytes(plan: Plan) -> dict[str, float]:
+    """Of weights, and of the caches of all batches; what accelerate spreads is not counted."""
+    width, rows = plan.dtype.itemsize, (sum(plan.grid.batches) + 1) * plan.grid.capacity
+    spread = () if plan.device_map is None else [n for n, s in plan.subjects.items() if isinstance(s, Path)]
+    sizes = {name: size for name, size in plan.sizes().items() if name not in spread}
+    needs: dict[str, float] = {f"weights of {name}": size.weight_bytes(width) for name, size in sizes.items()}
+    return needs | {"caches": sum(rows * size.kv_bytes_per_token(width) for size in sizes.values())}
+
+
+def check_memory(plan: Plan) -> None:
+    """Raises UserError: weights and caches do not fit what is free."""
+    memory.check_fits(needed_bytes(plan), plan.device, "--dtype bfloat16, --device-map auto, or fewer --batch")
 
 
 def steady_clock(device: torch.device) -> Clock:

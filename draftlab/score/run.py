@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from draftlab import checkpoint, hub, llama, provenance
+from draftlab import checkpoint, hub, llama, memory, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
 from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
@@ -17,10 +17,11 @@ from draftlab.engine.rules import LOSSY, rule_named
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.llama import Llama
+from draftlab.outline import size_of
 from draftlab.record import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
-from draftlab.score.accuracy import check_tasks, evaluate_tasks, generation_tasks
-from draftlab.score.assisted import writer
+from draftlab.score.accuracy import Tasks, check_tasks, evaluate_tasks, prepare
 from draftlab.score.drafters import Spec, Way, Workshop, check_rule, check_target
+from draftlab.score.language_model import whole_head, writer
 from draftlab.score.profile import device_name, measure_latency, steady_clock
 from draftlab.score.recording import Prompts
 from draftlab.score.steady import environment, warn_if_loaded
@@ -56,6 +57,7 @@ class Plan:
     drafters: Sequence[Spec] = ()
     default_draft: Path | None = None  # of drafters that name none
     rule: str = DEFAULT_RULE
+    device_map: str | None = None  # of the target
 
 
 def check(plan: Plan) -> None:
@@ -78,6 +80,8 @@ def check(plan: Plan) -> None:
             _check_drafter(spec, plan, layers, vocab)
     if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != Warp()):
         note("greedily all rules are one and nothing is cut: --rule, --top-k, --top-p and --min-p need --temperature")
+    if plan.device_map is not None and (plan.mode != "eager" or list(plan.batches) != [1]):
+        raise UserError("--device-map has transformers run the target: take --mode eager --batch 1")
     if plan.draft_int8 and plan.mode != "compiled":
         raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
     check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
@@ -90,22 +94,75 @@ def _check_drafter(spec: Spec, plan: Plan, layers: int | None, vocab: int) -> No
         raise UserError(f"--drafter {spec.text} reads hidden states, which mode eager alone keeps, not {plan.mode}")
 
 
+def check_memory(plan: Plan) -> None:
+    """Raises UserError: weights, caches and logits do not fit what is free; what accelerate spreads is not counted."""
+    paths = dict.fromkeys([plan.target, *plan.drafts.values(), *_drafter_paths(plan)])
+    sizes = {path: size_of(path) for path in paths if plan.device_map is None or path != plan.target}
+    width, texts = plan.dtype.itemsize, max(plan.batches) * (plan.prompts.longest + plan.max_new_tokens + max(plan.ks))
+    passes = max(max(plan.batches) * (max(plan.ks) + 1), plan.prompts.longest)
+    needs: dict[str, float] = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
+    needs["caches"] = sum(texts * size.kv_bytes_per_token(width) for size in sizes.values())
+    needs["logits"] = 2 * 4 * passes * checkpoint.vocab_size(plan.target)
+    memory.check_fits(needs, plan.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
+
+
+def _drafter_paths(plan: Plan) -> list[Path]:
+    named = [spec.words("draft") for spec in plan.drafters if spec.needs_draft and spec.words("draft")]
+    implied = any(spec.needs_draft and not spec.words("draft") for spec in plan.drafters)
+    return [*map(hub.locate, named), *([plan.default_draft] if implied and plan.default_draft else [])]
+
+
+class Loaded:
+    """The models of a run, each checkpoint once: what is timed, in its mode, shares the weights of what is scored."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._models: dict[Path, Decoder] = {}
+        self._running: dict[tuple[Path, bool], Decoder] = {}
+
+    def model(self, directory: Path) -> Decoder:
+        """As it is loaded."""
+        if directory not in self._models:
+            plan = self.plan
+            note(f"loading {hub.called(directory)}")
+            spread = plan.device_map if directory == plan.target else None
+            model = load(directory, plan.dtype, plan.device, spread)
+            if isinstance(model, Hosted) and (plan.mode != "eager" or list(plan.batches) != [1]):
+                raise UserError(
+                    f"transformers runs {directory}, one prompt at a time and eagerly: take --mode eager --batch 1"
+                )
+            self._models[directory] = model
+        return self._models[directory]
+
+    def running(self, directory: Path, int8: bool) -> Decoder:
+        """As the run's mode computes it."""
+        if (directory, int8) not in self._running:
+            model = self.model(directory)
+            made = in_mode(model, self.plan.mode, int8) if isinstance(model, Llama) else model
+            self._running[directory, int8] = made
+        return self._running[directory, int8]
+
+
 def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> list[Score]:
     """Measure, write out/NAME/score.json for every draft, and return the scores, in the order of the drafts.
 
     Raises:
-        UserError: too few prompts, a model that the engine does not know, an unknown task.
+        UserError: too few prompts, a model that the engine does not know, task data that cannot be had, too little
+            memory.
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
+    check_memory(plan)
+    wanted = _prepared(plan)
     directories = {"": plan.target, **plan.drafts}
-    models = {name: _load(path, plan, plan.draft_int8 and bool(name)) for name, path in directories.items()}
+    loaded = Loaded(plan)
+    models = {name: loaded.running(path, plan.draft_int8 and bool(name)) for name, path in directories.items()}
     _check_context(models, plan, max(plan.ks))
-    ways = _ways(models[""], plan)
+    ways = _ways(models[""], loaded)
     for way in ways.values():
         _check_context({"": models[""], **({"its draft": way.model} if way.model else {})}, plan, max(way.ks))
-    tasks = {name: _tasks(path, plan) for name, path in directories.items()}
-    assisted = {name: _assisted(models[""], models[name], name, plan) for name in plan.drafts}
+    tasks = {name: _tasks(loaded.model(path), path, wanted) for name, path in directories.items()}
+    assisted = {name: _assisted(models[""], models[name], name, plan, wanted) for name in plan.drafts}
     here = environment()
     warn_if_loaded(here)
     known = {
@@ -144,15 +201,6 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     return scores
 
 
-def _load(directory: Path, plan: Plan, int8: bool) -> Decoder:
-    model = load(directory, plan.dtype, plan.device)
-    if isinstance(model, Llama):
-        return in_mode(model, plan.mode, int8)
-    if plan.mode != "eager" or list(plan.batches) != [1]:
-        raise UserError(f"transformers runs {directory}, one prompt at a time and eagerly: take --mode eager --batch 1")
-    return model
-
-
 def _latency(models: dict[str, Decoder], plan: Plan, batch: int) -> dict[str, list[Latency]]:
     """Of the models that the engine itself runs."""
     own = {name: model for name, model in models.items() if isinstance(model, Llama)}
@@ -170,14 +218,15 @@ def _latency(models: dict[str, Decoder], plan: Plan, batch: int) -> dict[str, li
     )
 
 
-def _ways(target: Decoder, plan: Plan) -> dict[str, Way]:
+def _ways(target: Decoder, loaded: Loaded) -> dict[str, Way]:
     """The drafters beside the drafts, by a name that a file can have."""
+    plan = loaded.plan
     if not plan.drafters:
         return {}
     shop = Workshop(
         target,
         plan.target,
-        lambda path: _load(path, plan, plan.draft_int8),
+        lambda path: loaded.running(path, plan.draft_int8),
         plan.default_draft,
         data=plan.data,
         sampling=_sampling(plan),
@@ -229,28 +278,27 @@ def _throughput(models: dict[str, Decoder], ways: dict[str, Way], plan: Plan, ba
         )
 
 
-def _tasks(directory: Path, plan: Plan) -> list[TaskResult]:
-    if not plan.tasks:
+def _prepared(plan: Plan) -> Tasks:
+    if plan.tasks:
+        note(f"data of {', '.join(plan.tasks)}")
+    return prepare(plan.tasks, limit=plan.task_limit, seed=plan.seed, data=plan.data)
+
+
+def _tasks(model: Decoder, directory: Path, wanted: Tasks) -> list[TaskResult]:
+    if not len(wanted):
         return []
-    note(f"lm-eval on {hub.called(directory)}: {', '.join(plan.tasks)}")
-    return evaluate_tasks(
-        directory, plan.tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed,
-        data=plan.data,
-    )  # fmt: skip
+    note(f"lm-eval on {hub.called(directory)}")
+    return evaluate_tasks(whole_head(model, directory), directory, wanted)
 
 
-def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan) -> list[TaskResult]:
+def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan, wanted: Tasks) -> list[TaskResult]:
     """Generation tasks of the target with the draft, at the largest K."""
-    tasks = generation_tasks(plan.tasks)
-    if not tasks:
+    if not len(wanted.written):
         return []
-    note(f"lm-eval on {hub.called(plan.target)} with {name}: {', '.join(tasks)}")
-    tokenizer = checkpoint.load_tokenizer(plan.target)
-    drafter = ModelDrafter(draft, vocab_of(target))
-    write = writer(target, drafter, max(plan.ks), tokenizer, checkpoint.end_ids(plan.target))
-    return evaluate_tasks(
-        plan.target, tasks, limit=plan.task_limit, dtype=plan.dtype, device=plan.device, seed=plan.seed, write=write
-    )
+    note(f"lm-eval on {hub.called(plan.target)} with {name}: {', '.join(wanted.written.registered['tasks'])}")
+    tokenizer, ends = checkpoint.load_tokenizer(plan.target), checkpoint.end_ids(plan.target)
+    write = writer(target, ModelDrafter(draft, vocab_of(target)), max(plan.ks), tokenizer, ends)
+    return evaluate_tasks(target, plan.target, wanted.written, write=write)
 
 
 def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int) -> Score:

@@ -11,6 +11,7 @@ from draftlab.console import note
 from draftlab.engine.decoder import Decoder, vocab_of
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, Step, clock_for, plain, speculative
 from draftlab.engine.rules import Rule
+from draftlab.errors import UserError
 from draftlab.record import Generation
 from draftlab.score.steady import warm_up
 
@@ -44,6 +45,9 @@ def measure_throughput(
 
     clock: seconds, by default those of the wall. batch: prompts decoded at once. advance: prompts done. drafters: with
     the numbers of tokens that each is to draft, beside the models of drafts, which draft ks.
+
+    Raises:
+        UserError: no text goes on behind its first token.
     """
     ways = {name: (ModelDrafter(model, vocab_of(target)), ks) for name, model in drafts.items()} | dict(drafters or {})
     arms = [PLAIN, *((name, k) for name, (_, counts) in ways.items() for k in counts)]
@@ -68,6 +72,11 @@ def measure_throughput(
                         tokens[arm].append([t for step in own for t in step.tokens])
             done += len(group)
             advance(done)
+        if all(len(text) < 2 for text in tokens[PLAIN]):
+            raise UserError(
+                f"the target answers each of the {len(prompts)} prompts with one token, its end: there is nothing to "
+                "time; a chat model wants prompts in its own format, any other longer ones"
+            )
     return Measured(generations=generations, tokens=tokens)
 
 

@@ -11,7 +11,7 @@ import torch
 from draftlab import checkpoint, hub, llama, memory, provenance
 from draftlab.console import note, progress
 from draftlab.cost import Mode
-from draftlab.engine.decoder import Decoder, Hosted, in_mode, load, vocab_of
+from draftlab.engine.decoder import Decoder, Hosted, context_of, in_mode, load, vocab_of
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.engine.rules import LOSSY, rule_named
 from draftlab.engine.verify import Warp
@@ -64,8 +64,8 @@ def check(plan: Plan) -> None:
     """Fail before anything is loaded.
 
     Raises:
-        UserError: batches that leave a smaller one over, a drafter that does not fit the rule, the target or the mode,
-            two of one name, int8 in a mode that does not compute with it, or an unknown task.
+        UserError: texts beyond a context, batches that leave a smaller one over, a drafter that does not fit the rule,
+            the target or the mode, two of one name, int8 in a mode that does not compute with it, or an unknown task.
     """
     count = len(plan.prompts.rows)
     for batch in plan.batches:
@@ -84,6 +84,8 @@ def check(plan: Plan) -> None:
         raise UserError("--device-map has transformers run the target: take --mode eager --batch 1")
     if plan.draft_int8 and plan.mode != "compiled":
         raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
+    contexts = {name: context_of(path) for name, path in {"": plan.target, **plan.drafts}.items()}
+    _check_context(contexts, plan, max(plan.ks))
     check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
 
 
@@ -157,10 +159,11 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     directories = {"": plan.target, **plan.drafts}
     loaded = Loaded(plan)
     models = {name: loaded.running(path, plan.draft_int8 and bool(name)) for name, path in directories.items()}
-    _check_context(models, plan, max(plan.ks))
+    _check_context({name: model.context for name, model in models.items()}, plan, max(plan.ks))
     ways = _ways(models[""], loaded)
     for way in ways.values():
-        _check_context({"": models[""], **({"its draft": way.model} if way.model else {})}, plan, max(way.ks))
+        asked = {"": models[""], **({"its draft": way.model} if way.model else {})}
+        _check_context({name: model.context for name, model in asked.items()}, plan, max(way.ks))
     tasks = {name: _tasks(loaded.model(path), path, wanted) for name, path in directories.items()}
     assisted = {name: _assisted(models[""], models[name], name, plan, wanted) for name in plan.drafts}
     here = environment()
@@ -349,11 +352,11 @@ def _context(plan: Plan) -> int:
     return int(median(len(p.ids) for p in plan.prompts.rows)) + plan.max_new_tokens // 2
 
 
-def _check_context(models: dict[str, Decoder], plan: Plan, drafted: int) -> None:
+def _check_context(contexts: dict[str, int], plan: Plan, drafted: int) -> None:
     need = plan.prompts.longest + plan.max_new_tokens + drafted
-    for name, model in models.items():
-        if need > model.context:
+    for name, context in contexts.items():
+        if need > context:
             raise UserError(
                 f"a prompt has {plan.prompts.longest} tokens; with {plan.max_new_tokens} more and {drafted} "
-                f"drafted it does not fit the context of {name or 'the target'}, {model.context}"
+                f"drafted it does not fit the context of {name or 'the target'}, {context}"
             )

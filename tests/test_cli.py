@@ -11,11 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-<<<<<<< HEAD
-from draftlab import data, native, workspace
-=======
-from draftlab import data, llama, workspace
->>>>>>> d73d4ad (score holds each model once and shares it with lm-eval; --device-map, memory refused by arithmetic, task data first; options that would be ignored are refused)
+from draftlab import data, llama, native, workspace
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.commands.shared import command_line

@@ -196,20 +196,16 @@ def score(
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warp=Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
-<<<<<<< HEAD
-        tasks=[] if tasks == "none" else tasks.split(","),
-        task_limit=task_limit,
-        dtype=weights,
-=======
         tasks=[] if tasks == "none" else list(OWN_TASKS) if tasks is None else tasks.split(","),
         task_limit=task_limit or TASK_LIMIT,
-        dtype=checkpoint.resolve_dtype(dtype or space.dtype, device),
->>>>>>> d73d4ad (score holds each model once and shares it with lm-eval; --device-map, memory refused by arithmetic, task data first; options that would be ignored are refused)
+        dtype=weights,
         device=device,
         threads=threads,
         seed=seed,
         command=command_line("score", arguments),
-        mode=chosen_mode(mode, device, weights, [] if dry_run else [place, *given.values(), *named]),
+        mode="eager"
+        if mode == "auto" and device_map
+        else chosen_mode(mode, device, weights, [] if dry_run else [place, *given.values(), *named]),
         draft_int8=draft_int8,
         batches=parse_numbers(batch),
         drafters=specs,

@@ -28,8 +28,8 @@ from benchmarks import environment, load_peak
 from draftlab import checkpoint, workspace
 from draftlab.commands import COMMANDS
 from draftlab.console import note
-from draftlab.data import Batch
-from draftlab.distill.lesson import Author, Reading, Replayed, target_lesson
+from draftlab.data import Batch, open_heldout
+from draftlab.distill.lesson import HELDOUT_ROWS, Author, Reading, Replayed, target_lesson
 from draftlab.distill.loop import Lesson, Settings, StepRecord, train
 from draftlab.errors import UserError
 from draftlab.saving import TOKENIZER_FILES, write_checkpoint
@@ -44,8 +44,9 @@ KEPT = [0, 1, 28, 29]  # layers of the draft
 RUN, EVALUATIONS = 300, 4  # steps, and evaluations of such a run at --eval-every 100
 ROWS, SEQ_LEN, WARM_UP = 4, 256, 1
 BASELINE = """
-import resource, torch, transformers.models.llama.modeling_llama, draftlab.distill.run
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+import torch, transformers.models.llama.modeling_llama, draftlab.distill.run
+from benchmarks.load_peak import resident
+print(resident("VmHWM"))
 """
 
 
@@ -151,10 +152,12 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
     student = checkpoint.load_model(draft, torch.float32)
     bare = copy.deepcopy(student)
     lesson = target_lesson(student, draft, target, reading, scratch)
-    heldout = lesson.heldout
-    began = time.process_time()
     (scratch / "again").mkdir()
-    Replayed.of(Author(target, reading, known_ids(draft, target)), draft, heldout, reading, scratch / "again")
+    tokenizer = checkpoint.load_tokenizer(draft)
+    heldout = open_heldout("stdlib", tokenizer, rows=ROWS, seq_len=SEQ_LEN, most_rows=HELDOUT_ROWS)
+    began = time.process_time()
+    author = Author(target, reading, known_ids(draft, target))
+    Replayed.of(author, draft, heldout, reading, scratch / "again")
     writing = time.process_time() - began
     settings = Settings(loss="fkl", steps=RUN, lr=1e-4, weight_decay=0.0, eval_every=RUN, save_every=RUN)
     assert isinstance(lesson.teacher, PreTrainedModel)
@@ -204,7 +207,7 @@ def _bare(student: PreTrainedModel, teacher: PreTrainedModel, lesson: Lesson) ->
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        yield float(loss)
+        yield float(loss.detach())
 
 
 def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
@@ -226,12 +229,17 @@ def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, ob
 
 
 def _peak_bytes(words: list[object]) -> int:
-    """Of a command, all its memory counted."""
+    """Of a command, all its memory counted; by the kernel's high-water mark, as rusage counts what was forked."""
     child = subprocess.Popen([sys.executable, "-m", "draftlab", *map(str, words)], stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(child.pid, 0)
-    if status:
-        raise RuntimeError(f"draftlab {words[0]} ended with {os.waitstatus_to_exitcode(status)}")
-    return used.ru_maxrss * 1024
+    highest = 0
+    while child.poll() is None:
+        lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+        marks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+        highest = max([highest, *marks])
+        time.sleep(0.05)
+    if child.returncode:
+        raise RuntimeError(f"draftlab {words[0]} ended with {child.returncode}")
+    return highest
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A cache says what the target says, within fp16, for ever; and one that does not is found out."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from conftest import build, lesson
 from safetensors.numpy import load_file, save_file
 from servers import SmallVLLM, replay, running
+from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab import checkpoint, provenance, workspace
 from draftlab.commands import cache as commands
@@ -184,6 +186,35 @@ def fit(batches, teacher, state: Path, settings: Settings = SETTINGS, stop: int 
         if isinstance(record, StepRecord) and record.step == stop:
             break
     return model, records
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_what_is_seen_is_the_targets_own_whatever_the_memory(kind, family_dirs, tokenizer_dir, tmp_path):
+    """Any causal language model: the engine's, and one that transformers runs; in one pass, rows and parts of a row."""
+    place = family_dirs["llama"]
+    if kind == "opt":
+        place = tmp_path / "opt"
+        torch.manual_seed(0)
+        config = OPTConfig(
+            vocab_size=307, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=64, word_embed_proj_dim=32, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+            init_std=0.5,
+        )  # fmt: skip
+        OPTForCausalLM(config).save_pretrained(place)
+        shutil.copytree(tokenizer_dir, place, dirs_exist_ok=True)
+    model = checkpoint.load_model(place, torch.float32).eval()
+    rng = np.random.default_rng(0)
+    ids, mask = rng.integers(3, 300, (5, 21)), rng.integers(0, 2, (5, 20)).astype(np.float32)
+    with torch.no_grad():
+        log_p = model(torch.from_numpy(ids[:, :-1])).logits.log_softmax(-1)[torch.from_numpy(mask) > 0]
+    came = log_p.gather(1, torch.from_numpy(ids[:, 1:][mask > 0])[:, None])[:, 0]
+    for positions in (1000, 45, 7):
+        seen = Local(place, CPU, memory=positions * 16 * 307 / 1e9).see(Batch(ids, mask), 8)
+        np.testing.assert_allclose(seen.topk_logp.astype(np.float32), log_p.topk(8).values, atol=2e-2)
+        np.testing.assert_allclose(seen.tok_logp.astype(np.float32), came, atol=2e-2)
+    batch, seen = Local(place, CPU).write(ids[:, :4], Sampling(max_tokens=17, temperature=1.0, seed=0), 8)
+    assert np.array_equal(batch.ids[:, :4], ids[:, :4])
+    assert len(seen.tok_logp) == batch.mask.sum() > 0
 
 
 def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, text, tmp_path):

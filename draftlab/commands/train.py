@@ -241,7 +241,7 @@ def distill(
     arguments, began = recorded(locals())
     with waiting("distill: loading torch and transformers"):
         from draftlab import checkpoint
-        from draftlab.distill import run, sharded
+        from draftlab.distill import run, sharded, states
         from draftlab.distill.lesson import Reading, cached_lesson, served_teacher, target_lesson
         from draftlab.distill.loop import Settings
         from draftlab.distill.losses import parse_loss
@@ -297,17 +297,17 @@ def distill(
         like=source, config=checkpoint.read_config(source), began=began, force=force, lora=lora,
         vocab=checkpoint.vocab_size(target_dir) if target_dir else None, track=told,
     )  # fmt: skip
-    computing = training_dtype(dtype)
+    computing, device = training_dtype(dtype), checkpoint.resolve_device(space.device)
     settings = Settings.of(arguments, dtype=computing)
+    states.crew(None if space.device == "auto" else device)
     with run.claimed(job) as state:
         student = _student(source, lora, checkpointing, seed)
         if cache is not None:
             lesson = cached_lesson(cache, source, rows=rows, temperature=temperature)
         else:
             reading = Reading.of(
-                arguments, data=from_data, texts=texts, compared=compared,
-                device=checkpoint.resolve_device(space.device), dtype=computing,
-            )  # fmt: skip
+                arguments, data=from_data, texts=texts, compared=compared, device=device, dtype=computing
+            )
             teacher = served_teacher(connect(server, model, api_key_file), source, k) if server else None
             lesson = target_lesson(student, source, target_dir, reading, state, teacher)
         if reference is not None:

@@ -21,9 +21,14 @@ from draftlab.errors import UserError
 BEST = "best.safetensors"
 
 
-def crew() -> PartialState:
-    """The processes of this run, which are on CPUs where there is nothing else: accelerate must be told so."""
-    forced = parse_flag_from_env("ACCELERATE_USE_CPU")
+def crew(device: torch.device | None = None) -> PartialState:
+    """The processes of this run, which are on CPUs where there is nothing else: accelerate must be told so.
+
+    device: where a run in one process trains, if it is the first to ask; None leaves that to accelerate.
+    """
+    forced = parse_flag_from_env("ACCELERATE_USE_CPU") or (device is not None and device.type == "cpu")
+    if device is not None and device.type == "cuda" and device.index is not None and processes() == 1:
+        torch.cuda.set_device(device)
     return PartialState(cpu=forced or (processes() > 1 and not torch.accelerator.is_available()))
 
 

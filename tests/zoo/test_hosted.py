@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from draftlab import checkpoint
 from draftlab.engine.decoder import Hosted, feed, read
@@ -46,3 +47,17 @@ def test_a_text_longer_than_the_model_reads_is_refused(name, hosted):
     assert model.context == small(zoo()[name]).context
     with pytest.raises(UserError, match="do not fit the model's context of 256"):
         model.new_cache(1, 257)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2),
+        Mamba2Config(vocab_size=50, hidden_size=32, num_heads=8, head_dim=8, n_groups=1, num_hidden_layers=2),
+    ],
+    ids=["mamba", "mamba2"],
+)
+def test_a_model_without_attention_is_refused(config):
+    model = Hosted(AutoModelForCausalLM.from_config(config).eval())
+    with pytest.raises(UserError, match="has no attention whose cache could be cut off again"):
+        model.new_cache(1, 20)

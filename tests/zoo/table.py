@@ -20,8 +20,8 @@ IMPORT = """
 Weights of checkpoints with a * lie in `.bin` files: every command names the `draftlab import` to type first. GGUF files
 and PEFT adapters are imported in the same way.
 
-Models with recurrent layers: those that have attention, too (Qwen3-Next) teach and are traced, but `score` refuses them,
-because such layers cannot take tokens back. Those without (Mamba) are not decoded.
+Models with recurrent layers: those that have attention, too (Qwen3-Next) teach and are traced, but `score` refuses
+them, because such layers cannot take tokens back. Those without (Mamba) are not decoded.
 
 ## What keeps a family from being a source
 

@@ -1,5 +1,6 @@
 """Small random checkpoints of every family: each axis has a length of its own, so a transposed axis fails."""
 
+import math
 import os
 from pathlib import Path
 
@@ -87,6 +88,14 @@ def fp32(tmp_path_factory) -> Path:
     weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
     saving.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)
     return out
+
+
+def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4.0) -> float:
+    """What rounding can change of a value: as many errors of eps times magnitude as there are terms, at random.
+
+    factor: how far beyond that the largest of many values may lie; any order of summing stays below it.
+    """
+    return factor * torch.finfo(dtype).eps * math.sqrt(terms) * magnitude
 
 
 def lesson(teacher: GivenTeacher, batches: Batches, heldout: list[Batch]) -> Lesson:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build
+from conftest import build, rounding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -379,11 +379,12 @@ def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(ta
         return torch.cat([half.forward(part, cache)[0] for part in parts]).float()
 
     narrow = behind(1)
-    noise = max(float((behind(width) - narrow).abs().max()) for width in (2, 5))
-    assert 0 < noise < 0.5
+    noise = rounding(torch.bfloat16, 10 * half.shape.layers, float(narrow.std()))  # ten roundings a layer
+    assert all((behind(width) - narrow).abs().max() <= noise for width in (2, 5))  # nothing, where sums are serial
     gaps = narrow.amax(1) - narrow.gather(1, torch.tensor(text)[:, None])[:, 0]
     assert gaps.max() <= 2 * noise
-    assert (narrow.amax(1) - narrow.gather(1, (torch.tensor(text)[:, None] + 1) % 307)[:, 0]).max() > 2 * noise
+    others = narrow.amax(1) - narrow.gather(1, (torch.tensor(text)[:, None] + 1) % 307)[:, 0]
+    assert others.median() > 2 * noise
 
 
 def _halved(block: llama.Block) -> llama.Block:

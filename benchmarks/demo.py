@@ -13,8 +13,10 @@ from draftlab.record import Score, read_score
 
 def main(folder: Path = Path("runs/quickstart")) -> None:
     scores = [read_score(file) for file in sorted((folder / "score").glob("*/score.json"))]
-    made = {str(d.relative_to(folder)): provenance.read_record(d) for d in sorted(folder.glob("*/*")) + [folder / "score"]}
+    folders = [*sorted(folder.glob("pruned/*")), *sorted(folder.glob("distilled/*")), folder / "score"]
+    made = {str(path.relative_to(folder)): provenance.read_record(path) for path in folders}
     first = scores[0]
+    assert first.environment is not None
     found = {
         "command": "make demo",
         "processor": first.environment.processor,
@@ -28,11 +30,16 @@ def main(folder: Path = Path("runs/quickstart")) -> None:
 
 
 def _row(score: Score) -> dict[str, object]:
-    k, gain = score.best_k, score.gain
+    k, gain, shape = score.best_k, score.gain, score.draft.shape
     return {
+        "parameters": shape.params() if shape else None,
+        "pass_ms": score.draft_step_ms,
+        "target_pass_ms": score.target.latency[0].median_ms,
         "k": k,
-        "speedup": [gain.value, gain.low, gain.high],
         "tokens_per_target_pass": score.acceptance(k).mean_acceptance_length,
+        "tokens_per_second": score.output_tps(k),
+        "plain_tokens_per_second": score.output_tps(0),
+        "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
     }
 
 

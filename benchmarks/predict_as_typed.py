@@ -1,0 +1,107 @@
+"""profile, trace and predict against score, typed one after the other as a user does: how far off predictions are.
+
+On the embedded target with drafts that are cut and shortly distilled. Acceptance comes from a trace of the prompts that
+score decodes, so that what differs is the latencies: profiles are measured in a process and a minute of their own.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import environment
+from draftlab.console import note
+from draftlab.errors import UserError
+
+SHAPES = ("2x192", "4x192", "12x128")
+KS = "1-6"
+TEXTS = ("--prompts", "12", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
+
+
+def main(
+    mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
+    steps: Annotated[int, typer.Option(help="Of distilling each draft.")] = 40,
+    repeats: Annotated[int, typer.Option(help="Of the score.")] = 2,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        (work / "draftlab.yaml").write_text("target: tiny\nsource: tiny\ndata: stdlib\n")
+        for shape in SHAPES:
+            layers, width = shape.split("x")
+            cut = ("prune", "--layers", layers, "--width", width, "--tokens", "4096", "--out", f"cut-{shape}")
+            _type(work, *cut)
+            _type(work, "distill", "--draft", f"cut-{shape}", "--steps", str(steps), "--out", shape)
+        running = ("--mode", mode, "--threads", "1")
+        _type(work, "profile", "tiny", *SHAPES, "--k", "6", "--context", "64,112,160", *running, "--out", "profiles")
+        _type(work, "trace", "record", *TEXTS, "--out", "texts")
+        drafts = [word for shape in SHAPES for word in ("--draft", shape)]
+        _type(work, "trace", "replay", "texts", *drafts, "--k", "6", "--out", "replays")
+        found = []
+        for shape in SHAPES:
+            rows = _predicted(work, shape)
+            scored = _type(
+                work, "score", "--draft", shape, "--k", KS, *TEXTS, *running, "--repeats", str(repeats),
+                "--tasks", "none", "--out", f"score-{shape}", "--json",
+            )  # fmt: skip
+            found += [_row(shape, row, rows[row["num_speculative_tokens"]]) for row in scored["scores"]]
+    errors = [abs(row["error"]) for row in found]
+    print(
+        json.dumps(
+            {
+                "benchmark": "predict_as_typed", "target": "tiny", "mode": mode, "distilled_steps": steps,
+                "median_error": median(errors), "largest_error": max(errors),
+                "mean_signed_error": sum(row["error"] for row in found) / len(found),
+                "inside_measured_interval": sum(row["inside"] for row in found) / len(found), "rows": found,
+                "best_k": _best(found), "environment": environment(1),
+            }
+        )
+    )  # fmt: skip
+
+
+def _predicted(work: Path, shape: str) -> dict[int, dict[str, Any]]:
+    read = _type(
+        work, "predict", "--draft-profile", f"profiles/{shape}.yaml", "--target-profile", "profiles/tiny.yaml",
+        "--replay", f"replays/{shape}", "--k", KS, "--json",
+    )  # fmt: skip
+    return {row["k"]: row for row in read["predictions"][0]["rows"]}
+
+
+def _row(shape: str, measured: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
+    value, speedup = predicted["speedup"]["value"], measured["speedup"]
+    return {
+        "draft": shape, "k": measured["num_speculative_tokens"], "measured": speedup,
+        "measured_low": measured["speedup_low"], "measured_high": measured["speedup_high"], "predicted": value,
+        "error": value / speedup - 1, "inside": measured["speedup_low"] <= value <= measured["speedup_high"],
+        "length_measured": measured["tokens_per_target_pass"], "length_predicted": predicted["length"]["value"],
+    }  # fmt: skip
+
+
+def _best(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """The fastest K of each draft, predicted and measured."""
+    return {
+        shape: {
+            side: max((row for row in rows if row["draft"] == shape), key=lambda row: row[side])["k"]
+            for side in ("predicted", "measured")
+        }
+        for shape in SHAPES
+    }
+
+
+def _type(work: Path, *words: str) -> dict[str, Any]:
+    """Run a command; what it prints for programs, if it was asked to."""
+    note("draftlab " + " ".join(words))
+    done = subprocess.run(
+        [sys.executable, "-m", "draftlab", *words], cwd=work, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise UserError(f"draftlab {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return json.loads(done.stdout) if "--json" in words else {}
+
+
+if __name__ == "__main__":
+    typer.run(main)

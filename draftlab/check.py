@@ -84,6 +84,7 @@ def files(draft: Path, target: Path, runtimes: list[Runtime]) -> list[Finding]:
     Raises:
         UserError: one of them cannot be read at all.
     """
+    checkpoint.check(draft)
     mine, its, size = Side.of(draft), Side.of(target), size_of(draft)
     shape = size if isinstance(size, Shape) else None
     found = [*_ids(mine, its), *_special(mine, its), *_padding(mine, its), *_template(mine, its)]

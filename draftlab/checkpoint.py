@@ -62,6 +62,29 @@ def read_shape(directory: Path) -> Shape:
     return shape
 
 
+def check(directory: Path) -> None:
+    """Refuse a checkpoint that cannot be loaded, before anything is made; no tensor is read.
+
+    Raises:
+        UserError: broken files, quantised weights, or tensors that config.json says otherwise.
+    """
+    config = read_config(directory)
+    if "quantization_config" in config and torch.cuda.is_available():
+        return  # transformers may load it there
+    try:
+        read_shape(directory)
+    except OtherArchitecture:
+        weights, model = Weights(directory), skeleton(config, torch.float32)
+        built = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        for name in built.keys() & set(weights):
+            if weights.shape(name) != built[name]:
+                found, want = weights.shape(name), built[name]
+                raise UserError(f"{directory}: {name} is {found}, its config.json says {want}") from None
+        lacking = sorted(built.keys() - set(weights) - {"lm_head.weight"})
+        if lacking and set(weights) <= built.keys():  # else transformers gives tensors other names
+            raise UserError(f"{directory} has no {lacking[0]}{_more(lacking)}, which its config.json says") from None
+
+
 def planned_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint, by its config alone where its weights are not here: a plan needs none.
 

@@ -18,6 +18,7 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
         UserError: out exists with something in it and force is off, or it cannot be written.
     """
     check_free(out, force=force)
+    new = missing_folders(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -34,6 +35,19 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
         raise UserError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        forget(new)
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """Return the folders above path that are not there, the lowest first."""
+    return [folder for folder in path.parents if not folder.exists()]
+
+
+def forget(folders: list[Path]) -> None:
+    """Remove those of the folders in which nothing is."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _umask() -> int:

@@ -144,7 +144,7 @@ def test_what_cannot_be_had_says_why_and_what_to_type(served, cache, name, words
     [
         ("prune", "--source", "lab/sharded", "--layers", "2", "--dry-run"),
         ("distill", "--draft", "lab/sharded", "--target", "lab/sharded", "--dry-run"),
-        ("train", "--model", "lab/sharded", "--data", "stdlib", "--out", "out", "--dry-run"),
+        ("train", "--model", "lab/sharded", "--data", "stdlib", "--seq-len", "64", "--out", "out", "--dry-run"),
         ("medusa", "--target", "lab/sharded", "--dry-run"),
         ("cache", "build", "--target", "lab/sharded", "--dry-run"),
         ("trace", "record", "--target", "lab/sharded", "--prompt-file", "prompts.jsonl", "--dry-run"),

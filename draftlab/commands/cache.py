@@ -67,7 +67,7 @@ def build(
         hub.check_data(data or space.data)
 
     with waiting("cache build: loading torch and transformers"):
-        from draftlab import provenance
+        from draftlab import checkpoint, provenance
         from draftlab.distill import cache, origin
         from draftlab.outline import size_of
         from draftlab.tokenizer import known_ids
@@ -95,6 +95,8 @@ def build(
         data=data or space.data, text=text, sequences=sequences, seq_len=seq_len, prompt_tokens=prompt_tokens,
         temperature=sample_temperature, k=k, seed=seed,
     )  # fmt: skip
+    if server is None:
+        checkpoint.check(directory)
     whose, notes, inputs = _origin(
         directory, server, model, api_key_file, sample_temperature if text == "target" else None,
         dtype=dtype, device_map=device_map, memory=memory,

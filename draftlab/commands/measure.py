@@ -224,6 +224,8 @@ def score(
         )
         work = f"at most {count} generations of {max_new_tokens} tokens"
         return plan(out, {"target": _described(place), **shapes, "work": work})
+    for directory in (place, *given.values(), *named):
+        checkpoint.check(directory)
     with contextlib.ExitStack() as stack:
         measuring = replace(measuring, drafts=rounded_drafts(drafts, stack))
         scores = run.score(measuring, out=out, arguments=arguments, began=began, force=force)

@@ -66,9 +66,9 @@ def medusa(
     if dry_run:
         weights = heads * shape.hidden**2
         return plan(out, {"heads": f"{heads} of {weights // heads:,} parameters each", "steps": steps})
+    checkpoint.check(place)
     identity = arguments | {"command": "medusa", "inputs": [provenance.fingerprint(place)]}
     state = run.state_of(out)
-    run.claim_state(state, identity)
     tokenizer = checkpoint.load_tokenizer(place)
     computing = training_dtype(dtype)
     model = checkpoint.load_model(place, checkpoint.DTYPES[computing], cast(Any, states.crew().device))

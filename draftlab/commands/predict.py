@@ -92,6 +92,9 @@ def profile(
         points = len(grid.widths) * len(grid.batches) * len(grid.contexts)
         work = points * repeats * len(facts)
         return plan(out, facts | {"passes": work, "memory": f"{sum(held.values()) / 1e9:.3g} GB"})
+    for found in subjects.values():
+        if isinstance(found, Path):
+            checkpoint.check(found)
     profiles = profiling.run(measuring, out=out, arguments=arguments, began=began, force=force)
     data = {"out": str(out), "profiles": [p.model_dump() for p in profiles]}
     return Outcome(path=out, show=[*(_profile_table(p) for p in profiles), str(out)], data=data)

@@ -108,6 +108,7 @@ def export(
     from draftlab.export import run
 
     place = hub.locate(draft or newest_draft(space))
+    checkpoint.check(place)
     out = out or space.runs / f"export-{hub.called(place)}-{kind if to in ('gguf', 'llama.cpp') else to}"
     checkpoint.check_free(out, force=force)
     device = checkpoint.resolve_device(space.device)

@@ -108,6 +108,7 @@ def record(
         served = recording.ServedWriter(connect(server, model, api_key_file), how, top, place)
         manifest = recording.run(out, served.about(), lambda: served, given, how, top=top, tokenizer_from=place)
     else:
+        checkpoint.check(place)
         check_room(given.longest, max_new_tokens, context_of(place))
         device = checkpoint.resolve_device(space.device)
         weights = checkpoint.resolve_dtype(dtype or space.dtype, device)

@@ -111,6 +111,8 @@ def train(
     if dry_run:
         cost = training_cost(start, None, tokens=steps * rows * seq_len, seq_len=seq_len)
         return plan(out, {"model": start.describe()} | cost)
+    if model:
+        checkpoint.check(source)
     student = checkpoint.load_model(source, torch.float32) if model else checkpoint.new_model(config, seed)
     batches = open_batches(text, tok, rows=rows, seq_len=seq_len, steps=steps, seed=seed)
     heldout = open_heldout(text, tok, rows=rows, seq_len=seq_len, most_rows=512)
@@ -292,6 +294,9 @@ def distill(
         small, teaching = size_of(source), size_of(target_dir) if target_dir else None
         cost = training_cost(small, teaching, tokens=steps * rows * seq_len, seq_len=seq_len)
         return plan(out, {"draft": small.describe(), "target": teaching.describe() if teaching else "none"} | cost)
+    for place in (source, target_dir, reference):
+        if place is not None:
+            checkpoint.check(place)
     job = run.Job(
         command="distill", arguments=arguments, inputs=[p for p in (source, target_dir, cache) if p], out=out,
         like=source, config=checkpoint.read_config(source), began=began, force=force, lora=lora,

@@ -251,12 +251,12 @@ def write_shards(
             raise UserError(f"{directory} holds another cache; choose another --out, or remove it")
         manifest = held
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         while manifest.sequences < manifest.planned:
             advance(manifest.sequences)
             number = len(manifest.shards)
             batch, entries = make(number)
             tensors = _shard(batch, entries)
+            directory.mkdir(parents=True, exist_ok=True)
             writing, file = directory / f".{_name(number)}.writing", directory / _name(number)
             save_file(tensors, writing)
             shard = Shard(

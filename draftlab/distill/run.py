@@ -20,6 +20,7 @@ from draftlab.distill.evaluate import Length
 from draftlab.distill.loop import Constraint, EvalRecord, Lesson, Settings, StepRecord, train
 from draftlab.distill.track import Trackers, tracked
 from draftlab.errors import UserError
+from draftlab.output import forget, missing_folders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +126,14 @@ def claimed(job: Job) -> Iterator[Path]:
     Raises:
         UserError: it belongs to another run and force is off, or cannot be written.
     """
+    new = missing_folders(job.state)
     claim_state(job.state, job.identity, force=job.force)
     try:
         yield job.state
     finally:
         if states.crew().is_main_process and [file.name for file in job.state.glob("*")] == ["run.json"]:
             shutil.rmtree(job.state)
+            forget(new)
 
 
 def fit_and_write(job: Job, student: PreTrainedModel, lesson: Lesson, settings: Settings, **notes: object) -> Fitted:

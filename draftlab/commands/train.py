@@ -241,6 +241,8 @@ def distill(
 ) -> Outcome:
     """Train a draft to agree with the target."""
     arguments, began = recorded(locals())
+    if cache is None and online is None:
+        hub.check_data(data or workspace.load().data)  # before torch is imported
     with waiting("distill: loading torch and transformers"):
         from draftlab import checkpoint
         from draftlab.distill import run, sharded, states

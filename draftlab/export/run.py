@@ -57,7 +57,8 @@ def check(plan: Plan) -> None:
     """Refuse what cannot come out right, before anything is written.
 
     Raises:
-        UserError: another vocabulary than the target's, a type that is not known, or a runtime that is not there.
+        UserError: another vocabulary than the target's, an architecture or type that GGUF does not have, or a runtime
+            that is not there.
     """
     common_vocabulary(plan.draft, plan.target)
     if plan.verify_with is not None:
@@ -67,6 +68,7 @@ def check(plan: Plan) -> None:
             raise UserError(f"no program at {plan.verify_with}")
     if plan.as_gguf:
         gguf.library()
+        gguf.architecture(plan.draft)
         known = (*gguf.TYPES, *gguf.K_TYPES)
         if plan.kind not in known:
             raise UserError(f"no type {plan.kind!r}{did_you_mean(plan.kind, known)}")

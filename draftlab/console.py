@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,26 @@ def note(text: str) -> None:
     if not is_main_process():
         return
     Console(stderr=True, soft_wrap=True).print(text, style="dim", highlight=False, markup=False)
+
+
+def pulse(what: str, seconds: float = 5.0) -> Callable[[], None]:
+    """Return what to call at each step of work whose length nobody knows: now and then it says how many there were.
+
+    It speaks where stderr was when it was made, also while that is sent elsewhere.
+    """
+    console, count = Console(file=sys.stderr, soft_wrap=True), 0
+    started = said = time.monotonic()
+
+    def beat() -> None:
+        nonlocal count, said
+        count += 1
+        if time.monotonic() - said > seconds and is_main_process():
+            said = time.monotonic()
+            console.print(
+                f"{what}: {count} passes in {said - started:.0f} s", style="dim", highlight=False, markup=False
+            )
+
+    return beat
 
 
 @contextlib.contextmanager

@@ -6,7 +6,9 @@ column), or a path to ``.txt``, ``.py``, ``.jsonl`` or a folder of these. A mixt
 ``stdlib=0.5,packages=0.5``.
 """
 
+import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -310,8 +312,10 @@ def prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length
     """
     source = first_source(spec)
     docs = documents(source, "heldout")
-    ids = [tokenizer(d.text, verbose=False)["input_ids"] for d in docs]
-    cut = [i[at : at + length] for at in range(0, 16 * length, 2 * length) for i in ids if len(i) >= at + 2 * length]
+    ids = functools.cache(lambda i: tokenizer(docs[i].text, verbose=False)["input_ids"])
+    places = itertools.product(range(0, 16 * length, 2 * length), range(len(docs)))
+    starts = (ids(i)[at : at + length] for at, i in places if len(ids(i)) >= at + 2 * length)
+    cut = list(itertools.islice(starts, count))
     if len(cut) < count:
         raise UserError(f"data {source!r}: held-out text gives {len(cut)} prompts of {length} tokens, {count} wanted")
     order = np.random.default_rng(seed).permutation(count)

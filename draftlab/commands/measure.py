@@ -31,6 +31,7 @@ from draftlab.commands.shared import (
     recorded,
     rounded_drafts,
 )
+from draftlab.console import waiting
 from draftlab.errors import UserError
 from draftlab.shape import parse_numbers
 
@@ -127,18 +128,20 @@ def score(
     place = place or hub.locate(target or space.target, weights=not (served_here or dry_run))
     text = data or space.data if prompt_file else hub.check_data(data or space.data)
 
-    from draftlab import checkpoint
-    from draftlab.dialect import Sampling
-    from draftlab.engine import medusa
-    from draftlab.engine.decoder import chosen_mode
-    from draftlab.engine.verify import Warp
-    from draftlab.score import drafters, recording, run, served
-    from draftlab.score.code_tasks import OWN_TASKS
-    from draftlab.tokenizer import common_vocabulary
+    with waiting("loading torch and transformers"):
+        from draftlab import checkpoint
+        from draftlab.dialect import Sampling
+        from draftlab.engine import medusa
+        from draftlab.engine.decoder import chosen_mode
+        from draftlab.engine.verify import Warp
+        from draftlab.score import drafters, recording, run, served
+        from draftlab.score.code_tasks import OWN_TASKS
+        from draftlab.tokenizer import common_vocabulary
 
     def chosen() -> "Prompts":
-        reader = checkpoint.load_tokenizer(place)
-        return recording.chosen(prompt_file, text, reader, prompts, prompt_tokens, seed)
+        with waiting(f"reading prompts of {prompt_file or text}"):
+            reader = checkpoint.load_tokenizer(place)
+            return recording.chosen(prompt_file, text, reader, prompts, prompt_tokens, seed)
 
     if served_here:
         if parse_numbers(batch) != [1] or draft_int8 or mode != "eager":

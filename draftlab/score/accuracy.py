@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from draftlab.checkpoint import load_tokenizer
+from draftlab.console import pulse
 from draftlab.engine.decoder import Decoder
 from draftlab.errors import UserError, did_you_mean
 from draftlab.record import TaskResult
@@ -83,14 +84,14 @@ def evaluate_tasks(
         context: window of the two code tasks in tokens, at most the model's own, which lm-eval's tasks get.
         write: what writes the answers of generation tasks, instead of the model alone.
     """
-    tokenizer = load_tokenizer(directory)
+    tokenizer, beat = load_tokenizer(directory), pulse(f"lm-eval on {directory.name}")
     results: list[TaskResult] = []
     with _quiet(), _seeded(tasks.seed):
         if tasks.own["tasks"]:
-            lm = code_model(model, directory, tokenizer, min(context, model.context))
+            lm = code_model(model, directory, tokenizer, min(context, model.context), beat)
             results += _evaluate(lm, tasks.own, tasks.limit, tasks.seed)
         if tasks.registered["tasks"]:
-            lm = language_model(model, directory, tokenizer, write, tasks.seed)
+            lm = language_model(model, directory, tokenizer, write, tasks.seed, beat)
             results += _evaluate(lm, tasks.registered, tasks.limit, tasks.seed)
     return results
 

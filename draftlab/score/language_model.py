@@ -59,11 +59,17 @@ def writer(
 
 
 def language_model(
-    model: Decoder, directory: Path, tokenizer: PreTrainedTokenizerBase, write: Write | None = None, seed: int = 0
+    model: Decoder,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    write: Write | None = None,
+    seed: int = 0,
+    beat: Callable[[], None] = lambda: None,
 ) -> "LM":
     """lm-eval's HFLM, so that numbers compare with published ones, on the weights of model.
 
-    write: what writes the answers of generation tasks, instead of the model alone; greedy ones only.
+    write: what writes the answers of generation tasks, instead of the model alone; greedy ones only. beat: called at
+    every pass over a batch.
     """
     hflm = _hflm()
 
@@ -71,9 +77,11 @@ def language_model(
         """The passes and the writing are the decoder's; all else is HFLM's."""
 
         def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+            beat()
             return read(model, inps, last=0)
 
         def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **how: Any) -> Tensor:
+            beat()
             if write is None and isinstance(model, Hosted):
                 return super()._model_generate(context, max_length, stop, **how)
             sampling = _sampling(how, max_length - context.shape[1], seed)
@@ -88,7 +96,13 @@ def language_model(
     return _around(Engine, model, directory, tokenizer)
 
 
-def code_model(model: Decoder, directory: Path, tokenizer: PreTrainedTokenizerBase, window: int) -> "LM":
+def code_model(
+    model: Decoder,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    window: int,
+    beat: Callable[[], None] = lambda: None,
+) -> "LM":
     """The same, set right for code: choices begin at a token of the whole text, and bos stands once in front.
 
     HFLM encodes a context alone, without its closing white space, and counts its tokens off the whole. Where a token
@@ -99,12 +113,17 @@ def code_model(model: Decoder, directory: Path, tokenizer: PreTrainedTokenizerBa
 
     class Code(hflm):
         def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+            beat()
             return read(model, inps, last=0)
 
         def loglikelihood(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             groups = itertools.groupby((request.arguments for request in requests), key=lambda pair: pair[0])
             split = (_split(tokenizer, text, [pair[1] for pair in pairs], window) for text, pairs in groups)
-            return [score for prefix, rest in split for score in continuation_log_probs(model, prefix, rest)]
+            return [score for prefix, rest in split for score in scored(prefix, rest)]
+
+    def scored(prefix: list[int], continuations: list[list[int]]) -> list[tuple[float, bool]]:
+        beat()
+        return continuation_log_probs(model, prefix, continuations)
 
     return _around(Code, model, directory, tokenizer, max_length=window, add_bos_token=False)
 

@@ -14,7 +14,7 @@ from draftlab.errors import UserError
 from draftlab.hub import weight_files
 
 # Buffers that checkpoints of LLaMA 1 and 2 and their age hold and that no model reads: transformers makes them itself.
-BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|position_ids)$")
+BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
 PIECE_BYTES = 1 << 25
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -46,7 +46,7 @@ class Weights(Mapping[str, Tensor]):
                 raise UserError(f"{directory} holds {twice[0]!r} twice: in {seen[twice[0]].name} and {file.name}")
             seen |= dict.fromkeys(headers, file)
             for name, (shape, stored) in headers.items():
-                if (listed is None or name in listed) and not BUFFERS.search(name):
+                if (listed is None or name in listed) and not BUFFERS.search(name) and stored != "BOOL":
                     self._files[name], self._shapes[name], self._stored[name] = file, shape, stored
 
     def __getitem__(self, name: str) -> Tensor:

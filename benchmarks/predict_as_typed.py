@@ -18,15 +18,17 @@ from benchmarks import environment
 from draftlab.console import note
 from draftlab.errors import UserError
 
-SHAPES = ("2x192", "4x192", "12x128")
-KS = "1-6"
-TEXTS = ("--prompts", "12", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
+SHAPES = ("2x192", "12x128")
+KS = "1,2,3,4,6"
+TEXTS = ("--prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
+
+FEW = ("--rows", "16", "--seq-len", "128", "--dtype", "float32")
 
 
 def main(
     mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
-    steps: Annotated[int, typer.Option(help="Of distilling each draft.")] = 40,
-    repeats: Annotated[int, typer.Option(help="Of the score.")] = 2,
+    steps: Annotated[int, typer.Option(help="Of distilling each draft.")] = 30,
+    repeats: Annotated[int, typer.Option(help="Of the score.")] = 1,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -35,7 +37,7 @@ def main(
             layers, width = shape.split("x")
             cut = ("prune", "--layers", layers, "--width", width, "--tokens", "4096", "--out", f"cut-{shape}")
             _type(work, *cut)
-            _type(work, "distill", "--draft", f"cut-{shape}", "--steps", str(steps), "--out", shape)
+            _type(work, "distill", "--draft", f"cut-{shape}", "--steps", str(steps), *FEW, "--out", shape)
         running = ("--mode", mode, "--threads", "1")
         _type(work, "profile", "tiny", *SHAPES, "--k", "6", "--context", "64,112,160", *running, "--out", "profiles")
         _type(work, "trace", "record", *TEXTS, "--out", "texts")

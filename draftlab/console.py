@@ -31,24 +31,30 @@ def note(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(text, style="dim", highlight=False, markup=False)
 
 
-def pulse(what: str, seconds: float = 5.0) -> Callable[[], None]:
-    """Return what to call at each step of work whose length nobody knows: now and then it says how many there were.
+@contextlib.contextmanager
+def pulse(what: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
+    """Say every so many seconds that work of unknown length goes on; the yielded function counts its steps.
 
-    It speaks where stderr was when it was made, also while that is sent elsewhere.
+    It speaks where stderr is now, also while that is sent elsewhere.
     """
-    console, count = Console(file=sys.stderr, soft_wrap=True), 0
-    started = said = time.monotonic()
+    console, done, count, started = Console(file=sys.stderr, soft_wrap=True), threading.Event(), 0, time.monotonic()
+
+    def speak() -> None:
+        while not done.wait(seconds):
+            passes = f"{count} passes in " if count else ""
+            text = f"{what}: {passes}{time.monotonic() - started:.0f} s"
+            console.print(text, style="dim", highlight=False, markup=False)
 
     def beat() -> None:
-        nonlocal count, said
+        nonlocal count
         count += 1
-        if time.monotonic() - said > seconds and is_main_process():
-            said = time.monotonic()
-            console.print(
-                f"{what}: {count} passes in {said - started:.0f} s", style="dim", highlight=False, markup=False
-            )
 
-    return beat
+    if is_main_process():
+        threading.Thread(target=speak, daemon=True).start()
+    try:
+        yield beat
+    finally:
+        done.set()
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
 """Laws of the two code tasks and of what goes through lm-eval; models are small and random, text is the stdlib's."""
 
+import contextlib
 import functools
+import io
 import json
 import logging
 import math
 import random
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from typer.testing import CliRunner
 from draftlab import llama
 from draftlab.checkpoint import load_model, load_tokenizer
 from draftlab.cli import app
+from draftlab.console import pulse
 from draftlab.data import Document, documents, open_heldout
 from draftlab.engine.decoder import Decoder, Hosted
 from draftlab.errors import UserError
@@ -361,3 +365,13 @@ def test_the_code_tasks_of_a_mixture_are_of_its_first_source(text_dir: Path):
     alone = prepare(["code_bits_per_byte"], limit=2, data=str(text_dir))
     texts = [[doc["text"] for doc in t.own["tasks"]["code_bits_per_byte"].test_docs()] for t in (mixed, alone)]
     assert texts[0] == texts[1]
+
+
+def test_evaluating_says_that_it_goes_on(capsys: pytest.CaptureFixture[str]):
+    with pulse("lm-eval", seconds=0.05) as beat, contextlib.redirect_stderr(io.StringIO()):
+        beat()
+        time.sleep(0.4)
+    said = capsys.readouterr().err.splitlines()
+    assert set(said) == {"lm-eval: 1 passes in 0 s"}
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""

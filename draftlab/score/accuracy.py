@@ -84,9 +84,8 @@ def evaluate_tasks(
         context: window of the two code tasks in tokens, at most the model's own, which lm-eval's tasks get.
         write: what writes the answers of generation tasks, instead of the model alone.
     """
-    tokenizer, beat = load_tokenizer(directory), pulse(f"lm-eval on {directory.name}")
-    results: list[TaskResult] = []
-    with _quiet(), _seeded(tasks.seed):
+    tokenizer, results = load_tokenizer(directory), list[TaskResult]()
+    with pulse(f"lm-eval on {directory.name}") as beat, _quiet(), _seeded(tasks.seed):
         if tasks.own["tasks"]:
             lm = code_model(model, directory, tokenizer, min(context, model.context), beat)
             results += _evaluate(lm, tasks.own, tasks.limit, tasks.seed)

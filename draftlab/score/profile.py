@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab import checkpoint, llama, memory, provenance
-from draftlab.console import note, progress
+from draftlab.console import note, progress, pulse
 from draftlab.cost import Again, Mode, Point, Profile, read_weights, write_profile
 from draftlab.engine.decoder import Decoder, Holds, Hosted, check_mode, in_mode, load
 from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, speculative
@@ -142,7 +142,7 @@ def run(
     busy, cores = os.getloadavg()[0], os.cpu_count() or 1
     if busy > cores:
         note(f"the machine is busy: load {busy:.1f} on {cores} cores; what is measured now is slower and spreads more")
-    with progress("rounds", plan.grid.repeats) as advance:
+    with pulse("passes"), progress("rounds", plan.grid.repeats) as advance:
         curves = measure(
             models, plan.grid, mode=plan.mode, clock=steady_clock(plan.device), advance=lambda done: advance(done, "")
         )

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from draftlab import checkpoint, hub, llama, memory, provenance
-from draftlab.console import note, progress
+from draftlab.console import note, progress, pulse
 from draftlab.cost import Mode
 from draftlab.engine.decoder import Decoder, Hosted, context_of, in_mode, load, vocab_of
 from draftlab.engine.generate import ModelDrafter, Sampling
@@ -211,14 +211,11 @@ def _latency(models: dict[str, Decoder], plan: Plan, batch: int) -> dict[str, li
         return {}
     widths = [1, *(k + 1 for k in plan.ks)]
     note(f"latency of {len(own)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
-    return measure_latency(
-        own,
-        widths=widths,
-        context=_context(plan),
-        passes=LATENCY_PASSES,
-        batch=batch,
-        clock=steady_clock(plan.device),
-    )
+    with pulse("latency"):
+        return measure_latency(
+            own, widths=widths, context=_context(plan), passes=LATENCY_PASSES, batch=batch,
+            clock=steady_clock(plan.device),
+        )  # fmt: skip
 
 
 def _ways(target: Decoder, loaded: Loaded) -> dict[str, Way]:

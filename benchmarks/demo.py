@@ -25,6 +25,7 @@ def main(folder: Path = Path("runs/quickstart")) -> None:
         "threads": first.conditions.threads,
         "seconds": {name: record.seconds for name, record in made.items() if record is not None},
         "drafts": {score.name: _row(score) for score in scores},
+        "acceptance": {name: _learnt(record) for name, record in made.items() if record and "distilled" in name},
     }
     print(json.dumps(found, indent=1))
 
@@ -36,11 +37,19 @@ def _row(score: Score) -> dict[str, object]:
         "pass_ms": score.draft_step_ms,
         "target_pass_ms": score.target.latency[0].median_ms,
         "k": k,
-        "tokens_per_target_pass": score.acceptance(k).mean_acceptance_length,
+        "tokens_per_target_pass": score.tokens_per_pass(k),
         "tokens_per_second": score.output_tps(k),
         "plain_tokens_per_second": score.output_tps(0),
         "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
     }
+
+
+def _learnt(record: provenance.Record) -> dict[str, object]:
+    """Return held-out acceptance before and after distilling, and the tokens that took."""
+    before, after = record.notes["before"], record.notes["after"]
+    assert isinstance(before, dict)
+    assert isinstance(after, dict)
+    return {"before": before["acceptance"], "after": after["acceptance"], "tokens": record.notes["tokens"]}
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     result: dict[str, object] = _mask_cost(mask_steps) if mask_steps else {}
+    result |= _float16_cost(threads)
     if seven_b:
         source = folder / "llama-7b-shape"
         _write_source(source)
@@ -99,6 +100,26 @@ class _Rows:
     def batch(self, step: int) -> Batch:
         ids = np.random.default_rng(step).integers(3, 4000, (8, 257))
         return Batch(ids, np.ones((8, 256), dtype=np.float32))
+
+
+def _float16_cost(threads: int) -> dict[str, object]:
+    """Return CPU seconds of pruning the embedded target stored as float16 and as bfloat16, and their ratio."""
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in ("bfloat16", "float16"):
+            source = Path(folder) / dtype
+            weights = checkpoint.Weights(checkpoint.locate("tiny"))
+            cast = ((name, weights[name].to(checkpoint.DTYPES[dtype])) for name in weights)
+            source.mkdir()
+            saving.write_checkpoint(source, checkpoint.read_config(weights.directory), cast, weights.directory)
+            words = ["prune", "--source", str(source), "--layers", "4", "--width", "192", "--data", "stdlib"]
+            draftlab = [str(Path(sys.executable).with_name("draftlab")), *words, "--tokens", "16384", "--out", "draft"]
+            before = os.times()
+            environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
+            subprocess.run([*draftlab, "--force"], cwd=folder, check=True, env=environ)
+            after = os.times()
+            seconds[dtype] = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"prune_cpu_seconds": seconds, "float16_over_bfloat16": seconds["float16"] / seconds["bfloat16"]}
 
 
 def _mask_cost(pairs: int) -> dict[str, object]:

@@ -24,7 +24,7 @@ demo() { # MODE: runs the recipe and checks what it left
     bare .venv/bin/python - "$1" <<'END'
 import json, pathlib, sys
 scores = [json.loads(file.read_text()) for file in pathlib.Path("runs/quickstart/score").glob("*/score.json")]
-assert len(scores) == 2 and {score["conditions"]["mode"] for score in scores} == set(sys.argv[1:]), "mode"
+assert len(scores) == 4 and {score["conditions"]["mode"] for score in scores} == set(sys.argv[1:]), "mode"
 records = [json.loads(file.read_text()) for file in pathlib.Path("runs").rglob("draftlab.json")]
 assert len(records) == 6 and not any("git" in record["versions"] for record in records), "records"
 assert pathlib.Path("runs/quickstart/report/report.html").stat().st_size > 10_000

@@ -270,7 +270,7 @@ def distill(
         raise UserError(f"--cache {cache} brings its own text and the target's word on it; leave out {', '.join(idle)}")
     if online is not None:
         return _follow(arguments, began, dry_run)
-    arguments["seq_len"] = seq_len = seq_len or 256
+    seq_len = seq_len or 256
     if server is not None and (target or reweigh_every or "target" in texts):
         raise UserError(
             f"--server {server} is the target, and only looks at text; leave out --target and "
@@ -313,7 +313,13 @@ def distill(
             lesson = cached_lesson(cache, source, rows=rows, temperature=temperature)
         else:
             reading = Reading.of(
-                arguments, data=from_data, texts=texts, compared=compared, device=device, dtype=computing
+                arguments,
+                data=from_data,
+                texts=texts,
+                compared=compared,
+                seq_len=seq_len,
+                device=device,
+                dtype=computing,
             )
             teacher = served_teacher(connect(server, model, api_key_file), source, k) if server else None
             lesson = target_lesson(student, source, target_dir, reading, state, teacher)

@@ -326,7 +326,10 @@ def _keep_vocabulary(folder: Path, vocab: int, tokenizer_from: Path) -> None:
     for name in saving.TOKENIZER_FILES:
         if (tokenizer_from / name).is_file():
             shutil.copyfile(tokenizer_from / name, folder / name)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab}))
+    # the config decides the tokenizer's class, and the class adds tokens of its own
+    there = (tokenizer_from / "config.json").is_file()
+    config = checkpoint.read_config(tokenizer_from) if there else {}
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
 
 
 def _parts(arrays: dict[str, np.ndarray], offsets: str, *names: str) -> list[list[np.ndarray]]:

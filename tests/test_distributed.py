@@ -89,8 +89,8 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
     ("launcher", "words", "said"),
     [
         ("DEEPSPEED", ["train", "--data", "stdlib", "--out", "x", "--optimizer", "muon"], "--optimizer muon is two"),
-        ("FSDP", ["distill", "--optimizer", "muon"], "--optimizer muon is two optimisers, and FSDP takes one"),
-        ("FSDP", ["distill", "--pilot", "10"], "--pilot trains a draft several times"),
+        ("FSDP", ["distill", "--data", "stdlib", "--optimizer", "muon"], "--optimizer muon is two optimisers"),
+        ("FSDP", ["distill", "--data", "stdlib", "--pilot", "10"], "--pilot trains a draft several times"),
         ("DEEPSPEED", ["prune", "--method", "masks", "--layers", "3"], "--method masks bounds masks in place"),
     ],
 )

@@ -18,8 +18,8 @@ from benchmarks import environment
 from draftlab.console import note
 from draftlab.errors import UserError
 
-SHAPES = ("2x192", "12x128")
-KS = "1,2,3,4,6"
+SHAPES = ("2x192", "4x192", "12x128")
+KS = "1-6"
 TEXTS = ("--prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
 
 FEW = ("--rows", "16", "--seq-len", "128", "--dtype", "float32")
@@ -28,7 +28,7 @@ FEW = ("--rows", "16", "--seq-len", "128", "--dtype", "float32")
 def main(
     mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
     steps: Annotated[int, typer.Option(help="Of distilling each draft.")] = 30,
-    repeats: Annotated[int, typer.Option(help="Of the score.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Of the score.")] = 2,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -39,7 +39,7 @@ def main(
             _type(work, *cut)
             _type(work, "distill", "--draft", f"cut-{shape}", "--steps", str(steps), *FEW, "--out", shape)
         running = ("--mode", mode, "--threads", "1")
-        _type(work, "profile", "tiny", *SHAPES, "--k", "6", "--context", "64,112,160", *running, "--out", "profiles")
+        _type(work, "profile", "tiny", *SHAPES, "--k", "6", "--context", "64,112,168", *running, "--out", "profiles")
         _type(work, "trace", "record", *TEXTS, "--out", "texts")
         drafts = [word for shape in SHAPES for word in ("--draft", shape)]
         _type(work, "trace", "replay", "texts", *drafts, "--k", "6", "--out", "replays")

@@ -13,8 +13,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from draftlab.plots import Panel, save_figure
-from draftlab.record import Score, read_score
+from draftlab.results.plots import Panel, save_figure
+from draftlab.results.score import Score, read_score
 
 DRAWS = 4000
 

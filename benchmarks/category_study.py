@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.compare import category_rows
-from draftlab.plots import Panel, save_figure
-from draftlab.record import Score, read_score
+from draftlab.results.compare import category_rows
+from draftlab.results.plots import Panel, save_figure
+from draftlab.results.score import Score, read_score
 
 
 def main(

@@ -7,8 +7,8 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint
-from draftlab.score.profile import bandwidth_gbs, device_name, matrix_tflops
+from draftlab.latency.profiler import bandwidth_gbs, device_name, matrix_tflops
+from draftlab.model import checkpoint
 
 
 def main(

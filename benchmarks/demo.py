@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from draftlab import provenance
-from draftlab.record import Score, read_score
+from draftlab.results.score import Score, read_score
 
 
 def main(folder: Path = Path("runs/quickstart")) -> None:

@@ -15,14 +15,14 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint
 from draftlab.commands.shared import shape_of
 from draftlab.console import note
-from draftlab.cost import BYTES, Mode, read_weights
-from draftlab.family import family
-from draftlab.plots import Panel, save_figure
-from draftlab.score.profile import device_name, measure_latency, random_model
-from draftlab.shape import Shape, parse_count, parse_numbers
+from draftlab.latency.cost_model import BYTES, Mode, read_weights
+from draftlab.latency.profiler import device_name, measure_latency, random_model
+from draftlab.model import checkpoint
+from draftlab.model.families import family
+from draftlab.model.shape import Shape, parse_count, parse_numbers
+from draftlab.results.plots import Panel, save_figure
 
 
 def main(

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from benchmarks import environment
 from draftlab.console import note
-from draftlab.distill.fused import BUDGET, Dense, TopK, fused_loss
+from draftlab.distill.fused_loss import BUDGET, Dense, TopK, fused_loss
 from draftlab.distill.losses import parse_loss
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)")

@@ -17,13 +17,13 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks import environment
-from draftlab import checkpoint
 from draftlab.console import note
 from draftlab.distill.evaluate import Length
-from draftlab.distill.lesson import Author, Reading, Replayed, target_lesson
-from draftlab.distill.loop import EvalRecord, Settings, StepRecord, train
-from draftlab.distill.text import parse_texts
-from draftlab.tokenizer import known_ids
+from draftlab.distill.on_policy import parse_texts
+from draftlab.distill.trainer import EvalRecord, Settings, StepRecord, train
+from draftlab.distill.training_setup import Author, Reading, Replayed, target_lesson
+from draftlab.model import checkpoint
+from draftlab.model.tokenizer import known_ids
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)", "fkl@0.2 -> lk(3)", "fkl@0.5 -> tvd", "ce")
 TEXTS = ("target", "draft", "data=0.5,draft=0.5", "target=0.5,draft=0.5")

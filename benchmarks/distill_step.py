@@ -24,11 +24,11 @@ import typer
 from transformers import PreTrainedModel, TrainerCallback
 
 from benchmarks import environment
-from draftlab import checkpoint
 from draftlab.console import note
 from draftlab.data import HeldOut, TokenBatches, open_batches
-from draftlab.distill.lesson import cached_lesson
-from draftlab.distill.loop import Lesson, Settings, StepRecord, train
+from draftlab.distill.trainer import Lesson, Settings, StepRecord, train
+from draftlab.distill.training_setup import cached_lesson
+from draftlab.model import checkpoint
 
 TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
 WIDE, SMALL = (3, 256), (2, 192)  # layers and width: a good draft; one with an eighth of the target's operations

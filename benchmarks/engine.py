@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from benchmarks import environment
-from draftlab import checkpoint, llama
 from draftlab.console import progress
-from draftlab.cost import read_weights
 from draftlab.data import prompts as read_prompts
-from draftlab.engine.decoder import in_mode
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
-from draftlab.llama import Llama
-from draftlab.score.profile import device_name, in_turns, steady_clock
+from draftlab.latency.cost_model import read_weights
+from draftlab.latency.profiler import device_name, in_turns, steady_clock
+from draftlab.model import checkpoint, llama
+from draftlab.model.hf_decoder import in_mode
+from draftlab.model.llama import Llama
 
 COLUMNS = 4096  # of the matrix that the floor reads
 Spoken = tuple[list[int], list[int]]  # tokens, and the accepted ones of each step with a draft

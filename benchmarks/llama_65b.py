@@ -13,9 +13,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from draftlab.cost import Cost, parse_profile
-from draftlab.plots import COLOURS, MARKERS
-from draftlab.score.predict import assumed, best_k, predict
+from draftlab.latency.cost_model import Cost, parse_profile
+from draftlab.latency.predict import assumed, best_k, predict
+from draftlab.results.plots import COLOURS, MARKERS
 
 DRAFTS = {  # layers, parameters
     "noft-1.3b": "NoFT-1.3B, 24 layers",

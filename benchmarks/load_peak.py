@@ -15,9 +15,9 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint, saving
 from draftlab.errors import UserError
-from draftlab.shape import Shape
+from draftlab.model import checkpoint, saving
+from draftlab.model.shape import Shape
 
 SHAPE = Shape(
     layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=128256, tied=True, qkv_bias=False,
@@ -71,8 +71,8 @@ def peak(way: str, directory: Path, dtype: str) -> float:
 
 
 def loaded(way: str, directory: Path, dtype: torch.dtype) -> object:
-    from draftlab import llama
-    from draftlab.engine.decoder import in_mode
+    from draftlab.model import llama
+    from draftlab.model.hf_decoder import in_mode
 
     if way == "transformers":
         return checkpoint.load_model(directory, dtype)

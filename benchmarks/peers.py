@@ -18,13 +18,13 @@ import typer
 
 import draftlab
 from benchmarks import environment
-from draftlab import checkpoint, llama
 from draftlab.console import note
 from draftlab.data import prompts as read_prompts
-from draftlab.engine.decoder import in_mode
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.errors import UserError
 from draftlab.export import gguf
+from draftlab.model import checkpoint, llama
+from draftlab.model.hf_decoder import in_mode
 
 INSIDE = Path(__file__).parent / "inside_peers.py"
 VLLM = {

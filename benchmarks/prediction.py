@@ -18,22 +18,23 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint, estimate, llama
+from draftlab import intervals
+from draftlab.acceptance.expected import chances
+from draftlab.acceptance.token_logprobs import look
+from draftlab.benchmark.throughput import PLAIN, Arm, measure_throughput
 from draftlab.commands.prune import prune
 from draftlab.commands.train import distill
 from draftlab.console import note
-from draftlab.cost import Cost, Profile, expected_length
 from draftlab.data import prompts as read_prompts
-from draftlab.engine.forced import look
 from draftlab.engine.generate import Sampling
-from draftlab.engine.replay import chances
 from draftlab.engine.verify import Warp
-from draftlab.llama import Llama
-from draftlab.record import Generation, Latency, per_prompt
-from draftlab.score import predict as predicting
-from draftlab.score.predict import Prices, Workload, prices, replayed, spend, steps
-from draftlab.score.profile import Curves, Grid, device_name, measure
-from draftlab.score.throughput import PLAIN, Arm, measure_throughput
+from draftlab.latency import predict as predicting
+from draftlab.latency.cost_model import Cost, Profile, expected_length
+from draftlab.latency.predict import Prices, Workload, prices, replayed, spend, steps
+from draftlab.latency.profiler import Curves, Grid, device_name, measure
+from draftlab.model import checkpoint, llama
+from draftlab.model.llama import Llama
+from draftlab.results.score import Generation, Latency, per_prompt
 
 TARGET = "tiny"
 DRAFTS = {"12x128": 60, "3x256": 60, "6x192": 60, "2x256": 0, "4x192": 0}  # layers x width -> steps of distillation
@@ -132,7 +133,7 @@ def _row(
     name: str, row: predicting.Row, paid: Prices, work: Workload, kept: float, runs: dict[Arm, list[Generation]]
 ) -> dict[str, object]:
     """predicted, and what would have been without one part of the model."""
-    measured = estimate.speedup(([per_prompt(runs[name, row.k])], per_prompt(runs[PLAIN])))
+    measured = intervals.speedup(([per_prompt(runs[name, row.k])], per_prompt(runs[PLAIN])))
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
         "without_turns": replace(paid, settling=0 * paid.settling),

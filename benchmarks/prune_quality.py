@@ -18,14 +18,14 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint, saving
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill.loop import EvalRecord, Lesson, Settings, train
-from draftlab.prune.learn import Learning
+from draftlab.distill.trainer import EvalRecord, Lesson, Settings, train
+from draftlab.model import checkpoint, saving
+from draftlab.model.shape import Shape, read_shape_file
+from draftlab.prune.masks.training import Learning
 from draftlab.prune.refit import Fit
 from draftlab.prune.run import Plan, prune
-from draftlab.shape import Shape, read_shape_file
 
 NOTHING = Fit(norms=False, outputs=False)
 CPU = torch.device("cpu")

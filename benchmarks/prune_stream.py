@@ -22,13 +22,13 @@ import typer
 from torch import Tensor
 
 from benchmarks import environment
-from draftlab import checkpoint, saving
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
-from draftlab.distill.loop import Lesson, Settings, StepRecord, train
-from draftlab.prune.masked import masked
-from draftlab.prune.masks import Masks
-from draftlab.shape import Shape
+from draftlab.distill.trainer import Lesson, Settings, StepRecord, train
+from draftlab.model import checkpoint, saving
+from draftlab.model.shape import Shape
+from draftlab.prune.masks.hard_concrete import Masks
+from draftlab.prune.masks.masked_model import masked
 
 LLAMA_7B = Shape(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
 

@@ -26,16 +26,17 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks import environment, load_peak
-from draftlab import checkpoint, workspace
+from draftlab import workspace
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.data import Batch, open_heldout
-from draftlab.distill.lesson import HELDOUT_ROWS, Author, Reading, Replayed, target_lesson
-from draftlab.distill.loop import Lesson, Settings, StepRecord, train
+from draftlab.distill.trainer import Lesson, Settings, StepRecord, train
+from draftlab.distill.training_setup import HELDOUT_ROWS, Author, Reading, Replayed, target_lesson
 from draftlab.errors import UserError
-from draftlab.saving import TOKENIZER_FILES, write_checkpoint
-from draftlab.shape import Shape
-from draftlab.tokenizer import known_ids
+from draftlab.model import checkpoint
+from draftlab.model.saving import TOKENIZER_FILES, write_checkpoint
+from draftlab.model.shape import Shape
+from draftlab.model.tokenizer import known_ids
 
 SMOLLM2 = Shape(
     layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=49152, tied=True, qkv_bias=False,

@@ -17,15 +17,15 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import checkpoint, llama
+from draftlab.acceptance.expected import chain, chances, texts_of, visits
+from draftlab.acceptance.token_logprobs import look
 from draftlab.console import progress
 from draftlab.data import prompts as read_prompts
-from draftlab.engine.forced import look
+from draftlab.engine.batch_generate import Writing, write
 from draftlab.engine.generate import ModelDrafter, Sampling
-from draftlab.engine.replay import chain, chances, texts_of, visits
 from draftlab.engine.verify import Warp
-from draftlab.engine.writer import Writing, write
-from draftlab.llama import Llama
+from draftlab.model import checkpoint, llama
+from draftlab.model.llama import Llama
 
 KS = range(1, 9)
 Texts = list[tuple[list[int], list[int]]]  # prompt and what the target wrote

@@ -12,7 +12,7 @@ from typer.models import ParameterInfo
 from draftlab.commands import COMMANDS, Outcome
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
-from draftlab.shape import validation_text
+from draftlab.model.shape import validation_text
 
 
 @dataclass(frozen=True, slots=True)

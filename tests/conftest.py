@@ -1,83 +1,16 @@
-"""Small random checkpoints of every family: each axis has a length of its own, so a transposed axis fails."""
+"""Fixtures: saved checkpoints of every family, a small tokenizer, the embedded target in fp32."""
 
-import math
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from builders import FAMILIES, SIZES, TOKENIZER_TEXT, build
 
-from draftlab import checkpoint, saving
-from draftlab.data import Batch, HeldOut
-from draftlab.distill.loop import GivenTeacher, Lesson
-from draftlab.distill.text import Batches
-from draftlab.tokenizer import train_tokenizer
+from draftlab.model import checkpoint, saving
+from draftlab.model.tokenizer import train_tokenizer
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # one: tests run beside each other
-
-SIZES = {
-    "vocab_size": 307,
-    "hidden_size": 64,
-    "intermediate_size": 88,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 12,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "llama_mha": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 8})),
-    "llama3_tied": lambda: LlamaForCausalLM(
-        LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)
-    ),
-    "llama_biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
-    "qwen2_tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)),
-}
-TOKENIZER_TEXT = [
-    "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n",
-    "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return 1\n",
-]
-
-
-def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
-    """A random model in which norms and biases matter too, at logits wide enough to have clear winners."""
-    torch.manual_seed(seed)
-    before = dict(SIZES)
-    SIZES.update(changes)
-    try:
-        model = FAMILIES[family]()
-    finally:
-        SIZES.update(before)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
-    return model.eval()
 
 
 @pytest.fixture(scope="session")
@@ -88,18 +21,6 @@ def fp32(tmp_path_factory) -> Path:
     weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
     saving.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)
     return out
-
-
-def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4.0) -> float:
-    """What rounding can change of a value: as many errors of eps times magnitude as there are terms, at random.
-
-    factor: how far beyond that the largest of many values may lie; any order of summing stays below it.
-    """
-    return factor * torch.finfo(dtype).eps * math.sqrt(terms) * magnitude
-
-
-def lesson(teacher: GivenTeacher, batches: Batches, heldout: list[Batch]) -> Lesson:
-    return Lesson(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from conftest import build, lesson
+from builders import build, lesson
 from safetensors.torch import save_file
 from test_masks import SETTINGS, smaller
 from torch import Tensor
@@ -17,13 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from draftlab.data import Batch
-from draftlab.distill.loop import DistillStep, EvalRecord, Settings, train
+from draftlab.distill.checkpointer import best_weights, crew
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.states import best_weights, crew
-from draftlab.distill.teacher import LocalTeacher, shard_by_layer
-from draftlab.prune.masked import masked
-from draftlab.prune.masks import Masks
-from draftlab.shape import Shape
+from draftlab.distill.teachers import LocalTeacher, shard_by_layer
+from draftlab.distill.trainer import DistillStep, EvalRecord, Settings, train
+from draftlab.model.shape import Shape
+from draftlab.prune.masks.hard_concrete import Masks
+from draftlab.prune.masks.masked_model import masked
 
 HAVE = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
 

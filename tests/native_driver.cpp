@@ -1,9 +1,9 @@
-// native.cpp's pass over a model and a text that a test wrote, where no Python runs: for another processor, emulated.
+// native_cpu.cpp's pass over a model and a text that a test wrote, where no Python runs: for another processor, emulated.
 //
 // stdin: tensors (how many; of each its address there, its bytes, itself), Model, its layers, then kind, capacity,
 // passes, their widths, and all ids. stdout: logits of every token.
 
-#include "../draftlab/native.cpp"
+#include "../draftlab/model/native_cpu.cpp"
 
 #include <cstdio>
 #include <cstdlib>

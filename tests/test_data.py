@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from draftlab import data
-from draftlab.checkpoint import load_tokenizer
 from draftlab.data import Batch, DynamicBatches, TokenBatches
 from draftlab.errors import UserError
+from draftlab.model.checkpoint import load_tokenizer
 
 
 @pytest.fixture(scope="module")

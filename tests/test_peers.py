@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.distill.fused import Dense, fused_loss
+from draftlab.distill.fused_loss import Dense, fused_loss
 from draftlab.distill.losses import parse_loss
 
 N, D, TEACHER_D, V = 37, 16, 24, 1009

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands.shared import (
     ApiKeyFile,
     Data,
@@ -26,10 +26,11 @@ from draftlab.commands.shared import (
 )
 from draftlab.console import waiting
 from draftlab.errors import UserError
+from draftlab.model import hub
 
 if TYPE_CHECKING:
-    from draftlab.distill.cache import Manifest
-    from draftlab.distill.origin import Origin
+    from draftlab.target_outputs.cache import Manifest
+    from draftlab.target_outputs.logprob_sources import Origin
 
 CacheDir = Annotated[Path, Argument(help="Directory of the cache.")]
 
@@ -67,19 +68,20 @@ def build(
         hub.check_data(data or space.data)
 
     with waiting("cache build: loading torch and transformers"):
-        from draftlab import checkpoint, provenance
-        from draftlab.distill import cache, origin
-        from draftlab.outline import size_of
-        from draftlab.tokenizer import known_ids
+        from draftlab import provenance
+        from draftlab.model import checkpoint
+        from draftlab.model.size import size_of
+        from draftlab.model.tokenizer import known_ids
+        from draftlab.target_outputs import cache, logprob_sources
 
     if server is not None and traffic is not None:
         raise UserError(f"--server {server} and --traffic {traffic} are two sources; leave out one")
     if traffic is None and text == "target" and prompt_tokens > seq_len:
         raise UserError(f"--prompt-tokens {prompt_tokens} leaves nothing to write in sequences of {seq_len}")
     out = out or space.runs / f"cache-{traffic.stem if traffic else hub.called(directory)}"
-    k = min(k, known_ids(directory) if (directory / "config.json").is_file() else origin.vocab_of(directory))
+    k = min(k, known_ids(directory) if (directory / "config.json").is_file() else logprob_sources.vocab_of(directory))
     if traffic is not None:
-        log = cache.Traffic.open(traffic, vocab=origin.vocab_of(directory), seq_len=seq_len, k=k)
+        log = cache.Traffic.open(traffic, vocab=logprob_sources.vocab_of(directory), seq_len=seq_len, k=k)
         if dry_run:
             return plan(out, _disk(len(log.starts), seq_len, log.k, temperatures=1))
         manifest = cache.build_from_traffic(log, directory, out)
@@ -89,7 +91,7 @@ def build(
         return plan(out, _disk(sequences, seq_len, k, temperatures=1))
     if dry_run:
         flops = sequences * seq_len * size_of(directory).flops_per_token(seq_len // 2)
-        facts = _disk(sequences, seq_len, k, temperatures=len(origin.TEMPERATURES))
+        facts = _disk(sequences, seq_len, k, temperatures=len(logprob_sources.TEMPERATURES))
         return plan(out, facts | {"compute": f"{flops / 1e12:,.3g} TFLOP"})
     how = cache.Building(
         data=data or space.data, text=text, sequences=sequences, seq_len=seq_len, prompt_tokens=prompt_tokens,
@@ -108,7 +110,7 @@ def build(
 
 def info(directory: CacheDir) -> Outcome:
     """What a cache holds."""
-    from draftlab.distill.cache import read_manifest
+    from draftlab.target_outputs.cache import read_manifest
 
     return _shown(directory, read_manifest(directory))
 
@@ -125,7 +127,7 @@ def verify(
     """Check a cache: every checksum and list, and some sequences scored again by the target."""
     place = _directory(target, tokenizer, weights=server is None)
 
-    from draftlab.distill import cache
+    from draftlab.target_outputs import cache
 
     whose, _, _ = _origin(place, server, model, api_key_file, None)
     found = cache.verify(directory, whose, seed)
@@ -155,16 +157,16 @@ def _origin(
     memory: float = 2.0,
 ) -> "tuple[Origin, dict[str, object], list[Path]]":
     """Whose distributions are kept, notes for the record, and inputs. temperature: None where no text is written."""
-    from draftlab import checkpoint
-    from draftlab.distill import origin
+    from draftlab.model import checkpoint
+    from draftlab.target_outputs import logprob_sources
 
     if server is None:
         device = checkpoint.resolve_device(workspace.load().device)
         wanted = None if dtype is None else checkpoint.DTYPES[dtype]
-        return origin.Local(directory, device, wanted, device_map, memory), {}, [directory]
+        return logprob_sources.Local(directory, device, wanted, device_map, memory), {}, [directory]
     running = connect(server, model, api_key_file)
     about = {"kind": running.kind, "version": running.version, "model": running.model}
-    return origin.Served.of(running, directory, temperature), {"server": about}, []
+    return logprob_sources.Served.of(running, directory, temperature), {"server": about}, []
 
 
 def _disk(sequences: int, seq_len: int, k: int, temperatures: int) -> dict[str, str]:

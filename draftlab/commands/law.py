@@ -21,12 +21,12 @@ from draftlab.commands.shared import (
     table_of,
 )
 from draftlab.errors import UserError
-from draftlab.shape import parse_numbers
+from draftlab.model.shape import parse_numbers
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftlab.law import Law
+    from draftlab.latency.scaling_law import Law
 
 
 def law(
@@ -52,12 +52,12 @@ def law(
 ) -> Outcome:
     """Fit latency as a function of layers, width and bytes on this machine, from a few shapes with random weights."""
     arguments, began = recorded(locals())
-    from draftlab.law import FEWEST, law_shapes, law_sizes, read_law
+    from draftlab.latency.scaling_law import FEWEST, law_shapes, law_sizes, read_law
 
     if profiles is not None:
         return _shown(profiles, read_law(profiles), plot)
-    from draftlab import checkpoint
-    from draftlab.score import profile as profiling
+    from draftlab.latency import profiler as profiling
+    from draftlab.model import checkpoint
 
     space = workspace.load()
     name, have = shape_of(source or space.source)
@@ -115,7 +115,7 @@ def _table(found: "Law") -> "Table":
 
 
 def _plot(path: Path, found: "Law") -> None:
-    from draftlab.plots import Panel, save_figure
+    from draftlab.results.plots import Panel, save_figure
 
     points: dict[str, list[tuple[float, float]]] = {}
     lines: dict[str, list[tuple[float, float]]] = {}

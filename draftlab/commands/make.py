@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands.shared import DryRun, Force, LawDir, Outcome, find_law, plan, recorded, shape_of
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.shape import parse_numbers
+from draftlab.model import hub
+from draftlab.model.shape import parse_numbers
 
 if TYPE_CHECKING:
-    from draftlab.shape import Shape
+    from draftlab.model.shape import Shape
 
 CODE_FOR_CHAT = (
     "is a chat model, and its text here is Python's standard library: a draft then learns to continue code. Better is "
@@ -79,8 +80,8 @@ def import_checkpoint(
     """Make a Hugging Face directory of a GGUF file, of .bin files, or of a PEFT adapter and its base."""
     arguments, began = recorded(locals())
     note(f"looking at {source}")
-    from draftlab import checkpoint
     from draftlab.importing import run
+    from draftlab.model import checkpoint
 
     checkpoint.check_free(out, force=force)
     planned = run.plan(source, None if dtype is None else checkpoint.DTYPES[dtype], base)
@@ -113,9 +114,9 @@ def design(
     force: Force = False,
 ) -> Outcome:
     """Shapes of equal budget from deep and narrow to shallow and wide."""
-    from draftlab import family
-    from draftlab.report import shape_table
-    from draftlab.shape import parse_count, write_shape_file
+    from draftlab.model import families
+    from draftlab.model.shape import parse_count, write_shape_file
+    from draftlab.results.report import shape_table
 
     budgets = {"--params": params, "--kv-kib": kv_kib, "--latency-ms": latency_ms}
     given = [name for name, value in budgets.items() if value is not None]
@@ -127,10 +128,10 @@ def design(
         raise UserError(f"--body counts parameters, and the budget is {given[0]}")
     name, have = shape_of(source or workspace.load().source)
     measured = find_law(law, needed=latency_ms is not None)
-    kinds: dict[str, family.Budget] = {"--kv-kib": "kv", "--latency-ms": "latency"}
+    kinds: dict[str, families.Budget] = {"--kv-kib": "kv", "--latency-ms": "latency"}
     kind = kinds.get(given[0], "body" if body else "total")
-    shapes = family.family(
-        family.unbounded(have) if free else have,
+    shapes = families.family(
+        families.unbounded(have) if free else have,
         budget=parse_count(params) if params else 1024 * kv_kib if kv_kib else latency_ms or 0,
         kind=kind,
         depths=parse_numbers(layers),
@@ -139,7 +140,7 @@ def design(
         tensor_parallel=tensor_parallel,
         latency_ms=measured.ms if measured and kind == "latency" else None,
     )
-    named = {family.shape_name(s): s for s in shapes}
+    named = {families.shape_name(s): s for s in shapes}
     latency = {n: measured.ms(s) for n, s in named.items()} if measured else {}
     for label, shape in named.items() if out else ():
         file = Path(str(out)) / f"{label}.yaml"
@@ -184,7 +185,7 @@ def _is_chat(space: workspace.Workspace, preset: str | None) -> bool:
 
 
 def _plot(path: Path, shapes: dict[str, "Shape"], latency: dict[str, float]) -> None:
-    from draftlab.plots import Panel, save_figure
+    from draftlab.results.plots import Panel, save_figure
 
     sizes = {
         "width": [(float(s.layers), float(s.hidden)) for s in shapes.values()],
@@ -206,9 +207,10 @@ def tokenizer(
 ) -> Outcome:
     """Train a byte-level BPE tokenizer for source code."""
     arguments, began = recorded(locals())
-    from draftlab import checkpoint, provenance
+    from draftlab import provenance
     from draftlab.data import documents, parse_mixture, take_bytes
-    from draftlab.tokenizer import train_tokenizer
+    from draftlab.model import checkpoint
+    from draftlab.model.tokenizer import train_tokenizer
 
     checkpoint.check_free(out, force=force)
     limits = {name: int(megabytes * 1e6 * weight) for name, weight in parse_mixture(data).items()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands.shared import (
     SERVED,
     ApiKeyFile,
@@ -33,14 +33,15 @@ from draftlab.commands.shared import (
 )
 from draftlab.console import waiting
 from draftlab.errors import UserError
-from draftlab.shape import parse_numbers
+from draftlab.model import hub
+from draftlab.model.shape import parse_numbers
 
 KS, TASK_LIMIT = "1-6", 200
 
 if TYPE_CHECKING:
-    from draftlab.record import Score
-    from draftlab.score.recording import Prompts
-    from draftlab.serve import Server
+    from draftlab.results.score import Score
+    from draftlab.servers.client import Server
+    from draftlab.target_outputs.sources import Prompts
 
 
 def score(
@@ -129,19 +130,20 @@ def score(
     text = data or space.data if prompt_file else hub.check_data(data or space.data)
 
     with waiting("loading torch and transformers"):
-        from draftlab import checkpoint
-        from draftlab.dialect import Sampling
-        from draftlab.engine import medusa
-        from draftlab.engine.decoder import chosen_mode
+        from draftlab.benchmark import drafter_factory, run, servers
+        from draftlab.benchmark.code_tasks import OWN_TASKS
+        from draftlab.engine.drafters import medusa
         from draftlab.engine.verify import Warp
-        from draftlab.score import drafters, recording, run, served
-        from draftlab.score.code_tasks import OWN_TASKS
-        from draftlab.tokenizer import common_vocabulary
+        from draftlab.model import checkpoint
+        from draftlab.model.hf_decoder import chosen_mode
+        from draftlab.model.tokenizer import common_vocabulary
+        from draftlab.servers.adapters import Sampling
+        from draftlab.target_outputs import sources
 
     def chosen() -> "Prompts":
         with waiting(f"reading prompts of {prompt_file or text}"):
             reader = checkpoint.load_tokenizer(place)
-            return recording.chosen(prompt_file, text, reader, prompts, prompt_tokens, seed)
+            return sources.chosen(prompt_file, text, reader, prompts, prompt_tokens, seed)
 
     if served_here:
         if parse_numbers(batch) != [1] or draft_int8 or mode != "eager":
@@ -157,7 +159,7 @@ def score(
         if not dry_run:
             checkpoint.check_free(out, force=force)
         plain, speculative = _servers(server, speculative_server, api_key_file)
-        asking = served.Plan(
+        asking = servers.Plan(
             plain=plain, speculative=speculative, tokenizer=place, draft=_called(draft), prompts=chosen(),
             sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             repeats=repeats, command=command_line("score", arguments),
@@ -165,10 +167,10 @@ def score(
         if dry_run:
             work = f"{2 * repeats * len(asking.prompts.rows)} requests of at most {max_new_tokens} tokens"
             return plan(out, {"servers": f"{plain.describe()}; {speculative.describe()}", "work": work})
-        found = served.score(asking, out=out, arguments=arguments, began=began, force=force)
+        found = servers.score(asking, out=out, arguments=arguments, began=began, force=force)
         return _scored([found], out, min_speedup, min_acceptance_length)
     _refuse("without --server the models are here", {"--tokenizer": tokenizer, "--api-key-file": api_key_file})
-    specs = [drafters.parse(text) for text in drafter or []]
+    specs = [drafter_factory.parse(text) for text in drafter or []]
     needed = any(spec.needs_draft and not spec.words("draft") for spec in specs)
     names = draft or ([str(newest_draft(space))] if needed or not specs else [])
     given = _by_name(names, weights=not dry_run)
@@ -242,7 +244,7 @@ def _refuse(why: str, given: dict[str, object]) -> None:
 
 
 def _described(directory: Path) -> str:
-    from draftlab import llama
+    from draftlab.model import llama
 
     try:
         return llama.check(directory).describe()
@@ -253,9 +255,9 @@ def _described(directory: Path) -> str:
 def _scored(
     scores: "list[Score]", out: Path, min_speedup: float | None, min_acceptance_length: float | None
 ) -> Outcome:
-    from draftlab.cautions import cautions
-    from draftlab.compare import category_rows, category_table, measured, prompt_rows, rank, words
-    from draftlab.report import json_rows, score_table
+    from draftlab.results.cautions import cautions
+    from draftlab.results.compare import category_rows, category_table, measured, prompt_rows, rank, words
+    from draftlab.results.report import json_rows, score_table
 
     bars = min_speedup, min_acceptance_length
     missed = []
@@ -319,9 +321,10 @@ def report(
 ) -> Outcome:
     """Tables and one self-contained HTML page with plots, from scores."""
     arguments, began = recorded(locals())
-    from draftlab import checkpoint, provenance
-    from draftlab.record import read_score
-    from draftlab.report import html, json_rows, markdown, score_table
+    from draftlab import provenance
+    from draftlab.model import checkpoint
+    from draftlab.results.report import html, json_rows, markdown, score_table
+    from draftlab.results.score import read_score
 
     space = workspace.load()
     files = _score_files(scores or [space.runs])
@@ -349,8 +352,8 @@ def compare(
     ] = None,
 ) -> Outcome:
     """Rank drafts by scores or predictions, and say which cannot be told apart."""
-    from draftlab import compare as comparing
-    from draftlab.cautions import cautions
+    from draftlab.results import compare as comparing
+    from draftlab.results.cautions import cautions
 
     places = comparing.rank(comparing.read_candidates(scores or [workspace.load().runs]))
     best = places[0].candidate
@@ -363,7 +366,7 @@ def compare(
 
 def _by_name(given: list[str], weights: bool) -> dict[str, Path]:
     """Directories by their names, which end with @TYPE where it was asked for so."""
-    from draftlab.export.folder import unrounded
+    from draftlab.export.hf import unrounded
 
     parts = [unrounded(name) for name in given]
     found = [(hub.locate(base, weights), kind) for base, kind in parts]

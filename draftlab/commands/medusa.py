@@ -5,7 +5,7 @@ from typing import Annotated, Any, cast
 
 from typer import Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands.shared import (
     TRAINING,
     Data,
@@ -26,6 +26,7 @@ from draftlab.commands.shared import (
     plan,
     recorded,
 )
+from draftlab.model import hub
 
 
 def medusa(
@@ -52,13 +53,14 @@ def medusa(
     place = hub.locate(target or space.target, weights=not dry_run)
     source = hub.check_data(data or space.data)
 
-    from draftlab import checkpoint, llama, provenance
+    from draftlab import provenance
     from draftlab.data import open_batches, open_heldout
-    from draftlab.distill import medusa as training
-    from draftlab.distill import run, states
-    from draftlab.distill.loop import Settings
+    from draftlab.distill import checkpointer, run
+    from draftlab.distill import medusa_heads as training
     from draftlab.distill.optimizers import training_dtype
-    from draftlab.engine.medusa import write
+    from draftlab.distill.trainer import Settings
+    from draftlab.engine.drafters.medusa import write
+    from draftlab.model import checkpoint, llama
 
     shape = llama.check(place)  # the engine drafts with what the heads read
     out = out or space.runs / f"medusa-{hub.called(place)}"
@@ -71,7 +73,7 @@ def medusa(
     state = run.state_of(out)
     tokenizer = checkpoint.load_tokenizer(place)
     computing = training_dtype(dtype)
-    model = checkpoint.load_model(place, checkpoint.DTYPES[computing], cast(Any, states.crew().device))
+    model = checkpoint.load_model(place, checkpoint.DTYPES[computing], cast(Any, checkpointer.crew().device))
     student = training.Heads(training.Trunk(model), heads)
     lesson = training.lesson(
         student,
@@ -80,7 +82,7 @@ def medusa(
     )
     settings = Settings.of(arguments, loss=training.LOSS, weight_decay=0.0, dtype=computing)
     fitted = run.fit(cast(Any, student), lesson, settings, state=state, identity=identity, what="medusa")
-    best = states.best_weights(state, "student")
+    best = checkpointer.best_weights(state, "student")
     found = training.by_head(student, best, lesson)
     with checkpoint.new_directory(out, force=force) as work:
         stored = checkpoint.stored_dtype(place)

@@ -25,17 +25,17 @@ from draftlab.commands.shared import (
     table_of,
 )
 from draftlab.errors import UserError
-from draftlab.shape import Shape, parse_numbers
+from draftlab.model.shape import Shape, parse_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.table import Table
 
-    from draftlab.cost import Cost, Point, Profile
-    from draftlab.estimate import Interval
-    from draftlab.record import Latency
-    from draftlab.score.predict import Prediction, Workload
+    from draftlab.intervals import Interval
+    from draftlab.latency.cost_model import Cost, Point, Profile
+    from draftlab.latency.predict import Prediction, Workload
+    from draftlab.results.score import Latency
 
 ASSUMED_PROMPT = 128
 PROFILE_HELP = (
@@ -62,8 +62,8 @@ def profile(
 ) -> Outcome:
     """Measure what a pass of a model costs: by tokens fed, rows and context; models given together take turns."""
     arguments, began = recorded(locals())
-    from draftlab import checkpoint
-    from draftlab.score import profile as profiling
+    from draftlab.latency import profiler as profiling
+    from draftlab.model import checkpoint
 
     space = workspace.load()
     subjects = _subjects(models, weights=not dry_run)
@@ -124,8 +124,8 @@ def predict(
     extrapolate: Annotated[bool, Option("--extrapolate", help="Go beyond the widths and contexts measured.")] = False,
 ) -> Outcome:
     """Predict the speed-up of a pair for every K, from acceptance and profiles that may come from other machines."""
-    from draftlab.cost import Cost, parse_profile
-    from draftlab.score import predict as predicting
+    from draftlab.latency import predict as predicting
+    from draftlab.latency.cost_model import Cost, parse_profile
 
     ks, batches, contexts = parse_numbers(k), parse_numbers(batch), parse_numbers(context) if context else []
     works = _workloads(replay, score, alpha, acceptance_length, max_new_tokens)
@@ -163,7 +163,7 @@ def _subjects(models: list[str], weights: bool) -> "dict[str, Path | Shape]":
 
 def _by_law(spec: str) -> "Profile | None":
     """SHAPE@FOLDER, by the latency law of the profiles in it; None for what is not such a spec."""
-    from draftlab.law import read_law
+    from draftlab.latency.scaling_law import read_law
 
     name, _, folder = spec.rpartition("@")
     if not name or not Path(folder).is_dir():
@@ -176,19 +176,19 @@ def _workloads(
     replay: list[Path] | None, score: list[Path] | None, alpha: float | None, length: str | None, tokens: int
 ) -> "list[Workload]":
     """Acceptance from the one source that was given."""
-    from draftlab.cost import alpha_for
-    from draftlab.score import predict as predicting
+    from draftlab.latency import predict as predicting
+    from draftlab.latency.cost_model import alpha_for
 
     given = {"--replay": replay, "--score": score, "--alpha": alpha, "--acceptance-length": length}
     named = [name for name, value in given.items() if value is not None and value != []]
     if len(named) != 1:
         raise UserError(f"say once what is accepted: {', '.join(given)}; got {' and '.join(named) or 'none of them'}")
     if replay:
-        from draftlab.score.replay import read_replay
+        from draftlab.acceptance.replay import read_replay
 
         return [predicting.of_replay(read_replay(path)) for path in replay]
     if score:
-        from draftlab.record import read_score
+        from draftlab.results.score import read_score
 
         return [predicting.of_score(read_score(path)) for path in score]
     if length is not None:
@@ -210,7 +210,7 @@ def _best_rows(
     draft: "Cost", target: "Cost", work: "Workload", ks: list[int], batches: list[int], contexts: list[int]
 ) -> list[dict[str, float | int | None]]:
     """The best K for every batch and context."""
-    from draftlab.score import predict as predicting
+    from draftlab.latency import predict as predicting
 
     rows: list[dict[str, float | int | None]] = []
     for count, prompt in product(batches, contexts or [None]):
@@ -233,7 +233,7 @@ def _as_dict(prediction: "Prediction") -> dict[str, object]:
 
 def _profile_table(profile: "Profile") -> "Table":
     """Milliseconds by tokens fed, and how near a pass over one token comes to what memory allows."""
-    from draftlab.cost import BYTES, read_weights
+    from draftlab.latency.cost_model import BYTES, read_weights
 
     contexts = sorted({p.context for p in profile.forward})
     heads = ("rows", "tokens", *(f"behind {c}" for c in contexts))
@@ -290,7 +290,7 @@ def _k_table(prediction: "Prediction") -> "Table":
 
 def _draft_table(predictions: "list[Prediction]") -> "Table":
     """One row per draft at its best K, and what each would need to be as fast as the fastest."""
-    from draftlab.score.predict import needed_length
+    from draftlab.latency.predict import needed_length
 
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     heads = ("draft", "c", "K", "tokens\nper pass", "tok/s", "speed-up\n95% interval", "needed to\nbe fastest")

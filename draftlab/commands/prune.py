@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands.shared import (
     Data,
     DryRun,
@@ -27,7 +27,8 @@ from draftlab.commands.shared import (
 )
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.shape import Shape
+from draftlab.model import hub
+from draftlab.model.shape import Shape
 
 if TYPE_CHECKING:
     from draftlab.prune.refit import Agreement
@@ -91,16 +92,16 @@ def prune(
     chosen_target = hub.locate(target, weights=not dry_run) if target else None
     text = hub.check_data(data or space.data)
 
-    from draftlab import checkpoint, family
-    from draftlab.distill.loop import Settings
     from draftlab.distill.optimizers import training_dtype
+    from draftlab.distill.trainer import Settings
+    from draftlab.model import checkpoint, families
+    from draftlab.model.shape import check, parse_count
     from draftlab.prune import run
-    from draftlab.prune.learn import Learning
+    from draftlab.prune.masks.training import Learning
     from draftlab.prune.refit import Fit
-    from draftlab.shape import check, parse_count
 
     have = checkpoint.planned_shape(cut_from) if isinstance(cut_from, Path) else cut_from
-    wanted, preset = family.wanted_shape(
+    wanted, preset = families.wanted_shape(
         have,
         layers=layers,
         hidden=width,
@@ -113,7 +114,7 @@ def prune(
     )
     if preset is not None:
         note(f"shape {preset}: {wanted.describe()}")
-    out = out or space.runs / f"prune-{family.shape_name(wanted)}"
+    out = out or space.runs / f"prune-{families.shape_name(wanted)}"
     checkpoint.check_free(out, force=force)
     if not isinstance(cut_from, Path):
         check(wanted, llama=not have.options - {"untied"})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands import trace
 from draftlab.commands.cache import build
 from draftlab.commands.law import law as measure_law
@@ -35,14 +35,15 @@ from draftlab.commands.shared import (
 from draftlab.commands.train import distill
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.search import KEPT, Confirmed, Rung, Search, Trial, read_search, write_search
-from draftlab.shape import Shape, count_text, parse_count, parse_numbers, resolve
+from draftlab.model import hub
+from draftlab.model.shape import Shape, count_text, parse_count, parse_numbers, resolve
+from draftlab.search.schedule import KEPT, Confirmed, Rung, Search, Trial, read_search, write_search
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftlab.cost import Cost
-    from draftlab.law import Law
+    from draftlab.latency.cost_model import Cost
+    from draftlab.latency.scaling_law import Law
 
 CALIBRATION_TOKENS = 8192
 SEQ_LEN = 256
@@ -92,12 +93,13 @@ def search(
     origin = hub.locate(source or space.source, weights=not dry_run)
     text = hub.check_data(data or space.data)
 
-    from draftlab import checkpoint, provenance
+    from draftlab import provenance
     from draftlab.distill.run import claim_state, state_of
-    from draftlab.engine.decoder import check_mode
-    from draftlab.outline import size_of
-    from draftlab.search import default_depths
-    from draftlab.tokenizer import common_vocabulary
+    from draftlab.model import checkpoint
+    from draftlab.model.hf_decoder import check_mode
+    from draftlab.model.size import size_of
+    from draftlab.model.tokenizer import common_vocabulary
+    from draftlab.search.schedule import default_depths
 
     common_vocabulary(origin, whose)
     have, ks = checkpoint.planned_shape(origin), parse_numbers(k)
@@ -138,8 +140,8 @@ def search(
 
 def _shapes(have: Shape, depths: list[int], widths: str | None, params: str | None) -> list[Shape]:
     """The depths, each in the source's proportions at every width, or at the width and ffn that meet a budget."""
-    from draftlab.family import family
-    from draftlab.search import default_widths
+    from draftlab.model.families import family
+    from draftlab.search.schedule import default_widths
 
     if params is None:
         across = parse_numbers(widths) if widths else default_widths(have)
@@ -182,8 +184,8 @@ class Work:
         """Profiles of the target and, unless there is one, a law: both at the contexts of the texts."""
         import numpy as np
 
-        from draftlab.cost import Cost, read_profile
-        from draftlab.law import read_law
+        from draftlab.latency.cost_model import Cost, read_profile
+        from draftlab.latency.scaling_law import read_law
 
         contexts = f"16,{PROMPT_TOKENS + NEW_TOKENS + max(self.ks)}"
         here = {"context": contexts, "repeats": 8, **self.running}
@@ -201,7 +203,7 @@ class Work:
 
     def start(self, have: Shape, tried: list[Shape], given: dict[str, Shape], priced: Prices) -> Search:
         """What an earlier try found, or rung 0 with every candidate on it."""
-        from draftlab.search import FILE, candidates
+        from draftlab.search.schedule import FILE, candidates
 
         if (self.state / FILE).exists():
             return read_search(self.state)
@@ -213,7 +215,7 @@ class Work:
 
     def halve(self, found: Search, priced: Prices, *, first_steps: int, most_steps: int, finalists: int) -> Search:
         """First all for a few steps, since a cut alone says little; then a third of them on each rung."""
-        from draftlab.search import affordable_steps
+        from draftlab.search.schedule import affordable_steps
 
         before = found.spent_seconds
         while True:
@@ -236,8 +238,8 @@ class Work:
 
     def confirm(self, found: Search) -> Search:
         """The leaders measured beside each other, the fastest first."""
-        from draftlab.compare import measured, rank
-        from draftlab.record import read_score
+        from draftlab.results.compare import measured, rank
+        from draftlab.results.score import read_score
 
         last = found.rungs[-1]
         chosen = sorted({trial.k for trial in last.trials})
@@ -264,10 +266,10 @@ class Work:
 
     def _trial(self, found: Search, name: str, priced: Prices) -> Trial:
         """Make one candidate, replay it, price it."""
-        from draftlab.cost import Cost
-        from draftlab.engine.replay import chain
-        from draftlab.score.predict import best_k, of_replay, with_chances
-        from draftlab.score.replay import read_replay
+        from draftlab.acceptance.expected import chain
+        from draftlab.acceptance.replay import read_replay
+        from draftlab.latency.cost_model import Cost
+        from draftlab.latency.predict import best_k, of_replay, with_chances
 
         number, steps, shape = len(found.rungs) - 1, found.rungs[-1].steps, found.shapes[name]
         texts = self._once(

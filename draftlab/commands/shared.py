@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.console import note
 from draftlab.errors import UserError
+from draftlab.model import hub
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftlab.law import Law
-    from draftlab.serve import Server
-    from draftlab.shape import Shape
+    from draftlab.latency.scaling_law import Law
+    from draftlab.model.shape import Shape
+    from draftlab.servers.client import Server
 
 OUTPUT, SERVED, TRAINING, KEEPING = "Output", "Server", "Training", "Evaluation and checkpoints"  # panels of --help
 
@@ -140,7 +141,7 @@ def command_line(command: str, arguments: Mapping[str, object], bare: str = "") 
 
 
 def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":
-    from draftlab.serve import Server
+    from draftlab.servers.client import Server
 
     try:
         key = api_key_file.read_text().strip() if api_key_file else None
@@ -151,8 +152,8 @@ def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":
 
 def subject(name: str, weights: bool = False) -> "tuple[str, Path | Shape]":
     """What a name stands for: a shape that comes with draftlab, a shape file, or a checkpoint; and what to call it."""
-    from draftlab.family import presets, widths_folder
-    from draftlab.shape import read_shape_file
+    from draftlab.model.families import presets, widths_folder
+    from draftlab.model.shape import read_shape_file
 
     shapes = presets(widths_folder())
     if name in shapes:
@@ -168,8 +169,8 @@ def shape_of(name: str) -> "tuple[str, Shape]":
     called, found = subject(name)
     if not isinstance(found, Path):
         return called, found
-    from draftlab import checkpoint
-    from draftlab.prune.probe import check_cuttable
+    from draftlab.model import checkpoint
+    from draftlab.prune.trial_model import check_cuttable
 
     shape = checkpoint.planned_shape(found)
     check_cuttable(checkpoint.read_config(found), shape)
@@ -187,7 +188,7 @@ def find_law(folder: Path | None, *, needed: bool) -> "Law | None":
         raise UserError("no latency law here; measure one (draftlab law), or name its folder by --law")
     if found is None:
         return None
-    from draftlab.law import read_law
+    from draftlab.latency.scaling_law import read_law
 
     return read_law(found)
 
@@ -213,7 +214,7 @@ def table_of(title: str, heads: Sequence[str]) -> "Table":
 
 def rounded_drafts(drafts: Mapping[str, Path], stack: contextlib.ExitStack) -> dict[str, Path]:
     """Of names as NAME@q8_0 a copy with rounded weights, which goes when stack closes."""
-    from draftlab.export.folder import round_weights, unrounded
+    from draftlab.export.hf import round_weights, unrounded
 
     found = dict(drafts)
     for name, path in drafts.items():

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands.shared import Force, Out, Outcome, TargetName, newest_draft, recorded
+from draftlab.model import hub
 
 DraftDir = Annotated[str | None, Argument(help="Draft's directory; the newest one if left out.")]
 PROMPTS, PROMPT_TOKENS = 8, 96  # of held-out text, for a look at what the draft does
@@ -26,9 +27,9 @@ def check(
     draft_dir = hub.locate(draft or newest_draft(space))
     target_dir = hub.locate(target or space.target, weights=False)
 
-    from draftlab import check as checking
-    from draftlab import checkpoint
     from draftlab.data import prompts
+    from draftlab.export import compatibility as checking
+    from draftlab.model import checkpoint
 
     found = checking.files(draft_dir, target_dir, checking.parse_runtimes(runtimes))
     if not files_only:
@@ -53,9 +54,10 @@ def trim(
 ) -> Outcome:
     """Compute a draft's head for fewer ids, those that the target writes: less work where the vocabulary is large."""
     arguments, began = recorded(locals())
-    from draftlab import checkpoint, provenance
+    from draftlab import provenance
     from draftlab.export import trim as trimming
-    from draftlab.score.trace import read_trace
+    from draftlab.model import checkpoint
+    from draftlab.target_outputs.traces import read_trace
 
     space = workspace.load()
     place = hub.locate(draft or newest_draft(space))
@@ -104,8 +106,9 @@ def export(
     space = workspace.load()
     target_dir = hub.locate(target or space.target, weights=verify_with is not None)
 
-    from draftlab import checkpoint, provenance
+    from draftlab import provenance
     from draftlab.export import run
+    from draftlab.model import checkpoint
 
     place = hub.locate(draft or newest_draft(space))
     checkpoint.check(place)
@@ -139,9 +142,10 @@ def env() -> Outcome:
     """Versions, machine and workspace, to paste into a bug report."""
     import torch
 
-    from draftlab import checkpoint, provenance
-    from draftlab.score.profile import device_name
-    from draftlab.score.steady import environment
+    from draftlab import provenance
+    from draftlab.latency.machine_state import environment
+    from draftlab.latency.profiler import device_name
+    from draftlab.model import checkpoint
 
     space, here = workspace.load(), environment()
     device = checkpoint.resolve_device(space.device)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands.shared import (
     ApiKeyFile,
     DeviceMap,
@@ -30,12 +30,13 @@ from draftlab.commands.shared import (
 )
 from draftlab.console import waiting
 from draftlab.errors import UserError
-from draftlab.shape import parse_numbers
+from draftlab.model import hub
+from draftlab.model.shape import parse_numbers
 
 if TYPE_CHECKING:
-    from draftlab.estimate import Interval
-    from draftlab.score.replay import Drafting, Replay, Row
-    from draftlab.score.trace import Manifest
+    from draftlab.acceptance.replay import Drafting, Replay, Row
+    from draftlab.intervals import Interval
+    from draftlab.target_outputs.traces import Manifest
 
 TraceDir = Annotated[Path, Argument(help="Directory of the trace.")]
 Count = Annotated[int | None, Option(min=1, help="Number of prompts; all of a file, 64 of a source if left out.")]
@@ -80,21 +81,22 @@ def record(
         hub.check_data(data or space.data)
 
     with waiting("trace record: loading torch and transformers"):
-        from draftlab import checkpoint, provenance
-        from draftlab.engine.decoder import context_of
-        from draftlab.engine.writer import check_room, load_writer
-        from draftlab.score import recording
-        from draftlab.score.trace import Decoding
-        from draftlab.tokenizer import known_ids
+        from draftlab import provenance
+        from draftlab.engine.batch_generate import check_room, load_writer
+        from draftlab.model import checkpoint
+        from draftlab.model.hf_decoder import context_of
+        from draftlab.model.tokenizer import known_ids
+        from draftlab.target_outputs import sources
+        from draftlab.target_outputs.traces import Decoding
 
     if data is not None and prompt_file is not None:
         raise UserError("give prompts one way: --data SOURCE or --prompt-file FILE")
     reader = checkpoint.load_tokenizer(place)
     if prompt_file is not None:
-        given = recording.file_prompts(prompt_file, reader, prompts, prompt_tokens)
+        given = sources.file_prompts(prompt_file, reader, prompts, prompt_tokens)
     else:
         source, count, length = data or space.data, prompts or FROM_DATA, prompt_tokens or FROM_DATA
-        given = recording.data_prompts(source, reader, count, length, seed)
+        given = sources.data_prompts(source, reader, count, length, seed)
     how = Decoding(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens,
         eos_ids=checkpoint.end_ids(place),
@@ -105,23 +107,23 @@ def record(
         facts = {"prompts": len(given.rows), "tokens": f"at most {tokens:,}", "decoding": how.words()}
         return plan(out, facts | {"disk": f"at most {tokens * (8 + 8 * top) / 1e6:,.3g} MB"})
     if server is not None:
-        served = recording.ServedWriter(connect(server, model, api_key_file), how, top, place)
-        manifest = recording.run(out, served.about(), lambda: served, given, how, top=top, tokenizer_from=place)
+        served = sources.ServedWriter(connect(server, model, api_key_file), how, top, place)
+        manifest = sources.run(out, served.about(), lambda: served, given, how, top=top, tokenizer_from=place)
     else:
         checkpoint.check(place)
         check_room(given.longest, max_new_tokens, context_of(place))
         device = checkpoint.resolve_device(space.device)
         weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
-        about = recording.About(
+        about = sources.About(
             target=hub.called(place), target_sha256=provenance.fingerprint(place), written_by="draftlab",
             dtype=checkpoint.dtype_name(weights), rows=rows, logprobs="sampled",
         )  # fmt: skip
 
-        def start() -> recording.LocalWriter:
+        def start() -> sources.LocalWriter:
             model = load_writer(place, weights, device, device_map)
-            return recording.LocalWriter(model, how.writing(known_ids(place), top=top, rows=rows, memory=memory))
+            return sources.LocalWriter(model, how.writing(known_ids(place), top=top, rows=rows, memory=memory))
 
-        manifest = recording.run(out, about, start, given, how, top=top, tokenizer_from=place)
+        manifest = sources.run(out, about, start, given, how, top=top, tokenizer_from=place)
     inputs = [path for path in (place, prompt_file) if path is not None]
     provenance.write_record(out, "trace record", arguments, inputs, began)
     return _shown(out, manifest)
@@ -137,28 +139,29 @@ def from_paper(
 ) -> Outcome:
     """Read a greedy trace as the scripts of "Decoding Speculative Decoding" keep it."""
     arguments, began = recorded(locals())
-    from draftlab import checkpoint, provenance
-    from draftlab.distill.origin import vocab_of
-    from draftlab.score import recording
-    from draftlab.score.trace import Decoding
+    from draftlab import provenance
+    from draftlab.model import checkpoint
+    from draftlab.target_outputs import sources
+    from draftlab.target_outputs.logprob_sources import vocab_of
+    from draftlab.target_outputs.traces import Decoding
 
     reader = checkpoint.load_tokenizer(tokenizer)
-    given = recording.file_prompts(prompt_file, reader, prompts, None)
+    given = sources.file_prompts(prompt_file, reader, prompts, None)
     eos = checkpoint.end_ids(tokenizer)
-    paper = recording.PaperTrace(file, given.rows, prompts, vocab_of(tokenizer), eos)
+    paper = sources.PaperTrace(file, given.rows, prompts, vocab_of(tokenizer), eos)
     how = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=paper.longest, eos_ids=eos)
-    about = recording.About(
+    about = sources.About(
         target=name, target_sha256=None, written_by="the paper's scripts", dtype="float16", rows=1, logprobs="none"
     )
     out = out or workspace.load().runs / f"trace-{name}"
-    manifest = recording.run(out, about, lambda: paper, given, how, top=0, tokenizer_from=tokenizer)
+    manifest = sources.run(out, about, lambda: paper, given, how, top=0, tokenizer_from=tokenizer)
     provenance.write_record(out, "trace import", arguments, [file, prompt_file], began)
     return _shown(out, manifest)
 
 
 def info(directory: TraceDir) -> Outcome:
     """What a trace holds, and whether its texts are loops."""
-    from draftlab.score.trace import read_manifest, read_trace, repeats
+    from draftlab.target_outputs.traces import read_manifest, read_trace, repeats
 
     manifest = read_manifest(directory)
     if manifest.texts < manifest.planned:
@@ -208,10 +211,11 @@ def replay(
 ) -> Outcome:
     """Acceptance of drafts for every K from one pass over a trace; the target is not needed."""
     arguments, began = recorded(locals())
-    from draftlab import checkpoint, provenance
+    from draftlab import provenance
+    from draftlab.acceptance.replay import FILE, Plan, check, replay_draft, rows_of
     from draftlab.console import progress
-    from draftlab.score.replay import FILE, Plan, check, replay_draft, rows_of
-    from draftlab.score.trace import read_trace
+    from draftlab.model import checkpoint
+    from draftlab.target_outputs.traces import read_trace
 
     ways = _ways(k, tree, confidence, unsure == "keep")
     space = workspace.load()
@@ -245,7 +249,7 @@ def replay(
 
 
 def _ways(k: str, tree: str | None, confidence: float | None, keep_unsure: bool) -> "list[Drafting]":
-    from draftlab.score.replay import Drafting
+    from draftlab.acceptance.replay import Drafting
 
     if tree is None:
         return [Drafting(k=n, confidence=confidence, keep_unsure=keep_unsure) for n in parse_numbers(k)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from draftlab import hub, workspace
+from draftlab import workspace
 from draftlab.commands.shared import (
     KEEPING,
     SERVED,
@@ -45,6 +45,7 @@ from draftlab.commands.shared import (
 )
 from draftlab.console import note, waiting
 from draftlab.errors import UserError
+from draftlab.model import hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,17 +87,17 @@ def train(
     text = hub.check_data(data)
     import torch
 
-    from draftlab import checkpoint
     from draftlab.data import open_batches, open_heldout
-    from draftlab.distill import run, sharded
-    from draftlab.distill.loop import Lesson, Settings
+    from draftlab.distill import distributed, run
     from draftlab.distill.optimizers import training_dtype
-    from draftlab.distill.track import check as check_trackers
-    from draftlab.outline import size_of, training_cost
-    from draftlab.shape import read_shape_file
+    from draftlab.distill.trackers import check as check_trackers
+    from draftlab.distill.trainer import Lesson, Settings
+    from draftlab.model import checkpoint
+    from draftlab.model.shape import read_shape_file
+    from draftlab.model.size import size_of, training_cost
 
     check_trackers(tuple(track or ()))
-    sharded.check(optimizer=optimizer)
+    distributed.check(optimizer=optimizer)
     checkpoint.check_free(out, force=force)
     check_rate(lr)
     check_length(source if model else None, seq_len)
@@ -244,23 +245,23 @@ def distill(
     if cache is None and online is None:
         hub.check_data(data or workspace.load().data)  # before torch is imported
     with waiting("distill: loading torch and transformers"):
-        from draftlab import checkpoint
-        from draftlab.distill import run, sharded, states
-        from draftlab.distill.lesson import Reading, cached_lesson, served_teacher, target_lesson
-        from draftlab.distill.loop import Settings
+        from draftlab.distill import checkpointer, distributed, run
         from draftlab.distill.losses import parse_loss
+        from draftlab.distill.on_policy import parse_texts
         from draftlab.distill.optimizers import training_dtype
         from draftlab.distill.pilot import pilot as try_losses
         from draftlab.distill.selection import Selection
-        from draftlab.distill.text import parse_texts
-        from draftlab.distill.track import check as check_trackers
-        from draftlab.outline import size_of, training_cost
-        from draftlab.tokenizer import common_vocabulary
+        from draftlab.distill.trackers import check as check_trackers
+        from draftlab.distill.trainer import Settings
+        from draftlab.distill.training_setup import Reading, cached_lesson, served_teacher, target_lesson
+        from draftlab.model import checkpoint
+        from draftlab.model.size import size_of, training_cost
+        from draftlab.model.tokenizer import common_vocabulary
 
     space = workspace.load()
     texts, told = parse_texts(text), tuple(track or ())
     check_trackers(told)
-    sharded.check(optimizer=optimizer, pilot=pilot > 0)
+    distributed.check(optimizer=optimizer, pilot=pilot > 0)
     check_rate(lr)
     given = {
         "--target": target, "--data": data, "--text": list(texts) != ["data"], "--server": server,
@@ -306,7 +307,7 @@ def distill(
     )  # fmt: skip
     computing, device = training_dtype(dtype), checkpoint.resolve_device(space.device)
     settings = Settings.of(arguments, dtype=computing)
-    states.crew(None if space.device == "auto" else device)
+    checkpointer.crew(None if space.device == "auto" else device)
     with run.claimed(job) as state:
         student = _student(source, lora, checkpointing, seed)
         if cache is not None:
@@ -343,7 +344,7 @@ def check_rate(lr: float) -> None:
 
 def check_length(place: Path | None, seq_len: int) -> None:
     """Raises UserError: sequences longer than a checkpoint's context."""
-    from draftlab.engine.decoder import context_of
+    from draftlab.model.hf_decoder import context_of
 
     if place is not None and seq_len > context_of(place):
         raise UserError(f"--seq-len {seq_len}: {place} reads at most {context_of(place)} tokens")
@@ -358,10 +359,10 @@ def _tokenizer_place(name: str | None) -> Path | None:
 
 def _follow(arguments: dict[str, Any], began: float, dry_run: bool) -> Outcome:
     """One round of --online: train on traffic, be judged by newer traffic, be promoted or not."""
-    from draftlab import checkpoint
     from draftlab.distill import online, run
-    from draftlab.distill.loop import Settings
     from draftlab.distill.optimizers import training_dtype
+    from draftlab.distill.trainer import Settings
+    from draftlab.model import checkpoint
 
     space, cache, rows, steps = workspace.load(), arguments["cache"], arguments["rows"], arguments["steps"]
     if cache is None:
@@ -415,8 +416,8 @@ def rollback(folder: Annotated[Path, Argument(help="What draftlab distill --onli
 def _student(source: Path, lora: int, checkpointing: bool, seed: int) -> "PreTrainedModel":
     import torch
 
-    from draftlab import checkpoint
-    from draftlab.distill.adapters import adapt
+    from draftlab.distill.lora import adapt
+    from draftlab.model import checkpoint
 
     student = checkpoint.load_model(source, torch.float32)
     if checkpointing:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedModel
 
-from draftlab.distill.text import GeneratedRows
-from draftlab.engine import replay
-from draftlab.engine import writer as writing
-from draftlab.engine.decoder import Decoder, Hosted
-from draftlab.engine.forced import Looked, look
-from draftlab.engine.replay import ratio_interval, tokens_per_pass
+from draftlab.acceptance import expected
+from draftlab.acceptance.expected import ratio_interval, tokens_per_pass
+from draftlab.acceptance.token_logprobs import Looked, look
+from draftlab.distill.on_policy import GeneratedRows
+from draftlab.engine import batch_generate as writing
+from draftlab.engine.batch_generate import Writing
 from draftlab.engine.verify import Warp
-from draftlab.engine.writer import Writing
+from draftlab.model.hf_decoder import Decoder, Hosted
 
 KS = tuple(range(1, 9))
 
@@ -70,7 +70,7 @@ def replayed(
 ) -> list[np.ndarray]:
     """The same of texts as (prompt, written) ids with the target's log-probabilities of what it wrote."""
     found = _look(student, texts, temperature, memory)
-    return [replay.chances(one.log_q, p)[1:] for one, p in zip(found, log_p, strict=True)]
+    return [expected.chances(one.log_q, p)[1:] for one, p in zip(found, log_p, strict=True)]
 
 
 def lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[Length]:

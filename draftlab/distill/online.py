@@ -16,22 +16,16 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from draftlab import checkpoint
 from draftlab.data import HeldOut
 from draftlab.distill import evaluate
-from draftlab.distill.cache import (
-    HELDOUT,
-    check_tokenizer,
-    open_cache,
-    read_manifest,
-    read_shard,
-)
 from draftlab.distill.evaluate import Length
-from draftlab.distill.loop import Lesson
-from draftlab.distill.teacher import CachedTeacher
-from draftlab.distill.text import Mixed
+from draftlab.distill.on_policy import Mixed
+from draftlab.distill.teachers import CachedTeacher
+from draftlab.distill.trainer import Lesson
 from draftlab.errors import UserError
-from draftlab.shape import validation_text
+from draftlab.model import checkpoint
+from draftlab.model.shape import validation_text
+from draftlab.target_outputs.cache import HELDOUT, check_tokenizer, open_cache, read_manifest, read_shard
 
 LEDGER, LIVE, VERSIONS = "ledger.json", "live", "versions"
 FEWEST, MOST = 16, 512  # sequences of the newest traffic that judge

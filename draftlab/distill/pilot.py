@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from draftlab.console import progress
-from draftlab.distill import states
-from draftlab.distill.lesson import Replayed
-from draftlab.distill.loop import EvalRecord, Lesson, Settings, train
+from draftlab.distill import checkpointer
+from draftlab.distill.trainer import EvalRecord, Lesson, Settings, train
+from draftlab.distill.training_setup import Replayed
 
 LOSSES = ("fkl", "jsd(0.5)", "nla", "lk(3)")
 
@@ -35,10 +35,10 @@ def pilot(student: PreTrainedModel, lesson: Lesson, settings: Settings, steps: i
                     for name, parameter in student.named_parameters():
                         if name in start:
                             parameter.copy_(start[name])
-                if states.crew().is_main_process:
+                if checkpointer.crew().is_main_process:
                     file.write_text(json.dumps(found))
                     shutil.rmtree(folder)
-                states.crew().wait_for_everyone()
+                checkpointer.crew().wait_for_everyone()
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftlab import checkpoint, provenance, saving
+from draftlab import provenance
 from draftlab.console import note, progress
-from draftlab.distill import states, vocabulary
-from draftlab.distill.adapters import merged_weights
+from draftlab.distill import checkpointer, vocabulary
 from draftlab.distill.evaluate import Length
-from draftlab.distill.loop import Constraint, EvalRecord, Lesson, Settings, StepRecord, train
-from draftlab.distill.track import Trackers, tracked
+from draftlab.distill.lora import merged_weights
+from draftlab.distill.trackers import Trackers, tracked
+from draftlab.distill.trainer import Constraint, EvalRecord, Lesson, Settings, StepRecord, train
 from draftlab.errors import UserError
-from draftlab.output import forget, missing_folders
+from draftlab.files import forget, missing_folders
+from draftlab.model import checkpoint, saving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def fit(
             else:
                 bits = lesson.heldout.bits_per_byte(record.cross_entropy)
                 advance(record.step, f"held out: {bits:.3f} bits per byte" + _alpha_text(record.acceptance))
-    states.crew().wait_for_everyone()
+    checkpointer.crew().wait_for_everyone()
     records = read_log(log)
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
@@ -131,7 +132,7 @@ def claimed(job: Job) -> Iterator[Path]:
     try:
         yield job.state
     finally:
-        if states.crew().is_main_process and [file.name for file in job.state.glob("*")] == ["run.json"]:
+        if checkpointer.crew().is_main_process and [file.name for file in job.state.glob("*")] == ["run.json"]:
             shutil.rmtree(job.state)
             forget(new)
 
@@ -146,7 +147,7 @@ def fit_and_write(job: Job, student: PreTrainedModel, lesson: Lesson, settings: 
     if fitted.after.step < settings.steps:
         best = f"after step {fitted.after.step}" if fitted.after.step else "before the first step"
         note(f"the best evaluation was {best}: those weights are written")
-    if states.crew().is_main_process:
+    if checkpointer.crew().is_main_process:
         with checkpoint.new_directory(job.out, force=job.force) as work:
             saving.write_checkpoint(work, job.config, _weights(job), job.like)
             if job.vocab is not None:
@@ -155,12 +156,12 @@ def fit_and_write(job: Job, student: PreTrainedModel, lesson: Lesson, settings: 
             notes |= fitted.as_dict()
             provenance.write_record(work, job.command, job.arguments, job.inputs, job.began, **notes)
         shutil.rmtree(state)
-    states.crew().wait_for_everyone()
+    checkpointer.crew().wait_for_everyone()
     return fitted
 
 
 def _weights(job: Job) -> Iterator[tuple[str, Tensor]]:
-    trained = states.best_weights(job.state, "student")
+    trained = checkpointer.best_weights(job.state, "student")
     bare = not (job.like / "config.json").is_file()  # a tokenizer alone
     dtype = torch.bfloat16 if bare else checkpoint.stored_dtype(job.like)
     whole = merged_weights(job.like, job.lora, trained) if job.lora else trained
@@ -188,7 +189,7 @@ def claim_state(state: Path, identity: dict[str, object], *, force: bool = False
     Raises:
         UserError: it belongs to another run and force is off, or cannot be written.
     """
-    with states.crew().main_process_first():
+    with checkpointer.crew().main_process_first():
         _claim_alone(state, identity, force)
 
 
@@ -216,7 +217,7 @@ def _claim_alone(state: Path, identity: dict[str, object], force: bool) -> None:
 
 
 def _append(log: Path, record: StepRecord | EvalRecord) -> None:
-    if not states.crew().is_main_process:
+    if not checkpointer.crew().is_main_process:
         return
     try:
         with log.open("a") as stream:

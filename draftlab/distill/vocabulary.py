@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from draftlab import checkpoint, saving
 from draftlab.errors import UserError
+from draftlab.model import checkpoint, saving
 
 
 def resize(directory: Path, vocab: int) -> str | None:

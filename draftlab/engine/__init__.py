@@ -1,1 +1,1 @@
-"""Decoding: the verify rule, drafters, plain and speculative generation."""
+"""Decoding: the verify rule, plain and speculative generation."""

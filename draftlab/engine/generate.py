@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.decoder import Decoder, feed, vocab_of
-from draftlab.engine.rules import Rule, Tokens, Uniforms, recursive
+from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
 from draftlab.engine.verify import Warp, draw, verify
-from draftlab.graphs import Graphed, chain
-from draftlab.llama import Tree
+from draftlab.model.cuda_graphs import Graphed, chain
+from draftlab.model.hf_decoder import Decoder, feed, vocab_of
+from draftlab.model.llama import Tree
 
 Clock = Callable[[], float]
 

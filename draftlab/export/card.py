@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftlab.cautions import cautions
-from draftlab.record import Score
+from draftlab.results.cautions import cautions
+from draftlab.results.score import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab import checkpoint
 from draftlab.errors import UserError
-from draftlab.export.words import Words, read
-from draftlab.outline import context_size
-from draftlab.shape import Shape
+from draftlab.export.gguf_tokenizer import Words, read
+from draftlab.model import checkpoint
+from draftlab.model.shape import Shape
+from draftlab.model.size import context_size
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of matrices; vectors are always f32

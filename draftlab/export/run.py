@@ -10,14 +10,15 @@ from typing import Literal
 
 import torch
 
-from draftlab import checkpoint, provenance
+from draftlab import provenance
 from draftlab.console import note
 from draftlab.data import prompts as read_prompts
 from draftlab.errors import UserError, did_you_mean
-from draftlab.export import card, folder, gguf, rescore, serving
-from draftlab.outline import context_size, size_of
-from draftlab.record import Score, read_score
-from draftlab.tokenizer import common_vocabulary
+from draftlab.export import card, gguf, hf, scripts, verify
+from draftlab.model import checkpoint
+from draftlab.model.size import context_size, size_of
+from draftlab.model.tokenizer import common_vocabulary
+from draftlab.results.score import Score, read_score
 
 PROMPT_TOKENS, NEW_TOKENS, DEFAULT_K = 48, 64, 4
 To = Literal["hf", "gguf", "vllm", "sglang", "llama.cpp", "transformers"]
@@ -87,7 +88,7 @@ def export(plan: Plan, work: Path, out: Path) -> Made:
     with tempfile.TemporaryDirectory(dir=work.parent) if plan.as_gguf else nullcontext(str(work)) as place:
         plain = Path(place)
         vocab = checkpoint.vocab_size(plan.target)
-        changed = folder.write(plan.draft, plain, words_from=plan.target, vocab=vocab, dtype=plan.dtype)
+        changed = hf.write(plan.draft, plain, words_from=plan.target, vocab=vocab, dtype=plan.dtype)
         lines, notes = [*changed], {"changed": changed, "k": k}
         file = f"{plan.draft.name}-{plan.kind}.gguf" if plan.as_gguf else ""
         if plan.as_gguf:
@@ -99,7 +100,7 @@ def export(plan: Plan, work: Path, out: Path) -> Made:
         size, context = size_of(plain).describe(), context_size(plain)
     script = None
     if plan.to not in ("hf", "gguf"):
-        script = serving.script(plan.to, target=_target_text(plan), k=k, why_k=why_k, gguf=file)
+        script = scripts.script(plan.to, target=_target_text(plan), k=k, why_k=why_k, gguf=file)
         (work / script[0]).write_text(script[1])
         lines.append(f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {out / script[0]}")
     told = card.Card(
@@ -136,7 +137,7 @@ def _write_gguf(plan: Plan, plain: Path, file: Path) -> list[str]:
     lines = []
     if not own:
         question = {"quantize": [str(written.path), str(file), plan.kind], "model": str(file), "rows": [], "texts": []}
-        rescore.ask(_runtime(plan), question)
+        verify.ask(_runtime(plan), question)
     if written.wide:
         lines.append(f"{len(written.wide)} matrices stay f16: their rows do not divide into blocks of {plan.kind}")
     if written.words.same < 1:
@@ -147,20 +148,20 @@ def _write_gguf(plan: Plan, plain: Path, file: Path) -> list[str]:
     return [*lines, f"{file.name}: {file.stat().st_size / 1e6:,.4g} MB"]
 
 
-def _verified(plan: Plan, plain: Path, file: Path, k: int) -> rescore.Agreement:
+def _verified(plan: Plan, plain: Path, file: Path, k: int) -> verify.Agreement:
     reader = checkpoint.load_tokenizer(plan.target)
     prompts = read_prompts(plan.data, reader, count=plan.prompts, length=PROMPT_TOKENS, seed=0)
     note(f"the target writes {plan.prompts} texts, then the draft is scored here and in {_runtime(plan).name}")
-    writing = rescore.write_texts(plan.target, prompts, NEW_TOKENS, k, plan.device)
+    writing = verify.write_texts(plan.target, prompts, NEW_TOKENS, k, plan.device)
     if not plan.as_gguf:
-        return rescore.in_vllm(_runtime(plan), plain, plan.target, writing, rescore.hits(plain, writing, plan.device))
+        return verify.in_vllm(_runtime(plan), plain, plan.target, writing, verify.hits(plain, writing, plan.device))
     with tempfile.TemporaryDirectory() as rounded:
         here = plain
         if plan.kind in gguf.TYPES and plan.kind != "f32":
             here = Path(rounded)
-            folder.round_weights(plain, here, plan.kind)
-        ours = rescore.hits(here, writing, plan.device)
-    return rescore.in_llama_cpp(_runtime(plan), file, plan.kind, writing, ours, plain)
+            hf.round_weights(plain, here, plan.kind)
+        ours = verify.hits(here, writing, plan.device)
+    return verify.in_llama_cpp(_runtime(plan), file, plan.kind, writing, ours, plain)
 
 
 def _runtime(plan: Plan) -> Path:

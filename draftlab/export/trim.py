@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from draftlab import checkpoint, saving
 from draftlab.errors import UserError
-from draftlab.llama import HEAD_IDS
+from draftlab.model import checkpoint, saving
+from draftlab.model.llama import HEAD_IDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

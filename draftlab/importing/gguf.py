@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from draftlab.errors import UserError
 from draftlab.export.gguf import ROPE_FACTORS, library
-from draftlab.export.words import CUTTINGS, UNUSED, Cutting, cut_by
+from draftlab.export.gguf_tokenizer import CUTTINGS, UNUSED, Cutting, cut_by
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings are completed here
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from draftlab import checkpoint, hub, provenance, saving
+from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import gguf
-from draftlab.layouts import BIN_FILES, NOUNS, Layout, other_layout
+from draftlab.model import checkpoint, hub, saving
+from draftlab.model.layouts import BIN_FILES, NOUNS, Layout, other_layout
 
 SHARD = "2GB"
 

@@ -1,1 +1,1 @@
-"""Cutting a checkpoint to a shape: what matters (importance), what stays (keep), the cut itself."""
+"""Structured pruning: importance, what to keep, the cut, the refit."""

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftlab.checkpoint import layer_of
+from draftlab.model.checkpoint import layer_of
+from draftlab.model.shape import Shape
 from draftlab.prune.cut import Keep
 from draftlab.prune.importance import Importance, Scores
 from draftlab.prune.walk import Walk
-from draftlab.shape import Shape
 
 Depth = Literal["influence", "contiguous", "even", "greedy"]
 

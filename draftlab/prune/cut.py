@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from draftlab.checkpoint import layer_of
-from draftlab.shape import Axis, Shape
+from draftlab.model.checkpoint import layer_of
+from draftlab.model.shape import Axis, Shape
 
 # the norm whose scale a matrix reads
 READS = {

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
+from draftlab.model.shape import Shape
 from draftlab.prune.walk import Walk
-from draftlab.shape import Shape
 
 SAMPLED_TOKENS = 512  # streams kept of every layer, to compare all pairs of layers
 

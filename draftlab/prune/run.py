@@ -10,12 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftlab import checkpoint, provenance, saving
+from draftlab import provenance
 from draftlab.console import is_main_process, processes, progress
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill import sharded
+from draftlab.distill import distributed
 from draftlab.distill.run import state_of
 from draftlab.errors import UserError
+from draftlab.model import checkpoint, saving
+from draftlab.model.shape import Shape
 from draftlab.prune.choose import (
     Depth,
     choose,
@@ -30,12 +32,11 @@ from draftlab.prune.choose import (
 )
 from draftlab.prune.cut import Cut, Keep, Rotated, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate, load_scores, save_scores
-from draftlab.prune.learn import MASKS_FILE, Learning, learn
-from draftlab.prune.masks import Masks
-from draftlab.prune.probe import check_built, check_cuttable
+from draftlab.prune.masks.hard_concrete import Masks
+from draftlab.prune.masks.training import MASKS_FILE, Learning, learn
 from draftlab.prune.refit import Agreement, Fit, Lockstep
+from draftlab.prune.trial_model import check_built, check_cuttable
 from draftlab.prune.walk import Walk
-from draftlab.shape import Shape
 
 Method = Literal["activation", "masks", "random", "first", "magnitude"]
 Basis = Literal["auto", "pca", "coordinates"]
@@ -115,7 +116,7 @@ def check_plan(plan: Plan) -> None:
     """Raises UserError: not what the axis table takes it for; a tied head cannot be rotated or refitted alone."""
     if processes() > 1 and plan.learning is None:
         raise UserError(f"--method {plan.method} runs in one process; only --method masks trains in several")
-    sharded.check(masks=plan.learning is not None)
+    distributed.check(masks=plan.learning is not None)
     config = checkpoint.read_config(plan.source)
     check_cuttable(config, plan.have)
     check_built(checkpoint.config_for(plan.shape, config, list(range(plan.shape.layers))), plan.shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from draftlab import checkpoint
+from draftlab.model import checkpoint
 
 Run = Callable[[Tensor], Tensor]
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
-from draftlab import checkpoint
-from draftlab.engine.decoder import Hosted, feed, read
 from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.model.hf_decoder import Hosted, feed, read
 
 from .build import build, small
 from .facts import zoo

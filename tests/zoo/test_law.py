@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftlab import checkpoint
+from draftlab.model import checkpoint
 
 from .build import build, small
 from .facts import YES, zoo

@@ -1,0 +1,1 @@
+"""Measured speed and accuracy of drafts, in our engine or on servers."""

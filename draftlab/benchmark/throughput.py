@@ -1,0 +1,118 @@
+"""Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
+
+An arm is plain decoding or one draft at one K. Every repeat goes through all arms for each batch of prompts, in turning
+order, so that drift of the machine falls on all alike.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from draftlab.console import note
+from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, Step, clock_for, plain, speculative
+from draftlab.engine.rejection_rules import Rule
+from draftlab.errors import UserError
+from draftlab.latency.machine_state import warm_up
+from draftlab.model.hf_decoder import Decoder, vocab_of
+from draftlab.results.score import Generation
+
+Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
+PLAIN: Arm = ("", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the arms produced; tokens are those of the first repeat."""
+
+    generations: dict[Arm, list[Generation]]
+    tokens: dict[Arm, list[list[int]]]
+
+
+def measure_throughput(
+    target: Decoder,
+    drafts: Mapping[str, Decoder],
+    prompts: list[list[int]],
+    *,
+    ks: list[int],
+    sampling: Sampling,
+    repeats: int,
+    advance: Callable[[int], None],
+    clock: Clock | None = None,
+    batch: int = 1,
+    drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
+    rule: Rule | None = None,
+) -> Measured:
+    """Decode every prompt in every arm, repeats times, once its first batch takes the same time again.
+
+    clock: seconds, by default those of the wall. batch: prompts decoded at once. advance: prompts done. drafters: with
+    the numbers of tokens that each is to draft, beside the models of drafts, which draft ks.
+
+    Raises:
+        UserError: no text goes on behind its first token.
+    """
+    ways = {name: (ModelDrafter(model, vocab_of(target)), ks) for name, model in drafts.items()} | dict(drafters or {})
+    arms = [PLAIN, *((name, k) for name, (_, counts) in ways.items() for k in counts)]
+    proposing = {name: drafter for name, (drafter, _) in ways.items()}
+    decode = _decoder(target, proposing, sampling, clock or clock_for(target.device), rule)
+    groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
+    for arm in arms:
+        if not warm_up(lambda arm=arm: _passes_seconds(decode(arm, [prompts[i] for i in groups[0]], groups[0]))):
+            note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not become steady: its times vary")
+    generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
+    tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
+    done = 0
+    for repeat in range(repeats):
+        for number, group in enumerate(groups):
+            turned = (repeat + number) % 2
+            for arm in reversed(arms) if turned else arms:
+                steps = list(decode(arm, [prompts[i] for i in group], group))
+                for row, index in enumerate(group):
+                    own = [step for step in steps if step.row == row]
+                    generations[arm].append(_generation(index, own))
+                    if repeat == 0:
+                        tokens[arm].append([t for step in own for t in step.tokens])
+            done += len(group)
+            advance(done)
+        if all(len(text) < 2 for text in tokens[PLAIN]):
+            raise UserError(
+                f"the target answers each of the {len(prompts)} prompts with one token, its end: there is nothing to "
+                "time; a chat model wants prompts in its own format, any other longer ones"
+            )
+    return Measured(generations=generations, tokens=tokens)
+
+
+def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
+    """Distinct n-grams of each text over all its n-grams, sums over texts; 1 is no repeats."""
+    grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in tokens]
+    total = sum(len(g) for g in grams)
+    return sum(len(set(g)) for g in grams) / total if total else 1.0
+
+
+def _decoder(
+    target: Decoder, drafters: Mapping[str, Drafter], sampling: Sampling, clock: Clock, rule: Rule | None
+) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
+    def decode(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
+        name, k = arm
+        if arm == PLAIN:
+            return plain(target, prompts, sampling, clock, numbers)
+        return speculative(target, drafters[name], prompts, k, sampling, clock, numbers, rule)
+
+    return decode
+
+
+def _passes_seconds(steps: Iterator[Step]) -> float:
+    return sum(step.draft_seconds + step.verify_seconds for step in steps)
+
+
+def _generation(prompt: int, steps: list[Step]) -> Generation:
+    prefill, decode = steps[0], steps[1:]
+    return Generation(
+        prompt=prompt,
+        tokens=sum(len(s.tokens) for s in steps),
+        drafted=[s.drafted for s in decode],
+        accepted=[s.accepted for s in decode],
+        emitted=[len(s.tokens) for s in decode],
+        prefill_seconds=prefill.verify_seconds + prefill.host_seconds,
+        draft_seconds=sum(s.draft_seconds for s in decode),
+        verify_seconds=sum(s.verify_seconds for s in decode),
+        host_seconds=sum(s.host_seconds for s in decode),
+    )

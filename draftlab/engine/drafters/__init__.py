@@ -1,0 +1,1 @@
+"""Drafters other than a plain draft model."""

@@ -1,0 +1,152 @@
+"""A Hugging Face tokenizer as GGUF keeps it: the list of tokens, how they merge, and how llama.cpp cuts text."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.model.sentencepiece import PROBES
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama_token_type
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*")
+SIGNS, SIGNS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How text is cut before merging: expressions one after another; whole: a piece that is a token is not merged."""
+
+    expressions: tuple[str, ...]
+    whole: bool = False
+
+
+# llama.cpp's names for what some models' tokenizer.json say. It knows no others: it has the expressions in its code.
+CUTTINGS = {
+    "llama-bpe": Cutting(("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), whole=True),
+    "qwen2": Cutting(("|".join((ENDINGS, LETTERS, r"\p{N}", SIGNS, SPACES)),)),
+    "gpt-2": Cutting((GPT2,)),
+    "smollm": Cutting((r"\p{N}", GPT2)),
+    "tekken": Cutting(("|".join((*CASED, r"\p{N}", SIGNS_AND_SLASHES, SPACES)),), whole=True),
+    "gpt-4o": Cutting(
+        ("|".join((*(f"{words}{ENDINGS}?" for words in CASED), r"\p{N}{1,3}", SIGNS_AND_SLASHES, SPACES)),)
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """What GGUF says of a vocabulary. same: share of the probe texts that llama.cpp cuts as the tokenizer does."""
+
+    model: str  # gpt2: byte-level BPE; llama: SentencePiece
+    pre: str
+    same: float
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None
+    merges: list[str] | None
+    special: dict[str, int | None]
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+    chat_template: str | None
+
+
+def read(directory: Path, vocab: int) -> Words:
+    """The tokenizer in directory with vocab tokens, those that it does not have as padding.
+
+    Raises:
+        UserError: neither byte-level BPE nor SentencePiece's BPE, or more tokens than logits.
+    """
+    wrapped: Any = checkpoint.load_tokenizer(directory)
+    file = directory / "tokenizer.json"  # what is in it counts: transformers adds tokens of its own by model type
+    fast: Tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else wrapped.backend_tokenizer
+    spec = json.loads(fast.to_str())
+    if spec["model"]["type"] != "BPE":
+        raise UserError(f"{directory}: its tokenizer is {spec['model']['type']}; GGUF is written for BPE only")
+    bytes_fall_back = bool(spec["model"].get("byte_fallback"))
+    tokens, types = _tokens(spec, vocab, directory, bytes_fall_back)
+    merges = [" ".join(m) if isinstance(m, list) else m for m in spec["model"]["merges"]]
+    pre, same = ("default", 1.0) if bytes_fall_back else nearest_cutting(fast)
+    bos, eos = wrapped.bos_token_id, wrapped.eos_token_id
+    framed = wrapped("a")["input_ids"]
+    special = checkpoint.special_ids(wrapped) | {"unk": wrapped.unk_token_id}
+    return Words(
+        model="llama" if bytes_fall_back else "gpt2",
+        pre=pre,
+        same=same,
+        tokens=tokens,
+        types=types,
+        scores=_scores(tokens, merges) if bytes_fall_back else None,
+        merges=None if bytes_fall_back else merges,
+        special={name: i for name, i in special.items() if i is None or i < vocab},
+        add_bos=bos is not None and framed[0] == bos,
+        add_eos=eos is not None and framed[-1] == eos,
+        add_space_prefix=wrapped("a", add_special_tokens=False)["input_ids"] == [fast.token_to_id("▁a")],
+        chat_template=wrapped.chat_template if isinstance(wrapped.chat_template, str) else None,
+    )
+
+
+def nearest_cutting(fast: Tokenizer) -> tuple[str, float]:
+    """llama.cpp's name of the way to cut text that gives the same ids of most probe texts, and of how many (0 to 1).
+
+    Of equals the one that the tokenizer spells out, else the first.
+    """
+    spec = json.loads(fast.to_str())
+    spelled = json.dumps(spec["pre_tokenizer"])
+    wanted = [fast.encode(text, add_special_tokens=False).ids for text in PROBES]
+    found: dict[str, tuple[float, int]] = {}
+    for name, cutting in CUTTINGS.items():
+        cut_by(spec, cutting)
+        other = Tokenizer.from_str(json.dumps(spec))
+        ids = [other.encode(text, add_special_tokens=False).ids for text in PROBES]
+        same = sum(a == b for a, b in zip(ids, wanted, strict=True)) / len(PROBES)
+        known = [json.dumps(e) in spelled for e in cutting.expressions]
+        found[name] = same, all(known) * len(known)
+    best = max(found, key=lambda name: found[name])
+    return best, found[best][0]
+
+
+def cut_by(spec: dict[str, Any], cutting: Cutting) -> None:
+    """Make a byte-level tokenizer's JSON cut text that way."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": e}, "behavior": "Isolated", "invert": False} for e in cutting.expressions
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    spec["model"]["ignore_merges"] = cutting.whole
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
+
+
+def _tokens(spec: dict[str, Any], vocab: int, directory: Path, bytes_fall_back: bool) -> tuple[list[str], list[int]]:
+    by_id: dict[int, str] = {i: token for token, i in spec["model"]["vocab"].items()}
+    kinds = dict.fromkeys(by_id, NORMAL)
+    if bytes_fall_back:
+        kinds |= {i: BYTE for i, token in by_id.items() if len(token) == 6 and token.startswith("<0x")}
+        unknown = spec["model"].get("unk_token")
+        kinds |= {i: UNKNOWN for i, token in by_id.items() if token == unknown}
+    for added in spec["added_tokens"]:
+        if added["id"] >= vocab:
+            continue  # a token of pictures, say, that this model neither reads nor writes
+        by_id[added["id"]] = added["content"]
+        if kinds.get(added["id"]) != UNKNOWN:
+            kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    if max(by_id) >= vocab:
+        raise UserError(f"{directory}: its tokenizer has the id {max(by_id)}, the model only {vocab} logits")
+    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(vocab)]
+    return tokens, [kinds.get(i, UNUSED) for i in range(vocab)]
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """llama.cpp merges the pair with the highest score first, Hugging Face the first pair in its list."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", ""), rank)
+    return [-float(ranks[token]) if token in ranks else -1e6 for token in tokens]

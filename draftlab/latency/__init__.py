@@ -1,0 +1,1 @@
+"""Latency of passes: measured, modelled, and turned into predicted speed-ups."""

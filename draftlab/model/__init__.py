@@ -1,0 +1,1 @@
+"""Models: shapes, checkpoints, tokenizers and the decoders that run them."""

@@ -1,0 +1,166 @@
+"""llama.py's pass as one compiled function, for CPUs: Python and dispatch cost more than the products of a small model.
+
+B rows, T new tokens, V vocab. Built from native_cpu.cpp on first use and kept. Weights are those of the model, or int8
+with one scale per output. Narrow passes give a text the same bits at every width and beside any other rows.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftlab.console import note
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.model.llama import Block, Cache, Llama, Tree
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"  # Clang on Arm has this alone
+WIDE = 32  # a pass over more tokens is bound by arithmetic: torch's own products are faster there
+
+
+class _Matrix(Structure):
+    _fields_ = (("weights", c_void_p), ("scale", c_void_p), ("bias", c_void_p))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        *((name, c_int) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "threads")),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("embed", "norm", "cos", "sin")),
+        ("head", _Matrix),
+        ("layer", POINTER(_Layer)),
+    )
+
+
+class _Pass(Structure):
+    _fields_ = (
+        *((name, c_int) for name in ("rows", "width", "last", "capacity")),
+        *((name, c_void_p) for name in ("ids", "used", "depth", "sees", "keys", "values", "logits")),
+    )
+
+
+class Native(Llama):
+    """A Llama on the CPU whose narrow passes run compiled. Shares the weights of the model it is made from."""
+
+    def __init__(self, model: Llama, int8: bool = False) -> None:
+        """Raises UserError: not on the CPU, a dtype other than float32 and bfloat16, or no compiler."""
+        dtype = check(model.device, model.embed.dtype)
+        vars(self).update(vars(model))
+        self.int8 = int8
+        self._run: Callable[..., None] = getattr(library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}")
+        self._held: list[Tensor] = []  # what the structures point to
+        self._model = self._describe()
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
+        """As Llama's; logits are float32."""
+        rows, width = ids.shape
+        if ids.numel() > WIDE and not self.int8:
+            return super().forward(ids, cache, last, tree)
+        if max(cache.used) + width > cache.capacity:
+            raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
+        logits = torch.empty(rows, last or width, len(self.head))
+        ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
+        shape = (None, None) if tree is None else (tree.depth.data_ptr(), tree.sees.data_ptr())
+        held = (cache.keys.data_ptr(), cache.values.data_ptr(), logits.data_ptr())
+        now = _Pass(rows, width, last or width, cache.capacity, ids.data_ptr(), ctypes.addressof(used), *shape, *held)
+        self._model.threads = torch.get_num_threads()
+        self._run(ctypes.byref(self._model), ctypes.byref(now))
+        cache.used = [used + width for used in cache.used]
+        return self.whole(logits)
+
+    def _describe(self) -> _Model:
+        s = self.shape
+        layers = (_Layer * s.layers)(*map(self._layer, self.blocks))
+        return _Model(
+            s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, len(self.head), 1, self.eps,
+            self._at(self.embed), *map(self._float, (self.norm, self.cos, self.sin)), self._matrix(self.head), layers,
+        )  # fmt: skip
+
+    def _layer(self, block: Block) -> _Layer:
+        q_norm, k_norm = block.qk_norm or (None, None)
+        return _Layer(
+            self._matrix(block.qkv, block.qkv_bias),
+            self._matrix(block.o, block.o_bias),
+            self._matrix(block.gate_up, block.gate_up_bias),
+            self._matrix(block.down, block.down_bias),
+            *map(self._float, (block.input_norm, block.post_norm, q_norm, k_norm)),
+        )
+
+    def _matrix(self, weights: Tensor, bias: Tensor | None = None) -> _Matrix:
+        scale = None
+        if self.int8:
+            scale = weights.float().abs().amax(1).clamp_min(1e-12) / 127  # [out]
+            weights = (weights.float() / scale.unsqueeze(1)).round().to(torch.int8)
+        return _Matrix(self._at(weights), self._float(scale), self._float(bias))
+
+    def _float(self, values: Tensor | None) -> int | None:
+        return None if values is None else self._at(values.float())
+
+    def _at(self, values: Tensor) -> int:
+        self._held.append(values.contiguous())
+        return self._held[-1].data_ptr()
+
+
+def check(device: torch.device, dtype: torch.dtype) -> str:
+    """The dtype's name. Raises UserError: not on the CPU, or a dtype other than float32 and bfloat16."""
+    name = checkpoint.dtype_name(dtype)
+    if device.type != "cpu" or name not in ("float32", "bfloat16"):
+        raise UserError(f"mode compiled runs float32 and bfloat16 on a CPU, not {name} on {device.type}")
+    return name
+
+
+@cache
+def library(tuned: str = TUNED) -> ctypes.CDLL:
+    """native_cpu.cpp, compiled for this machine, or for what tuned says; built on first use.
+
+    Raises:
+        UserError: no compiler, one that cannot compile it, or nowhere to keep what it built.
+    """
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise UserError("mode compiled needs a C++ compiler, and there is no c++, g++ or clang++; take eager")
+    command = [compiler, *FLAGS, tuned, str(SOURCE)]
+    key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[:16]
+    file = Path.home() / ".cache" / "draftlab" / f"native-{key}.so"
+    try:
+        if not file.exists():
+            _compile(command, file)
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise UserError(f"mode compiled cannot use {file.parent}: {error}; take mode eager") from None
+
+
+def _compile(command: list[str], file: Path) -> None:
+    note(f"compiling {SOURCE.name}, once on this machine")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; take mode eager")
+    part.rename(file)
+
+
+def _features() -> str:
+    """What this processor can do: a home directory may be shared by machines that differ."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())

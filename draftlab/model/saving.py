@@ -1,0 +1,82 @@
+"""A checkpoint's directory written: config, safetensors shards, tokenizer files."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftlab.model.checkpoint import dtype_name
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+SHARD_BYTES = 1_000_000_000  # what is held in memory while a checkpoint is written piece by piece
+
+
+def write_checkpoint(
+    directory: Path, config: dict[str, object], weights: Iterable[tuple[str, Tensor]], tokenizer_from: Path | None
+) -> int:
+    """config.json, safetensors shards and the tokenizer's files, copied verbatim; the weights' bytes.
+
+    weights may be made one at a time: no more than a shard of them is held.
+    """
+    try:
+        dtypes, size = _save_sharded(directory, weights)
+    except SafetensorError as error:  # a full disk
+        raise OSError(str(error)) from error
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True))
+    if tokenizer_from is not None:
+        for name in TOKENIZER_FILES:
+            if (tokenizer_from / name).is_file():
+                shutil.copyfile(tokenizer_from / name, directory / name)
+    return size
+
+
+def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Named parameters as dtype on the CPU; a tied head is left out, as in any Hugging Face checkpoint."""
+    return ((name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters())
+
+
+def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:
+    """model.safetensors, or numbered shards of at most SHARD_BYTES and their index; dtypes and bytes written."""
+    index: dict[str, int] = {}
+    shard: dict[str, Tensor] = {}
+    dtypes, total, number = set(), 0, 1
+
+    def write() -> None:
+        save_file(shard, directory / f"shard-{number}.safetensors", metadata={"format": "pt"})
+        shard.clear()
+
+    for name, tensor in weights:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            write()
+            number += 1
+        shard[name] = tensor.contiguous()
+        index[name] = number
+        total += tensor.nbytes
+        dtypes.add(dtype_name(tensor.dtype))
+    write()
+    if number == 1:
+        (directory / "shard-1.safetensors").rename(directory / "model.safetensors")
+        return dtypes, total
+    names = [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
+    for i, name in enumerate(names, 1):
+        (directory / f"shard-{i}.safetensors").rename(directory / name)
+    files = {name: names[i - 1] for name, i in index.items()}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
+    (directory / "model.safetensors.index.json").write_text(text)
+    return dtypes, total

@@ -1,0 +1,79 @@
+"""How large a checkpoint of any architecture is, by its config and the names of its tensors: for plans and cards."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draftlab.errors import OtherArchitecture
+from draftlab.model import checkpoint
+from draftlab.model.shape import Shape, count_text
+
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A model that is not LLaMA-like: what transformers builds of its config, which is all that is known of it."""
+
+    kind: str
+    count: int
+    layers: int
+    hidden: int
+
+    def describe(self) -> str:
+        return f"{self.kind}, {count_text(self.count)} parameters"
+
+    def params(self) -> int:
+        return self.count
+
+    def weight_bytes(self, bytes_per_weight: int = 2) -> int:
+        return self.count * bytes_per_weight
+
+    def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
+        """Return that of as many full heads as the hidden size has: an upper bound of what attention caches."""
+        return int(2 * self.layers * self.hidden * bytes_per_value)
+
+    def flops_per_token(self, context: int) -> int:
+        """Two for every parameter: an upper bound where a token passes only some of the experts."""
+        return 2 * self.count
+
+
+def size_of(directory: Path) -> Shape | Opaque:
+    """Return the shape of a checkpoint, or its parameters where it is not LLaMA-like.
+
+    Raises:
+        UserError: config or tensors cannot be read or contradict each other, or transformers cannot build it.
+    """
+    try:
+        return checkpoint.planned_shape(directory)
+    except OtherArchitecture:
+        config = checkpoint.read_config(directory)
+        built = checkpoint.skeleton(config, torch.float32)
+        text, count = built.config.get_text_config(), sum(p.numel() for p in built.parameters())
+        return Opaque(str(config.get("model_type")), count, text.num_hidden_layers, text.hidden_size)
+
+
+def context_size(directory: Path) -> int:
+    """Return the length in tokens of the longest text that a checkpoint is made for, 2048 where it does not say."""
+    config = checkpoint.text_config(directory)
+    sizes = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
+    return int(str(sizes[0])) if sizes else 2048
+
+
+def training_cost(
+    student: Shape | Opaque, teacher: Shape | Opaque | None, *, tokens: int, seq_len: int
+) -> dict[str, str]:
+    """What a training run needs, for people: tokens, floating-point operations, memory, disk.
+
+    6 operations per weight and token to train, 2 for the teacher's pass; fp32 weights, gradients and two Adam moments;
+    the teacher in bf16. Activations are left out; logits are made in chunks of some 100 MB.
+    """
+    weights = 16 * student.params() + (teacher.weight_bytes() if teacher else 0)
+    per_token = 3 * student.flops_per_token(seq_len // 2) + (teacher.flops_per_token(seq_len // 2) if teacher else 0)
+    return {
+        "tokens": f"{tokens:,}",
+        "compute": f"{tokens * per_token / 1e12:,.3g} TFLOP",
+        "memory": f"about {(weights + 1.3e8) / 1e9:.2g} GB and activations",
+        "disk": f"{student.weight_bytes() / 1e6:,.4g} MB, and {12 * student.params() / 1e6:,.4g} MB while it runs",
+    }

@@ -1,0 +1,1 @@
+"""Learned pruning masks (Sheared LLaMA, CoFi)."""

@@ -1,0 +1,1 @@
+"""Scores on disk and everything shown from them."""

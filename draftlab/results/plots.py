@@ -1,0 +1,269 @@
+"""What a report draws: each plot is one SVG to put inside a page, readable on light, dark and paper."""
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+from draftlab.errors import UserError
+from draftlab.intervals import Interval
+from draftlab.model.shape import Shape
+from draftlab.results.score import Model, Score, TaskResult
+
+# Okabe and Ito (2008) without black and yellow, each lost on one of the two backgrounds; then wine and olive.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#aa4499", "#999933")
+MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
+PHASES = {"draft": "#d55e00", "verify": "#0072b2", "host": "#8c8c8c"}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a $ in a name is a $
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+LABEL_LENGTH = 22
+CHARACTER_WIDTH = 0.017  # of a label, in widths of the axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A draft at its rank, and how every table and plot marks it."""
+
+    score: Score
+    rank: int  # 0 is the fastest
+    k: int
+    gain: Interval  # speed-up of a K chosen on other prompts
+    gains: dict[int, Interval]  # by K; {} where they are not shown
+    accuracy: TaskResult | None
+
+    @property
+    def length(self) -> float:
+        return self.score.tokens_per_pass(self.k)
+
+    @property
+    def label(self) -> str:
+        """The end of the name, where names of one family differ."""
+        name = self.score.name
+        return name if len(name) <= LABEL_LENGTH else "…" + name[1 - LABEL_LENGTH :]
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.rank % len(COLOURS)]
+
+    @property
+    def marker(self) -> str:
+        return MARKERS[self.rank % len(MARKERS)][0]
+
+    @property
+    def glyph(self) -> str:
+        """The marker as a character, for the key beside a plot."""
+        return MARKERS[self.rank % len(MARKERS)][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One plot of a figure: named series of points; lines of the same names, else through the points."""
+
+    x: str
+    y: str
+    series: dict[str, list[tuple[float, float]]]
+    lines: dict[str, list[tuple[float, float]]] | None = None
+
+
+def save_figure(path: Path, panels: Sequence[Panel]) -> None:
+    """Panels side by side, as SVG or PNG by the file's name.
+
+    Raises:
+        UserError: another kind of file, or one that cannot be written.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise UserError(f"a figure is written as .svg or .png, and this is {path}")
+    figure = figure_of(panels)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with rc_context({"svg.hashsalt": path.name}):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def figure_of(panels: Sequence[Panel]) -> Figure:
+    """Panels side by side."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
+        for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            ax.grid(color="black", alpha=0.12)
+            styles = zip(COLOURS, MARKERS, strict=True)
+            joined = panel.series if panel.lines is None else panel.lines
+            for (name, points), (colour, (marker, _)) in zip(panel.series.items(), styles, strict=False):
+                ax.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle="", label=name)
+                ax.plot(*zip(*joined[name], strict=True), color=colour)
+            ax.set(xlabel=panel.x, ylabel=panel.y)
+            ax.set_ylim(bottom=0)
+            if len(panel.series) > 1:
+                ax.legend(frameon=False)
+    return figure
+
+
+def plot_speedup(entries: list[Entry]) -> Markup:
+    def draw(ax: Axes) -> None:
+        ax.axhline(1, color="black", linewidth=1, linestyle="--")
+        for entry in entries:
+            ks, gains = list(entry.gains), list(entry.gains.values())
+            low, high = [g.low for g in gains], [g.high for g in gains]
+            ax.plot(ks, [g.value for g in gains], color=entry.colour, marker=entry.marker)
+            ax.fill_between(ks, low, high, color=entry.colour, alpha=0.15, linewidth=0)
+            if len(ks) == 1:  # a band over one K has no width
+                ax.vlines(ks, low, high, color=entry.colour)
+        ks = sorted({k for e in entries for k in e.gains})
+        ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up", xticks=ks, xlim=(ks[0] - 0.5, ks[-1] + 0.5))
+
+    return _svg(draw, "Speed-up against K")
+
+
+def plot_latency(entries: list[Entry]) -> Markup | None:
+    """The target's latency is the fastest draft's own measurement of it. None where none was measured."""
+    entries = [e for e in entries if e.score.target.latency]
+    if not entries:
+        return None
+    target = entries[0].score.target
+    drafts = [(e, shape, e.score.draft.latency[0]) for e in entries if (shape := _timed(e.score.draft))]
+    target_shape = _timed(target)
+    if not drafts or target_shape is None:
+        return None
+    largest = max(shape.params() for _, shape, _ in drafts)
+    points = [(target_shape.layers, target.latency[0], "black", "*", 200.0)]
+    for entry, shape, latency in drafts:
+        points.append((shape.layers, latency, entry.colour, entry.marker, 25 + 175 * shape.params() / largest))
+
+    def draw(ax: Axes) -> None:
+        for layers, t, colour, marker, area in points:
+            ax.vlines(layers, t.low_ms, t.high_ms, color=colour)
+            ax.scatter(layers, t.median_ms, s=area, color=colour, marker=marker)
+        xs, ys = [p[0] for p in points], [p[1].median_ms for p in points]
+        _scale(ax, xs, ys)
+        _label(ax, xs, ys, ["target", *(e.label for e, _, _ in drafts)], [0.0] * len(points))
+        ax.set(xlabel="layers", ylabel="ms per token")
+
+    return _svg(draw, "Latency of one pass over one token against layers")
+
+
+def plot_accuracy(entries: list[Entry]) -> Markup | None:
+    """None where no draft has an accuracy."""
+    scored = [(e, e.accuracy) for e in entries if e.accuracy]
+    xs, ys = [a.value for _, a in scored], [e.length for e, _ in scored]
+    errors = [a.stderr or 0.0 for _, a in scored]
+
+    def draw(ax: Axes) -> None:
+        for (entry, _), x, y, error in zip(scored, xs, ys, errors, strict=True):
+            ax.errorbar(x, y, xerr=error, color=entry.colour, marker=entry.marker)
+        ax.margins(0.2)
+        _label(ax, xs, ys, [f"{e.label}, K={e.k}" for e, _ in scored], errors)
+        ax.set(xlabel=f"accuracy of the draft, {scored[0][1].task}", ylabel="tokens per target pass")
+
+    return _svg(draw, "Tokens per target pass against accuracy of the draft") if scored else None
+
+
+def plot_positions(entries: list[Entry]) -> Markup:
+    def draw(ax: Axes) -> None:
+        for entry in entries:
+            shares = entry.score.acceptance(entry.k).per_position_acceptance
+            ax.plot(range(1, len(shares) + 1), shares, color=entry.colour, marker=entry.marker)
+        positions = range(1, max(e.k for e in entries) + 1)
+        ax.set(xlabel="position in the draft", xticks=positions, xlim=(0.5, positions[-1] + 0.5))
+        ax.set(ylabel="share of steps", ylim=(0, 1.02))
+
+    return _svg(draw, "Acceptance by position")
+
+
+def plot_time(entries: list[Entry]) -> Markup | None:
+    """None where it is not known of any draft: servers do not say."""
+    entries = [e for e in entries if e.score.time_split(e.k)]
+    if not entries:
+        return None
+    rows = range(len(entries))
+    step_ms = [1000 * e.score.break_even_length(e.k) / e.score.output_tps(0) for e in entries]
+
+    def draw(ax: Axes) -> None:
+        left = [0.0] * len(entries)
+        for phase, colour in PHASES.items():
+            widths = [ms * e.score.time_split(e.k)[phase] for ms, e in zip(step_ms, entries, strict=True)]
+            ax.barh(rows, widths, left=left, height=0.4, color=colour, label=phase)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for row, entry in enumerate(entries):
+            ax.text(0, row - 0.28, f"{entry.label}, K = {entry.k}: {entry.length:.2f} tokens", va="bottom")
+        ax.set(xlabel="ms per step", xlim=(0, 1.05 * max(step_ms)), ylim=(len(entries) - 0.7, -0.8), yticks=[])
+        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PHASES), frameon=False)
+
+    return _svg(draw, "Time per step: draft, verify, host", inches=1.2 + 0.45 * len(entries))
+
+
+def _timed(model: Model) -> Shape | None:
+    """The shape of a model whose latency was measured."""
+    return model.shape if model.latency else None
+
+
+def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
+    """From zero, where proportion shows; logarithmic where a large target would squeeze the drafts together."""
+    ax.margins(0.2)
+    if max(xs) <= 8 * min(xs) and max(ys) <= 8 * min(ys):
+        ax.set(xlim=(0, 1.15 * max(xs)), ylim=(0, 1.15 * max(ys)))
+        return
+    ax.set(xscale="log", yscale="log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _label(ax: Axes, xs: Sequence[float], ys: Sequence[float], names: Sequence[str], errors: Sequence[float]) -> None:
+    """Names beside points and their error bars; where that place is taken, above or below with a line."""
+    ax.autoscale_view()  # limits are otherwise set when drawing, after the transforms below
+    to_axes = ax.transData + ax.transAxes.inverted()
+    at = to_axes.transform(list(zip(xs, ys, strict=True))).tolist()
+    ends = to_axes.transform([(x + error, y) for x, y, error in zip(xs, ys, errors, strict=True)]).tolist()
+    reach = [max(0.03, end[0] - x) for (x, _), end in zip(at, ends, strict=True)]
+    taken = [(x - r, x + r, y) for (x, y), r in zip(at, reach, strict=True)]
+    for (x, y), r, name in zip(at, reach, names, strict=True):
+        width = CHARACTER_WIDTH * len(name)
+        sides = [(x + r + 0.01, x + r + 0.01 + width), (x - r - 0.01 - width, x - r - 0.01)]
+        left, right, height = place = _free_place(sides, y, taken)
+        taken.append(place)
+        end, align = ((left, height), "left") if left > x else ((right, height), "right")
+        line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4} if abs(height - y) > 0.03 else None
+        style = {"ha": align, "va": "center", "arrowprops": line, "in_layout": False}
+        ax.annotate(name, (x, y), end, ax.transAxes, ax.transAxes, **style)
+
+
+def _free_place(
+    sides: list[tuple[float, float]], y: float, taken: list[tuple[float, float, float]]
+) -> tuple[float, float, float]:
+    """Left, right and height, in widths and heights of the axes: the nearest free place, or the nearest at all."""
+    places = [(*side, y + step / 50) for step in sorted(range(-25, 26), key=abs) for side in sides]
+    inside = [p for p in places if p[0] > 0 and p[1] < 1 and 0.03 < p[2] < 0.97]
+    free = [p for p in inside if not any(p[0] < b and a < p[1] and abs(p[2] - h) < 0.06 for a, b, h in taken)]
+    return (free or inside or places)[0]
+
+
+def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
+    """One plot without addresses or ids that another plot could have; its ink is the page's own colour."""
+    with rc_context({**STYLE, "svg.hashsalt": alt}):
+        figure = Figure(figsize=(5.2, inches), layout="constrained")
+        ax = figure.subplots()
+        ax.grid(color="black", alpha=0.12)
+        ax.set_axisbelow(True)
+        draw(ax)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True)
+    body = re.sub(r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>", "", file.getvalue())
+    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href").replace(": #000000", ": currentColor")
+    width, height = (round(72 * inches) for inches in figure.get_size_inches())
+    return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(alt)}">{body}')

@@ -1,0 +1,1 @@
+"""Search for the fastest draft: shapes are cut, distilled, replayed, priced and measured."""

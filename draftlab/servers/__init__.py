@@ -1,0 +1,1 @@
+"""Clients of running vLLM, SGLang and llama.cpp servers."""

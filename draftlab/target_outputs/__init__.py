@@ -1,0 +1,1 @@
+"""Target outputs on disk: tokens, log-probabilities, or both."""

@@ -1,0 +1,270 @@
+"""Where traces come from: prompts, and a target in memory, on a server, or in a file of the paper's scripts."""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from draftlab import data, provenance
+from draftlab.console import progress
+from draftlab.engine.batch_generate import Continuation, Writing, write
+from draftlab.errors import UserError
+from draftlab.model.hf_decoder import Decoder
+from draftlab.servers import adapters
+from draftlab.servers.client import Server
+from draftlab.target_outputs.cache import tokenizer_sha
+from draftlab.target_outputs.logprob_sources import same_ids, vocab_of
+from draftlab.target_outputs.traces import SHARD_TEXTS, Decoding, Manifest, Prompt, Writer, claim, record
+
+FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each, where nothing else is said
+Logprobs = Literal["sampled", "raw", "none"]
+LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
+TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Prompts and where they are from. sha256: of the file, or of the token ids of a data source."""
+
+    rows: list[Prompt]
+    source: str
+    sha256: str
+    tokens: int | None  # they were cut to this
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        return tuple(sorted({p.category for p in self.rows}))
+
+    @property
+    def longest(self) -> int:
+        return max(len(p.ids) for p in self.rows)
+
+    def spread(self, count: int | None) -> "Prompts":
+        """So many of them, evenly over the set, in which kinds follow each other; all if there are no more.
+
+        Raises:
+            UserError: fewer than that.
+        """
+        if count is None:
+            return self
+        if count > len(self.rows):
+            raise UserError(f"{self.source} holds {len(self.rows)} prompts, {count} are wanted")
+        return replace(self, rows=[self.rows[i * len(self.rows) // count] for i in range(count)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What wrote a trace; see Manifest."""
+
+    target: str
+    target_sha256: str | None
+    written_by: str
+    dtype: str
+    rows: int
+    logprobs: Logprobs
+
+
+def run(
+    out: Path,
+    about: About,
+    start: Callable[[], Writer],
+    prompts: Prompts,
+    decoding: Decoding,
+    *,
+    top: int,
+    tokenizer_from: Path,
+) -> Manifest:
+    """Record what is missing of the trace in out; the writer is started only if something is.
+
+    Raises:
+        UserError: out holds something else, or cannot be written.
+    """
+    manifest = Manifest(
+        **asdict(about), tokenizer_sha256=tokenizer_sha(tokenizer_from), vocab=vocab_of(tokenizer_from),
+        decoding=decoding, top=top, prompts=prompts.source, prompts_sha256=prompts.sha256, prompt_tokens=prompts.tokens,
+        categories=prompts.categories, planned=len(prompts.rows), versions=provenance.versions(),
+    )  # fmt: skip
+    held = claim(out, manifest)
+    if held.texts == held.planned:
+        return held
+    writer = start()
+    with progress("trace", len(prompts.rows)) as advance:
+        return record(out, manifest, prompts.rows, writer, tokenizer_from, advance)
+
+
+def file_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int | None, tokens: int | None) -> Prompts:
+    """One prompt a JSON line: ``prompt``, the first of ``turns``, or another text column; ``category`` if there is one.
+
+    most: only the first ones. tokens: cut each to its first tokens, which must be there.
+
+    Raises:
+        UserError: no such file, a line without text, an empty prompt, or too few tokens.
+    """
+    rows = []
+    try:
+        with file.open(encoding="utf-8") as stream:
+            lines = list(itertools.islice(stream, most))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        text, category = _prompt_of(line, f"{file}:{number}")
+        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+        if not ids or (tokens is not None and len(ids) < tokens):
+            wanted = "is empty" if not ids else f"has {len(ids)} tokens, --prompt-tokens wants {tokens}"
+            raise UserError(f"{file}:{number}: the prompt {wanted}")
+        rows.append(Prompt(ids[:tokens], category))
+    if not rows:
+        raise UserError(f"{file} holds no prompts")
+    return Prompts(rows=rows, source=file.name, sha256=provenance.file_sha256(file), tokens=tokens)
+
+
+def chosen(
+    file: Path | None, source: str, tokenizer: PreTrainedTokenizerBase, count: int | None, tokens: int | None, seed: int
+) -> Prompts:
+    """So many prompts evenly over a file (all if count is None), or of a data source (16 of 64 tokens each)."""
+    if file is not None:
+        return file_prompts(file, tokenizer, None, tokens).spread(count)
+    return data_prompts(source, tokenizer, count or FROM_DATA, tokens or FROM_DATA_TOKENS, seed)
+
+
+def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, most: int, tokens: int, seed: int) -> Prompts:
+    """Starts of held-out documents, as draftlab score takes them."""
+    rows = [Prompt(ids) for ids in data.prompts(spec, tokenizer, count=most, length=tokens, seed=seed)]
+    digest = hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()
+    return Prompts(rows=rows, source=spec, sha256=digest, tokens=tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWriter:
+    """A target in memory."""
+
+    decoder: Decoder
+    how: Writing
+
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+        """As Writer says. Raises UserError: a prompt and its text do not fit the target's context."""
+        return write(self.decoder, prompts, self.how, numbers=numbers)
+
+
+class ServedWriter:
+    """A target on a server.
+
+    Raises:
+        UserError: its tokenizer is another one, or it samples where it should be greedy.
+    """
+
+    def __init__(self, server: Server, decoding: Decoding, top: int, tokenizer: Path) -> None:
+        self.server, self.decoding, self.top = server, decoding, top
+        probe = server.probe(same_ids(server, tokenizer))
+        if decoding.temperature == 0 and not probe.greedy:
+            raise UserError(f"{server.model} on the server does not decode greedily at temperature 0")
+        self.logprobs: Logprobs = LOGPROBS.get(probe.logprobs_mode, "none")
+
+    def about(self) -> About:
+        return About(
+            target=Path(self.server.model).name, target_sha256=None, dtype="as served", rows=self.server.workers,
+            written_by=f"{self.server.kind} {self.server.version}".strip(), logprobs=self.logprobs,
+        )  # fmt: skip
+
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+        how = self.decoding
+        sampling = adapters.Sampling(
+            max_tokens=how.max_new_tokens, temperature=how.temperature, top_p=how.top_p, top_k=how.top_k,
+            seed=how.seed * 1_000_003 + numbers[0] * SHARD_TEXTS,  # the server adds the place in this list
+        )  # fmt: skip
+        return [self._of(written) for written in self.server.generate(prompts, sampling, k=self.top)]
+
+    def _of(self, written: adapters.Written) -> Continuation:
+        n, greedy = len(written.ids), self.decoding.temperature == 0
+        return Continuation(
+            ids=np.array(written.ids),
+            log_p=np.zeros(n) if greedy else np.array(written.logprobs),
+            stop="eos" if written.finish_reason == "stop" else "length",
+            top_ids=np.array(written.top_ids).reshape(n, -1)[:, : self.top],
+            top_log_p=np.array(written.top_logprobs).reshape(n, -1)[:, : self.top],
+        )
+
+
+class PaperTrace:
+    """The trace file of the paper's scripts: ``tensor([[...]])`` of token ids, one for each prompt, greedy.
+
+    Texts that begin with their prompt lose it.
+
+    Raises:
+        UserError: not such a file, cut or abbreviated, not one text for each prompt, or ids that vocab does not have.
+    """
+
+    def __init__(self, file: Path, prompts: list[Prompt], most: int | None, vocab: int, eos: tuple[int, ...]) -> None:
+        texts = paper_texts(file)[:most]
+        if len(texts) != len(prompts):
+            raise UserError(
+                f"{file} holds {len(texts)} texts and there are {len(prompts)} prompts; "
+                "give the prompts that it was made with, or take the first ones of both with --prompts"
+            )
+        self.whole = all(text[: len(p.ids)].tolist() == p.ids for text, p in zip(texts, prompts, strict=True))
+        self.texts, self.eos = texts, eos
+        for number, text in enumerate(texts, 1):
+            if text.max() >= vocab:
+                raise UserError(
+                    f"{file}: text {number} has the id {text.max()}, the tokenizer only {vocab}: another one"
+                )
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.texts))
+
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+        found = []
+        for prompt, number in zip(prompts, numbers, strict=True):
+            ids = self.texts[number][len(prompt) if self.whole else 0 :]
+            nothing = np.zeros((len(ids), 0))
+            found.append(Continuation.cut(ids, np.zeros(len(ids)), nothing, nothing, self.eos))
+        return found
+
+
+def paper_texts(file: Path) -> list[np.ndarray]:
+    """Token ids of each text. Raises UserError: see PaperTrace."""
+    try:
+        content = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    found = TENSOR.findall(content)
+    if not found or len(found) != content.count("tensor("):
+        end = f"its text {len(found) + 1} does not end" if found else "it has no tensor([[...]])"
+        raise UserError(f"{file} is not a trace of the paper's scripts, or is cut: {end}")
+    rows = [row for tensor in found for row in re.split(r"\]\s*,\s*\[", tensor)]
+    return [_ids(row, f"{file}: text {number}") for number, row in enumerate(rows, 1)]
+
+
+def _ids(row: str, where: str) -> np.ndarray:
+    if "..." in row:
+        raise UserError(f"{where} is abbreviated (...): print it whole, with torch.set_printoptions(threshold=10**9)")
+    try:
+        ids = np.array([int(word) for word in row.split(",")], dtype=np.int64)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; want token ids") from None
+    if ids.min() < 0:
+        raise UserError(f"{where}: {ids.min()} is not a token id")
+    return ids
+
+
+def _prompt_of(line: str, where: str) -> tuple[str, str]:
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error.msg})") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: want an object with the text under prompt")
+    turns = row.get("turns")
+    texts = [row.get("prompt"), turns[0] if isinstance(turns, list) and turns else None]
+    text = next((t for t in [*texts, *(row.get(c) for c in data.TEXT_COLUMNS)] if isinstance(t, str)), None)
+    if text is None:
+        raise UserError(f"{where}: no text; want one of prompt, turns, {', '.join(data.TEXT_COLUMNS)}")
+    return text, str(row.get("category", ""))

@@ -1,0 +1,623 @@
+"""Replay is simulation, and simulation is what the engine does."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from builders import build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from draftlab.acceptance import expected, token_logprobs
+from draftlab.acceptance.expected import (
+    chain,
+    confident,
+    intervals,
+    ratio_interval,
+    texts_of,
+    tokens_per_pass,
+    tree,
+    visits,
+)
+from draftlab.acceptance.token_logprobs import look
+from draftlab.distill import evaluate
+from draftlab.engine.batch_generate import Writing
+from draftlab.engine.generate import Draft, ModelDrafter, Sampling, Step, plain, speculative
+from draftlab.engine.verify import Warp, distribution, verify
+from draftlab.errors import UserError
+from draftlab.model import hf_decoder
+from draftlab.model.llama import Llama, load
+from draftlab.results.score import Acceptance, Generation, acceptance
+
+KS = range(1, 9)
+chance_lists = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6)
+
+
+@dataclass(frozen=True)
+class One:
+    """A step: where it began, tokens drafted, accepted, emitted."""
+
+    began: int
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+def walk(kept: Callable[[int, int], bool], n: int, depth: Callable[[int], int], limit: int) -> Iterator[One]:
+    """Speculation over n tokens, step by step. kept: of the token and its depth in the step, whether it is accepted."""
+    at = 0
+    while at < n:
+        drafted = min(depth(at), limit - at - 1)
+        accepted = 0
+        while accepted < drafted and at + accepted < n and kept(at + accepted, accepted):
+            accepted += 1
+        emitted = min(accepted + 1, n - at)
+        yield One(at, drafted, accepted, emitted)
+        at += emitted
+
+
+def live_acceptance(steps: list[One], k: int, n: int) -> Acceptance:
+    """By record.py. Steps that run through the end of the text are cut there: nobody knows what would follow."""
+    kept = [s for s in steps if s.drafted]
+    found = Generation(
+        prompt=0, tokens=1 + sum(s.emitted for s in kept), drafted=[min(s.drafted, n - s.began) for s in kept],
+        accepted=[s.accepted for s in kept], emitted=[s.emitted for s in kept],
+        prefill_seconds=0.0, draft_seconds=0.0, verify_seconds=0.0, host_seconds=0.0,
+    )  # fmt: skip
+    return acceptance([found], k).model_copy(update={"num_draft_tokens": sum(s.drafted for s in kept)})
+
+
+def near(found: Acceptance, wanted: dict[str, object]) -> None:
+    for name, value in found.model_dump().items():
+        assert value == pytest.approx(wanted[name], abs=1e-9), name
+
+
+@given(chance_lists, st.integers(1, 5), st.integers(0, 4))
+@settings(max_examples=80, deadline=None)
+def test_counts_are_the_enumeration(chances, k, spare):
+    """Every pattern of accepted and rejected tokens with its chance, walked through step by step.
+
+    spare: tokens that the length limit would still have allowed, as after an end-of-text token.
+    """
+    n, limit = len(chances), len(chances) + spare
+    sums = {"reached": np.zeros(k + 1), "examined": np.zeros(k), "drafted": 0.0, "passes": 0.0, "truncated": 0.0}
+    began = np.zeros(n)
+    for pattern in itertools.product([True, False], repeat=n):
+        weight = float(np.prod([c if kept else 1 - c for c, kept in zip(chances, pattern, strict=True)]))
+        for step in walk(lambda token, _, p=pattern: p[token], n, lambda _: k, limit):
+            began[step.began] += weight
+            sums["passes"] += weight
+            sums["drafted"] += weight * step.drafted
+            sums["truncated"] += weight * (step.emitted <= step.accepted)
+            for a in range(k + 1):
+                sums["reached"][a] += weight * (step.drafted > 0 and step.accepted >= a)
+            for a in range(k):
+                sums["examined"][a] += weight * (step.accepted >= a and min(step.drafted, n - step.began) > a)
+    counts = chain(texts_of([np.array(chances)], np.array([limit])), k)
+    for name, value in sums.items():
+        np.testing.assert_allclose(getattr(counts, name)[0], value, atol=1e-9, err_msg=name)
+    np.testing.assert_allclose(visits(np.array(chances), k), began, atol=1e-9)
+
+
+@given(st.lists(chance_lists, min_size=1, max_size=5), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_texts_do_not_touch_each_other(rows, k):
+    texts = [np.array(row) for row in rows]
+    together = chain(texts_of(texts), k)
+    for i, text in enumerate(texts):
+        alone = chain(texts_of([text]), k)
+        for name in ("tokens", "passes", "steps", "drafted", "reached", "examined", "truncated"):
+            np.testing.assert_allclose(getattr(together, name)[i], getattr(alone, name)[0], err_msg=name)
+        np.testing.assert_allclose(alone.passes, visits(text, k).sum())
+
+
+@given(st.lists(chance_lists, min_size=1, max_size=4), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_self_checks_of_the_metrics_hold(rows, k):
+    counts = chain(texts_of([np.array(row) for row in rows]), k)
+    found = counts.acceptance()
+    assert 1 <= found.mean_acceptance_length <= k + 1 + 1e-9
+    assert found.mean_acceptance_length == pytest.approx(1 + sum(found.per_position_acceptance))
+    assert sum(found.acceptance_histogram) == pytest.approx(found.num_spec_steps)
+    emitted = found.num_accepted_draft_tokens + counts.passes.sum() - found.n_truncated_steps
+    assert emitted == pytest.approx(counts.tokens.sum())
+    assert found.num_accepted_draft_tokens == pytest.approx(float((counts.reached[:, 1:]).sum()))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+@settings(max_examples=80, deadline=None)
+def test_a_tree_by_rank_is_what_walking_it_gives(ranks, widths):
+    n = len(ranks)
+    nodes = [sum(int(np.prod(widths[: j + 1])) for j in range(depth)) for depth in range(len(widths) + 1)]
+    steps = list(walk(lambda token, at: ranks[token] < widths[at], n, lambda _: len(widths), n))
+    counts = tree(texts_of([np.zeros(n)]), np.array([ranks]), widths)
+    found = counts.acceptance()
+    assert counts.passes[0] == len(steps)
+    assert found.num_draft_tokens == sum(nodes[s.drafted] for s in steps)
+    wanted = live_acceptance(steps, len(widths), n).model_dump()
+    skipped = {"num_draft_tokens", "draft_acceptance_rate"}  # nodes, not depths
+    near(found, wanted | {name: found.model_dump()[name] for name in skipped})
+
+
+def test_a_tree_of_width_one_is_the_chain():
+    ranks = np.random.default_rng(0).integers(0, 2, (3, 40))
+    texts = texts_of(list((ranks == 0).astype(float)))
+    assert tree(texts, ranks, [1, 1, 1]).acceptance() == chain(texts, 3).acceptance()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 1)), min_size=1, max_size=30), st.integers(1, 6), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_confidence_ends_the_draft_where_walking_does(tokens, k, keep):
+    right, top = [r for r, _ in tokens], [t for _, t in tokens]
+    n = len(tokens)
+
+    def depth(at: int) -> int:
+        unsure = next((i for i in range(at, n) if top[i] < 0.5), n + k)
+        return min(k, unsure - at + keep)
+
+    steps = list(walk(lambda token, _: right[token], n, depth, n))
+    texts = texts_of([np.array(right, dtype=float)])
+    counts = chain(texts, confident(np.array([top]), 0.5, k, keep))
+    assert counts.passes[0] == len(steps)
+    assert counts.steps[0] == sum(s.drafted > 0 for s in steps)
+    wanted = live_acceptance(steps, k, n).model_dump()
+    deepest = counts.reached.shape[1] - 1
+    for name in ("per_position_acceptance", "conditional_acceptance"):
+        wanted[name] = wanted[name][:deepest]
+    wanted["acceptance_histogram"] = wanted["acceptance_histogram"][: deepest + 1]
+    near(counts.acceptance(), wanted)
+
+
+def test_a_draft_that_is_never_sure_enough_costs_passes_but_no_steps():
+    counts = chain(texts_of([np.ones(9)]), confident(np.zeros((1, 9)), 0.5, 4, keep_unsure=False))
+    assert (counts.passes[0], counts.steps[0], counts.drafted[0]) == (9, 0, 0)
+    assert counts.acceptance().mean_acceptance_length == 1
+
+
+# sampling: exact enumeration over a small vocabulary
+
+
+def table(seed: int, v: int) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """A next-token distribution for every prefix, some ids impossible."""
+
+    def of(prefix: tuple[int, ...]) -> np.ndarray:
+        rng = np.random.default_rng([seed, *prefix])
+        weights = rng.random(v) ** 2 * (rng.random(v) > 0.2)
+        weights[int(rng.integers(v))] += 0.2
+        return weights / weights.sum()
+
+    return of
+
+
+def passes_by_leviathan(p, q, prefix: tuple[int, ...], n: int, k: int) -> float:
+    """Expected passes to write what is missing to n tokens: every draft, every accept pattern, by the engine's rule."""
+    if len(prefix) == n:
+        return 0.0
+    count = min(k, n - len(prefix) - 1)
+    total, v = 1.0, len(p(prefix))
+    for drafted in itertools.product(range(v), repeat=count):
+        paths = [prefix + drafted[:i] for i in range(count + 1)]
+        ps = torch.tensor(np.array([p(path) for path in paths]))
+        qs = torch.tensor(np.array([q(path) for path in paths[:-1]])).reshape(count, v)
+        weight = float(np.prod([float(qs[i, t]) for i, t in enumerate(drafted)]))
+        if weight == 0:
+            continue
+        chances = [min(1.0, float(ps[i, t] / qs[i, t])) for i, t in enumerate(drafted)]
+        for accepted in range(count + 1):
+            share = float(np.prod(chances[:accepted])) * (1 - chances[accepted] if accepted < count else 1)
+            if share == 0:
+                continue
+            u = torch.tensor([c / 2 for c in chances[:accepted]] + [(1 + c) / 2 for c in chances[accepted:]])
+            got, rest = verify(ps, qs, torch.tensor(drafted, dtype=torch.long), u.double())
+            assert got == accepted
+            for token, chance in enumerate(rest.tolist()):
+                if chance:
+                    after = passes_by_leviathan(p, q, (*prefix, *drafted[:accepted], token), n, k)
+                    total += weight * share * chance * after
+    return total
+
+
+def passes_by_match(p, q, prefix: tuple[int, ...], n: int, k: int) -> float:
+    """The same where the target samples for itself, and the draft's tokens stand as long as they are its samples."""
+    if len(prefix) == n:
+        return 0.0
+    count = min(k, n - len(prefix) - 1)
+    total = 1.0
+    for drafted in itertools.product(range(len(p(prefix))), repeat=count):
+        weight, path = 1.0, prefix
+        for token in drafted:
+            weight *= q(path)[token]
+            path = (*path, token)
+        if weight == 0:
+            continue
+        same, path = 1.0, prefix
+        for at in range(count + 1):
+            for token, chance in enumerate(p(path)):
+                if at == count or token != drafted[at]:
+                    total += weight * same * chance * passes_by_match(p, q, (*path, token), n, k)
+            if at < count:
+                same *= p(path)[drafted[at]]
+                path = (*path, drafted[at])
+    return total
+
+
+def passes_by_replay(p, q, n: int, k: int, chance: Callable[[float, float], float]) -> float:
+    """Mean over every text the target can write of what replay expects for it."""
+    total = 0.0
+    for text in itertools.product(range(len(p(()))), repeat=n):
+        ps = [p(text[:i])[t] for i, t in enumerate(text)]
+        if np.prod(ps):
+            qs = [q(text[:i])[t] for i, t in enumerate(text)]
+            kept = np.array([chance(a, b) for a, b in zip(ps, qs, strict=True)])
+            total += float(np.prod(ps)) * float(visits(kept, k).sum())
+    return total
+
+
+def leviathan(p: float, q: float) -> float:
+    with np.errstate(divide="ignore"):
+        return float(expected.chances(np.log([q]), np.log([p]))[0])
+
+
+def match(p: float, q: float) -> float:
+    return q
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_replay_over_all_texts_is_leviathan_speculation_enumerated(seed, k):
+    p, q = table(seed, 3), table(seed + 100, 3)
+    live = passes_by_leviathan(p, q, (), 4, k)
+    assert passes_by_replay(p, q, 4, k, leviathan) == pytest.approx(live, abs=1e-9)
+    assert abs(passes_by_replay(p, q, 4, k, match) - live) > 0.01  # the other rule is another number
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_replay_over_all_texts_is_sampler_match_enumerated(k):
+    p, q = table(3, 3), table(103, 3)
+    live = passes_by_match(p, q, (), 4, k)
+    assert passes_by_replay(p, q, 4, k, match) == pytest.approx(live, abs=1e-9)
+    assert abs(passes_by_replay(p, q, 4, k, leviathan) - live) > 0.01
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_greedy_draft_is_a_one_hot_q_under_either_rule(k):
+    p, soft = table(5, 3), table(105, 3)
+
+    def q(prefix: tuple[int, ...]) -> np.ndarray:
+        return np.eye(3)[soft(prefix).argmax()]
+
+    live = passes_by_leviathan(p, q, (), 4, k)
+    assert passes_by_match(p, q, (), 4, k) == pytest.approx(live, abs=1e-9)
+    assert passes_by_replay(p, q, 4, k, leviathan) == pytest.approx(live, abs=1e-9)
+    assert passes_by_replay(p, q, 4, k, match) == pytest.approx(live, abs=1e-9)
+
+
+# sampling: a long run
+
+
+def markov_pair() -> tuple[np.ndarray, np.ndarray]:
+    """Eight states where the draft is nearly right and eight where it guesses; both groups hold on to their text."""
+    rng = np.random.default_rng(7)
+    groups = np.repeat([0, 1], 8)
+    stay = np.where(groups[:, None] == groups[None, :], 1.0, 0.1)
+    p = rng.dirichlet(np.full(16, 0.3), 16) * stay
+    p /= p.sum(1, keepdims=True)
+    noise = rng.dirichlet(np.full(16, 0.5), 16)
+    share = np.where(groups == 0, 0.03, 1.0)[:, None]
+    return p, (1 - share) * p + share * noise
+
+
+def simulate(p: np.ndarray, q: np.ndarray, k: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Speculative sampling as in Leviathan et al. 2023, algorithm 1: the text and the passes it took."""
+    text, passes = [0], 0
+    p_sums, q_sums = p.cumsum(1), q.cumsum(1)
+    while len(text) <= n:
+        passes += 1
+        drafted, last = [], text[-1]
+        for u in rng.random(k):
+            last = min(int(np.searchsorted(q_sums[last], u)), 15)
+            drafted.append(last)
+        last = text[-1]
+        for token, u in zip(drafted, rng.random(k), strict=True):
+            if u * q[last, token] >= p[last, token]:
+                rest = np.clip(p[last] - q[last], 0, None)
+                text.append(int(rng.choice(16, p=rest / rest.sum())))
+                break
+            text.append(token)
+            last = token
+        else:
+            text.append(min(int(np.searchsorted(p_sums[last], rng.random())), 15))
+    return np.array(text), passes
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 8])
+def test_replay_is_simulated_speculation_where_the_usual_formulas_are_not(k):
+    p, q = markov_pair()
+    rng = np.random.default_rng(k)
+    runs = [simulate(p, q, k, 1000, rng) for _ in range(60)]
+    live = np.array([[len(text) - 1, passes] for text, passes in runs], dtype=float)
+    value = live[:, 0].sum() / live[:, 1].sum()
+
+    def written(seed: int) -> np.ndarray:
+        rng, text = np.random.default_rng(seed), [0]
+        for u in rng.random(1000):
+            text.append(min(int(np.searchsorted(p[text[-1]].cumsum(), u)), 15))
+        return np.array(text)
+
+    def chances(text: np.ndarray) -> np.ndarray:
+        return expected.chances(np.log(q[text[:-1], text[1:]]), np.log(p[text[:-1], text[1:]]))
+
+    kept = [chances(written(1000 + i)) for i in range(120)]  # text that the target wrote alone
+    found = tokens_per_pass(kept, k)
+    error = (jackknife(live) ** 2 + jackknife(found) ** 2) ** 0.5
+    assert abs(found[:, 0].sum() / found[:, 1].sum() - value) < 4 * error
+
+    own = tokens_per_pass([chances(text) for text, _ in runs], k)  # the very text of the live runs
+    assert abs(own[:, 0].sum() / own[:, 1].sum() - value) < 4 * error
+
+    flat = np.concatenate(kept)
+    alpha = float(flat.mean())
+    independent = (1 - alpha ** (k + 1)) / (1 - alpha)
+    windows = np.lib.stride_tricks.sliding_window_view(flat, k)
+    every_window = 1 + float(windows.cumprod(1).sum(1).mean())
+    if k == 1:  # one drafted token: the mean over windows is the independent formula
+        assert every_window == pytest.approx(independent)
+    else:
+        assert abs(independent - value) > 6 * error
+    assert abs(every_window - value) > 6 * error
+
+
+def jackknife(pairs: np.ndarray) -> float:
+    """Standard error of a ratio of sums."""
+    sums = pairs.sum(0) - pairs
+    values, n = sums[:, 0] / sums[:, 1], len(pairs)
+    return float(np.sqrt((n - 1) / n * ((values - values.mean()) ** 2).sum()))
+
+
+# real models
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Llama, Llama]:
+    """A target and the same with noise, which agrees with it now and then."""
+    root = tmp_path_factory.mktemp("pair")
+    models = {"target": build("llama", 1), "draft": build("llama", 1)}
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for p in models["draft"].parameters():
+            p.add_(torch.randn_like(p) * 0.002)
+        for name, model in models.items():
+            model.get_output_embeddings().get_parameter("weight").mul_(12)  # sure of some tokens, not of others
+            model.save_pretrained(root / name)
+    return load(root / "target", torch.float32), load(root / "draft", torch.float32)
+
+
+PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250], [0, 90, 91, 92, 93, 94, 95, 7]]
+
+
+def tokens_of(steps: list[Step]) -> list[int]:
+    return [t for step in steps for t in step.tokens]
+
+
+def greedy_chances(pair: tuple[Llama, Llama], texts: list[list[int]]) -> list[np.ndarray]:
+    """Of every token after the first, which comes with the prefill."""
+    given = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
+    return [expected.chances(f.log_q, np.zeros(len(f.log_q)))[1:] for f in look(pair[1], given, 307, Warp())]
+
+
+def test_greedy_replay_is_live_speculation_step_by_step(pair):
+    target, draft = pair
+    sampling = Sampling(max_new_tokens=90)
+    texts = [tokens_of(list(plain(target, [prompt], sampling))) for prompt in PROMPTS]
+    kept = greedy_chances(pair, texts)
+    assert 0.3 < np.concatenate(kept).mean() < 0.95
+    for k in KS:
+        generations = []
+        for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+            steps = list(speculative(target, ModelDrafter(draft), [prompt], k, sampling))
+            assert tokens_of(steps) == text
+            starts = np.flatnonzero(visits(kept[number], k))
+            emitted = np.diff(np.append(starts, len(text) - 1))
+            assert [len(s.tokens) for s in steps[1:]] == emitted.tolist()
+            assert [s.accepted for s in steps[1:]] == (emitted - 1).tolist()
+            generations.append(of_steps(number, steps))
+        assert chain(texts_of(kept), k).acceptance() == acceptance(generations, k)
+
+
+def of_steps(prompt: int, steps: list[Step]) -> Generation:
+    return Generation(
+        prompt=prompt, tokens=sum(len(s.tokens) for s in steps), drafted=[s.drafted for s in steps[1:]],
+        accepted=[s.accepted for s in steps[1:]], emitted=[len(s.tokens) for s in steps[1:]],
+        prefill_seconds=0.0, draft_seconds=0.0, verify_seconds=0.0, host_seconds=0.0,
+    )  # fmt: skip
+
+
+def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
+    """An end-of-text token anywhere in a block: live steps count what they accepted up to it, the first of several."""
+    target, draft = pair
+    whole = tokens_of(list(plain(target, [PROMPTS[0]], Sampling(max_new_tokens=40))))
+    for at in (1, 7, 16, 29):
+        if whole[at] in whole[:at]:
+            continue
+        sampling = Sampling(
+            max_new_tokens=40, eos_ids=(whole[-1], whole[at]) if whole[-1] not in whole[:at] else (whole[at],)
+        )
+        given = [(np.array(PROMPTS[0]), np.array(whole[: at + 1]))]
+        kept = expected.chances(look(draft, given, 307, Warp())[0].log_q, np.zeros(at + 1))[1:]
+        for k in KS:
+            steps = list(speculative(target, ModelDrafter(draft), [PROMPTS[0]], k, sampling))
+            live, found = of_steps(0, steps), chain(texts_of([kept], np.array([39])), k)
+            assert (found.passes[0], found.tokens[0]) == (len(live.drafted), live.tokens - 1)
+            assert found.drafted[0] == sum(live.drafted)
+            assert found.accepted[0] == sum(live.accepted)
+            assert found.truncated[0] == sum(e < a + 1 for a, e in zip(live.accepted, live.emitted, strict=True))
+
+
+def test_confidence_replay_accepts_what_a_live_draft_that_stops_does(pair):
+    """Live: the draft itself stops, on its own path. What it drafts behind a rejected token is not in the text."""
+    target, draft = pair
+    sampling, k, threshold = Sampling(max_new_tokens=60), 6, 0.5
+    texts = [tokens_of(list(plain(target, [prompt], sampling))) for prompt in PROMPTS]
+    given = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
+    found = look(draft, given, 307, Warp())
+    kept = greedy_chances(pair, texts)
+    tops = expected.padded([f.top[1:] for f in found])
+    assert 0.1 < (tops < threshold).mean() < 0.9
+    counts = chain(texts_of(kept), confident(tops, threshold, k))
+
+    class Stopping(ModelDrafter):
+        def propose(self, texts, count, sampling, uniform):
+            drafted = super().propose(texts, count, sampling, uniform)
+            cache = draft.new_cache(1, len(texts[0]) + count)
+            fed = torch.cat([torch.tensor(texts), drafted.ids], 1)
+            tops = torch.softmax(draft.forward(fed, cache, last=count + 1)[0], -1).amax(-1)[:count]
+            unsure = (tops < threshold).nonzero()
+            stop = int(unsure[0]) + 1 if len(unsure) else count
+            return Draft(ids=drafted.ids[:, :stop], q=None, counts=[stop])
+
+    for i, prompt in enumerate(PROMPTS):
+        steps = list(speculative(target, Stopping(draft), [prompt], k, sampling))[1:]
+        assert [len(s.tokens) for s in steps] == np.diff(
+            np.append(np.flatnonzero(visits(kept[i], confident(tops[i : i + 1, :59], threshold, k)[0])), 59)
+        ).tolist()
+        assert counts.passes[i] == len(steps)
+        assert counts.accepted[i] == sum(s.accepted for s in steps)
+        assert counts.examined[i].sum() <= sum(s.drafted for s in steps) <= k * len(steps)
+
+
+def sequential(draft: Llama, prompt: list[int], text: list[int], k: int) -> list[int]:
+    """The paper's demo: draft anew at every step and compare with the stored text; accepted tokens of each step."""
+    drafter, at, found = ModelDrafter(draft), 1, []
+    drafter.reset(1, len(prompt) + len(text) + k)
+    while at < len(text):
+        count = min(k, len(text) - at - 1)
+        drafted = (
+            drafter.propose([[*prompt, *text[:at]]], count, Sampling(), torch.zeros(1, count)).ids[0] if count else []
+        )
+        accepted = 0
+        while accepted < count and int(drafted[accepted]) == text[at + accepted]:
+            accepted += 1
+        found.append(accepted)
+        at += accepted + 1
+    return found
+
+
+def test_drafting_again_and_again_over_the_text_gives_the_same_numbers(pair):
+    target, draft = pair
+    texts = [tokens_of(list(plain(target, [prompt], Sampling(max_new_tokens=70)))) for prompt in PROMPTS]
+    kept = greedy_chances(pair, texts)
+    for k in KS:
+        for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+            accepted = sequential(draft, prompt, text, k)
+            starts = np.flatnonzero(visits(kept[i], k))
+            assert accepted == (np.diff(np.append(starts, len(text) - 1)) - 1).tolist()
+
+
+def test_sampled_replay_agrees_with_the_engine_within_noise(pair):
+    target, draft = pair
+    prompt, k = PROMPTS[0], 3
+    pairs, own = [], []
+    for seed in range(120):
+        sampling = Sampling(temperature=0.8, max_new_tokens=16, seed=seed)
+        steps = list(speculative(target, ModelDrafter(draft), [prompt], k, sampling))
+        text = [(np.array(prompt), np.array(tokens_of(steps)))]
+        p, q = (look(model, text, 307, Warp(temperature=0.8))[0].log_q for model in (target, draft))
+        own.append(expected.chances(q, p)[1:])
+        pairs.append([sum(len(s.tokens) for s in steps[1:]), len(steps) - 1])
+    live, found = np.array(pairs, dtype=float), tokens_per_pass(own, k)
+    difference = found[:, 1].sum() / live[:, 1].sum() - 1
+    assert abs(difference) < 4 * jackknife(np.stack([found[:, 1], live[:, 1]], 1))
+    assert live[:, 0].sum() / live[:, 1].sum() > 1.3
+
+
+# the teacher-forced pass
+
+
+def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, monkeypatch):
+    rng = np.random.default_rng(3)
+    texts = [(rng.integers(3, 300, a), rng.integers(3, 300, b)) for a, b in ((4, 9), (17, 1), (2, 30), (6, 0), (9, 9))]
+    warp = Warp(temperature=9.0, top_k=150, top_p=0.95)
+    hosted = hf_decoder.Hosted(build("llama", 1))
+    hosted.model.get_output_embeddings().get_parameter("weight").data.mul_(12)
+    together, other = look(pair[0], texts, 307, warp), look(hosted, texts, 307, warp)
+    monkeypatch.setattr(token_logprobs, "LOGITS", 1)  # one text a pass
+    alone = look(pair[0], texts, 307, warp)
+    for (prompt, written), *found in zip(texts, together, other, alone, strict=True):
+        assert all(len(f.log_q) == len(f.rank) == len(f.top) == len(written) for f in found)
+        if not len(written):
+            continue
+        ids = torch.from_numpy(np.concatenate([prompt, written]))[None]
+        with torch.no_grad():
+            logits = hosted.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        wanted = distribution(logits, 9.0, 150, 0.95).gather(1, torch.from_numpy(written)[:, None]).squeeze(1)
+        order = logits.argsort(-1, descending=True)
+        ranks = (order == torch.from_numpy(written)[:, None]).float().argmax(1)
+        for f in found:
+            np.testing.assert_allclose(np.exp(f.log_q), wanted, atol=1e-5)
+            assert f.rank.tolist() == ranks.tolist()
+            np.testing.assert_allclose(f.top, logits.softmax(-1).amax(-1), atol=1e-5)
+
+
+def test_a_text_longer_than_the_context_is_refused(pair):
+    prompt, written = np.zeros(200, dtype=np.int64), np.zeros(58, dtype=np.int64)
+    assert len(look(pair[0], [(prompt, written[:57])], 307, Warp())[0].rank) == 57
+    with pytest.raises(UserError, match="a text has 258 tokens with its prompt, and the model's context is 256"):
+        look(pair[0], [(prompt, written)], 307, Warp())
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.6), (0.8, 9, 0.8)]
+)
+def test_the_warp_is_transformers(temperature, top_k, top_p):
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 3
+    ids, expected = torch.zeros(50, 1, dtype=torch.long), TemperatureLogitsWarper(temperature)(None, logits)  # type: ignore[arg-type]
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(ids, expected)  # type: ignore[arg-type]
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(ids, expected)  # type: ignore[arg-type]
+    torch.testing.assert_close(distribution(logits, temperature, top_k, top_p), expected.softmax(-1))
+
+
+def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
+    target, draft = build("llama", 1), build("llama", 1)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
+    draft.save_pretrained(tmp_path / "draft")
+    prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
+    written = evaluate.write(hf_decoder.Hosted(target), prompts, Writing(max_new_tokens=24), lambda done: None)
+    kept = evaluate.chances(draft, written)
+    engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
+    for k in (1, 2, 4):
+        for row, prompt, chance in zip(written.ids, prompts, kept, strict=True):
+            steps = list(speculative(pair[0], engine, [prompt.tolist()], k, Sampling(max_new_tokens=24)))
+            assert tokens_of(steps) == row[6:].tolist()
+            assert visits(chance, k).sum() == len(steps) - 1  # the prefill emits the first token
+
+
+# intervals
+
+
+def test_interval_holds_the_ratio_and_narrows_with_texts():
+    rng = np.random.default_rng(1)
+    pairs = np.stack([np.full(200, 60.0), rng.uniform(20, 30, 200)], 1)
+    value, low, high = ratio_interval(pairs)
+    assert low < value < high
+    _, few_low, few_high = ratio_interval(pairs[:10])
+    assert high - low < few_high - few_low
+
+
+def test_intervals_have_the_width_of_the_jackknife_and_columns_do_not_mix():
+    rng = np.random.default_rng(2)
+    over = np.stack([rng.uniform(40, 60, 80), rng.uniform(0, 60, 80), np.zeros(80)], 1)
+    under = np.stack([rng.uniform(20, 30, 80), np.full(80, 30.0), np.zeros(80)], 1)
+    found = intervals(over, under)
+    for i in (0, 1):
+        width = 2 * 1.96 * jackknife(np.stack([over[:, i], under[:, i]], 1))
+        assert found[i].high - found[i].low == pytest.approx(width, rel=0.15)
+        assert found[i].value == pytest.approx(over[:, i].sum() / under[:, i].sum())
+    assert (found[2].value, found[2].low, found[2].high) == (0, 0, 0)

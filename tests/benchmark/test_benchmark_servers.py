@@ -1,0 +1,168 @@
+"""A score through servers holds what they did; servers that cannot give a ratio are refused in one line."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import build
+from loopback_servers import Answering, SmallVLLM, running
+from test_client import serving_vllm
+from typer.testing import CliRunner
+
+from draftlab import provenance, workspace
+from draftlab.benchmark.servers import check_alone
+from draftlab.cli import app
+from draftlab.data import prompts
+from draftlab.engine.generate import ModelDrafter, Sampling, speculative
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, llama
+from draftlab.results.score import Counters, Served, read_score
+from draftlab.servers.adapters import SGLang
+
+K, NEW = 3, 9  # the first token comes with the prefill; the others are two steps of K + 1
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Answering], str]]:
+    with ExitStack() as stack:
+        yield lambda answering: stack.enter_context(running(answering))
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch, family_dirs) -> Path:
+    """A workspace around the small llama, and prompts of two kinds."""
+    monkeypatch.chdir(tmp_path)
+    target = str(family_dirs["llama"])
+    workspace.write(workspace.Workspace(target=target, source=target, data="stdlib"))
+    rows = [{"prompt": "def parse(line):", "category": "code"}, {"turns": ["return 1"], "category": "chat"}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def small(space: Path, **options: Any) -> SmallVLLM:
+    directory = Path(workspace.load().target)
+    tokenizer = checkpoint.load_tokenizer(directory)
+    return SmallVLLM(checkpoint.load_model(directory, torch.float32).eval(), tokenizer, frozenset(), k=K, **options)
+
+
+def score(plain: str, other: str, *arguments: str, code: int = 0):
+    urls = ("--server", plain, "--speculative-server", other)
+    how = ("--prompt-file", "prompts.jsonl", "--max-new-tokens", NEW, "--repeats", 2)
+    result = CliRunner().invoke(app, ["score", *map(str, (*urls, *how, *arguments))])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_what_a_server_was_asked_for_is_kept(space, started):
+    target = small(space)
+    sampled = ("--temperature", "0.7", "--top-k", "9", "--top-p", "0.8")
+    score(started(target), started(small(space, draft=target.model)), "--draft", "its own", *sampled)
+    kept = read_score(space / "runs/score-served").conditions
+    assert (kept.temperature, kept.top_k, kept.top_p) == (0.7, 9, 0.8)
+
+
+def test_a_draft_that_is_the_target_is_accepted_whole_by_the_counters(space, started):
+    target = small(space)
+    drafting = small(space, draft=target.model)
+    bar = ("--min-acceptance-length", "5")
+    result = score(started(target), started(drafting), "--draft", "its own", "--json", *bar, code=3)
+    assert "its own: acceptance length 4.000 is below the wanted 5" in result.stderr
+    (row,) = json.loads(result.stdout)["scores"]
+    assert (row["draft"], row["num_speculative_tokens"], row["draft_acceptance_rate"]) == ("its own", K, 1.0)
+    assert (row["num_spec_steps"], row["mean_acceptance_length"]) == (2 * 2 * 2, K + 1)  # prompts, repeats, steps
+    assert (row["identical"], row["draft_share"], row["n_truncated_steps"]) == (True, None, None)
+    found = read_score(space / "runs/score-served")
+    assert [p.category for p in found.prompts] == ["code", "chat"]
+    assert all(g.timed == (NEW, g.seconds) for g in (*found.plain, *found.speculative[K]) if isinstance(g, Served))
+    runs = (found.plain, found.speculative[K])  # of two repeats the faster one counts
+    times = [sum(min(g.timed[1] for g in of if g.prompt == prompt) for prompt in (0, 1)) for of in runs]
+    assert row["speedup"] == pytest.approx(times[0] / times[1])
+    assert found.generations(K) == []
+    record = provenance.read_record(space / "runs/score-served")
+    assert record is not None
+    assert record.command == "score"
+
+
+def test_a_draft_that_is_always_wrong_gives_one_token_a_step(space, started):
+    other = build("llama", 9)
+    other.get_output_embeddings().get_parameter("weight").data.zero_()  # id 0, which the target never writes here
+    drafting = small(space, draft=other)
+    (row,) = json.loads(score(started(small(space)), started(drafting), "--json").stdout)["scores"]
+    assert (row["mean_acceptance_length"], row["num_spec_steps"]) == (1.0, 2 * 2 * (NEW - 1))
+
+
+def test_servers_that_give_no_ratio_are_refused(space, started):
+    target = small(space)
+    plain, drafting = started(target), started(small(space, draft=target.model))
+    assert "has drafted nothing; start it with a draft" in score(plain, plain, code=1).stderr
+    assert "drafts, too; --server is the target alone" in score(drafting, drafting, code=1).stderr
+    assert "a server has one draft, not 2" in score(plain, drafting, "--draft", "a", "--draft", "b", code=1).stderr
+    assert "one request at a time" in score(plain, drafting, "--batch", "4", code=1).stderr
+    alone = CliRunner().invoke(app, ["score", "--server", plain])
+    assert "a speed-up needs two servers" in alone.stderr
+    assert not (space / "runs").exists()
+
+
+def test_a_server_of_another_vocabulary_is_refused(space, started):
+    target = small(space)
+
+    def other(method: str, path: str, body: Any) -> tuple[int, Any]:
+        return (200, {"tokens": [1, 2, 3]}) if path == "/tokenize" else target(method, path, body)
+
+    assert "the server's tokenizer is not that of" in score(started(target), started(other), code=1).stderr
+
+
+@pytest.mark.parametrize(("steps", "fine"), [(10, True), (13, True), (9, False), (40, False)])
+def test_counters_that_others_moved_are_refused(steps, fine):
+    """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1."""
+    runs = [Served(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
+    counters = Counters(steps=steps, drafted=3.0 * steps, accepted=[12.0, 9.0, 7.0])
+    if fine:
+        check_alone(runs, counters, "http://here")
+        return
+    with pytest.raises(UserError, match="it served others meanwhile"):
+        check_alone(runs, counters, "http://here")
+
+
+def test_sglangs_counters_are_in_its_answers():
+    """By the source of 0.5.23: three steps of 4 drafted tokens accepted 0, 2 and 2."""
+    meta = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": [1, 0, 2]}
+    found = SGLang().counters({"meta_info": meta})
+    assert found == Counters(steps=3, drafted=12, accepted=[2.0, 2.0])
+    assert (found.k, found.acceptance.mean_acceptance_length) == (4, pytest.approx(1 + 4 / 3))
+    assert found.acceptance.acceptance_histogram == [1, 0, 2, 0, 0]
+    assert SGLang().counters({"meta_info": {}}) is None
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, tmp_path_factory):
+    """The embedded target with its own first layers as the draft, both in fp32."""
+    draft = tmp_path / "draft"
+    monkeypatch.chdir(tmp_path)
+    shallow = ("prune", "--source", fp32, "--layers", "8", "--width", "256", "--tokens", "4096", "--data", "stdlib")
+    made = CliRunner().invoke(app, [*map(str, shallow), "--out", str(draft)])
+    assert made.exit_code == 0, made.output
+    workspace.write(workspace.Workspace(target=str(fp32), source=str(fp32), data="stdlib"))
+    speculation = json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": K})
+    logs = tmp_path_factory.mktemp("logs")
+    with (
+        serving_vllm(fp32, logs / "plain.txt") as plain,
+        serving_vllm(fp32, logs / "speculative.txt", "--speculative-config", speculation) as other,
+    ):
+        urls = ("--server", plain.http.url, "--speculative-server", other.http.url, "--draft", draft)
+        how = ("--prompts", 8, "--prompt-tokens", 32, "--max-new-tokens", 48, "--repeats", 1, "--json")
+        result = CliRunner().invoke(app, ["score", *map(str, (*urls, *how))])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["scores"]
+    target, small = (llama.load(d, torch.float32) for d in (fp32, draft))
+    texts = prompts("stdlib", checkpoint.load_tokenizer(fp32), count=8, length=32, seed=0)
+    sampling = Sampling(max_new_tokens=48, eos_ids=(1,))
+    steps = [s for text in texts for s in list(speculative(target, ModelDrafter(small), [text], K, sampling))[1:]]
+    length = 1 + sum(s.accepted for s in steps) / len(steps)
+    print(f"vLLM: {row['mean_acceptance_length']:.3f} tokens per pass, here {length:.3f}; {row['speedup']:.2f}x")
+    assert row["identical"]
+    assert row["mean_acceptance_length"] == pytest.approx(length, abs=0.1)  # ends are drafted and counted otherwise

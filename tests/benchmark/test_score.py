@@ -1,0 +1,84 @@
+"""The scorer's arms decode the same tokens, and its counters add up."""
+
+import itertools
+
+import pytest
+import torch
+from builders import build
+
+from draftlab.benchmark.throughput import PLAIN, distinct_ngrams, measure_throughput
+from draftlab.engine.generate import Sampling
+from draftlab.latency.profiler import measure_latency
+from draftlab.model import llama
+from draftlab.results.score import acceptance
+
+PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("score")
+    for name, seed, layers in (("target", 1, 3), ("draft", 2, 1)):
+        build("llama", seed, num_hidden_layers=layers).save_pretrained(root / name)
+    return {name: llama.load(root / name, torch.float32) for name in ("target", "draft")}
+
+
+@pytest.fixture(scope="module")
+def measured(models):
+    drafts = {"same": models["target"], "other": models["draft"]}
+    sampling = Sampling(max_new_tokens=17)
+    return measure_throughput(
+        models["target"], drafts, PROMPTS, ks=[1, 4], sampling=sampling, repeats=2, advance=lambda done: None
+    )
+
+
+def test_every_arm_emits_the_targets_tokens(measured):
+    assert {len(tokens) for tokens in measured.tokens[PLAIN]} == {17}
+    assert all(tokens == measured.tokens[PLAIN] for tokens in measured.tokens.values())
+
+
+def test_batches_emit_the_same_tokens_and_share_their_time(models, measured):
+    """On a clock that counts its readings, four a pass, all rows together take three ticks a pass."""
+    ticks = itertools.count()
+    found = measure_throughput(
+        models["target"], {"other": models["draft"]}, PROMPTS, ks=[4], sampling=Sampling(max_new_tokens=17), repeats=1,
+        advance=lambda done: None, batch=3, clock=lambda: next(ticks),
+    )  # fmt: skip
+    assert found.tokens["other", 4] == found.tokens[PLAIN] == measured.tokens[PLAIN]
+    assert sum(g.decode_seconds for g in found.generations[PLAIN]) == pytest.approx(3 * 16)
+    assert [g.prompt for g in found.generations["other", 4]] == [0, 1, 2]
+
+
+def test_every_prompt_is_decoded_in_every_arm_and_repeat(measured):
+    assert set(measured.generations) == {PLAIN, ("same", 1), ("same", 4), ("other", 1), ("other", 4)}
+    for runs in measured.generations.values():
+        assert sorted(g.prompt for g in runs) == [0, 0, 1, 1, 2, 2]
+
+
+def test_counters_reconcile_with_emitted_tokens(measured):
+    for runs in measured.generations.values():
+        for g in runs:
+            assert g.tokens == 17 == 1 + sum(g.emitted)
+            assert len(g.drafted) == len(g.accepted) == len(g.emitted)
+            assert min(g.prefill_seconds, g.verify_seconds, g.host_seconds) > 0
+
+
+def test_a_draft_that_is_the_target_accepts_everything(measured):
+    found = acceptance(measured.generations["same", 4], 4)
+    assert found.draft_acceptance_rate == 1
+    assert [len(g.drafted) for g in measured.generations["same", 4]] == [4] * 6  # 16 tokens after the first: 5 5 5 1
+
+
+def test_latency_is_measured_at_every_width(models):
+    found = measure_latency(models, widths=[1, 3], context=20, passes=5)
+    assert {name: [x.width for x in latencies] for name, latencies in found.items()} == {
+        "target": [1, 3],
+        "draft": [1, 3],
+    }
+    for latencies in found.values():
+        assert all(0 < x.low_ms <= x.median_ms <= x.high_ms and x.n == 5 for x in latencies)
+
+
+def test_distinct_ngrams_sees_a_loop():
+    assert distinct_ngrams([list(range(20))], 4) == 1
+    assert distinct_ngrams([[1, 2] * 10], 4) == pytest.approx(2 / 17)

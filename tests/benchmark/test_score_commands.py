@@ -1,0 +1,108 @@
+"""Score and profile as typed: where models are placed, what is refused before anything is loaded, and which draft."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from builders import build
+from test_cli import PRUNE, SCORE, call, refused, space, text  # noqa: F401
+
+from draftlab import workspace
+from draftlab.model.checkpoint import read_config
+from draftlab.results.score import read_score
+
+pytestmark = pytest.mark.usefixtures("space")
+
+
+@pytest.fixture
+def draft(space):  # noqa: F811
+    call(*PRUNE)
+    return space / "runs/prune-2x32"
+
+
+def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, draft):  # noqa: F811
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "disk" for i in range(1, 5)} | {"model.rotary_emb": "cpu"}
+    (space / "map.json").write_text(json.dumps(places))
+    tasks = ("--tasks", "code_bits_per_byte", "--task-limit", "1")
+    call(*SCORE, *tasks, "--out", "here")
+    call(*SCORE, *tasks, "--out", "spread", "--device-map", "map.json")
+    here, spread = (read_score(space / out / draft.name) for out in ("here", "spread"))
+    assert (here.target.hosted, spread.target.hosted, spread.draft.hosted) == (False, True, False)
+    assert [g.tokens for g in spread.plain] == [g.tokens for g in here.plain]
+    assert {k: spread.acceptance(k) for k in (1, 2)} == {k: here.acceptance(k) for k in (1, 2)}
+    values = [[task.value for task in one.target.tasks] for one in (here, spread)]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert (
+        "take --mode eager" in call(*SCORE, "--out", "x", "--device-map", "auto", "--mode", "compiled", code=1).stderr
+    )
+
+
+def test_a_profile_of_a_model_that_is_spread(space):  # noqa: F811
+    target = workspace.load().target
+    few = ("--k", "1", "--context", "8", "--repeats", "3")
+    call("profile", target, *few, "--device-map", "auto", "--out", "spread")
+    assert (space / "spread" / "llama.yaml").is_file()
+    assert "take --mode eager" in refused("profile", target, *few, "--device-map", "auto", "--mode", "compiled")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
+    said = refused("profile", "llama-65b", "--dtype", "bfloat16", "--out", "x")
+    assert "not enough memory: weights of llama-65b 131 GB" in said
+    assert "--device-map auto" in said
+
+
+def test_options_that_would_be_ignored_are_refused():
+    served = ("score", "--server", "http://127.0.0.1:9", "--speculative-server", "http://127.0.0.1:9")
+    for option in (
+        ("--k", "2"), ("--tasks", "none"), ("--task-limit", "3"), ("--dtype", "float32"), ("--threads", "1"),
+        ("--device-map", "auto"),
+    ):  # fmt: skip
+        assert f"no {option[0]}" in refused(*served, *option)
+    assert "no --tokenizer" in refused(*SCORE, "--tokenizer", ".")
+
+
+def test_a_dry_run_does_not_mind_what_is_there(space, draft):  # noqa: F811
+    (space / "here").mkdir()
+    (space / "here" / "file").write_text("")
+    assert "would write here" in call(*SCORE, "--out", "here", "--dry-run").stdout
+    assert "is not empty" in call(*SCORE, "--out", "here", code=1).stderr
+
+
+def test_the_newest_draft_is_taken_whatever_made_it(space, draft):  # noqa: F811
+    shutil.copytree(draft, space / "runs/older")
+    record = json.loads((space / "runs/older/draftlab.json").read_text())
+    older = record | {"command": "distill", "created": "2001-01-01T00:00:00+00:00"}
+    (space / "runs/older/draftlab.json").write_text(json.dumps(older))
+    assert "draft: runs/prune-2x32" in call(*SCORE, "--tasks", "none", "--dry-run").stderr
+
+
+def test_a_mixture_is_scored_on_its_first_source(space, draft):  # noqa: F811
+    here = workspace.load()
+    workspace.write(here.model_copy(update={"data": f"{here.data}=0.7,stdlib=0.3"}))
+    call(*SCORE, "--tasks", "code_bits_per_byte", "--task-limit", "1")
+    assert read_score(space / "runs/score-2x32" / draft.name).draft.tasks
+
+
+def test_a_draft_without_all_ids_of_the_tokenizer_is_refused(space, draft):  # noqa: F811
+    build("llama", 3, vocab_size=150, num_hidden_layers=1).save_pretrained(space / "short")
+    for file in draft.glob("tokenizer*"):
+        shutil.copy(file, space / "short")
+    assert "short knows 150 ids" in refused(*SCORE, "--draft", "short", "--dry-run")
+
+
+def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft):  # noqa: F811
+    """A head of zeros writes id 0 always; as an end of text it is all that is written."""
+    model = build("llama", 1)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.save_pretrained(space / "silent")
+    for file in draft.glob("tokenizer*"):
+        shutil.copy(file, space / "silent")
+    config = read_config(space / "silent") | {"eos_token_id": [0, 1]}
+    (space / "silent/config.json").write_text(json.dumps(config))
+    words = (*SCORE, "--target", "silent", "--tasks", "none", "--out", "x")
+    result = call(*words, code=1)
+    assert "answers each of the 2 prompts with one token" in result.stderr
+    assert not (space / "x").exists()

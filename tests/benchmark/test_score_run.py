@@ -1,0 +1,301 @@
+"""A run on disk: the best weights are written, checkpoints are kept, trackers are told, a pilot picks a loss."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import build, lesson
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from draftlab.commands import COMMANDS
+from draftlab.data import Batch, Listed
+from draftlab.distill import pilot as pilots
+from draftlab.distill import run
+from draftlab.distill.checkpointer import BEST, best_weights
+from draftlab.distill.teachers import LocalTeacher
+from draftlab.distill.trackers import check
+from draftlab.distill.trainer import EvalRecord, Settings, StepRecord, train
+from draftlab.distill.training_setup import Reading, Replayed, target_lesson
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+
+SETTINGS = Settings(
+    loss="fkl", steps=12, lr=1e-2, dtype="float32", eval_every=2, save_every=3, warmup_share=0.2, weight_decay=0.0
+)
+CPU = torch.device("cpu")
+
+
+class Rows:
+    """Random ids; the same every step unless told otherwise."""
+
+    def batch(self, step: int) -> Batch:
+        ids = np.random.default_rng(step % 3).integers(3, 300, (4, 17))
+        return Batch(ids, np.ones((4, 16), dtype=np.float32))
+
+
+class Scripted:
+    """A measure that says what it was told to, by step."""
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self.values = values
+
+    def __call__(self, student, step: int) -> float:
+        return self.values[step]
+
+    def compared(self, before: int, after: int) -> list:
+        return []
+
+
+def student():
+    return build("llama", 0, num_hidden_layers=2)
+
+
+def go(state: Path, settings: Settings = SETTINGS, values: dict[int, float] | None = None, stop: int | None = None):
+    """Records of a run, and the student's weights at every evaluation."""
+    model, seen = student(), {}
+    given = lesson(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    given = replace(given, length=Scripted(values) if values else None)
+    records = []
+    for record in train(model, given, settings, state):
+        records.append(record)
+        if isinstance(record, EvalRecord):
+            seen[record.step] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        if isinstance(record, StepRecord) and record.step == stop:
+            break
+    return records, seen
+
+
+RISE_AND_FALL = {0: 1.0, 2: 1.3, 4: 1.7, 6: 1.6, 8: 1.5, 10: 1.65, 12: 1.4}
+
+
+@pytest.mark.parametrize("stop", [None, 5, 7, 11])
+def test_the_weights_of_the_best_evaluation_are_kept_also_over_a_kill(stop, tmp_path):
+    _, seen = go(tmp_path / "whole", values=RISE_AND_FALL)
+    if stop:
+        go(tmp_path / "killed", values=RISE_AND_FALL, stop=stop)
+        go(tmp_path / "killed", values=RISE_AND_FALL)
+    found = best_weights(tmp_path / ("killed" if stop else "whole"), "student")
+    assert found.keys() == seen[4].keys()
+    assert all(torch.equal(found[name], weight) for name, weight in seen[4].items())
+    assert not all(torch.equal(found[name], weight) for name, weight in seen[6].items())
+
+
+def test_without_a_measure_acceptance_decides(tmp_path):
+    records, seen = go(tmp_path)
+    evals = [r for r in records if isinstance(r, EvalRecord)]
+    best = max(evals, key=lambda r: r.acceptance)
+    found = best_weights(tmp_path, "student")
+    assert all(torch.equal(found[name], weight) for name, weight in seen[best.step].items())
+
+
+@pytest.mark.parametrize(("patience", "last"), [(0, 12), (1, 6), (2, 8), (3, 10), (4, 12)])
+def test_a_run_ends_after_so_many_evaluations_without_a_better_one(patience, last, tmp_path):
+    records, _ = go(tmp_path, replace(SETTINGS, patience=patience), RISE_AND_FALL)
+    assert records[-1].step == last
+
+
+def test_a_killed_run_ends_where_the_whole_one_ends(tmp_path):
+    settings = replace(SETTINGS, patience=2)
+    go(tmp_path, settings, RISE_AND_FALL, stop=7)
+    records, _ = go(tmp_path, settings, RISE_AND_FALL)
+    assert records[-1].step == 8
+
+
+@pytest.mark.parametrize(("keep", "wanted"), [(1, [9]), (2, [6, 9]), (9, [3, 6, 9])])
+def test_the_newest_checkpoints_are_kept(keep, wanted, tmp_path):
+    go(tmp_path, replace(SETTINGS, keep_last=keep))
+    assert sorted(int(p.name[5:]) for p in tmp_path.glob("step-*")) == wanted
+
+
+def test_the_written_model_is_the_best_one(family_dirs, tmp_path):
+    source = family_dirs["llama"]
+    given = lesson(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    given = replace(given, length=Scripted(RISE_AND_FALL))
+    job = run.Job(
+        command="distill", arguments={}, inputs=[], out=tmp_path / "out", like=source,
+        config=checkpoint.read_config(source), began=0.0, force=False, vocab=320,
+    )  # fmt: skip
+    kept = {}
+
+    def keep(step: int) -> float:
+        kept[step] = load_file(job.state / BEST) if (job.state / BEST).exists() else {}
+        return RISE_AND_FALL[step]
+
+    given = replace(given, length=type("Watch", (Scripted,), {"__call__": lambda self, model, step: keep(step)})({}))
+    fitted = run.fit_and_write(job, checkpoint.load_model(source, torch.float32), given, SETTINGS)
+    assert fitted.after.step == 4
+    assert fitted.after.mean_acceptance_length == 1.7
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, weight in kept[6].items():
+        rows = written[name.removeprefix("student.")]
+        assert torch.equal(rows[: len(weight)], weight)
+    assert checkpoint.read_shape(tmp_path / "out").vocab == 320
+    record = json.loads((tmp_path / "out" / "draftlab.json").read_text())
+    assert record["notes"]["vocab"] == "307 -> 320"
+    assert record["notes"]["after"]["step"] == 4
+    assert not job.state.exists()
+
+
+def test_tensorboard_is_told_every_step_and_evaluation(family_dirs, tmp_path):
+    reading = pytest.importorskip("tensorboardX.proto.event_pb2")
+    source = family_dirs["llama"]
+    given = lesson(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    job = run.Job(
+        command="distill", arguments={"lr": 0.01, "loss": "fkl", "data": None}, inputs=[], out=tmp_path / "out",
+        like=source, config=checkpoint.read_config(source), began=0.0, force=False, track=("tensorboard",),
+    )  # fmt: skip
+    run.fit_and_write(job, checkpoint.load_model(source, torch.float32), given, replace(SETTINGS, steps=4))
+    events = next((tmp_path / "tensorboard" / "out").glob("events*"))
+    seen = {(v.tag, e.step) for e in records_of(events, reading.Event) for v in e.summary.value}
+    assert {("train/loss", n) for n in (1, 2, 3, 4)} <= seen
+    assert {("heldout/acceptance", n) for n in (0, 2, 4)} <= seen
+    assert not any(tag == "train/cross_entropy" for tag, _ in seen)
+
+
+def records_of(file: Path, kind):
+    """TFRecord: length (8 bytes), its checksum (4), data, checksum (4)."""
+    data, at = file.read_bytes(), 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        yield kind.FromString(data[at + 12 : at + 12 + size])
+        at += 16 + size
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("tensorbord", "did you mean 'tensorboard'"), ("aim", "pip install aim")]
+)
+def test_unknown_trackers_are_refused(name, message):
+    with pytest.raises(UserError, match=message):
+        check((name,))
+
+
+def test_a_pilot_ranks_losses_leaves_the_student_alone_and_goes_on_after_a_kill(tmp_path, monkeypatch):
+    model = student()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    given = lesson(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    whole = pilots.pilot(model, given, SETTINGS, 4, made(tmp_path / "a"))
+    assert set(whole) == set(pilots.LOSSES)
+    assert list(whole.values()) == sorted(whole.values(), reverse=True)
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    alone = list(train(student(), given, replace(SETTINGS, steps=4, eval_every=4, loss="nla"), tmp_path / "alone"))
+    assert whole["nla"] == alone[-1].acceptance
+    state = made(tmp_path / "b")
+    tried = []
+
+    def killed(student, lesson, settings, folder):
+        tried.append(settings.loss)
+        if len(tried) == 3:
+            raise KeyboardInterrupt
+        return train(student, lesson, settings, folder)
+
+    monkeypatch.setattr(pilots, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pilots.pilot(student(), given, SETTINGS, 4, state)
+    assert pilots.pilot(student(), given, SETTINGS, 4, state) == whole
+    assert tried == [*pilots.LOSSES[:3], *pilots.LOSSES[2:]]  # what was done is not done again
+
+
+def made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_long_rows_go_together_within_the_budget_and_lose_only_their_ends():
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 300, (9, 21))
+    ends = [20, 3, 0, 11, 12, 4, 20, 1, 7]
+    mask = np.zeros((9, 20), dtype=np.float32)
+    for row, end in enumerate(ends):
+        mask[row, :end] = rng.integers(0, 2, end)
+        mask[row, max(0, end - 1)] = end > 0
+    listed = Listed(rng.integers(0, 300, (9, 20, 2)), rng.random((9, 20, 2)), rng.random((9, 20)))
+    parts = Batch(ids, mask, listed).packed(24)
+    assert sum(len(p.ids) for p in parts) == 9
+    assert sum(p.mask.sum() for p in parts) == mask.sum()
+    for part in parts:
+        assert part.mask.size <= 24 or len(part.ids) == 1
+        assert part.ids.shape[1] == part.mask.shape[1] + 1
+        assert part.listed.ids.shape[:2] == part.listed.log_p.shape[:2] == part.listed.tail.shape == part.mask.shape
+        for found, marks, tail in zip(part.ids, part.mask, part.listed.tail, strict=True):
+            row = next(i for i in range(9) if (ids[i, : len(found)] == found).all())
+            assert (mask[row, : len(marks)] == marks).all()
+            assert mask[row, len(marks) :].sum() == 0
+            assert (listed.tail[row, : len(tail)] == tail).all()
+    counted = sum(ends)
+    assert sum(p.mask.size for p in parts) <= 1.25 * counted  # as one batch: 180 for 78
+    assert len(Batch(ids, mask).packed(0)) == 1
+
+
+def test_a_teacher_partly_on_disk_says_what_one_in_memory_says(family_dirs, tmp_path):
+    source = family_dirs["llama"]
+    places = {f"model.layers.{i}": "disk" if i in (1, 3) else "cpu" for i in range(5)}
+    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    spread = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, device_map=places, offload_folder=tmp_path / "offload"
+    ).eval()
+    whole = LocalTeacher(checkpoint.load_model(source, torch.float32).eval(), 307, CPU).look(Rows().batch(0))
+    found = LocalTeacher(spread, 307, CPU).look(Rows().batch(0))
+    torch.testing.assert_close(found.log_probs(slice(None), 1.0), whole.log_probs(slice(None), 1.0))
+
+
+@pytest.mark.parametrize("serve", [0.0, 1.0])
+def test_a_lesson_from_a_target_measures_tokens_per_pass(serve, family_dirs, tmp_path):
+    text = "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(120))
+    (tmp_path / "text.txt").write_text(text)
+    target = family_dirs["llama"]
+    how = Reading(
+        data=str(tmp_path / "text.txt"), texts={"data": 0.5, "target": 0.25, "draft": 0.25}, rows=2, seq_len=96,
+        steps=8, prompt_tokens=4, sample_temperature=1.0, serve_temperature=serve, reweigh_every=0, seed=0,
+        dtype="float32", device=CPU, device_map=None, memory=2.0, compared=True,
+    )  # fmt: skip
+    model = checkpoint.load_model(target, torch.float32)
+    given = target_lesson(model, target, target, how, made(tmp_path / "state"))
+    assert isinstance(given.length, Replayed)
+    drafted = given.length.written.lengths - 1  # the first token comes with the prefill
+    passes = -(-drafted // 5)  # it drafts for itself: four tokens stand, and one more comes with them
+    assert given.length(model, 0) == pytest.approx(drafted.sum() / passes.sum(), abs=1e-3)
+    assert drafted.max() == 63
+    assert given.length(student(), 1) < 3
+    found = given.length.compared(1, 0)
+    assert found[3].before < 3 < found[3].after
+    assert {given.batches.turns[n][0] for n in range(8)} == {"data", "target", "draft"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("source", "lora"), [("data=0.4,target=0.3,draft=0.3", 0), ("data", 4), ("cache", 0)])
+def test_a_killed_command_writes_the_bytes_of_one_that_was_not(source, lora, text, family_dirs, tmp_path, monkeypatch):
+    draft, target = family_dirs["llama"], family_dirs["llama_mha"]
+    words = {"draft": str(draft), "lora": lora, "steps": 6, "rows": 2, "dtype": "float32", "eval_every": 2}
+    words |= {"save_every": 2, "lr": 1e-2, "prompt_tokens": 8, "serve_temperature": 1.0}
+    if source == "cache":
+        COMMANDS["cache build"](target=str(target), data=text, sequences=16, seq_len=48, k=16, out=tmp_path / "cache")
+        words |= {"cache": tmp_path / "cache"}
+    else:
+        words |= {"target": str(target), "data": text, "text": source, "seq_len": 48}
+    COMMANDS["distill"](**words, out=tmp_path / "whole")
+
+    def killed(*given):
+        for record in train(*given):
+            if isinstance(record, StepRecord) and record.step == 4:
+                raise KeyboardInterrupt  # the checkpoint of step 4 is not written yet
+            yield record
+
+    monkeypatch.setattr(run, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        COMMANDS["distill"](**words, out=tmp_path / "whole2")
+    monkeypatch.setattr(run, "train", train)
+    COMMANDS["distill"](**words, out=tmp_path / "whole2")
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("whole2", "whole"))
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+    start = load_file(draft / "model.safetensors")
+    assert any(not torch.equal(start[name], weight) for name, weight in wanted.items())

@@ -1,0 +1,109 @@
+"""The three commands as the paper's reader types them, in an empty folder, over the hub's own client."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from builders import SIZES
+from hub_server import Hub, running_hub
+from safetensors.torch import save_file
+from test_hub import point_at
+from test_sentencepiece import CONFIG, train_sentencepiece
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.model import checkpoint
+
+VOCAB = 480
+
+
+def stand_in(out: Path, layers: int, seed: int) -> Path:
+    """A random LLaMA laid out as huggyllama's: float16 in two shards, rotary buffers, pickles, a slow tokenizer."""
+    torch.manual_seed(seed)
+    out.mkdir(parents=True)
+    sizes = SIZES | {
+        "num_hidden_layers": layers, "num_key_value_heads": 8, "head_dim": 8, "vocab_size": VOCAB, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": None,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).half()
+    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(layers)}
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    parts = {file: sorted(tensors)[i::2] for i, file in enumerate(names)}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, out / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = model.config.to_dict() | {"torch_dtype": "float16", "architectures": ["LlamaForCausalLM"]}
+    (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}, default=str))
+    (out / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    (out / "tokenizer_config.json").write_text(json.dumps(CONFIG))
+    (out / "pytorch_model-00001-of-00001.bin").write_bytes(b"pickled")
+    return out
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Hub:
+    root = tmp_path_factory.mktemp("hub")
+    repos = {"7b": stand_in(root / "7b", 4, seed=0), "65b": stand_in(root / "65b", 6, seed=1)}
+    for place in repos.values():
+        train_sentencepiece(place, VOCAB)
+    text = root / "text"
+    text.mkdir()
+    rows = ({"text": f"def f{i}(line):\n    return [line, {i}]\n" * 30} for i in range(300))
+    (text / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = {f"models/huggyllama/llama-{name}": {"main": place} for name, place in repos.items()}
+    with running_hub(models | {"datasets/DKYoon/SlimPajama-6B": {"main": text}}) as running:
+        yield running
+
+
+def typed(words: str, hub: Hub, folder: Path) -> list[str]:
+    """Type it; the weights that were fetched meanwhile."""
+    before = len(hub.fetched)
+    environment = os.environ | hub.environment(folder / "cache") | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words.split()]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+    return [name for name in hub.fetched[before:] if "safetensors" in name and "index" not in name]
+
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+@pytest.mark.slow
+def test_the_papers_three_commands_work_as_typed_in_an_empty_folder(hub, tmp_path):
+    """No workspace file, no option but sizes: models and text by their default names."""
+    prune = "draftlab prune --layers 2 --width 32 --tokens 512 --seq-len 64"
+    distill = "draftlab distill --steps 2 --rows 2 --seq-len 32 --eval-every 2"
+    score = "draftlab score --prompts 4 --prompt-tokens 16 --max-new-tokens 8 --repeats 2 --k 2 --tasks none"
+    assert typed(prune + " --dry-run", hub, tmp_path) == []
+    assert sorted(typed(prune, hub, tmp_path)) == [f"huggyllama/llama-7b/{file}" for file in SHARDS]
+    assert typed(distill + " --dry-run", hub, tmp_path) == []
+    assert sorted(typed(distill, hub, tmp_path)) == [f"huggyllama/llama-65b/{file}" for file in SHARDS]
+    assert typed(score, hub, tmp_path) == []
+    assert not [name for name in hub.fetched if name.endswith(".bin")]
+    config = json.loads(next(tmp_path.glob("runs/prune-*/config.json")).read_text())
+    assert (config["num_hidden_layers"], config["hidden_size"], config["dtype"]) == (2, 32, "float16")
+    scores = json.loads(next(tmp_path.glob("runs/score-*/*/score.json")).read_text())
+    assert scores["target"]["name"] == "llama-65b"
+
+
+def test_the_papers_source_is_pruned_as_it_lies_on_the_hub(hub, tmp_path, monkeypatch):
+    """The quick part of the above, in this process: index, rotary buffers, float16 and a slow tokenizer."""
+    point_at(hub.url, tmp_path / "cache", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40)))
+    typed = "prune --layers 2 --width 32 --tokens 128 --seq-len 32 --data text.txt --out draft"
+    result = CliRunner().invoke(app, typed.split())
+    assert result.exit_code == 0, result.output
+    assert "llama-7b is stored in float16, which is slow on a CPU" in result.output
+    draft = checkpoint.Weights(Path("draft"))
+    assert draft.dtype == torch.float16
+    assert not [name for name in draft if "rotary" in name]
+    assert (Path("draft") / "tokenizer.model").is_file()

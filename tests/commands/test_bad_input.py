@@ -1,0 +1,222 @@
+"""What cannot be done gets one clear line on stderr, the right exit code, and leaves nothing behind: every command."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from draftlab import workspace
+from draftlab.cli import app
+from draftlab.distill.vocabulary import resize
+from draftlab.model.tokenizer import train_tokenizer
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, family_dirs) -> Path:
+    """A workspace with a draft, and with files that are wrong in one way each."""
+    space = tmp_path_factory.mktemp("space")
+    target = str(family_dirs["llama"])
+    (space / "text.txt").write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40)))
+    workspace.write(workspace.Workspace(target=target, source=target, data=str(space / "text.txt")), space)
+    for name in ("draft", "no-weights", "no-config", "pickled", "torn", "odd", "unread", "other-words"):
+        shutil.copytree(family_dirs["llama"], space / name)
+    (space / "no-weights/model.safetensors").unlink()
+    (space / "no-config/config.json").unlink()
+    (space / "pickled/model.safetensors").rename(space / "pickled/pytorch_model.bin")
+    (space / "torn/model.safetensors").write_bytes(b"\x00" * 100)
+    config = json.loads((space / "odd/config.json").read_text())
+    (space / "odd/config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
+    (space / "unread/config.json").write_text("{")
+    shutil.copytree(family_dirs["llama"], space / "few-ids")
+    resize(space / "few-ids", 200)
+    train_tokenizer(["other words entirely " * 50, "zzz yyy xxx " * 50], 307, space / "other-words")
+    (space / "empty").mkdir()
+    (space / "opt").mkdir()
+    (space / "opt/config.json").write_text(json.dumps({"model_type": "opt", "vocab_size": 5, "hidden_size": 4}))
+    save_file({"model.decoder.embed_tokens.weight": np.zeros((5, 4), np.float32)}, space / "opt/model.safetensors")
+    (space / "full").mkdir()
+    (space / "full/kept.txt").write_text("keep me")
+    (space / "a-file").write_text("text")
+    (space / "broken.yaml").write_text("steps: [")
+    (space / "typo.yaml").write_text("steps:\n  - prune: {layer: 3, out: x}\n")
+    (space / "unknown.yaml").write_text("steps:\n  - prunes: {layers: 3}\n")
+    (space / "no-steps.yaml").write_text("step: []\n")
+    (space / "shape.yaml").write_text("layers: 2\nhidden: 32\n")
+    (space / "yes.yaml").write_text(
+        "layers: yes\nhidden: 64\nheads: 8\nkv_heads: 4\nhead_dim: 12\nffn: 88\nvocab: 307\n"
+    )
+    (space / "prompts.jsonl").write_text('{"prompt": "def f"}\n{"nothing": 1}\n')
+    (space / "broken.jsonl").write_text("not json\n")
+    (space / "none.jsonl").write_text("")
+    (space / "score.json").write_text('{"version": 1}')
+    (space / "replay.json").write_text("{}")
+    (space / "profile.yaml").write_text("kind: measured\n")
+    (space / "broken-cache").mkdir()
+    (space / "broken-cache/manifest.json").write_text("{}")
+    (space / "program").write_text("#!/bin/sh\nexit 1\n")
+    return space
+
+
+CASES = [
+    # what a run would only find out later, or never
+    (("distill", "--draft", "draft", "--data", "none.jsonl"), "no documents"),
+    (("distill", "--draft", "draft", "--lr", "-1"), "--lr -1.0: want a number above 0"),
+    (("distill", "--draft", "draft", "--lr", "nan"), "--lr nan: want a number above 0"),
+    (("train", "--model", "draft", "--data", "text.txt", "--out", "x", "--lr", "inf"), "want a number above 0"),
+    (("distill", "--draft", "draft", "--seq-len", "999"), "--seq-len 999: draft reads at most 256 tokens"),
+    (("distill", "--draft", "draft", "--cache", "c", "--target", "nowhere", "--seq-len", "9"), "--target, --seq-len"),
+    # a checkpoint that is none
+    (("prune", "--layers", "2", "--source", "nope"), "no checkpoint at nope"),
+    (("prune", "--layers", "2", "--source", "drat"), "did you mean 'draft'"),
+    (("prune", "--layers", "2", "--source", "empty"), "empty is not a checkpoint: it has no config.json"),
+    (("prune", "--layers", "2", "--source", "a-file"), "a-file is a file, and a checkpoint is a directory"),
+    (("prune", "--layers", "2", "--source", "no-weights"), "no-weights holds no model.safetensors"),
+    (
+        ("prune", "--layers", "2", "--source", "pickled"),
+        "draftlab import pickled --out pickled-imported",
+    ),
+    (("prune", "--layers", "2", "--source", "torn"), "is not a readable safetensors file"),
+    (("prune", "--layers", "2", "--source", "odd"), "no tensor 'model.layers.5"),
+    (("prune", "--layers", "2", "--source", "unread"), "config.json cannot be read"),
+    (("prune", "--layers", "2", "--source", "opt"), "not LLaMA-like"),
+    (("check", "nope", "--files-only"), "no checkpoint at nope"),
+    (("check", "no-weights", "--files-only"), "holds no model.safetensors"),
+    (("check", "draft", "--target", "nope"), "no checkpoint at nope"),
+    (("export", "nope"), "no checkpoint at nope"),
+    (("export", "torn"), "not a readable safetensors file"),
+    (("distill", "--draft", "opt", "--steps", "1"), "opt holds no tokenizer"),
+    (("score", "--draft", "opt"), "opt holds no tokenizer"),
+    (("trace", "record", "--target", "nope"), "no checkpoint at nope"),
+    (("cache", "build", "--target", "nope", "--sequences", "1"), "no checkpoint at nope"),
+    (("init", "--preset", "nope", "--force"), "no preset 'nope'; known: "),
+    (("design", "--params", "1m", "--source", "nope"), "no checkpoint at nope"),
+    (("profile", "nope"), "nope"),
+    (("train", "--model", "nope", "--data", "stdlib", "--out", "x"), "no checkpoint at nope"),
+    # a shape that cannot be
+    (("prune",), "say what to keep"),
+    (("prune", "--layers", "9"), "at most --layers 5"),
+    (("prune", "--width", "128"), "at most --width 64"),
+    (("prune", "--layers", "2", "--heads", "3"), "heads"),
+    (("prune", "--params", "lots"), "not a count"),
+    (("prune", "--params", "9b"), "cannot have 9B parameters"),
+    (("prune", "--params", "200k", "--ffn", "88"), "give one of the two"),
+    (("prune", "--shape", "nope.yaml"), "nope.yaml: No such file"),
+    (("prune", "--shape", "broken.yaml"), "not YAML"),
+    (("prune", "--shape", "shape.yaml"), "heads: field required"),
+    (("prune", "--shape", "yes.yaml"), "layers"),
+    (("design",), "give one budget"),
+    (("design", "--params", "1m", "--layers", "three"), "not a list of numbers"),
+    (("design", "--params", "1m", "--layers", "0-3"), "holds no number from 1 on"),
+    # text, prompts, traces, caches, profiles that are not there or are something else
+    (("prune", "--layers", "2", "--data", "nope"), "neither a built-in source nor a file"),
+    (("prune", "--layers", "2", "--data", "stdlib=lots"), "stdlib=lots"),
+    (("prune", "--layers", "2", "--data", "none.jsonl"), "none.jsonl"),
+    (("tokenizer", "--data", "nope", "--out", "x"), "neither a built-in source nor a file"),
+    (("train", "--data", "stdlib", "--out", "x"), "say what to train"),
+    (("trace", "record", "--prompt-file", "nope.jsonl"), "nope.jsonl"),
+    (("trace", "record", "--prompt-file", "broken.jsonl"), "broken.jsonl"),
+    (("trace", "record", "--prompt-file", "prompts.jsonl"), "prompts.jsonl"),
+    (("trace", "record", "--prompt-file", "prompts.jsonl", "--data", "stdlib"), "give prompts one way"),
+    (("trace", "info", "nope"), "nope"),
+    (("trace", "info", "broken-cache"), "broken-cache"),
+    (("trace", "replay", "nope", "--draft", "draft"), "nope"),
+    (("trace", "import", "nope", "--prompt-file", "prompts.jsonl", "--tokenizer", "draft"), "prompts.jsonl"),
+    (("cache", "info", "nope"), "nope"),
+    (("cache", "info", "broken-cache"), "broken-cache"),
+    (("cache", "verify", "nope"), "nope"),
+    (("distill", "--draft", "draft", "--cache", "nope"), "nope"),
+    (("predict", "--draft-profile", "nope.yaml", "--target-profile", "nope.yaml", "--alpha", "0.5"), "nope.yaml"),
+    (("predict", "--draft-profile", "profile.yaml", "--target-profile", "profile.yaml", "--alpha", "0.5"), "profile"),
+    (("report", "nope/score.json"), "No such file"),
+    (("report", "score.json"), "is not a score"),
+    (("report", "empty"), "run draftlab score first"),
+    # what does not go together
+    (("distill",), "run draftlab prune first"),
+    (("score",), "run draftlab distill first"),
+    (("check",), "run draftlab distill first"),
+    (("export",), "run draftlab distill first"),
+    (("distill", "--draft", "draft", "--loss", "fk"), "did you mean 'fkl'"),
+    (("distill", "--draft", "other-words"), "different tokenizers"),
+    (("score", "--draft", "other-words"), "different tokenizers"),
+    (("distill", "--draft", "few-ids"), "few-ids knows 200 ids, and its tokenizer makes 307"),
+    (("score", "--draft", "few-ids"), "few-ids knows 200 ids"),
+    (("check", "few-ids"), "few-ids knows 200 ids"),
+    (("export", "few-ids"), "few-ids knows 200 ids"),
+    (("export", "other-words"), "different tokenizers"),
+    (("check", "draft", "--for", "vlm"), "did you mean 'vllm'"),
+    (("export", "draft", "--to", "gguf", "--type", "q8"), "did you mean 'q8_0'"),
+    (("export", "draft", "--to", "gguf", "--type", "q4_k_m"), "made by llama.cpp itself"),
+    (("export", "draft", "--to", "sglang", "--verify-with", "program"), "sglang is not run from here"),
+    (("export", "draft", "--to", "vllm", "--verify-with", "no-program"), "no program at no-program"),
+    (("score", "--draft", "draft", "--draft", "draft"), "same directory name"),
+    (("score", "--draft", "draft", "--k", "none"), "not a list of numbers"),
+    (("score", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
+    (("trace", "record", "--server", "http://127.0.0.1:9", "--prompts", "2"), "no answer from http://127.0.0.1:9"),
+    (("rollback", "nope"), "nope"),
+    (("trim", "draft", "--trace", "nope", "--keep", "50"), "nope"),
+    # recipes
+    (("run", "nope.yaml"), "No such file"),
+    (("run", "broken.yaml"), "broken.yaml"),
+    (("run", "typo.yaml"), "layer"),
+    (("run", "unknown.yaml"), "did you mean 'prune'"),
+    (("run", "no-steps.yaml"), "step"),
+    # where nothing may be written
+    (("prune", "--layers", "2", "--out", "full"), "full exists and is not empty"),
+    (("prune", "--layers", "2", "--out", "a-file"), "a-file exists and is not a directory"),
+    (("prune", "--layers", "2", "--out", "a-file/x"), "a-file is not a writable directory"),
+    (("distill", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
+    (("score", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
+    (("export", "draft", "--out", "full"), "full exists and is not empty"),
+    (("tokenizer", "--data", "text.txt", "--out", "full"), "full exists and is not empty"),
+    (("init", "--preset", "tiny"), "--force to replace it"),
+]
+USAGE = [
+    ("prunes",),
+    ("prune", "--layers", "zero"),
+    ("prune", "--layers", "0"),
+    ("prune", "--nope"),
+    ("score", "--dtype", "int3"),
+    ("export", "draft", "--to", "onnx"),
+    ("distill", "--steps", "0"),
+    ("score", "--temperature", "-1"),
+    ("train",),
+    ("trim", "draft"),
+    ("trace", "recorded"),
+    ("cache", "info"),
+]
+
+
+def listing(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[" ".join(case[0]) for case in CASES])
+def test_one_clear_line_and_nothing_left_behind(arguments, message, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = listing(folder)
+    result = RUNNER.invoke(app, list(arguments))
+    assert result.exit_code == 1, (result.output, result.exception)
+    assert result.stdout == ""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in result.stderr
+    assert listing(folder) == before
+
+
+@pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
+def test_wrong_usage_exits_with_2(arguments, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = listing(folder)
+    result = RUNNER.invoke(app, list(arguments))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert listing(folder) == before

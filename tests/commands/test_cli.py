@@ -1,0 +1,352 @@
+"""The command line as a stranger meets it: results on stdout, one clear line on stderr, the right exit code."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftlab import data, workspace
+from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
+from draftlab.cli import app
+from draftlab.commands import COMMANDS
+from draftlab.commands.shared import command_line
+from draftlab.errors import UserError
+from draftlab.model import llama, native_cpu
+from draftlab.model.shape import parse_numbers
+from draftlab.results.score import read_score
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
+    return path
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch, family_dirs, text) -> Path:
+    """A working directory with a workspace around the small llama."""
+    folder = tmp_path / "space"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    target = str(family_dirs["llama"])
+    workspace.write(workspace.Workspace(target=target, source=target, data=str(text)))
+    return folder
+
+
+def call(*arguments: str, code: int = 0):
+    result = RUNNER.invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def refused(*arguments: str) -> str:
+    """The one line a user error gives."""
+    result = call(*arguments, code=1)
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+PRUNE = ("prune", "--layers", "2", "--width", "32", "--tokens", "128", "--seq-len", "32")
+DISTILL = ("distill", "--steps", "2", "--rows", "2", "--seq-len", "16", "--dtype", "float32")
+SCORE = ("score", "--k", "1,2", "--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1")
+
+
+def test_the_three_commands_work_as_typed_in_a_workspace(space):
+    assert "2 x 32" in call(*PRUNE).stdout
+    assert "acceptance" in call(*DISTILL).stdout
+    scored = json.loads(call(*SCORE, "--tasks", "none", "--json").stdout)
+    assert {row["num_speculative_tokens"] for row in scored["scores"]} == {1, 2}
+    page = call("report").stdout.split()[-1]
+    assert (space / page).read_text().startswith("<!doctype html>")
+    made = {p.name for p in (space / "runs").iterdir()}
+    assert made == {"prune-2x32", "distill-2x32", "score-2x32", "report"}
+
+
+def test_what_is_finished_is_not_overwritten(space):
+    call(*PRUNE)
+    assert "--force" in refused(*PRUNE)
+    call(*PRUNE, "--force")
+
+
+def test_dry_run_writes_nothing(space):
+    assert "would write runs/prune-2x32" in call(*PRUNE, "--dry-run").stdout
+    assert not (space / "runs").exists()
+
+
+def test_a_missed_bar_exits_with_3_after_the_results_are_kept(space):
+    call(*PRUNE)
+    result = call(*SCORE, "--tasks", "none", "--min-speedup", "99", code=3)
+    assert "below --min-speedup 99" in result.stderr
+    assert (space / "runs/score-2x32/prune-2x32/score.json").is_file()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_outputs_can_be_read_by_whom_the_umask_lets(space, mask):
+    before = os.umask(mask)
+    try:
+        call(*PRUNE)
+    finally:
+        os.umask(before)
+    out = space / "runs/prune-2x32"
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o666 & ~mask}
+    assert out.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_mode_auto_is_compiled_where_it_can_be(space, monkeypatch):
+    call(*PRUNE)
+    score = (*SCORE, "--tasks", "none", "--mode", "auto", "--force")
+    call(*score)
+    file = space / "runs/score-2x32/prune-2x32/score.json"
+    assert read_score(file).conditions.mode == "compiled"
+    native_cpu.library.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert "mode eager: mode compiled needs a C++ compiler" in call(*score).stderr
+    assert read_score(file).conditions.mode == "eager"
+    assert "float32 and bfloat16 on a CPU, not float16" in call(*score, "--dtype", "float16").stderr
+
+
+def test_without_git_a_record_names_no_commit(space, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    call(*PRUNE)
+    assert "git" not in json.loads((space / "runs/prune-2x32/draftlab.json").read_text())["versions"]
+    assert "git: " not in call("env").stdout
+
+
+@pytest.mark.parametrize("torn", ['{"command": "prune"', "{}", "\xff"])
+def test_an_output_with_a_torn_record_is_skipped(space, torn):
+    call(*PRUNE)
+    (space / "runs/other").mkdir()
+    (space / "runs/other/draftlab.json").write_bytes(torn.encode("latin-1"))
+    result = call("distill", "--dry-run", "--steps", "2")
+    assert "draft: runs/prune-2x32" in result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if "runs/other" in line)
+    assert line.endswith("is not a draftlab record: cut off, or another version's; remove it")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("prune", "--layers", "9", "--width", "32"), "at most --layers 5"),
+        (("prune", "--layers", "2", "--width", "30", "--heads", "4", "--kv-heads", "2"), "nearest widths: 28 or 32"),
+        (("prune",), "say what to keep"),
+        (("prune", "--layers", "2", "--params", "9b"), "cannot have 9B parameters"),
+        (("prune", "--params", "lots"), "not a count"),
+        (("prune", "--shape", "nope.yaml"), "nope.yaml: No such file"),
+        (("prune", "--layers", "2", "--source", "nope"), "no checkpoint at nope"),
+        (("prune", "--layers", "2", "--source", "/nope/none"), "no checkpoint at /nope/none"),
+        (("prune", "--layers", "2", "--data", "nope"), "neither a built-in source nor a file"),
+        (("distill",), "run draftlab prune first"),
+        (("distill", "--draft", "nope"), "no checkpoint at nope"),
+        (("score",), "run draftlab distill first"),
+        (("score", "--draft", "nope"), "no checkpoint at nope"),
+        (("report",), "run draftlab score first"),
+        (("report", "nope/score.json"), "No such file"),
+        (("design",), "give one budget"),
+        (("design", "--params", "1m", "--layers", "0-3"), "holds no number from 1 on"),
+        (("init", "--preset", "tiny"), "--force to replace it"),
+        (("train", "--data", "stdlib", "--out", "x"), "say what to train"),
+        (("run", "nope.yaml"), "No such file"),
+    ],
+)
+def test_mistakes_get_one_clear_line(space, arguments, message):
+    before = sorted(space.rglob("*"))
+    assert message in refused(*arguments)
+    assert sorted(space.rglob("*")) == before
+
+
+def test_a_wrong_loss_is_refused_before_anything_is_loaded(space):
+    call(*PRUNE)
+    assert "did you mean 'fkl'" in refused(*DISTILL, "--loss", "fk")
+
+
+def test_usage_errors_exit_with_2():
+    call("prune", "--layers", "zero", code=2)
+    call("prunes", code=2)
+    call("prune", "--layers", "0", code=2)
+
+
+def test_an_unwritable_directory_is_refused_first(space):
+    (space / "runs").write_text("a file")
+    assert "not a writable directory" in refused(*PRUNE)
+
+
+def test_workspace_files_are_checked(space):
+    workspace.FILE.write_text("target: a\nsource: b\ndata: c\ntraget: d\n")
+    assert "traget" in refused(*PRUNE)
+
+
+def test_without_a_workspace_the_papers_models_are_named_and_init_is_offered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = refused("prune", "--layers", "12", "--width", "2560")
+    assert "huggyllama/llama-7b" in message
+    assert "draftlab init --preset tiny" in message
+
+
+def test_the_newest_draft_counts_whether_it_was_cut_or_distilled(tmp_path):
+    for name, command, second in (("a", "distill", 1), ("b", "prune", 2), ("c", "distill", 2), ("d", "score", 3)):
+        (tmp_path / name).mkdir()
+        record = {"command": command, "created": f"2026-01-01T00:00:0{second}+00:00", "seconds": 1, "versions": {}}
+        rest = {"arguments": {}, "inputs": {}, "peak_memory_bytes": 1}
+        (tmp_path / name / "draftlab.json").write_text(json.dumps(record | rest))
+    both = ("distill", "prune")
+    assert workspace.newest(tmp_path, both) == tmp_path / "c"
+    (tmp_path / "c/draftlab.json").unlink()
+    assert workspace.newest(tmp_path, both) == tmp_path / "b"
+    assert workspace.newest(tmp_path, ("law",)) is None
+
+
+def test_a_shape_without_weights_can_be_planned_with_and_not_cut(space):
+    planned = json.loads(
+        call("prune", "--source", "llama-3.2-3b", "--layers", "8", "--width", "1536", "--dry-run", "--json").stdout
+    )
+    assert planned["source"] == "28 x 3072, 24/8 heads of 128, ffn 8192, 3.21B parameters"
+    assert "shape without weights" in refused("prune", "--source", "llama-3.2-3b", "--layers", "8")
+    assert "2x" in call("design", "--source", "qwen3-8b", "--params", "600m", "--layers", "2").stdout
+
+
+def test_text_that_cannot_be_held_out_is_refused_before_calibrating(space):
+    Path("short.txt").write_text("def f(x):\n    return x\n" * 20)
+    assert data.documents("short.txt", "train")
+    result = call(*PRUNE, "--data", "short.txt", code=1)
+    assert "no documents in its heldout split" in result.stderr
+    assert "calibrate" not in result.stderr
+
+
+def test_init_writes_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call("init", "--preset", "tiny")
+    assert workspace.load() == workspace.PRESETS["tiny"]
+    assert "did you mean 'tiny'" in refused("init", "--preset", "tinny")
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "run"])
+def test_every_command_explains_itself(name):
+    out = call(*name.split(), "--help").output
+    assert "Usage:" in out
+    assert "--json" in out
+
+
+def test_every_parameter_has_help():
+    for name in COMMANDS:
+        for line in re.findall(r"^│ (--[a-z-]+) .*│$", call(*name.split(), "--help").output, re.M):
+            assert line
+
+
+def test_parse_numbers():
+    assert parse_numbers("1-3,8") == [1, 2, 3, 8]
+    for bad in ("", "a", "3-", "-2", "0", "2-1"):
+        with pytest.raises(UserError):
+            parse_numbers(bad)
+
+
+def test_shells_complete_commands():
+    script = Path(sys.executable).parent / "draftlab"
+    asked = {"_DRAFTLAB_COMPLETE": "complete_bash", "COMP_WORDS": "draftlab exp", "COMP_CWORD": "1"}
+    out = subprocess.run([script], capture_output=True, text=True, env=os.environ | asked)
+    assert out.stdout.split() == ["export"]
+
+
+def test_a_score_says_how_it_sampled_and_that_a_rule_is_lossy(space):
+    call(*PRUNE)
+    how = ("--tasks", "none", "--temperature", "0.9", "--top-k", "7", "--top-p", "0.8", "--min-p", "0.01")
+    result = call(*SCORE, *how, "--rule", "lenient")
+    words = " ".join(result.stdout.split())
+    assert "sampled at temperature 0.9, top-k 7, top-p 0.8, min-p 0.01, rule lenient (LOSSY)" in words
+    assert "LOSSY: not the target's own output" in words
+    kept = read_score(space / "runs/score-2x32/prune-2x32-LOSSY").conditions
+    assert (kept.temperature, kept.top_k, kept.top_p, kept.min_p, kept.lossy) == (0.9, 7, 0.8, 0.01, True)
+
+
+def test_a_tree_is_said_to_be_judged_by_the_recursive_rule_and_a_lossy_draft_meets_no_bar(space):
+    call(*PRUNE)
+    sampled = (
+        "--temperature",
+        "0.9",
+        "--tasks",
+        "none",
+        "--drafter",
+        "tree:widths=2",
+        "--drafter",
+        "lookup",
+        "--k",
+        "2",
+    )
+    call(*SCORE, *sampled)
+    rules = {read_score(path).conditions.rule for path in (space / "runs/score-tree-lookup").glob("*/")}
+    assert rules == {"recursive", "leviathan"}
+    lossy = CliRunner().invoke(app, [*SCORE, *sampled, "--rule", "typical", "--force", "--min-speedup", "0.001"])
+    assert lossy.exit_code == 3
+    assert "its texts are not the target's own, so that no speed-up counts" in lossy.stderr
+
+
+def test_two_results_of_one_name_are_refused(space):
+    call(*PRUNE)
+    assert "would both be called lookup" in refused(*SCORE, "--drafter", "lookup", "--drafter", "lookup")
+
+
+def test_passes_without_a_draft_count_as_passes(space):
+    """Lookup finds nothing now and then: tokens per target pass are over all passes, acceptance over the others."""
+    row = json.loads(call(*SCORE, "--tasks", "none", "--drafter", "lookup", "--k", "2", "--json").stdout)["scores"][0]
+    found = read_score(space / "runs/score-lookup/lookup")
+    steps = [pair for g in found.generations(2) for pair in zip(g.drafted, g.emitted, strict=True)]
+    assert sum(drafted == 0 for drafted, _ in steps) > 0
+    assert row["tokens_per_target_pass"] == sum(emitted for _, emitted in steps) / len(steps)
+    assert row["tokens_per_target_pass"] < 1 + row["num_accepted_draft_tokens"] / row["num_spec_steps"]
+    assert row["break_even_length"] == pytest.approx(row["tokens_per_target_pass"] / row["speedup"])
+
+
+def test_a_rule_is_said_to_change_nothing_greedily(space):
+    call(*PRUNE)
+    result = call(*SCORE, "--tasks", "none", "--rule", "typical")
+    assert "greedily all rules are one" in result.stderr
+    assert "LOSSY" not in result.stdout
+
+
+def test_the_installed_script_runs():
+    script = Path(sys.executable).parent / "draftlab"
+    out = subprocess.run([script, "--version"], capture_output=True, text=True, check=True, env=os.environ)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", out.stdout)
+
+
+def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
+    rows = [
+        {"prompt": "def f(line):\n    return", "category": "code"},
+        {"turns": ["return 1", "and?"], "category": "chat"},
+    ]
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    call(*PRUNE)
+    how = ("--k", "1", "--max-new-tokens", "4", "--repeats", "1", "--prompt-file", "prompts.jsonl", "--json")
+    found = json.loads(call("score", *how, "--tasks", "code_bits_per_byte", "--task-limit", "1").stdout)
+    (categories,) = found["categories"].values()
+    assert [(row["category"], row["prompts"]) for row in categories] == [("chat", 2), ("code", 2)]
+    (prompts,) = found["prompts"].values()
+    assert [row["category"] for row in prompts] == ["code", "chat", "code", "chat"]
+    kept = read_score(space / "runs/score-2x32/prune-2x32")
+    assert kept.environment is not None
+    assert [p.tokens for p in kept.prompts][:2] == [p.tokens for p in kept.prompts][2:]
+    assert kept.prompts[0].tokens != kept.prompts[1].tokens
+    draft, text = space / "runs/prune-2x32", workspace.load().data
+    asked = prepare(["code_bits_per_byte"], limit=1, data=text)
+    (alone, *_) = evaluate_tasks(llama.load(draft, torch.float32), draft, asked)
+    assert kept.draft.tasks[0] == alone  # of the workspace's data, not of the standard library
+    again = ("score", "--draft", str(draft), "--prompt-file", "prompts.jsonl", "--out", "x")
+    assert "holds 4 prompts, 9 are wanted" in refused(*again, "--prompts", "9")
+    assert "does not fit the context of the target, 256" in refused(*again, "--max-new-tokens", "300")
+
+
+def test_a_recorded_command_line_can_be_typed_again():
+    arguments = {"directory": Path("runs/a trace"), "draft": ["a", "b"], "k": "1-8", "tree": None, "extrapolate": True}
+    line = command_line("trace replay", arguments, bare="directory")
+    assert line == "draftlab trace replay --draft a --draft b --k 1-8 --extrapolate 'runs/a trace'"

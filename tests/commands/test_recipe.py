@@ -1,0 +1,119 @@
+"""Recipes are checked as a whole before they run, and what is done is not done again."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftlab import provenance
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import parse_profile
+from draftlab.recipe import is_done, read_recipe, run_recipe
+
+ROOT = Path(__file__).parents[2]
+LLAMA = {"huggyllama/llama-7b", "huggyllama/llama-65b"}  # on the hub
+
+
+def write(path: Path, *steps: object) -> Path:
+    path.write_text(yaml.safe_dump({"steps": list(steps)}))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    steps = read_recipe(path)
+    made = {str(step.out) for step in steps}
+    assert set(run_recipe(steps, dry_run=True).data) == {"steps"}
+    assert path.read_text().startswith("# ")
+    for step in steps:
+        for key in ("source", "draft", "target", "shape", "tokenizer", "model"):
+            for name in _names(step.arguments.get(key)):
+                known = made | {"tiny"} | LLAMA
+                assert name in known or Path(name).exists(), (step.command, key, name)
+
+
+def _names(value: object) -> list[str]:
+    return [] if value is None else [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+
+def test_the_paper_is_a_recipe_three_ways(monkeypatch):
+    """Five drafts of the paper's shapes are cut alike; then the target is in memory, on servers, or a trace."""
+    monkeypatch.chdir(ROOT)
+    ways = {way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml") for way in ("", "-served", "-trace")}
+    commands = {way: [step.command for step in steps] for way, steps in ways.items()}
+    assert commands[""] == ["prune"] * 5 + ["score", "compare", "report"]
+    assert commands["-served"] == ["prune", "cache build", "distill", "score", "report"]
+    assert commands["-trace"] == ["prune"] * 5 + ["trace record", "trace replay", "profile", "predict"]
+    cut = {step.out: step.arguments for steps in ways.values() for step in steps if step.command == "prune"}
+    assert len(cut) == 5
+    assert all(step.arguments == cut[step.out] for steps in ways.values() for step in steps if step.command == "prune")
+    predicted = ways["-trace"][-1].arguments
+    for name in (*predicted["draft_profile"], predicted["target_profile"]):
+        assert parse_profile(name, widths=[1, 17], batches=[1], longest=600).kind == "analytic"
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ({"purne": {}}, "step 1: no command 'purne'; did you mean 'prune'"),
+        ({"prune": {"layer": 2}}, r"step 1 \(prune\): unknown key 'layer'; did you mean 'layers'"),
+        ({"prune": {"layers": "two"}}, r"step 1 \(prune\): layers: .*got 'two'"),
+        ({"prune": {"layers": 0}}, "layers: .*greater than or equal to 1"),
+        ({"distill": {"optimizer": "adamv"}}, "optimizer: .*'adamw' or 'muon'"),
+        ({"train": {"steps": 3}}, "data: field required"),
+        ({"prune": {}, "score": {}}, "want one command"),
+        ("prune", "want one command"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(tmp_path, step, message):
+    with pytest.raises(UserError, match=message):
+        read_recipe(write(tmp_path / "r.yaml", step))
+
+
+def test_a_recipe_without_steps_is_refused(tmp_path):
+    (tmp_path / "r.yaml").write_text("stpes: []\n")
+    with pytest.raises(UserError, match="want one key, steps"):
+        read_recipe(tmp_path / "r.yaml")
+
+
+def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_path, family_dirs):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in family_dirs["llama"].iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"def f{i}(line):\n    return line\n" * 40 for i in range(60)))
+
+    def steps(**changes):
+        options = {"source": str(source), "layers": 2, "data": str(text), "tokens": 64, "seq_len": 32}
+        first = options | {"out": str(tmp_path / "a")} | changes
+        second = options | {"out": str(tmp_path / "b"), "layers": 3}
+        return read_recipe(write(tmp_path / "r.yaml", {"prune": first}, {"prune": second}))
+
+    run_recipe(steps(), dry_run=False)
+    made = provenance.read_record(tmp_path / "a")
+    assert all(is_done(step) for step in steps())
+    run_recipe(steps(), dry_run=False)
+    assert provenance.read_record(tmp_path / "a") == made
+    assert not is_done(steps(layers=1)[0])
+    with (source / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"\x01")
+    assert not any(is_done(step) for step in steps())
+
+
+def test_a_distillation_whose_options_are_left_out_is_done_when_it_is_done(tmp_path, family_dirs):
+    source, text = str(family_dirs["llama"]), tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"def f{i}(line):\n    return line\n" * 40 for i in range(60)))
+    options = {"draft": source, "target": source, "data": str(text), "steps": 1, "rows": 1, "loss": "ce"}
+    step = read_recipe(write(tmp_path / "r.yaml", {"distill": options | {"out": str(tmp_path / "a")}}))[0]
+    run_recipe([step], dry_run=False)
+    assert is_done(step)
+
+
+def test_dry_run_says_what_is_to_do_and_does_nothing(tmp_path, family_dirs):
+    recipe = write(tmp_path / "r.yaml", {"prune": {"source": "x", "layers": 1, "out": str(tmp_path / "a")}})
+    shown = run_recipe(read_recipe(recipe), dry_run=True).show
+    assert shown == [f"prune {tmp_path / 'a'}: to do"]
+    assert not (tmp_path / "a").exists()

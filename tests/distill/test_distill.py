@@ -1,0 +1,341 @@
+"""The loop: resume is the same run, accumulation is the same step, teachers stay as they are, drafts learn."""
+
+import copy
+import itertools
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import build, lesson, rounding
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from draftlab.data import Batch, text_batch
+from draftlab.distill.checkpointer import best_weights
+from draftlab.distill.lora import adapt, merged_weights
+from draftlab.distill.on_policy import GeneratedRows, Mixed, StudentText, parse_texts
+from draftlab.distill.optimizers import training_dtype
+from draftlab.distill.trainer import EvalRecord, Settings, StepRecord, schedule, train
+from draftlab.errors import UserError
+
+SETTINGS = Settings(
+    loss="fkl", steps=8, lr=3e-3, dtype="float32", eval_every=4, save_every=3, warmup_share=0.2, weight_decay=0.1
+)
+
+
+class RandomText:
+    """Step -> rows of random ids, some masked; a pure function of the step."""
+
+    def __init__(self, rows: int = 4, seq_len: int = 12, masked: bool = True) -> None:
+        self.rows, self.seq_len, self.masked = rows, seq_len, masked
+
+    def batch(self, step: int) -> Batch:
+        rng = np.random.default_rng(step)
+        ids = rng.integers(3, 300, (self.rows, self.seq_len + 1))
+        mask = rng.integers(0, 2, (self.rows, self.seq_len)) if self.masked else np.ones((self.rows, self.seq_len))
+        return Batch(ids, mask.astype(np.float32))
+
+
+def student(seed: int = 0):
+    return build("llama", seed, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return build("llama", 9, num_hidden_layers=3)
+
+
+def run(model, teacher, state: Path, settings: Settings = SETTINGS, batches=None, stop_after: int | None = None):
+    heldout = [RandomText(masked=False).batch(10_000)]
+    records = []
+    for record in train(model, lesson(teacher, batches or RandomText(), heldout), settings, state):
+        records.append(record)
+        if isinstance(record, StepRecord) and record.step == stop_after:
+            break  # a kill: nothing more is saved
+    return records
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, teacher, optimizer, stop_after):
+    settings = replace(SETTINGS, optimizer=optimizer)
+    whole, resumed = student(), student()
+    expected = run(whole, teacher, tmp_path / "a", settings)
+    run(resumed, teacher, tmp_path / "b", settings, stop_after=stop_after)
+    resumed = student()
+    after = run(resumed, teacher, tmp_path / "b", settings)
+    assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
+    assert [r for r in after if isinstance(r, EvalRecord)][-1] == expected[-1]
+    assert (
+        len([r for r in after if isinstance(r, StepRecord)]) == 8 - (stop_after - 1) // 3 * 3
+    )  # saved every 3 steps, after the record
+
+
+@pytest.mark.parametrize("damage", ["another optimiser", "cut off"])
+def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, teacher, damage):
+    run(student(), teacher, tmp_path / "run", SETTINGS, stop_after=5)
+    (checkpoint,) = (tmp_path / "run").glob("step-*")
+    settings = SETTINGS
+    if damage == "cut off":
+        file = checkpoint / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        settings = replace(SETTINGS, optimizer="muon" if SETTINGS.optimizer == "adamw" else "adamw")
+    with pytest.raises(UserError, match=r"step-\d+ cannot be gone on from .*; remove .* to start again"):
+        run(student(), teacher, tmp_path / "run", settings)
+
+
+def first_gradients(teacher, state: Path, settings: Settings, batches=None) -> dict[str, torch.Tensor]:
+    """What the optimiser is given in the first step. Weights would not do: Adam divides a small gradient by itself."""
+    model, seen = student(), {}
+
+    def look(*_) -> None:
+        seen.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and n not in seen})
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        run(model, teacher, state, replace(settings, steps=1), batches)
+    finally:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)", "ce"])
+def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, loss):
+    one = replace(SETTINGS, loss=loss)
+    whole, *parts = (
+        first_gradients(teacher, tmp_path / str(tokens), replace(one, micro_tokens=tokens)) for tokens in (0, 1, 30)
+    )
+    half = first_gradients(teacher, tmp_path / "half", one, RandomText(rows=2))
+    assert len(whole) == 21
+    for name, gradient in whole.items():
+        allowed = rounding(torch.float32, 307, float(gradient.abs().max()))  # the longest sums are over the vocabulary
+        assert all(float((part[name] - gradient).abs().max()) <= allowed for part in parts), name
+        assert float((half[name] - gradient).abs().max()) > 100 * allowed, name
+
+
+def test_only_masked_in_tokens_count(tmp_path, teacher):
+    """Changing ids that are masked out, as inputs to nothing that counts, changes nothing."""
+
+    class LastMasked(RandomText):
+        def __init__(self, garbage: int) -> None:
+            super().__init__(masked=False)
+            self.garbage = garbage
+
+        def batch(self, step):
+            batch = super().batch(step)
+            batch.ids[:, -3:] = self.garbage
+            batch.mask[:, -3:] = 0
+            return batch
+
+    results = []
+    for garbage in (5, 77):
+        model = student()
+        run(model, teacher, tmp_path / str(garbage), replace(SETTINGS, steps=2), LastMasked(garbage))
+        results.append(weights(model))
+    assert all(torch.equal(results[1][name], w) for name, w in results[0].items())
+
+
+def test_the_teacher_is_not_touched(tmp_path):
+    teacher = build("llama", 9, num_hidden_layers=3).train()
+    before = weights(teacher)
+    run(student(), teacher, tmp_path)
+    assert all(torch.equal(before[n], w) for n, w in weights(teacher).items())
+    assert all(p.grad is None for p in teacher.parameters())
+    assert not teacher.training
+
+
+def test_a_copy_of_the_teacher_has_nothing_to_learn(tmp_path, teacher):
+    model = copy.deepcopy(teacher)
+    records = run(model, teacher, tmp_path, replace(SETTINGS, steps=1))
+    assert records[0].loss == 0
+    assert records[0].acceptance == pytest.approx(1, abs=1e-6)
+    assert records[0].agreement == 1
+    assert records[1].grad_norm < 1e-6
+
+
+@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)"])
+def test_distilling_raises_acceptance_on_text_it_has_seen(tmp_path, teacher, loss):
+    class Same(RandomText):
+        def batch(self, step):
+            return super().batch(10_000)  # the held-out batch of run()
+
+    settings = replace(SETTINGS, loss=loss, steps=40, lr=1e-2, eval_every=40)
+    records = run(student(), teacher, tmp_path, settings, Same(masked=False))
+    assert records[-1].acceptance > records[0].acceptance + 0.1
+
+
+def test_a_loss_that_compares_needs_a_target(tmp_path):
+    with pytest.raises(UserError, match="give one, or train with ce"):
+        run(student(), None, tmp_path)
+
+
+def test_cross_entropy_needs_none_and_reports_no_acceptance(tmp_path):
+    records = run(student(), None, tmp_path, replace(SETTINGS, loss="ce", steps=2))
+    assert records[-1].acceptance is None
+    assert records[-1].cross_entropy == records[-1].loss
+
+
+def test_schedule_warms_up_and_ends_at_zero():
+    settings = replace(SETTINGS, steps=100, lr=3.0, warmup_share=0.1)
+    rates = [schedule(step, settings) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(1 / 90)
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
+
+
+def test_generated_rows_mask_the_prompt_and_what_follows_the_text():
+    ids = np.array([[5, 6, 7, 8, 1, 0, 0], [5, 6, 7, 8, 9, 9, 9]], dtype=np.uint32)
+    batch = GeneratedRows(ids, np.array([2, 4]), prompt=3, rows=2).batch(0)
+    assert batch.mask.tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+    assert batch.ids.tolist() == ids.tolist()
+
+
+class Numbered:
+    """Rows that say which batch they are."""
+
+    def __init__(self, tag: int) -> None:
+        self.tag = tag
+
+    def batch(self, step: int) -> Batch:
+        return text_batch([np.array([self.tag, step, 0])])
+
+
+def test_texts_are_mixed_by_weight_and_each_is_read_in_turn():
+    mixed = Mixed.of({"data": Numbered(0), "draft": Numbered(1)}, {"data": 0.7, "draft": 0.3}, 100)
+    seen = [tuple(mixed.batch(step).ids[0, :2]) for step in range(100)]
+    for tag, share in ((0, 70), (1, 30)):
+        assert [step for t, step in seen if t == tag] == list(range(share))
+    for n in range(1, 100):
+        assert abs(sum(t == 1 for t, _ in seen[:n]) - 0.3 * n) <= 1
+
+
+def test_shares_of_texts_are_read():
+    assert parse_texts("target=3,draft=1") == {"target": 0.75, "draft": 0.25}
+
+
+@pytest.mark.parametrize(("spec", "message"), [("dat", "did you mean 'data'"), ("target=x", "not a number")])
+def test_unknown_texts_and_wrong_shares_are_refused(spec, message):
+    with pytest.raises(UserError, match=message):
+        parse_texts(spec)
+
+
+def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
+    model = student()
+
+    def rows(seed: int = 0, step: int = 0) -> Batch:
+        return StudentText(model, RandomText(masked=False), 4, 1.0, (1,), 307, seed).batch(step)
+
+    torch.manual_seed(1)
+    first = rows()
+    torch.rand(5)
+    again = rows()
+    assert np.array_equal(first.ids, again.ids)
+    assert not np.array_equal(first.ids, rows(seed=1).ids)
+    assert np.array_equal(first.ids[:, :4], RandomText(masked=False).batch(0).ids[:, :4])
+    assert (first.mask[:, :3] == 0).all()
+    state = torch.get_rng_state()
+    rows(step=3)
+    assert torch.equal(torch.get_rng_state(), state)  # the run's own randomness does not notice
+    assert model.training == student().training
+
+
+def test_on_policy_training_resumes_bit_for_bit(tmp_path, teacher):
+    def go(state: Path, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+        model = student()
+        batches = Mixed.of(
+            {"data": RandomText(), "draft": StudentText(model, RandomText(masked=False), 4, 1.0, (1,), 307, 0)},
+            {"data": 0.5, "draft": 0.5},
+            SETTINGS.steps,
+        )
+        run(model, teacher, state, SETTINGS, batches, stop_after)
+        return weights(model)
+
+    whole = go(tmp_path / "a")
+    go(tmp_path / "b", stop_after=5)
+    resumed = go(tmp_path / "b")
+    assert all(torch.equal(whole[name], w) for name, w in resumed.items())
+
+
+def test_lora_trains_adapters_alone_and_merges_into_a_plain_model(tmp_path, teacher):
+    model = student()
+    before = weights(model)
+    adapted = adapt(model, 4, 0)
+    first = run(adapted, teacher, tmp_path, replace(SETTINGS, lr=1e-2, steps=30))
+    assert all(
+        torch.equal(before[n.replace(".base_layer", "")], p) for n, p in model.named_parameters() if "lora" not in n
+    )
+    source = tmp_path / "source"
+    student().save_pretrained(source)
+    after = merged_weights(source, 4, best_weights(tmp_path, "student"))
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "proj" in name and name.endswith("weight")}
+    evals = [r for r in first if isinstance(r, EvalRecord)]
+    assert evals[-1].loss < evals[0].loss
+
+
+def test_checkpointing_changes_memory_and_not_the_step(tmp_path, teacher):
+    results = []
+    for on in (False, True):
+        model = student()
+        if on:
+            model.gradient_checkpointing_enable()
+        run(model, teacher, tmp_path / str(on), replace(SETTINGS, steps=2))
+        results.append(weights(model))
+    assert all(torch.equal(results[0][name], w) for name, w in results[1].items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher, number, capsys):
+    before = signal.getsignal(number)  # a shell's background job starts with SIGINT ignored
+    whole, resumed = student(), student()
+    run(whole, teacher, tmp_path / "a")
+    settings = replace(SETTINGS, save_every=100)
+    given = lesson(teacher, RandomText(), [RandomText(masked=False).batch(10_000)])
+    records = train(resumed, given, settings, tmp_path / "b")
+    for record in records:
+        if isinstance(record, StepRecord) and record.step == 5:
+            os.kill(os.getpid(), number)
+            break
+    handler = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        next(records)
+    assert signal.getsignal(number) is before  # what comes after training can be ended as ever
+    assert handler is not before
+    assert (tmp_path / "b" / "step-00000005").is_dir()
+    resumed = student()
+    run(resumed, teacher, tmp_path / "b", replace(SETTINGS, save_every=100))
+    assert "resuming from step 5 of 8" in capsys.readouterr().err
+    assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
+
+
+@pytest.mark.parametrize("loss", ["tvd", "nla", "lk(3)", "fkl@0.5 -> lk(3)", "0.5*fkl + 0.5*ce"])
+def test_every_loss_learns_and_resumes(tmp_path, teacher, loss):
+    settings = replace(SETTINGS, loss=loss, steps=40, lr=1e-2, save_every=15)
+    whole = student()
+    records = run(whole, teacher, tmp_path / "a", settings)
+    evals = [r for r in records if isinstance(r, EvalRecord)]
+    assert evals[-1].acceptance > evals[0].acceptance
+    resumed = student()
+    run(resumed, teacher, tmp_path / "b", settings, stop_after=20)
+    resumed = student()
+    run(resumed, teacher, tmp_path / "b", settings)
+    assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
+
+
+@pytest.mark.parametrize(("fast", "wanted"), [(True, "bfloat16"), (False, "float32")])
+def test_dtype_auto_is_bfloat16_where_that_is_fast(fast, wanted, monkeypatch):
+    """As oneDNN says: a CPU without AVX-512 emulates it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    assert training_dtype("auto") == wanted
+    assert [training_dtype(name) for name in ("float32", "bfloat16")] == ["float32", "bfloat16"]

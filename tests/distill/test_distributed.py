@@ -1,0 +1,136 @@
+"""Two processes compute what one does: the loop under DDP and DeepSpeed, commands, a step and its teacher under FSDP2.
+
+accelerate takes FSDP2 for accelerators only, so on a CPU the step is sharded by torch itself.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from distributed_worker import main
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.distill import distributed
+
+HERE = Path(__file__).parents[1]
+
+
+def launch(words: list[str], processes: int, where: Path, **environment: str) -> str:
+    """Python with words in so many processes; what they print."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", port]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if processes > 1 else []), *words],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | environment,
+        cwd=where,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run(out: Path, processes: int, *kinds: str, **environment: str) -> list[dict[str, torch.Tensor]]:
+    """What each kind of work wrote, one after the other in the same processes; one process is this one."""
+    if processes == 1:
+        main(out, *kinds)
+    else:
+        launch([str(HERE / "distributed_worker.py"), str(out), *kinds], processes, out.parent, **environment)
+    return [load_file(out.with_suffix(f".{kind}")) for kind in kinds]
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        assert float((found[name] - one).abs().max()) <= 2e-4 * float(one.abs().max()) + 1e-7, name
+
+
+def test_two_processes_compute_what_one_does(tmp_path):
+    alone, together = (run(tmp_path / str(processes), processes, "train", "step") for processes in (1, 2))
+    for one, two in zip(alone, together, strict=True):
+        assert any("log_odds" in name or "ffn" in name for name in one)
+        assert_close(two, one)
+
+
+@pytest.mark.slow
+def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(tmp_path):
+    pytest.importorskip("deepspeed")
+    (alone,) = run(tmp_path / "alone", 1, "distil")
+    for stage in (1, 2, 3):
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}  # shards even what is small
+        other = {
+            "optimizer": {"type": "Adam", "params": {"lr": 1}},
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 9,
+        }
+        chosen = {
+            "ACCELERATE_USE_CPU": "false",  # accelerate would take DDP; without an accelerator it is CPUs anyway
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps({"zero_optimization": zero} | other),
+        }
+        (together,) = run(tmp_path / f"zero-{stage}", 2, "distil", **chosen)
+        assert_close(together, alone)
+        shards = list((tmp_path / f"zero-{stage}.state").rglob("zero_pp_rank_1_*optim_states.pt"))
+        assert [shard.parents[1].name for shard in shards] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words", "said"),
+    [
+        ("DEEPSPEED", ["train", "--data", "stdlib", "--out", "x", "--optimizer", "muon"], "--optimizer muon is two"),
+        ("FSDP", ["distill", "--data", "stdlib", "--optimizer", "muon"], "--optimizer muon is two optimisers"),
+        ("FSDP", ["distill", "--data", "stdlib", "--pilot", "10"], "--pilot trains a draft several times"),
+        ("DEEPSPEED", ["prune", "--method", "masks", "--layers", "3"], "--method masks bounds masks in place"),
+    ],
+)
+def test_what_a_launcher_cannot_train_is_refused_at_once(launcher, words, said, family_dirs, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    source = ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune" else []
+    result = CliRunner().invoke(app, [*words, *source])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert said in result.stderr
+
+
+def test_the_loop_alone_accumulates(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        assert distributed.new_accelerator("float32", 1.0).gradient_accumulation_steps == 1
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.slow
+def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_path):
+    source = family_dirs["llama"]
+    (tmp_path / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200))
+    )
+    same = ["--data", "text.txt", "--rows", "4", "--dtype", "float32", "--steps", "4", "--eval-every", "2"]
+    distilled = ["distill", "--draft", str(source), "--target", str(family_dirs["llama3_tied"]), *same]
+    distilled += ["--seq-len", "48", "--text", "data=0.5,draft=0.5", "--prompt-tokens", "8", "--micro-tokens", "64"]
+    masked = ["prune", "--method", "masks", "--source", str(source), "--layers", "3", "--width", "48", "--heads", "4"]
+    masked += [*same, "--seq-len", "32", "--tokens", "256", "--train", "full"]
+    for words in (distilled, masked):
+        made = {}
+        for processes in (1, 2):
+            out = tmp_path / f"{words[0]}-{processes}"
+            printed = launch(["-m", "draftlab", *words, "--out", str(out)], processes, tmp_path)
+            assert printed.count(str(out)) == 1
+            made[processes] = load_file(out / "model.safetensors")
+            assert not (tmp_path / f".{out.name}.state").exists()
+        for name, wanted in made[1].items():
+            scale = float(wanted.abs().max())
+            assert float((made[2][name] - wanted).abs().max()) <= 1e-3 * scale + 1e-6, name

@@ -1,0 +1,317 @@
+"""Fused is naive: values, gradients and what is watched, for every chunking, loss, temperature and kind of teacher."""
+
+import math
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from draftlab.distill.fused_loss import Dense, Sums, Teacher, TopK, fused_loss, per_token
+from draftlab.distill.losses import Pair, log_probs, parse_loss, wide
+
+N, D, V = 13, 6, 31
+LOSSES = ["ce", "fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(3)", "0.7*fkl + 0.3*ce"]
+
+
+def inputs(dtype: torch.dtype = torch.float64, vocab: int = V, tokens: int = N) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=rng, dtype=torch.float64).to(dtype)
+
+    return {
+        "hidden": draw(tokens, D).requires_grad_(),
+        "head": draw(vocab, D).requires_grad_(),
+        "teacher_hidden": draw(tokens, 5),
+        "teacher_head": draw(vocab, 5),
+        "labels": torch.randint(0, vocab, (tokens,), generator=rng),
+        "weights": torch.rand(tokens, generator=rng, dtype=torch.float64).to(dtype),
+    }
+
+
+def objective(name: str, pair: Pair, ce: Tensor) -> Tensor:
+    """Of every token."""
+    loss = parse_loss(name)
+    return (loss.divergence(pair)[0] if loss.terms else 0) + loss.cross_entropy * ce
+
+
+def naive(x: dict[str, Tensor], name: str, temperature: float) -> dict[str, Tensor]:
+    """Of every token, and summed by their weights under the names of Sums."""
+    z, y = x["hidden"] @ x["head"].T, x["teacher_hidden"] @ x["teacher_head"].T
+    pair = Pair.of(log_probs(y, temperature), log_probs(z, temperature))
+    ce = torch.nn.functional.cross_entropy(wide(z), x["labels"], reduction="none")
+    watched = {
+        "objective": objective(name, pair, ce),
+        "cross_entropy": ce,
+        "acceptance": pair.alpha,
+        "agreement": (y.argmax(-1) == z.argmax(-1)).to(ce),
+    }
+    return {"each": watched["objective"]} | {key: (x["weights"] * tensor).sum() for key, tensor in watched.items()}
+
+
+def budget(x: dict[str, Tensor], chunk: int) -> int:
+    """Bytes with which chunks have so many tokens."""
+    return 2 * x["head"][:, 0].nbytes * chunk
+
+
+def whole(x: dict[str, Tensor]) -> Dense:
+    return Dense(x["teacher_hidden"], x["teacher_head"])
+
+
+def fused(x: dict[str, Tensor], name: str, temperature: float, chunk: int, teacher: Teacher) -> Sums:
+    given = [x[key] for key in ("hidden", "head", "labels", "weights")]
+    return fused_loss(*given, teacher, parse_loss(name), temperature, budget(x, chunk))
+
+
+def same(found: Sums, wanted: dict[str, Tensor], x: dict[str, Tensor], keys: tuple[str, ...]) -> None:
+    """Values and gradients, to ten digits."""
+    for key in keys:
+        torch.testing.assert_close(getattr(found, key).double(), wanted[key].detach(), atol=1e-10, rtol=1e-10)
+    gradients = [torch.autograd.grad(2.5 * o, [x["hidden"], x["head"]]) for o in (found.objective, wanted["objective"])]
+    for there, here in zip(*gradients, strict=True):
+        torch.testing.assert_close(there, here, atol=1e-10, rtol=1e-10)
+
+
+ALL = ("objective", "cross_entropy", "acceptance", "agreement")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("chunk", [1, 5, N, 100])
+def test_fused_is_naive_in_fp64(name, temperature, chunk):
+    x = inputs()
+    found = fused(x, name, temperature, chunk, whole(x))
+    same(found, naive(x, name, temperature), x, ALL[:2] if name == "ce" else ALL)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_vocabulary_that_is_worked_through_in_blocks_and_slices_changes_nothing(name):
+    x = inputs(vocab=30_000)
+    same(fused(x, name, 1.3, 5, whole(x)), naive(x, name, 1.3), x, ALL[:2] if name == "ce" else ALL)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("vocab", [V, 30_000])
+def test_per_token_is_what_the_objective_sums(name, vocab):
+    x = inputs(vocab=vocab)
+    for teacher in (whole(x), top_k(x, 4, 1.0)):
+        each = per_token(x["hidden"], x["head"], x["labels"], teacher, parse_loss(name), 1.0, budget(x, 5))
+        assert not each.requires_grad
+        torch.testing.assert_close((x["weights"] * each).sum(), fused(x, name, 1.0, 5, teacher).objective.detach())
+    torch.testing.assert_close(
+        per_token(x["hidden"], x["head"], x["labels"], whole(x), parse_loss(name), 1.0),
+        naive(x, name, 1.0)["each"].detach(),
+        atol=1e-10,
+        rtol=1e-10,
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_fused_is_naive_in_fp32(name):
+    x = inputs(torch.float32)
+    wanted = naive(x, name, 1.0)
+    gradients = torch.autograd.grad(wanted["objective"], [x["hidden"], x["head"]])
+    found = fused(x, name, 1.0, 4, whole(x))
+    assert float(found.objective.detach()) == pytest.approx(float(wanted["objective"].detach()), rel=2e-6)
+    for there, here in zip(torch.autograd.grad(found.objective, [x["hidden"], x["head"]]), gradients, strict=True):
+        assert float((there - here).abs().max() / here.abs().max()) < 5e-5
+
+
+@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)", "nla"])
+def test_gradient_is_what_finite_differences_find(name):
+    x, rng, step = inputs(), torch.Generator().manual_seed(1), 1e-6
+    ways = {key: torch.randn(x[key].shape, generator=rng, dtype=torch.float64) for key in ("hidden", "head")}
+
+    def moved(by: float) -> float:
+        there = {key: (x[key] + by * way).detach() for key, way in ways.items()}
+        return float(fused(x | there, name, 1.3, 4, whole(x)).objective)
+
+    gradients = torch.autograd.grad(fused(x, name, 1.3, 4, whole(x)).objective, [x["hidden"], x["head"]])
+    slope = sum(float((g * way).sum()) for g, way in zip(gradients, ways.values(), strict=True))
+    assert slope == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=1e-7)
+
+
+def test_a_second_backward_pass_is_refused():
+    x = inputs()
+    objective = fused(x, "fkl", 1.0, 4, whole(x)).objective
+    objective.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        objective.backward()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_heads_in_bf16_are_naive_in_bf16(name, autocast):
+    x = inputs(torch.float32, vocab=5000)
+    x |= {key: x[key].bfloat16() for key in ("teacher_hidden", "teacher_head")}
+    if not autocast:
+        x |= {key: x[key].detach().bfloat16().requires_grad_() for key in ("hidden", "head")}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        wanted, found = naive(x, name, 1.0), fused(x, name, 1.0, 4, whole(x))
+    assert found.objective.dtype == torch.float32
+    torch.testing.assert_close(found.objective, wanted["objective"].float(), rtol=1e-5, atol=0)
+    gradients = [torch.autograd.grad(o, [x["hidden"], x["head"]]) for o in (found.objective, wanted["objective"])]
+    for there, here in zip(*gradients, strict=True):
+        assert there.dtype == here.dtype
+        assert float((there - here).norm() / here.norm()) < 1e-2
+
+
+def test_cross_entropy_needs_no_teacher():
+    x = inputs()
+    same(fused(x, "ce", 1.0, 4, None), naive(x, "ce", 1.0), x, ALL[:2])
+
+
+def test_logits_and_a_frozen_head_work_too():
+    x = inputs()
+    teacher = Dense(x["teacher_hidden"] @ x["teacher_head"].T, None)
+    z = (x["hidden"] @ x["head"].T).detach().requires_grad_()
+    loss = parse_loss("jsd(0.3)")
+    found = fused_loss(z, None, x["labels"], x["weights"], teacher, loss, 1.0, 4 * 10 * V * 3)
+    wanted = naive(x, "jsd(0.3)", 1.0)["objective"]
+    torch.testing.assert_close(found.objective, wanted)
+    (d_z,) = torch.autograd.grad(found.objective, z)
+    (d_hidden,) = torch.autograd.grad(wanted, x["hidden"])
+    torch.testing.assert_close(d_z @ x["head"], d_hidden)
+    x["head"].requires_grad_(False)
+    frozen = fused(x, "jsd(0.3)", 1.0, 4, whole(x))
+    torch.testing.assert_close(torch.autograd.grad(frozen.objective, x["hidden"])[0], d_hidden)
+
+
+def top_k(x: dict[str, Tensor], k: int, temperature: float) -> TopK:
+    log_p = log_probs(x["teacher_hidden"] @ x["teacher_head"].T, temperature)
+    values, ids = log_p.topk(k)
+    rest = log_p.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(-80)
+    return TopK(ids, values, rest)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_all_tokens_listed_is_the_whole_distribution(name):
+    x = inputs()
+    dense = fused(x, name, 1.0, 4, whole(x))
+    listed = fused(x, name, 1.0, 4, top_k(x, V, 1.0))
+    for key in ALL:
+        torch.testing.assert_close(getattr(listed, key), getattr(dense, key), atol=1e-8, rtol=1e-8)
+    gradients = [torch.autograd.grad(s.objective, [x["hidden"], x["head"]]) for s in (listed, dense)]
+    for there, here in zip(*gradients, strict=True):
+        torch.testing.assert_close(there, here, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("k", [1, 4, 12])
+def test_a_listed_teacher_has_autograds_gradient_and_bounds_the_whole_one(name, k):
+    x = inputs()
+    teacher = top_k(x, k, 1.0)
+    found = fused(x, name, 1.0, 4, teacher)
+    log_q = log_probs(x["hidden"] @ x["head"].T, 1.0)
+    rest = log_q.scatter(1, teacher.ids, -torch.inf).logsumexp(-1, keepdim=True)
+    atoms = torch.cat([log_q.gather(1, teacher.ids), rest], 1)
+    log_p = torch.cat([teacher.log_p, teacher.tail[:, None]], 1)
+    ce = -log_q.gather(1, x["labels"][:, None]).squeeze(1)
+    value = (x["weights"] * objective(name, Pair.of(log_p, atoms), ce)).sum()
+    torch.testing.assert_close(found.objective, value)
+    for there, here in zip(
+        torch.autograd.grad(found.objective, [x["hidden"], x["head"]]),
+        torch.autograd.grad(value, [x["hidden"], x["head"]]),
+        strict=True,
+    ):
+        torch.testing.assert_close(there, here, atol=1e-9, rtol=1e-9)
+    dense = naive(x, name, 1.0)
+    if name != "lk(3)":  # a mixture whose shares change with the atoms
+        assert float(found.objective.detach()) <= float(dense["objective"].detach()) + 1e-9
+    low = float(found.acceptance)
+    assert low - 1e-9 <= float(dense["acceptance"].detach()) <= low + float(found.slack) + 1e-9 or name == "ce"
+
+
+def test_no_gradient_reaches_the_teacher_and_none_is_made_without_need():
+    x = inputs()
+    x["teacher_hidden"].requires_grad_()
+    found = fused(x, "fkl", 1.0, 4, whole(x))
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(found.objective, x["teacher_hidden"])
+    with torch.no_grad():
+        assert not fused(x, "fkl", 1.0, 4, whole(x)).objective.requires_grad
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_far_apart_teachers_give_finite_values_and_gradients(name):
+    x = inputs(torch.float32)
+    x["hidden"] = (x["hidden"].detach() * 100).requires_grad_()
+    for teacher in (Dense(x["teacher_hidden"] * 100, x["teacher_head"]), top_k(x, 3, 0.01)):
+        found = fused(x, name, 1.0, 4, teacher)
+        assert math.isfinite(float(found.objective.detach()))
+        assert torch.isfinite(torch.autograd.grad(found.objective, x["hidden"])[0]).all()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: Counter[int] = Counter()  # by the storage they share
+        self.bytes = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and id(tensor) not in given:
+                storage = tensor.untyped_storage()
+                self.count(storage.data_ptr(), storage.nbytes(), 1)
+                weakref.finalize(tensor, self.count, storage.data_ptr(), storage.nbytes(), -1)
+        return made
+
+    def count(self, storage: int, size: int, by: int) -> None:
+        before = self.tensors[storage]
+        self.tensors[storage] += by
+        self.bytes += size * ((before + by > 0) - (before > 0))
+        self.most = max(self.most, self.bytes)
+
+
+@pytest.mark.parametrize("kind", ["whole", "listed"])
+def test_memory_does_not_grow_with_tokens(kind):
+    ours, theirs = [], []
+    for tokens in (64, 128):
+        x = inputs(torch.float32, 3000, tokens)
+        teacher = whole(x) if kind == "whole" else top_k(x, 4, 1.0)
+        with Peak() as peak:
+            fused(x, "fkl", 1.0, 16, teacher)
+        ours.append(peak.most)
+        with Peak() as peak:
+            naive(x, "fkl", 1.0)
+        theirs.append(peak.most)
+    assert ours[1] < 1.05 * ours[0]
+    assert theirs[1] > 1.9 * theirs[0]
+
+
+def test_no_token_at_all_is_no_loss():
+    x = inputs()
+    empty = {
+        key: tensor[:0] if key in ("hidden", "labels", "weights", "teacher_hidden") else tensor
+        for key, tensor in x.items()
+    }
+    found = fused(empty, "fkl", 1.0, 4, Dense(empty["teacher_hidden"], x["teacher_head"]))
+    assert float(found.objective.detach()) == 0
+    found.objective.backward()
+    assert x["head"].grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_cross_entropy_beside_a_teacher_reports_what_a_divergence_reports(k):
+    """A schedule that begins with cross-entropy is watched all the way."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, head, teacher = (torch.randn(size, generator=rng) for size in ((9, 6), (20, 6), (9, 20)))
+    labels, weights = torch.arange(9), torch.ones(9)
+    seen = Dense(teacher, None)
+    if k:
+        log_p, ids = teacher.log_softmax(-1).topk(k)
+        seen = TopK(ids, log_p, (1 - log_p.exp().sum(-1)).log())
+    ce, fkl = (fused_loss(hidden, head, labels, weights, seen, parse_loss(name), 1.0) for name in ("ce", "fkl"))
+    alone = fused_loss(hidden, head, labels, weights, None, parse_loss("ce"), 1.0)
+    assert float(ce.objective) == pytest.approx(float(alone.objective))
+    assert float(ce.acceptance) > 0
+    for name in ("acceptance", "slack", "agreement", "cross_entropy"):
+        assert float(getattr(ce, name)) == pytest.approx(float(getattr(fkl, name)))

@@ -1,0 +1,107 @@
+"""Heads of different sizes: padding changes no loss and takes little, and a draft leaves with the target's size."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import build, lesson
+from torch import nn
+
+from draftlab.data import Batch
+from draftlab.distill.trainer import Settings, train
+from draftlab.distill.vocabulary import resize
+from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative
+from draftlab.model import checkpoint
+from draftlab.model.llama import load
+
+SETTINGS = Settings(loss="fkl", steps=2, lr=1e-3, dtype="float32", eval_every=2, save_every=9, weight_decay=0.0)
+
+
+class Rows:
+    def batch(self, step: int) -> Batch:
+        ids = np.random.default_rng(step).integers(3, 300, (4, 17))
+        return Batch(ids, np.ones((4, 16), dtype=np.float32))
+
+
+def padded(model, rows: int):
+    """The same model with rows more in embedding and head, whose logits are large."""
+    have = model.config.vocab_size
+    for name, parameter in (("model.embed_tokens", model.model.embed_tokens), ("lm_head", model.lm_head)):
+        more = torch.full((rows, parameter.weight.shape[1]), 0.3)
+        model.get_submodule(name).weight = nn.Parameter(torch.cat([parameter.weight.detach(), more]))
+    model.config.vocab_size = have + rows
+    model.lm_head.out_features = have + rows
+    return model
+
+
+@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)", "lk(3)"])
+@pytest.mark.parametrize(("draft_rows", "target_rows"), [(0, 13), (13, 0)])
+def test_padding_of_one_head_changes_no_step(loss, draft_rows, target_rows, tmp_path):
+    def run(name: str, draft: int, target: int):
+        student = padded(build("llama", 0, num_hidden_layers=2), draft)
+        teacher = padded(build("llama", 9, num_hidden_layers=2), target)
+        settings = Settings(loss=loss, steps=2, lr=1e-3, dtype="float32", eval_every=2, save_every=9, weight_decay=0.0)
+        records = list(train(student, lesson(teacher, Rows(), [Rows().batch(9)]), settings, tmp_path / name))
+        return student, records
+
+    wanted, plain_records = run("plain", 0, 0)
+    found, records = run("padded", draft_rows, target_rows)
+    for a, b in zip(plain_records, records, strict=True):
+        assert a.loss == pytest.approx(b.loss, abs=1e-6)
+        assert a.acceptance == pytest.approx(b.acceptance, abs=1e-6)
+    after = dict(found.named_parameters())
+    for name, weight in wanted.named_parameters():
+        torch.testing.assert_close(after[name][: len(weight)], weight, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3_tied"])
+def test_added_rows_take_less_than_their_share_and_leave_again(family, family_dirs, tmp_path):
+    out = tmp_path / "draft"
+    copy(family_dirs[family], out)
+    before = probabilities(out)
+    assert resize(out, 320) == "307 -> 320"
+    assert checkpoint.read_shape(out).vocab == 320
+    after = probabilities(out)
+    assert float(after[..., 307:].max()) < 1 / 307  # Jensen
+    kept = after[..., :307] / after[..., :307].sum(-1, keepdim=True)
+    torch.testing.assert_close(kept, before, atol=1e-6, rtol=1e-4)
+    assert resize(out, 307) == "320 -> 307"
+    assert torch.equal(probabilities(out), before)
+    assert resize(out, 307) is None
+
+
+def test_rows_of_zeros_can_take_more_than_their_share(family_dirs):
+    """The obvious padding: a logit of zero is large where all others are below."""
+    weight = checkpoint.Weights(family_dirs["llama"])["lm_head.weight"]
+    hidden = -200 * weight.mean(0, keepdim=True)  # a state that likes few tokens
+    logits = hidden @ weight.T
+    zero, mean = torch.zeros(1, 1), hidden @ weight.mean(0, keepdim=True).T
+    assert float(torch.cat([logits, zero], 1).softmax(-1)[0, -1]) > 1 / 307
+    assert float(torch.cat([logits, mean], 1).softmax(-1)[0, -1]) < 1 / 307
+
+
+@torch.no_grad()
+def probabilities(directory: Path) -> torch.Tensor:
+    ids = torch.from_numpy(Rows().batch(5).ids)
+    return checkpoint.load_model(directory, torch.float32)(ids).logits.softmax(-1)
+
+
+@pytest.mark.parametrize(("draft_vocab", "temperature"), [(320, 0.0), (320, 0.8), (300, 0.0), (300, 0.8)])
+def test_speculation_with_a_head_of_another_size_is_lossless(family_dirs, tmp_path, draft_vocab, temperature):
+    copy(family_dirs["llama"], tmp_path / "draft")
+    resize(tmp_path / "draft", draft_vocab)
+    target, draft = (load(d, torch.float32) for d in (family_dirs["llama"], tmp_path / "draft"))
+    sampling, prompt = Sampling(temperature=temperature, max_new_tokens=40), list(range(3, 12))
+    steps = list(speculative(target, ModelDrafter(draft, 307), [prompt], 3, sampling))
+    emitted = [t for s in steps for t in s.tokens]
+    assert len(emitted) == 40
+    assert sum(s.accepted for s in steps) > 0.6 * sum(s.drafted for s in steps)  # the draft is the target
+    if temperature == 0:
+        assert emitted == [t for s in plain(target, [prompt], sampling) for t in s.tokens]
+
+
+def copy(source: Path, out: Path) -> None:
+    out.mkdir()
+    for file in source.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())

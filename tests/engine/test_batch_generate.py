@@ -1,0 +1,138 @@
+"""One generator for all text that models write: transformers' text, whatever stands beside a prompt."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+
+from draftlab.acceptance import token_logprobs
+from draftlab.engine.batch_generate import Writing, load_writer, write
+from draftlab.errors import UserError
+from draftlab.model.hf_decoder import Decoder, Hosted
+from draftlab.model.llama import load
+from draftlab.model.native_cpu import Native
+
+CPU = torch.device("cpu")
+PROMPTS = [list(range(3, 12)), list(range(40, 45)), [7], list(range(90, 99)), list(range(200, 212))]
+
+
+@pytest.fixture(scope="module")
+def opt() -> OPTForCausalLM:
+    torch.manual_seed(0)
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=307, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=128, word_embed_proj_dim=32, init_std=0.5,
+        )
+    ).eval()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(family_dirs, opt) -> dict[str, Decoder]:
+    llama = load(family_dirs["llama"], torch.float32)
+    hosted = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32).eval()
+    return {"eager": llama, "compiled": Native(llama), "hosted": Hosted(hosted), "opt": Hosted(opt)}
+
+
+def transformers_of(name: str, family_dirs, opt) -> Any:
+    return opt if name == "opt" else AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["eager", "compiled", "hosted", "opt"])
+def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt):
+    theirs = transformers_of(name, family_dirs, opt)
+    ours = write(models[name], PROMPTS, Writing(max_new_tokens=20))
+    for prompt, text in zip(PROMPTS, ours, strict=True):
+        ids = torch.tensor([prompt])
+        whole = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=20, max_new_tokens=20,
+            eos_token_id=[], pad_token_id=2,
+        )  # fmt: skip
+        assert text.ids.tolist() == whole[0, len(prompt) :].tolist()
+        assert text.stop == "length"
+        assert not text.log_p.any()
+
+
+@pytest.mark.parametrize("name", ["eager", "compiled", "opt"])
+def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
+    how = Writing(max_new_tokens=16, temperature=1.0, seed=3)
+    together = write(models[name], PROMPTS, how)
+    one = Writing(max_new_tokens=16, temperature=1.0, seed=3, rows=1)
+    alone = write(models[name], PROMPTS, one)
+    last = write(models[name], PROMPTS[3:], how, numbers=[3, 4])
+    assert [t.ids.tolist() for t in together] == [t.ids.tolist() for t in alone]
+    assert [t.ids.tolist() for t in last] == [t.ids.tolist() for t in together[3:]]
+    other = write(models[name], PROMPTS, Writing(max_new_tokens=16, temperature=1.0, seed=4))
+    assert all(a.ids.tolist() != b.ids.tolist() for a, b in zip(together, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["compiled", "opt"])
+def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, models, family_dirs, opt):
+    theirs = transformers_of(name, family_dirs, opt)
+    for prompt, text in zip(
+        PROMPTS, write(models[name], PROMPTS, Writing(max_new_tokens=12, temperature=0.7, top=4)), strict=True
+    ):
+        with torch.no_grad():
+            logits = theirs(torch.tensor([[*prompt, *text.ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        at = torch.from_numpy(text.ids)[:, None]
+        torch.testing.assert_close(
+            torch.from_numpy(text.log_p), (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0], atol=1e-4, rtol=1e-4
+        )
+        listed = logits.log_softmax(-1).topk(4)
+        torch.testing.assert_close(torch.from_numpy(text.top_log_p), listed.values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["compiled", "opt"])
+def test_a_text_stops_at_whichever_end_comes_first(name, models):
+    free = write(models[name], PROMPTS, Writing(max_new_tokens=20, temperature=1.0))
+    ends = (int(free[0].ids[5]), int(free[1].ids[2]))
+    found = write(models[name], PROMPTS, Writing(max_new_tokens=20, temperature=1.0, ends=ends))
+    for text, whole in zip(found, free, strict=True):
+        at = next((i for i, token in enumerate(whole.ids) if token in ends), None)
+        assert text.stop == ("length" if at is None else "eos")
+        assert text.ids.tolist() == whole.ids[: None if at is None else at + 1].tolist()
+        assert len(text.log_p) == len(text.ids)
+    assert found[0].stop == found[1].stop == "eos"
+
+
+def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
+    run = opt.forward
+    rows = []
+    opt.forward = lambda *args, **given: (rows.append(len(given["input_ids"])), run(*args, **given))[1]
+    try:
+        prompts = [list(range(i, i + 6)) for i in range(3, 30)]
+        each = 32 * 307 + 16 * (2 * 2 * 32 * 4)  # bytes of a step's logits, and of 16 tokens' keys and values in fp32
+        write(Hosted(opt), prompts, Writing(max_new_tokens=10, memory=4 * each / 1e9))
+        assert max(rows) == 4
+        rows.clear()
+        write(Hosted(opt), prompts, Writing(max_new_tokens=10, memory=1e-9))
+        assert max(rows) == 1
+    finally:
+        opt.forward = run
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(models):
+    with pytest.raises(UserError, match="a prompt has 12 tokens; with 300 more it does not fit the target's context"):
+        write(models["eager"], PROMPTS, Writing(max_new_tokens=300))
+
+
+def test_the_engine_writes_where_it_can_and_transformers_elsewhere(family_dirs, opt, tmp_path):
+    assert isinstance(load_writer(family_dirs["qwen3"], torch.float32, CPU), Native)
+    assert isinstance(load_writer(family_dirs["llama"], torch.bfloat16, CPU, "auto"), Hosted)
+    opt.save_pretrained(tmp_path)
+    assert isinstance(load_writer(tmp_path, torch.float32, CPU), Hosted)
+
+
+@pytest.mark.parametrize("name", ["eager", "hosted", "opt"])
+def test_logits_in_parts_are_those_of_one_pass(name, models):
+    rng = np.random.default_rng(0)
+    texts = [(rng.integers(3, 300, 5), rng.integers(3, 300, n)) for n in (60, 40, 1)]
+    warp = token_logprobs.Warp(temperature=1.0)
+    whole = token_logprobs.look(models[name], texts, 307, warp)
+    parts = token_logprobs.look(models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9)  # of seven positions
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a.log_q, b.log_q, atol=1e-4)
+        np.testing.assert_allclose(a.top, b.top, atol=1e-4)
+        assert (a.rank == b.rank).mean() > 0.95

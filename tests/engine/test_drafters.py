@@ -1,0 +1,348 @@
+"""Every drafter is lossless, keeps to the rows' own draws, and says what it sampled from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import build
+from torch import Tensor
+
+from draftlab.engine.drafters.cascade import (
+    Fallback,
+    StagedDrafter,
+    UnsureDrafter,
+    less_sure_than,
+    more_entropy_than,
+)
+from draftlab.engine.drafters.layer_skip import search, skipping
+from draftlab.engine.drafters.medusa import MedusaDrafter
+from draftlab.engine.drafters.ngram import LookupDrafter, NgramDrafter, Ngrams
+from draftlab.engine.drafters.tree import TreeDrafter, depths, fastest, full, most_accepted
+from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.rejection_rules import match
+from draftlab.engine.verify import Warp, draw
+from draftlab.model import llama
+
+VOCAB = 307
+PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
+HEADS = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(2)) * 0.05
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
+    """The target, and the target with noise, which agrees now and then."""
+    root = tmp_path_factory.mktemp("drafters")
+    target, noisy = build("llama", 1, num_hidden_layers=3), build("llama", 1, num_hidden_layers=3)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for p in noisy.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    for name, model in (("target", target), ("noisy", noisy)):
+        model.save_pretrained(root / name)
+    return {name: llama.load(Path(root / name), torch.float32) for name in ("target", "noisy")}
+
+
+@pytest.fixture(scope="module")
+def ngrams(models: dict[str, llama.Llama]) -> Ngrams:
+    """Of what the target itself writes."""
+    prompts = [[0, i, i + 1] for i in range(3, 9)]
+    texts = written(plain(models["target"], prompts, Sampling(max_new_tokens=60)))
+    return Ngrams(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
+
+
+DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip", "medusa"]
+DRAFTERS += ["tree top", "tree sampled", "tree distinct"]
+
+
+def drafter(name: str, models: dict[str, llama.Llama], ngrams: Ngrams) -> Drafter:
+    noisy = models["noisy"]
+    return {
+        "ngram": lambda: NgramDrafter(ngrams),
+        "lookup": lambda: LookupDrafter(),
+        "unsure": lambda: UnsureDrafter(noisy, VOCAB, less_sure_than(0.3)),
+        "entropy": lambda: UnsureDrafter(noisy, VOCAB, more_entropy_than(1.0)),
+        "fallback": lambda: Fallback(LookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
+        "staged": lambda: StagedDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
+        "staged model": lambda: StagedDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
+        "skip": lambda: ModelDrafter(skipping(models["target"], [0, 2]), VOCAB),
+        "medusa": lambda: MedusaDrafter(models["target"], HEADS),
+        "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
+        "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
+        "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("k", [1, 6])
+def test_greedy_decoding_with_any_drafter_is_plain_decoding(models, ngrams, name, k):
+    sampling = Sampling(max_new_tokens=32)
+    expected = written(plain(models["target"], PROMPTS, sampling))
+    assert written(speculative(models["target"], drafter(name, models, ngrams), PROMPTS, k, sampling)) == expected
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
+    sampling = Sampling(max_new_tokens=24, temperature=0.8, seed=3)
+    proposing = drafter(name, models, ngrams)
+    together = written(speculative(models["target"], proposing, PROMPTS, 3, sampling))
+    alone = [
+        written(speculative(models["target"], proposing, [prompt], 3, sampling, numbers=[i]))[0]
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    assert together == alone
+
+
+@pytest.mark.parametrize("name", ["ngram", "unsure", "entropy", "skip", "medusa", "tree sampled", "tree distinct"])
+def test_q_is_what_was_sampled(models, ngrams, name):
+    """The tokens come back from q by inverse CDF with the draws that the drafter was given."""
+    proposing, uniform = drafter(name, models, ngrams), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    proposing.reset(3, 40)
+    draft = proposing.propose(PROMPTS, 4, Sampling(temperature=0.9, top_k=50), uniform)
+    assert draft.q is not None
+    assert torch.equal(draw(draft.q, uniform[:, : draft.ids.shape[1]]), draft.ids)
+
+
+def test_what_a_staged_drafter_samples_is_the_draft_model():
+    """Of a bigram draft model and a one-sided inner drafter: frequencies of token pairs against the exact ones."""
+    q = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4]])
+    staged = StagedDrafter(Bigrams(q.log()), None, Always(1), 2)
+    staged.reset(1, 8)
+    counts, n = torch.zeros(3, 3), 1000
+    uniform = torch.rand(n, 1, 2, generator=torch.Generator().manual_seed(1))
+    for u in uniform:
+        draft = staged.propose([[2]], 2, Sampling(temperature=1.0), u)
+        counts[tuple(draft.ids[0])] += 1
+        assert draft.q is not None
+        torch.testing.assert_close(draft.q[0], q[[2, int(draft.ids[0, 0])]])
+    expected = n * q[2].unsqueeze(1) * q
+    assert float(((counts - expected) ** 2 / expected).sum()) < 51.6  # chi-square, 8 degrees, alpha 2e-8
+
+
+class Bigrams:
+    """A context-free model of three ids; any cache will do."""
+
+    device = torch.device("cpu")
+    context = 100
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def new_cache(self, rows: int, capacity: int) -> llama.Cache:
+        return llama.Cache(torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1))
+
+    def forward(self, ids: Tensor, cache: llama.Cache, last: int = 0, tree: object = None) -> Tensor:
+        cache.used = [used + ids.shape[1] for used in cache.used]
+        return self.logits[ids][:, -last:]
+
+
+class Always:
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def reset(self, rows: int, capacity: int) -> None:
+        pass
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+        return Draft(ids=torch.full((len(texts), count), self.token), q=None, counts=[count] * len(texts))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_is_asked_now_and_then_knows_what_was_written_meanwhile(models, temperature):
+    """The model is the target, so all that it proposes stands, unless its cache holds what was never written."""
+    target = models["target"]
+    proposing = Fallback(Now(), ModelDrafter(target, VOCAB), VOCAB)
+    steps = list(speculative(target, proposing, PROMPTS, 4, Sampling(max_new_tokens=40, temperature=temperature)))
+    assert all(step.accepted == step.drafted for step in steps if step.drafted > 1)
+
+
+class Now:
+    """Every other time one token, always the same."""
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.asked = 0
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+        self.asked += 1
+        return Draft(ids=torch.full((len(texts), 1), 7), q=None, counts=[self.asked % 2] * len(texts))
+
+
+def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
+    for unsure, counts in ((less_sure_than(1.1), [1, 1, 1]), (more_entropy_than(-1), [1, 1, 1])):
+        proposing = UnsureDrafter(models["noisy"], VOCAB, unsure)
+        proposing.reset(3, 40)
+        assert proposing.propose(PROMPTS, 4, Sampling(), torch.zeros(3, 4)).counts == counts
+
+
+def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
+    never, model = UnsureDrafter(models["noisy"], VOCAB, less_sure_than(0)), ModelDrafter(models["noisy"], VOCAB)
+    found = []
+    for proposing in (never, model):
+        proposing.reset(3, 40)
+        found.append(proposing.propose(PROMPTS, 4, Sampling(), torch.zeros(3, 4)))
+    assert found[0].counts == found[1].counts == [4, 4, 4]
+    assert torch.equal(found[0].ids, found[1].ids)
+
+
+def test_lookup_copies_behind_the_longest_and_latest_match():
+    def copied(text: list[int], count: int) -> list[int]:
+        draft = LookupDrafter().propose([text], count, Sampling(), torch.zeros(1, count))
+        return draft.ids[0, : draft.counts[0]].tolist()
+
+    assert copied([1, 2, 3, 9, 5, 3, 8, 1, 2, 3], 3) == [9, 5, 3]  # 1 2 3, not the later 3
+    assert copied([7, 3, 4, 7, 3, 5, 7, 3], 2) == [5, 7]
+    assert copied([4, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]  # a loop goes on
+    assert copied([1, 2, 3], 4) == []
+
+
+def test_kneser_ney_by_hand():
+    """Bigrams of a b a b a c: D = n1 / (n1 + 2 n2) = 1 / (1 + 2 * 2) of the kinds ab 2, ba 2, ac 1."""
+    a, b, c = 0, 1, 2
+    model = Ngrams(np.array([a, b, a, b, a, c]), 3, 2)
+    before = np.array([1, 1, 1]) + 1e-3  # each token comes behind one other: ba, ab, ac
+    before = before / before.sum()
+    after_a = np.array([0, 2 - 0.2, 1 - 0.2]) / 3 + 0.2 * 2 / 3 * before
+    np.testing.assert_allclose(model.probabilities([b, a]), after_a)
+    np.testing.assert_allclose(model.probabilities([c]), before)  # nothing comes behind c
+
+
+def test_kneser_ney_sums_to_one_and_likes_its_own_text():
+    rng = np.random.default_rng(0)
+    text = np.cumsum(rng.integers(0, 3, 3000)) % 50
+    model = Ngrams(text, 50, 4)
+    rows = np.stack([model.probabilities(text[max(0, i - 5) : i].tolist()) for i in range(300)])
+    np.testing.assert_allclose(rows.sum(1), 1)
+    assert (rows > 0).all()
+    assert np.log(rows[np.arange(5, 300), text[5:300]]).mean() > -np.log(4)  # there are three ways on
+
+
+def pair_statistic(target: Tensor, drafter: Drafter, rule=None, n: int = 500) -> float:
+    """Chi-square of the second and third token that are emitted, both drafted in one step, against the exact pair."""
+    p = torch.softmax(target, -1)
+    counts = torch.zeros(3, 3)
+    for seed in range(n):
+        sampling = Sampling(temperature=1.0, seed=seed, max_new_tokens=6)
+        tokens = written(speculative(Bigrams(target), drafter, [[2]], 4, sampling, rule=rule))[0]
+        counts[tokens[1], tokens[2]] += 1
+    expected = n * torch.einsum("a,ab,bc->bc", p[2], p, p)
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+TARGET = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3]]).log()
+DRAFT = torch.tensor([[0.2, 0.5, 0.3], [0.5, 0.3, 0.2], [0.15, 0.15, 0.7]]).log()
+CRITICAL = 44.6  # chi-square, 8 degrees, alpha 4.4e-7
+
+
+@pytest.mark.parametrize("siblings", ["top", "sampled", "distinct"])
+def test_what_trees_emit_has_the_targets_distribution(siblings):
+    assert pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), siblings)) < CRITICAL
+
+
+def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled():
+    class Claims(TreeDrafter):
+        """The most probable tokens, said to be sampled."""
+
+        def _child(self, logits, elder, sampling, uniform):
+            ids, _ = super()._child(logits, elder, sampling, uniform)
+            return ids, sampling(logits)
+
+    assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top")) > CRITICAL
+    assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match) < CRITICAL  # looks at no q
+
+
+def test_a_tree_of_one_branch_is_the_model(models):
+    found = []
+    for proposing in (TreeDrafter(models["noisy"], VOCAB, (0, 1, 2, 3), "sampled"), ModelDrafter(models["noisy"])):
+        proposing.reset(3, 40)
+        uniform = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+        found.append(proposing.propose(PROMPTS, 4, Sampling(temperature=1.0), uniform))
+    assert torch.equal(found[0].ids, found[1].ids)
+    torch.testing.assert_close(found[0].q, found[1].q, atol=1e-5, rtol=1e-4)
+
+
+def test_a_tree_keeps_at_least_what_its_first_branch_keeps(models):
+    """Greedy steps of a draft tree that begins with the chain; sums over steps from the same places."""
+    sampling = Sampling(max_new_tokens=40)
+    steps = {
+        name: len(list(speculative(models["target"], proposing, PROMPTS[:1], 6, sampling)))
+        for name, proposing in {
+            "chain": TreeDrafter(models["noisy"], VOCAB, (0, 1), "top"),
+            "tree": TreeDrafter(models["noisy"], VOCAB, (0, 0, 1, 1, 2, 2), "top"),
+        }.items()
+    }
+    assert steps["tree"] < steps["chain"]
+
+
+def test_trees_are_numbered_level_by_level():
+    assert full([2, 1]) == (0, 0, 1, 2)
+    assert full([1, 3]) == (0, 1, 1, 1)
+    assert depths((0, 0, 1, 2, 3)) == [1, 1, 2, 2, 3]
+    with pytest.raises(ValueError, match="level by level"):
+        TreeDrafter(Bigrams(DRAFT), 3, (0, 1, 0), "top")
+
+
+def test_the_best_tree_is_found_by_hand():
+    ranked = [0.6, 0.2, 0.1]
+    assert most_accepted(ranked, 3, 3) == ((0, 1, 2), pytest.approx(1 + 0.6 + 0.36 + 0.216))
+    parents, tokens = most_accepted(ranked, 5, 2)  # 0.6 0.36 0.2 0.12 0.12: no third level
+    assert sorted(depths(parents)) == [1, 1, 2, 2, 2]
+    assert tokens == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12 + 0.12)
+    assert most_accepted([0.5, 0.5], 2, 1) == ((0, 0), 2.0)
+
+
+def test_no_tree_of_five_tokens_keeps_more():
+    """Against every tree of at most three levels and three siblings."""
+    ranked = [0.5, 0.3, 0.1]
+
+    def kept(parents: tuple[int, ...]) -> float:
+        worth = [1.0]
+        for i, parent in enumerate(parents):
+            worth.append(worth[parent] * ranked[parents[:i].count(parent)])
+        return sum(worth)
+
+    every = [()]
+    for n in range(5):
+        every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
+    assert most_accepted(ranked, 5, 5)[1] == pytest.approx(max(kept(tree) for tree in every))
+
+
+def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cost():
+    ranked = [0.7, 0.2, 0.05]
+    assert fastest(ranked, 0.01, lambda width: 1 + 0.5 * (width - 1), 8, 8)[0] == (0,)
+    wide, _ = fastest(ranked, 5.0, lambda width: 1.0, 8, 8)
+    assert max(depths(wide)) < 8
+    long, _ = fastest(ranked, 0.0, lambda width: 1.0, 8, 8)
+    assert max(depths(long)) > max(depths(wide))
+
+
+def test_skipping_no_layer_is_the_target_and_shares_its_weights(models):
+    target = models["target"]
+    same = skipping(target, range(3))
+    ids = torch.tensor([PROMPTS[1]])
+    assert torch.equal(same.forward(ids, same.new_cache(1, 9)), target.forward(ids, target.new_cache(1, 9)))
+    assert same.blocks[0].o.data_ptr() == target.blocks[0].o.data_ptr()
+    with pytest.raises(ValueError, match="of 3"):
+        skipping(target, [0, 3])
+
+
+def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
+    model = build("llama", 1, num_hidden_layers=3)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "layers.1" in name and ("o_proj" in name or "down_proj" in name):
+                p.zero_()
+    model.save_pretrained(tmp_path)
+    target = llama.load(tmp_path, torch.float32)
+    texts = [
+        (np.array(p), np.array(w)) for p, w in zip(PROMPTS, written(plain(target, PROMPTS, Sampling())), strict=True)
+    ]
+    found = list(search(target, texts, Warp(), lambda layers: layers / 3))
+    assert found[0].layers == (0, 2)
+    assert found[0].tokens_per_pass == pytest.approx(found[0].k + 1)  # all stands
+    assert [len(x.layers) for x in found] == [2, 1]
+
+
+def test_contexts_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="64 bits"):
+        Ngrams(np.zeros(10, dtype=np.int64), 150_000, 5)

@@ -1,0 +1,516 @@
+"""Speculative decoding changes nothing but the time: by enumeration, by equality, by chi-square."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from builders import build, rounding
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    OPTConfig,
+    OPTForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftlab.engine.drafters.ngram import LookupDrafter
+from draftlab.engine.drafters.tree import TreeDrafter, full
+from draftlab.engine.generate import Draft, ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.verify import Warp, distribution, draw, verify
+from draftlab.errors import UserError
+from draftlab.model import llama
+from draftlab.model.cuda_graphs import Graphed
+from draftlab.model.hf_decoder import Hosted
+from draftlab.model.native_cpu import Native
+
+PROMPT = [0, 17, 44, 101, 9, 250, 31]
+
+
+def as_llama(family: str, seed: int, directory, **changes) -> llama.Llama:
+    path = directory / f"{family}-{seed}"
+    build(family, seed, **changes).save_pretrained(path)
+    return llama.load(path, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return as_llama("llama", 1, tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory, target):
+    """Unrelated, identical, and the target itself with noise (agrees now and then)."""
+    root = tmp_path_factory.mktemp("drafts")
+    noisy = build("llama", 1)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for p in noisy.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    noisy.save_pretrained(root / "noisy")
+    return {
+        "unrelated": as_llama("qwen3", 2, root, num_hidden_layers=2),
+        "identical": target,
+        "noisy": llama.load(root / "noisy", torch.float32),
+    }
+
+
+def probabilities(v: int):
+    weights = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0, 0.3]), min_size=v, max_size=v)
+    return weights.filter(any).map(lambda w: torch.tensor(w, dtype=torch.float64) / sum(w))
+
+
+def emitted_distribution(p: list[Tensor], q: list[Tensor], rule=verify) -> Tensor:
+    """Exact joint of the first two emitted tokens, [V, V], over every draft and accept outcome, in float64.
+
+    p, q: context-free distributions per position, K + 1 and K of them. The uniforms are enumerated by cutting [0, 1)
+    at each accept threshold; a missing second token (rejection at the first) is drawn from p as the next step would.
+    """
+    v, k = len(p[0]), len(q)
+    joint = torch.zeros(v, v, dtype=torch.float64)
+    for drafted in itertools.product(range(v), repeat=k):
+        weight = math.prod(float(q[i][t]) for i, t in enumerate(drafted))
+        if weight == 0:
+            continue
+        chances = [min(1.0, float(p[i][t] / q[i][t])) for i, t in enumerate(drafted)]
+        for outcome in itertools.product([True, False], repeat=k):
+            share = math.prod(c if ok else 1 - c for c, ok in zip(chances, outcome, strict=True))
+            if share == 0:
+                continue
+            u = torch.tensor([c / 2 if ok else (1 + c) / 2 for c, ok in zip(chances, outcome, strict=True)])
+            accepted, rest = rule(torch.stack(p), torch.stack(q), torch.tensor(drafted), u.double())
+            if accepted == 0:
+                joint += weight * share * torch.outer(rest, p[1])
+            elif accepted == 1:
+                joint[drafted[0]] += weight * share * rest
+            else:
+                joint[drafted[0], drafted[1]] += weight * share
+    return joint
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4).flatmap(lambda v: st.lists(probabilities(v), min_size=5, max_size=5)))
+def test_emitted_distribution_is_the_targets(ps):
+    p, q = ps[:3], ps[3:]
+    torch.testing.assert_close(emitted_distribution(p, q), torch.outer(p[0], p[1]), atol=1e-12, rtol=0)
+
+
+def residual_is_p(p, q, drafted, u):
+    accepted, _ = verify(p, q, drafted, u)
+    return accepted, p[accepted]
+
+
+def only_rejected_token_taken_out(p, q, drafted, u):
+    accepted, rest = verify(p, q, drafted, u)
+    if accepted == len(drafted):
+        return accepted, rest
+    rest = p[accepted].clone()
+    rest[drafted[accepted]] = 0
+    return accepted, rest / rest.sum() if rest.sum() > 0 else p[accepted]
+
+
+def lenient(p, q, drafted, u):
+    return verify(p, q, drafted, u * 0.5)
+
+
+@pytest.mark.parametrize("broken", [residual_is_p, only_rejected_token_taken_out, lenient])
+def test_enumeration_rejects_known_bugs(broken):
+    p = [torch.tensor(row, dtype=torch.float64) for row in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [1.0, 0, 0])]
+    q = [torch.tensor(row, dtype=torch.float64) for row in ([0.2, 0.5, 0.3], [0.6, 0.3, 0.1])]
+    assert (emitted_distribution(p, q, broken) - torch.outer(p[0], p[1])).abs().max() > 0.01
+
+
+def test_equal_distributions_accept_everything_and_never_divide_by_zero():
+    p = torch.rand(4, 50).softmax(-1)
+    accepted, rest = verify(p, p[:3], torch.tensor([3, 9, 1]), torch.full((3,), 1 - 1e-7))
+    assert accepted == 3
+    torch.testing.assert_close(rest, p[3])
+
+
+@given(probabilities(5), st.floats(0, 1, exclude_max=True))
+@settings(deadline=None)
+def test_draw_never_gives_an_impossible_token(p, u):
+    assert p[draw(p, torch.tensor(u))] > 0
+
+
+def test_draw_is_the_inverse_cdf():
+    u = torch.linspace(0, 1, 10_001)[:-1]
+    p = torch.tensor([0.1, 0.0, 0.6, 0.3])
+    counts = torch.bincount(draw(p.expand(len(u), 4), u), minlength=4) / len(u)
+    torch.testing.assert_close(counts, p, atol=2e-4, rtol=0)
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie():
+    assert distribution(torch.tensor([1.0, 3.0, 3.0]), 0).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("draft", ["unrelated", "identical", "noisy"])
+def test_greedy_speculation_equals_plain_decoding(target, drafts, draft, k):
+    sampling = Sampling(max_new_tokens=64)
+    expected = written(plain(target, [PROMPT], sampling))
+    assert written(speculative(target, ModelDrafter(drafts[draft]), [PROMPT], k, sampling)) == expected
+
+
+RAGGED = [PROMPT, [0], [0, 90, 91, 92, 93, 4, 5, 6, 7, 8, 9, 11, 12], [0, 5, 250], [0, 77, 3, 3, 3, 3, 3, 180]]
+
+
+@pytest.fixture(scope="module")
+def alone(target):
+    """What each ragged prompt becomes by itself, greedily."""
+    return [written(plain(target, [prompt], Sampling(max_new_tokens=24)))[0] for prompt in RAGGED]
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_greedy_batches_equal_each_prompt_alone(target, drafts, alone, rows):
+    sampling = Sampling(max_new_tokens=24)
+    assert written(plain(target, RAGGED[:rows], sampling)) == alone[:rows]
+    for k in (1, 4, 8):
+        for draft in drafts.values():
+            assert written(speculative(target, ModelDrafter(draft), RAGGED[:rows], k, sampling)) == alone[:rows]
+
+
+@pytest.mark.parametrize("rows", [(0,), (0, 1), (0, 1, 2)])
+def test_rows_end_on_their_own(target, drafts, alone, rows):
+    """A row that has met an end of text idles, and the others go on as if it were not there."""
+    ends = tuple(alone[row][5] for row in rows)
+    sampling = Sampling(max_new_tokens=24, eos_ids=ends)
+    expected = [text[: min([text.index(e) + 1 for e in ends if e in text], default=24)] for text in alone]
+    assert len({len(text) for text in expected}) > 1
+    steps = list(speculative(target, ModelDrafter(drafts["noisy"]), RAGGED, 3, sampling))
+    assert written(steps) == expected
+    last = max(i for i, step in enumerate(steps) if step.row == 0)
+    assert last < len(steps) - 1
+    assert [t for step in steps if step.row == 0 for t in step.tokens] == expected[0]
+
+
+def test_what_a_row_samples_does_not_depend_on_the_other_rows(target, drafts):
+    """By its number, wherever it stands in a batch."""
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3, max_new_tokens=16)
+    for k in (0, 3):
+        together, turned, single = (
+            written(speculative(target, ModelDrafter(drafts["noisy"]), [RAGGED[i] for i in order], k, sampling,
+                                numbers=order))
+            for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [2])
+        )  # fmt: skip
+        assert [turned[place] for place in (2, 4, 1, 3, 0)] == together
+        assert single == [together[2]]
+        other = written(speculative(target, ModelDrafter(drafts["noisy"]), [RAGGED[2]], k, sampling, numbers=[7]))
+        assert other != single
+
+
+def test_seconds_of_rows_add_up_to_the_passes(target):
+    """A clock that counts its own readings: four a pass, three spans of one each, however many rows share them."""
+    ticks = itertools.count()
+    steps = list(plain(target, RAGGED[:3], Sampling(max_new_tokens=5), lambda: next(ticks)))
+    spent = [sum(getattr(s, f"{part}_seconds") for s in steps) for part in ("draft", "verify", "host")]
+    assert spent == pytest.approx([5, 5, 5])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_a_draft_equal_to_the_target_is_always_accepted(target, k, temperature):
+    sampling = Sampling(max_new_tokens=60, temperature=temperature, top_p=0.95 if temperature else 1)
+    steps = list(speculative(target, ModelDrafter(target), RAGGED[:2], k, sampling))
+    assert all(step.accepted == step.drafted for step in steps)
+    assert sum(len(s.tokens) for s in steps) == 120
+
+
+class AlwaysWrong:
+    """Drafts what greedy decoding would not say."""
+
+    def __init__(self, right: list[int], start: int) -> None:
+        self.right, self.start = right, start
+
+    def reset(self, rows, capacity):
+        pass
+
+    def propose(self, texts, count, sampling, uniform):
+        at = len(texts[0]) - self.start
+        return Draft(ids=torch.tensor([[(self.right[at + i] + 1) % 307 for i in range(count)]]), q=None, counts=[count])
+
+
+def test_an_always_wrong_draft_costs_steps_but_no_tokens(target):
+    sampling = Sampling(max_new_tokens=40)
+    (right,) = written(plain(target, [PROMPT], sampling))
+    steps = list(speculative(target, AlwaysWrong(right, len(PROMPT)), [PROMPT], 4, sampling))
+    assert written(steps) == [right]
+    assert len(steps) == 40
+    assert sum(s.accepted for s in steps) == 0
+
+
+class Off:
+    """Drafts nothing for a row in every second step: a step with a draft follows one without."""
+
+    def __init__(self, model) -> None:
+        self.inner, self.calls = ModelDrafter(model), 0
+
+    def reset(self, rows, capacity):
+        self.inner.reset(rows, capacity)
+
+    def propose(self, texts, count, sampling, uniform):
+        self.calls += 1
+        found = self.inner.propose(texts, count, sampling, uniform)
+        counts = [count if (row + self.calls) % 2 else 0 for row in range(len(texts))]
+        return Draft(ids=found.ids, q=found.q, counts=counts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_draft_go_on_by_one_token(target, temperature):
+    sampling = Sampling(max_new_tokens=24, temperature=temperature)
+    steps = [s for s in speculative(target, Off(target), RAGGED[:2], 4, sampling) if s.drafted == 0]
+    assert all(len(s.tokens) == 1 for s in steps)
+    assert len(steps) > 4
+    if temperature == 0:
+        off = written(speculative(target, Off(target), RAGGED[:2], 4, sampling))
+        assert off == written(plain(target, RAGGED[:2], sampling))
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_eos_anywhere_in_a_block_stops_as_in_plain_decoding(target, at):
+    """Also the first of several, in one block or another."""
+    (greedy,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=16)))
+    for ends in ((greedy[at],), (greedy[at + 1], greedy[at]), (306, greedy[at], greedy[15])):
+        first = min(greedy.index(e) for e in ends if e in greedy)
+        sampling = Sampling(max_new_tokens=16, eos_ids=ends)
+        (expected,) = written(plain(target, [PROMPT], sampling))
+        assert expected == greedy[: first + 1]
+        steps = list(speculative(target, ModelDrafter(target), [PROMPT], 4, sampling))
+        assert written(steps) == [expected]
+        assert all(step.accepted <= len(step.tokens) for step in steps)  # nothing behind the end of text counts
+
+
+@pytest.mark.parametrize("mode", ["compiled", "graphs", "hosted", "tree", "lookup"])
+def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, mode):
+    (greedy,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=16)))
+    run: Any = {"compiled": Native, "graphs": Graphed, "hosted": lambda _: Hosted(build("llama", 1))}
+    model = run[mode](target) if mode in run else target
+    drafter = {
+        "tree": lambda: TreeDrafter(drafts["noisy"], 307, full([2, 2, 1]), "top"),
+        "lookup": lambda: LookupDrafter(3),
+    }.get(mode, lambda: ModelDrafter(drafts["noisy"]))()
+    for at in range(0, 14, 3):
+        ends = (greedy[at + 2], greedy[at])
+        first = min(greedy.index(e) for e in ends)
+        sampling = Sampling(max_new_tokens=16, eos_ids=ends)
+        assert written(speculative(model, drafter, [PROMPT], 4, sampling)) == [greedy[: first + 1]]
+
+
+@pytest.mark.parametrize("length", range(1, 12))
+def test_length_limit_anywhere_in_a_block_is_exact(target, drafts, length):
+    sampling = Sampling(max_new_tokens=length)
+    expected = written(plain(target, [PROMPT], sampling))
+    assert written(speculative(target, ModelDrafter(drafts["noisy"]), [PROMPT], 5, sampling)) == expected
+    assert len(expected[0]) == length
+
+
+def test_sampling_is_repeatable_by_seed(target, drafts):
+    def run(seed):
+        sampling = Sampling(temperature=1.0, seed=seed, max_new_tokens=20)
+        return written(speculative(target, ModelDrafter(drafts["noisy"]), [PROMPT], 3, sampling))
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+
+
+class Watched(ModelDrafter):
+    """Keeps what it gave, and the draws it was given."""
+
+    def __init__(self, model) -> None:
+        super().__init__(model)
+        self.seen = []
+
+    def propose(self, texts, count, sampling, uniform):
+        found = super().propose(texts, count, sampling, uniform)
+        self.seen.append((found, uniform))
+        return found
+
+
+def test_what_a_drafter_calls_q_is_what_it_drew_from(drafts, target):
+    """The draws it was given, through the inverse CDF of q, are its tokens; with every cut applied."""
+    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, max_new_tokens=12)
+    drafter = Watched(drafts["noisy"])
+    list(speculative(target, drafter, RAGGED[:2], 4, sampling))
+    assert len(drafter.seen) > 3
+    for found, uniform in drafter.seen:
+        assert torch.equal(draw(found.q, uniform), found.ids)
+        assert (found.q.gather(2, found.ids.unsqueeze(2)) > 0).all()
+        assert ((found.q > 0).sum(-1) <= 40).all()
+
+
+def test_a_tree_that_holds_the_targets_path_is_followed(target, drafts):
+    """Two guesses for each of three tokens, the right one second: verified in one pass, the cache holds the path."""
+    (right,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=33)))
+
+    class Guessing(AlwaysWrong):
+        def propose(self, texts, count, sampling, uniform):
+            found = super().propose(texts, 3, sampling, uniform).ids[0]
+            at = len(texts[0]) - self.start
+            ids = torch.stack([found, torch.tensor(self.right[at : at + 3])], 1).view(1, 6)
+            return Draft(ids=ids, q=None, counts=[6], parents=(0, 0, 2, 2, 4, 4))
+
+    sampling = Sampling(max_new_tokens=24)
+    steps = list(speculative(target, Guessing(right, len(PROMPT)), [PROMPT], 6, sampling))
+    assert written(steps) == [right[:24]]
+    assert [len(s.tokens) for s in steps[1:6]] == [4] * 5
+
+
+@torch.inference_mode()
+def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(target):
+    """Tie-aware: behind the text so far, what was written is within the rounding of the most probable (checked at every
+    token, not up to the first difference). A token that was not written is not."""
+    half = llama.Llama.__new__(llama.Llama)
+    vars(half).update(vars(target))
+    half.embed, half.head, half.norm = (t.bfloat16() for t in (target.embed, target.head, target.norm))
+    half.cos, half.sin = target.cos.bfloat16(), target.sin.bfloat16()
+    half.blocks = [_halved(block) for block in target.blocks]
+    (text,) = written(speculative(half, ModelDrafter(half), [PROMPT], 4, Sampling(max_new_tokens=48)))
+    ids = torch.tensor([PROMPT + text])
+
+    def behind(width: int) -> Tensor:
+        cache = half.new_cache(1, ids.shape[1])
+        half.forward(ids[:, : len(PROMPT) - 1], cache)
+        parts = ids[:, len(PROMPT) - 1 : -1].split(width, 1)
+        return torch.cat([half.forward(part, cache)[0] for part in parts]).float()
+
+    narrow = behind(1)
+    noise = rounding(torch.bfloat16, 10 * half.shape.layers, float(narrow.std()))  # ten roundings a layer
+    assert all((behind(width) - narrow).abs().max() <= noise for width in (2, 5))  # nothing, where sums are serial
+    gaps = narrow.amax(1) - narrow.gather(1, torch.tensor(text)[:, None])[:, 0]
+    assert gaps.max() <= 2 * noise
+    others = narrow.amax(1) - narrow.gather(1, (torch.tensor(text)[:, None] + 1) % 307)[:, 0]
+    assert others.median() > 2 * noise
+
+
+def _halved(block: llama.Block) -> llama.Block:
+    def half(value: Any) -> Any:
+        return tuple(map(half, value)) if isinstance(value, tuple) else None if value is None else value.bfloat16()
+
+    return llama.Block(*(half(getattr(block, name)) for name in llama.Block.__slots__))
+
+
+def test_a_model_of_transformers_speculates_and_is_rolled_back(target, drafts, tmp_path):
+    """An architecture that llama.py does not know, as target; and as draft of one that it does."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {
+        "vocab_size": 307,
+        "hidden_size": 48,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    hosted = Hosted(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=48, max_position_embeddings=128)).eval())
+    sampling = Sampling(max_new_tokens=20)
+    (expected,) = written(plain(hosted, [PROMPT], sampling))
+    with torch.inference_mode():
+        whole = hosted.model(torch.tensor([PROMPT + expected])).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
+    assert whole.tolist() == expected
+    for drafter in (ModelDrafter(hosted, 307), ModelDrafter(drafts["noisy"], 307)):
+        steps = list(speculative(hosted, drafter, [PROMPT], 3, sampling))
+        assert written(steps) == [expected]
+    ours = written(plain(target, [PROMPT], sampling))
+    assert written(speculative(target, ModelDrafter(hosted, 307), [PROMPT], 3, sampling)) == ours
+    with pytest.raises(UserError, match="one row at a time"):
+        written(speculative(hosted, ModelDrafter(drafts["noisy"], 307), RAGGED[:2], 3, sampling))
+
+
+class Table:
+    """A context-free target or draft over a few ids: the engine's loop without a network."""
+
+    device, context = torch.device("cpu"), 1 << 30
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def new_cache(self, rows, capacity):
+        return llama.Cache(torch.zeros(1, rows, 1, 1, 1), torch.zeros(1, rows, 1, 1, 1))
+
+    def forward(self, ids, cache, last=0, tree=None):
+        cache.used = [used + ids.shape[1] for used in cache.used]
+        return self.logits[ids][:, -last:]  # a bigram model: the row of the token just fed
+
+
+def bigram_pairs(seed: int) -> tuple[Table, Table]:
+    rng = torch.Generator().manual_seed(seed)
+    p = torch.randn(6, 6, generator=rng)
+    return Table(p * 1.5), Table((p + 0.8 * torch.randn(6, 6, generator=rng)) * 1.5)
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
+    keep = expected >= 5
+    merged_counts = torch.cat([counts[keep], counts[~keep].sum().view(1)])
+    merged = torch.cat([expected[keep], expected[~keep].sum().view(1)])
+    merged_counts, merged = merged_counts[merged > 0], merged[merged > 0]
+    return float(((merged_counts - merged) ** 2 / merged).sum()), len(merged) - 1
+
+
+def pair_statistic(target: Table, drafter, warp: Sampling, n: int) -> tuple[float, int]:
+    """Chi-square of the second and third emitted tokens (drafted in one step) against the exact product."""
+    p = warp(target.logits).double()
+    out = torch.tensor(written(speculative(target, drafter, [[2]] * n, 2, warp)))
+    counts = torch.bincount(out[:, 1] * 6 + out[:, 2], minlength=36).view(6, 6).double()
+    expected = torch.einsum("a,ab,bc->bc", p[2], p, p) * n
+    return chi_square(counts, expected)
+
+
+def critical(degrees: int) -> float:
+    """Wilson-Hilferty quantile of chi-square at 1 - 1e-6 (z = 4.753)."""
+    return degrees * (1 - 2 / (9 * degrees) + 4.753 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+WARPS = [
+    Sampling(temperature=0.9, max_new_tokens=3),
+    Sampling(temperature=1.2, max_new_tokens=3, top_k=4, top_p=0.9, min_p=0.1),
+]
+
+
+@pytest.mark.parametrize("warp", WARPS)
+def test_sampled_speculation_has_the_targets_distribution(warp):
+    target, draft = bigram_pairs(0)
+    value, degrees = pair_statistic(target, ModelDrafter(draft), warp, 4000)
+    assert value < critical(degrees)
+
+
+class GreedyDraftSoftmaxQ(ModelDrafter):
+    """The bug of transformers #32867: drafts greedily, claims to have sampled."""
+
+    def propose(self, texts, count, sampling, uniform):
+        return super().propose(texts, count, sampling, torch.full_like(uniform, 0.5))
+
+
+class DraftAtAnotherTemperature(ModelDrafter):
+    def propose(self, texts, count, sampling, uniform):
+        drafted = super().propose(texts, count, Sampling(temperature=0.4), uniform)
+        told = super().propose(texts, count, sampling, uniform)
+        return Draft(ids=drafted.ids, q=told.q, counts=told.counts)
+
+
+class CutsWithoutSaying(ModelDrafter):
+    """The bug of transformers #47932: drafts from the two most probable tokens, claims the whole distribution."""
+
+    def propose(self, texts, count, sampling, uniform):
+        drafted = super().propose(texts, count, Sampling(temperature=sampling.temperature, top_k=2), uniform)
+        told = super().propose(texts, count, sampling, uniform)
+        return Draft(ids=drafted.ids, q=told.q, counts=told.counts)
+
+
+@pytest.mark.parametrize("broken", [GreedyDraftSoftmaxQ, DraftAtAnotherTemperature, CutsWithoutSaying])
+def test_chi_square_rejects_a_draft_whose_q_is_not_what_it_sampled(broken):
+    target, draft = bigram_pairs(0)
+    value, degrees = pair_statistic(target, broken(draft), WARPS[0], 4000)
+    assert value > critical(degrees)
+
+
+def test_min_p_is_transformers():
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(2)) * 3
+    ids = torch.zeros(8, 1, dtype=torch.long)
+    warped = TemperatureLogitsWarper(0.7)(ids, logits)  # type: ignore[arg-type]
+    for one in (TopKLogitsWarper(20), TopPLogitsWarper(0.95), MinPLogitsWarper(0.1)):
+        warped = one(ids, warped)  # type: ignore[arg-type]
+    found = Warp(temperature=0.7, top_k=20, top_p=0.95, min_p=0.1)(logits)
+    torch.testing.assert_close(found, warped.softmax(-1))

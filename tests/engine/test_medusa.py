@@ -1,0 +1,180 @@
+"""Medusa heads: what they read and learn from is where it should be, and text is the target's whatever they say."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from builders import build
+from safetensors.torch import load_file
+
+from draftlab.benchmark.drafter_factory import parse
+from draftlab.commands import COMMANDS
+from draftlab.data import Batch
+from draftlab.distill import run
+from draftlab.distill.medusa_heads import Heads, OwnTeacher, Trunk, each_head
+from draftlab.distill.teachers import LocalTeacher
+from draftlab.distill.trainer import StepRecord, train
+from draftlab.engine.drafters import medusa
+from draftlab.engine.drafters.medusa import MedusaDrafter
+from draftlab.engine.generate import Draft, Sampling, plain, speculative, written
+from draftlab.errors import UserError
+from draftlab.model import llama
+from draftlab.model.cuda_graphs import Graphed
+
+PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
+HIDDEN, HEADS = 64, 3
+
+
+@pytest.fixture(scope="module")
+def target(family_dirs: dict[str, Path]) -> llama.Llama:
+    return llama.load(family_dirs["llama"], torch.float32)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
+    return file
+
+
+def random_heads(seed: int = 0) -> torch.Tensor:
+    return torch.randn(HEADS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+class Told(MedusaDrafter):
+    """Keeps what was asked and answered."""
+
+    def reset(self, rows: int, capacity: int) -> None:
+        super().reset(rows, capacity)
+        self.seen: list[tuple[list[list[int]], Draft]] = []
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: torch.Tensor) -> Draft:
+        draft = super().propose(texts, count, sampling, uniform)
+        self.seen.append(([list(text) for text in texts], draft))
+        return draft
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, rows):
+    """They are its own head on the state before it: any other place of the cache would say something else."""
+    drafter, sampling = Told(target, torch.zeros(HEADS, HIDDEN, HIDDEN)), Sampling(max_new_tokens=24)
+    found = written(speculative(target, drafter, PROMPTS[:rows], k, sampling))
+    assert found == written(plain(target, PROMPTS[:rows], sampling))
+    ends = [p + f for p, f in zip(PROMPTS, found, strict=False)]
+    for texts, draft in drafter.seen:
+        going = [row for row, one in enumerate(texts) if len(one) < len(ends[row])]
+        assert all(draft.ids[row].tolist() == [texts[row][-1]] * draft.ids.shape[1] for row in going)
+
+
+def test_the_engine_drafts_what_the_heads_say_of_transformers_states(family_dirs, target):
+    drafter = Told(target, random_heads())
+    written(speculative(target, drafter, PROMPTS, HEADS, Sampling(max_new_tokens=16)))
+    trunk = Trunk(build("llama"))
+    head = cast(Any, trunk.model.get_output_embeddings())
+    for texts, draft in drafter.seen[:4]:
+        for row, one in enumerate(texts):
+            state = trunk(torch.tensor([one]))[0, -2]
+            wanted = [head(torch.nn.functional.silu(w @ state) + state).argmax().item() for w in random_heads()]
+            assert draft.ids[row].tolist() == wanted[: draft.ids.shape[1]]
+
+
+def test_a_head_is_taught_what_the_target_says_of_the_token_that_it_predicts():
+    ids = np.random.default_rng(0).integers(3, 300, (2, 13))
+    trunk = Trunk(build("llama"))
+    student = Heads(trunk, HEADS)
+    spread = each_head(Batch(ids, np.ones((2, 12), np.float32)), HEADS)
+    assert spread.mask.reshape(2, HEADS, 12).sum(2).tolist() == [[11, 10, 9]] * 2
+    found = OwnTeacher(trunk, HEADS).look(spread)
+    wanted = LocalTeacher(build("llama"), 307, torch.device("cpu")).look(spread)
+    torch.testing.assert_close(found.hidden, wanted.hidden)
+    states = student.states(torch.from_numpy(spread.ids[:, :-1]))
+    own = trunk(torch.from_numpy(ids[:, :-1]))
+    for k in range(1, HEADS + 1):  # zero heads: the target's states, k positions later
+        torch.testing.assert_close(states[k - 1 :: HEADS][:, k:], own[:, :-k])
+
+
+def words(family_dirs: dict[str, Path], text: Path, **more: object) -> dict[str, Any]:
+    given = {"target": str(family_dirs["llama"]), "data": str(text), "heads": 2, "steps": 6, "rows": 2, "seq_len": 32}
+    return given | {"dtype": "float32", "eval_every": 2, "save_every": 2, "lr": 3e-3} | more
+
+
+@pytest.fixture(scope="module")
+def trained(family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("medusa") / "heads"
+    COMMANDS["medusa"](**words(family_dirs, text), out=out)
+    return out
+
+
+def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_dirs, text, tmp_path):
+    before = (family_dirs["llama"] / "model.safetensors").read_bytes()
+    outcome = COMMANDS["medusa"](**words(family_dirs, text, steps=30, lr=1e-2, eval_every=30), out=tmp_path / "heads")
+    found = cast(Any, outcome.data)
+    assert found["after"]["loss"] < 0.9 * found["before"]["loss"]
+    assert [set(one) for one in found["heads"]] == [{"acceptance", "agreement"}] * 2
+    mean = sum(one["acceptance"] * n for one, n in zip(found["heads"], (31, 30), strict=True)) / 61
+    assert mean == pytest.approx(found["after"]["acceptance"], abs=1e-5)
+    assert (family_dirs["llama"] / "model.safetensors").read_bytes() == before
+
+
+def test_a_killed_run_writes_the_heads_of_one_that_was_not(trained, family_dirs, text, tmp_path, monkeypatch):
+    def killed(*given):
+        for record in train(*given):
+            if isinstance(record, StepRecord) and record.step == 4:
+                raise KeyboardInterrupt
+            yield record
+
+    monkeypatch.setattr(run, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        COMMANDS["medusa"](**words(family_dirs, text), out=tmp_path / "heads")
+    monkeypatch.setattr(run, "train", train)
+    COMMANDS["medusa"](**words(family_dirs, text), out=tmp_path / "heads")
+    assert [p.name for p in tmp_path.iterdir()] == ["heads"]
+    found, wanted = (load_file(folder / medusa.WEIGHTS) for folder in (tmp_path / "heads", trained))
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+    assert all(weight.any() for weight in wanted.values())
+
+
+def test_what_was_written_is_read_and_decodes_as_the_target(trained, family_dirs, target):
+    heads = medusa.read(trained, family_dirs["llama"])
+    assert heads.shape == (2, HIDDEN, HIDDEN)
+    sampling = Sampling(max_new_tokens=16)
+    found = written(speculative(target, MedusaDrafter(target, heads), PROMPTS, 2, sampling))
+    assert found == written(plain(target, PROMPTS, sampling))
+
+
+def test_heads_of_another_target_are_refused(trained, family_dirs):
+    with pytest.raises(UserError, match=r"heads of another target than .*qwen3"):
+        medusa.read(trained, family_dirs["qwen3"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (medusa.MANIFEST, None, r"holds no Medusa heads \(medusa.json\); draftlab medusa trains some"),
+        (medusa.MANIFEST, b'{"heads": 0}', "medusa.json: heads"),
+        (medusa.WEIGHTS, b"garbage", "heads.safetensors is broken"),
+        (medusa.WEIGHTS, None, "heads.safetensors"),
+    ],
+)
+def test_broken_heads_are_refused(trained, family_dirs, tmp_path, file, content, message):
+    for one in trained.iterdir():
+        (tmp_path / one.name).write_bytes(one.read_bytes())
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        medusa.read(tmp_path, family_dirs["llama"])
+
+
+def test_modes_without_hidden_states_are_refused(target):
+    with pytest.raises(UserError, match="mode eager alone"):
+        MedusaDrafter(Graphed(target), random_heads())
+
+
+def test_the_drafter_must_be_told_where_the_heads_are():
+    with pytest.raises(UserError, match="--drafter medusa: add heads=DIR"):
+        parse("medusa")

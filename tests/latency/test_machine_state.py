@@ -1,0 +1,44 @@
+"""What is timed is warm, and a busy machine is said to be one."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from draftlab.latency.machine_state import environment, warm_up, warn_if_loaded
+from draftlab.results.score import Environment
+
+
+def calls(times: list[float]) -> tuple[bool, int]:
+    """Whether runs of these times become steady, and how many were made."""
+    left: Iterator[float] = iter(times)
+    steady = warm_up(lambda: next(left))
+    return steady, len(times) - len(list(left))
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([1.0] * 9, (True, 3)),  # never fewer than three
+        ([15.0, 1.3, 1.0, 1.02, 9.9], (True, 4)),  # the first call compiles, the second still fills caches
+        ([1.0, 1.0, 2.0, 1.9, 1.0, 1.05], (True, 4)),
+        ([1.0, 2.0] * 9, (False, 10)),
+    ],
+)
+def test_it_is_run_until_two_times_in_a_row_are_alike(times, expected):
+    assert calls(times) == expected
+
+
+@pytest.mark.parametrize(("busy", "warned"), [(0.1, False), (2.0, False), (2.1, True), (4.0, True)])
+def test_other_work_on_more_than_half_of_the_cores_is_said(busy, warned, capsys):
+    found = Environment(system="s", processor="p", cores=4, busy_cores=busy, governor=None, driver=None)
+    warn_if_loaded(found)
+    assert (f"{busy:.1f} of 4 cores busy" in capsys.readouterr().err) == warned
+
+
+def test_the_machine_is_described():
+    found = environment()
+    assert found.cores == os.cpu_count()
+    assert 0 <= found.busy_cores <= found.cores + 0.5
+    assert found.system
+    assert found.processor

@@ -1,0 +1,381 @@
+"""The prediction is the engine's own time, when every pass costs what the profile says."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import build
+from test_cost_model import SHAPE, latency
+from typer.testing import CliRunner
+
+from draftlab.acceptance.replay import Replay, ReplayedText
+from draftlab.acceptance.token_logprobs import look
+from draftlab.cli import app
+from draftlab.engine.generate import ModelDrafter, Sampling, Step, plain, speculative
+from draftlab.engine.verify import Warp
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import Again, Cost, Point, Profile, expected_length, write_profile
+from draftlab.latency.predict import (
+    Workload,
+    assumed,
+    at_context,
+    best_k,
+    needed_length,
+    of_score,
+    predict,
+    prices,
+    replayed,
+    spend,
+    steps,
+    verdict,
+)
+from draftlab.model import llama
+from draftlab.results.score import Conditions, Generation, Model, Score
+from draftlab.target_outputs.traces import Decoding
+
+KS = (1, 2, 3, 5)
+PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66, 2, 8], [0, 90, 91, 92, 93, 7]]
+NEW = 40
+Law = Callable[[int, float, int], float]  # width, context, like passes before it -> ms
+SETTLED = 2
+
+
+def law(base: float, per_token: float, per_context: float, turn: float, settled: int = 1) -> Law:
+    """turn: what a pass costs more behind other work, and less of it behind each of settled like passes."""
+    return lambda width, context, behind: (
+        base + per_token * width + per_context * context + turn * (1 - min(behind, settled) / settled)
+    )
+
+
+TARGET, DRAFT = law(4.0, 0.5, 0.02, 0.7), law(0.8, 0.1, 0.004, 0.3, SETTLED)
+FREE_HOST = [latency(1, 0.0), latency(9, 0.0)]
+
+
+def profile(name: str, of: Law, host: list = FREE_HOST, batches: tuple[int, ...] = (1,)) -> Profile:
+    def point(width: int, batch: int, context: int, behind: int) -> Point:
+        found = latency(width, batch * of(width, context, behind))
+        return Point(**found.model_dump(), batch=batch, context=context)
+
+    places = [(b, c) for b in batches for c in (0, 100)]
+    return Profile(
+        kind="measured", name=name, sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
+        forward=[point(w, *at, 0) for w in range(1, 10) for at in places],
+        again=[Again(**point(1, *at, n).model_dump(), behind=n) for n in range(1, SETTLED + 1) for at in places],
+        prefill=[latency(n, of(n, 0, 0)) for n in (1, 100)], host=host, bandwidth_gbs=10,
+        matrix_tflops={"float32": 0.1}, command="", versions={}, created="",
+    )  # fmt: skip
+
+
+def pair(draft: Law = DRAFT, target: Law = TARGET, host: list = FREE_HOST) -> tuple[Cost, Cost]:
+    return Cost.of(profile("draft", draft, host)), Cost.of(profile("target", target, host))
+
+
+class Meter:
+    """The seconds of a run in which every pass of a metered model costs what its law says."""
+
+    def __init__(self) -> None:
+        self.seconds, self.last, self.like = 0.0, None, 0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Metered(llama.Llama):
+    """A model that adds to a meter what its passes cost, by what really goes through them."""
+
+    meter: Meter
+    law: Law
+
+    def forward(self, ids, cache, last=0):
+        self.meter.like = self.meter.like + 1 if self.meter.last is self else 0
+        self.meter.last = self
+        behind = self.meter.like if ids.shape[1] == 1 else 0
+        self.meter.seconds += self.law(ids.shape[1], cache.used[0], behind) / 1e3
+        return super().forward(ids, cache, last)
+
+
+def metered(meter: Meter, of: Law, noise: float, folder: Path) -> Metered:
+    """The same model for everyone, but for noise in its weights."""
+    model = build("llama", 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
+    model.save_pretrained(folder)
+    found = llama.load(folder, torch.float32)
+    found.__class__ = Metered
+    found.meter, found.law = meter, of
+    return found
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """Every prompt decoded by the engine on a meter, by K: its steps; and the workload that a replay makes of it."""
+    meter = Meter()
+    target, draft = metered(meter, TARGET, 0.0, tmp_path / "target"), metered(meter, DRAFT, 0.07, tmp_path / "draft")
+    sampling = Sampling(max_new_tokens=NEW)
+    runs: dict[int, list[list[Step]]] = {0: [list(plain(target, [p], sampling, meter)) for p in PROMPTS]}
+    for k in KS:
+        runs[k] = [list(speculative(target, ModelDrafter(draft), [p], k, sampling, meter)) for p in PROMPTS]
+    texts = [
+        (np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, runs[0], strict=True)
+    ]
+    chances = [(one.rank == 0).astype(float)[1:] for one in look(draft, texts, 307, Warp())]
+    return runs, replayed(chances, [len(p) for p in PROMPTS])
+
+
+def test_predicted_time_is_the_engines_on_a_metered_clock(ran):
+    """With catching up, the draft's prefill, growing contexts, short last steps and the turns between models."""
+    runs, work = ran
+    draft, target = pair()
+    paid = prices(draft, target, work, max(KS), 1)
+    accepted = sum(s.accepted for run in runs[1] for s in run)
+    assert 5 < accepted < 100  # else nothing below is tried
+    for k in (0, *KS):
+        spent = spend(paid, work.prompts, steps(work, k))
+        for i, run in enumerate(runs[k]):
+            decode = run[1:]
+            assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in decode), rel=1e-9)
+            assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in decode), rel=1e-9)
+
+
+def test_speedup_is_a_ratio_of_sums_over_texts(ran):
+    runs, work = ran
+    found = predict(*pair(), work, KS)
+    for row in found.rows:
+        seconds = {k: sum(s.draft_seconds + s.verify_seconds for run in runs[k] for s in run[1:]) for k in (0, row.k)}
+        assert row.speedup.value == pytest.approx(seconds[0] / seconds[row.k], rel=1e-9)
+        assert row.speedup.low <= row.speedup.value <= row.speedup.high
+        emitted = sum(len(s.tokens) for run in runs[row.k] for s in run[1:])
+        assert row.tokens_per_second == pytest.approx(emitted / seconds[row.k], rel=1e-9)
+
+
+def test_ignoring_growth_turns_or_catching_up_would_be_seen(ran):
+    """The test above can fail: each of these is worth more than it allows."""
+    _, work = ran
+    exact = {row.k: row.speedup.value for row in predict(*pair(), work, KS).rows}
+    flat = {row.k: row.closed_speedup for row in predict(*pair(), work, KS).rows}
+    still = pair(law(0.8, 0.1, 0.004, 0.0), law(4.0, 0.5, 0.02, 0.0))
+    turnless = {row.k: row.speedup.value for row in predict(*still, work, KS).rows}
+    assert all(abs(turnless[k] / exact[k] - 1) > 0.02 for k in KS)
+    assert all(abs(flat[k] / exact[k] - 1) > 2e-3 for k in KS)
+
+
+def test_a_text_that_ends_by_itself_drafts_past_its_end(ran):
+    _, work = ran
+    lengths = work.texts.lengths
+    ended = Workload(texts=dataclasses.replace(work.texts, limits=lengths + 20), prompts=work.prompts)
+    paid = prices(*pair(), ended, 5, 1)
+    cut, free = (spend(paid, work.prompts, steps(w, 5)).draft.sum() for w in (work, ended))
+    assert free > cut
+
+
+def test_texts_of_one_token_predict_nothing():
+    with pytest.raises(UserError, match="nothing to predict"):
+        predict(*pair(), replayed([np.array([])], [5]), KS)
+
+
+def test_closed_form_agrees_where_nothing_grows():
+    costs = pair(law(0.1, 0.0, 0.0, 0.0), law(10.0, 0.0, 0.0, 0.0))
+    found = predict(*costs, assumed(0.7, tokens=81, prompt_tokens=10), [1, 4, 8])
+    for row in found.rows:
+        assert row.length.value == pytest.approx(expected_length(0.7, row.k), rel=0.03)  # the ends are short
+        assert row.speedup.value == pytest.approx(row.closed_speedup, rel=0.03)
+        assert row.beta == 1
+    assert found.c == pytest.approx(0.01)
+
+
+def test_host_time_counts_per_drafted_token_and_per_step():
+    work = assumed(0.6, tokens=60, prompt_tokens=10)
+    free, dear = (predict(*pair(host=host), work, [4]) for host in (FREE_HOST, [latency(1, 0.4), latency(9, 1.2)]))
+    passes = work.texts.lengths.sum() / free.rows[0].length.value
+    more = 1e3 * 59 * (1 / dear.rows[0].tokens_per_second - 1 / free.rows[0].tokens_per_second)
+    assert more == pytest.approx(passes * (4 * 0.4 + 0.8), rel=0.05)
+    assert dear.rows[0].split["host"] > 0 == free.rows[0].split["host"]
+
+
+def test_bounds_enclose_every_k():
+    found = predict(*pair(), assumed(0.6, tokens=80, prompt_tokens=10), range(1, 9))
+    for row in found.rows:
+        assert row.free_draft > row.speedup.value < row.perfect_draft
+        assert row.perfect_draft < row.k + 1
+    assert all(value > found.best.speedup.value for name, value in found.halved.items() if name != "host")
+
+
+def test_a_batch_is_as_fast_as_its_rows_together():
+    slow, fast = (Cost.of(profile("m", TARGET, batches=(1, 8))), Cost.of(profile("d", DRAFT, batches=(1, 8))))
+    work = assumed(0.6, tokens=40, prompt_tokens=10)
+    one, eight = (predict(fast, slow, work, [2], batch) for batch in (1, 8))
+    assert eight.rows[0].tokens_per_second == pytest.approx(
+        one.rows[0].tokens_per_second
+    )  # passes cost 8 times as much
+    assert eight.notes == ["time on the host is taken as for one row"]
+
+
+def test_best_k_falls_where_verification_is_dear():
+    work = assumed(0.8, tokens=60, prompt_tokens=10)
+    cheap, dear = (best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9), 1) for extra in (0.05, 1.0))
+    assert cheap[0] > dear[0]
+    assert cheap[1] > dear[1]
+
+
+def test_longer_contexts_change_the_ratio():
+    heavy = law(4.0, 0.5, 0.0, 0.0), law(4.0, 0.5, 0.4, 0.0)
+    work = assumed(0.7, tokens=20, prompt_tokens=10)
+    short, long = (predict(*pair(*heavy), at_context(work, n), [3]).rows[0].speedup.value for n in (10, 70))
+    assert long > short
+
+
+def test_what_a_slower_draft_would_need_is_what_makes_it_as_fast():
+    work = assumed(0.6, tokens=80, prompt_tokens=8)
+    fast = predict(*pair(), work, KS)
+    dearer = law(1.4, 0.1, 0.004, 0.3)
+    slow = predict(*pair(dearer), work, KS)
+    k, length = needed_length(slow, fast.best.speedup.value) or (0, 0.0)
+    alpha = next(a for a in np.linspace(0.6, 1, 4001) if expected_length(a, k) >= length)
+    again = predict(*pair(dearer), assumed(alpha, tokens=80, prompt_tokens=8), KS)
+    assert next(row for row in again.rows if row.k == k).speedup.value == pytest.approx(
+        fast.best.speedup.value, rel=0.02
+    )
+    assert needed_length(predict(*pair(law(9, 0, 0, 0)), work, KS), fast.best.speedup.value) is None
+
+
+QUICK, BUSY = law(0.1, 0.0, 0.0, 0.0), [latency(1, 0.0), latency(9, 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "host", "alpha", "opening", "limit"),
+    [
+        (law(2.0, 0.1, 0.0, 0.0), TARGET, FREE_HOST, 0.9, "Faster", "draft latency is the limit"),
+        (QUICK, TARGET, FREE_HOST, 0.5, "Faster", "acceptance is the limit"),
+        (QUICK, law(0.1, 3.0, 0.0, 0.0), FREE_HOST, 0.9, "Slower", "verification is the limit"),
+        (QUICK, law(4.0, 0.0, 0.0, 0.0), BUSY, 0.98, "Faster", "the engine's own work is the limit"),
+    ],
+)
+def test_the_verdict_names_what_limits_the_pair(draft, target, host, alpha, opening, limit):
+    costs = Cost.of(profile("draft", draft)), Cost.of(profile("target", target, host))
+    words = verdict(predict(*costs, assumed(alpha, tokens=60, prompt_tokens=10), range(1, 5)))
+    assert words.startswith(opening), words
+    assert limit in words, words
+
+
+def score_of(runs: dict[int, list[list[Step]]]) -> Score:
+    generations = {k: [_generation(i, run) for i, run in enumerate(each)] for k, each in runs.items()}
+    model = Model(name="m", sha256="", shape=SHAPE, latency=[latency(1, 1.0)], tasks=[])
+    conditions = Conditions(
+        device="here", dtype="float32", mode="eager", threads=1, temperature=0, data="", prompts=3, prompt_tokens=6,
+        max_new_tokens=NEW, repeats=1, context=20, seed=0,
+    )  # fmt: skip
+    return Score(
+        name="d", target=model, draft=model, conditions=conditions, plain=generations[0],
+        speculative={k: generations[k] for k in KS}, identical=True, distinct_4grams=1, command="", versions={},
+        created="",
+    )  # fmt: skip
+
+
+def _generation(prompt: int, run: list[Step]) -> Generation:
+    return Generation(
+        prompt=prompt, tokens=sum(len(s.tokens) for s in run), drafted=[s.drafted for s in run[1:]],
+        accepted=[s.accepted for s in run[1:]], emitted=[len(s.tokens) for s in run[1:]], prefill_seconds=1,
+        draft_seconds=0, verify_seconds=1, host_seconds=0,
+    )  # fmt: skip
+
+
+def test_a_score_gives_back_the_steps_that_it_counted(ran):
+    runs, work = ran
+    score = score_of(runs)
+    found = of_score(score)
+    known = (found.texts.chances == 0) | (found.texts.chances == 1)
+    assert (found.texts.chances[known] == work.texts.chances[known]).all()
+    for k in KS:
+        assert steps(found, k).begun.sum() == pytest.approx(sum(len(run) - 1 for run in runs[k]), rel=0.02)
+    alone = of_score(score.model_copy(update={"identical": None}))  # of the largest K only, as where it samples
+    assert steps(alone, 5).begun.sum() == sum(len(run) - 1 for run in runs[5])
+
+
+def call(*arguments: object, code: int = 0):
+    result = CliRunner().invoke(app, ["predict", *map(str, arguments)])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Profiles of a pair, as options, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    write_profile(profile("draft", DRAFT, batches=(1, 4)), tmp_path / "draft.yaml")
+    write_profile(profile("target", TARGET, batches=(1, 4)), tmp_path / "target.yaml")
+    return ("--draft-profile", "draft.yaml", "--target-profile", "target.yaml")
+
+
+def test_predicting_as_typed_from_an_assumed_length(files):
+    options = (*files, "--context", "16", "--max-new-tokens", "60", "--k", "1-6")
+    found = json.loads(call(*options, "--acceptance-length", "2.5@4", "--json").stdout)["predictions"][0]
+    row = next(row for row in found["rows"] if row["k"] == 4)
+    assert row["length"]["value"] == pytest.approx(2.5, rel=0.02)
+    assert found["best_k"] == max(found["rows"], key=lambda row: row["speedup"]["value"])["k"]
+    shown = call(*options, "--acceptance-length", "2.5@4", "--batch", "1,4").stdout
+    assert "by prediction" in shown
+    assert "Best K of draft" in shown
+
+
+def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path):
+    runs, work = ran
+    texts = [
+        ReplayedText(
+            number=i, category="", prompt_tokens=int(prompt), stop="length", chances=[0.0, *row],
+            ranks=[0] * (len(row) + 1), top=[1.0] * (len(row) + 1), distinct_4grams=1, longest_repeat=0,
+        )
+        for i, (prompt, row) in enumerate(zip(work.prompts, work.texts.chances.tolist(), strict=True))
+    ]  # fmt: skip
+    decoding = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=NEW, eos_ids=[])
+    replay = Replay(
+        draft="d", draft_sha256="", dtype="float32", target="t", target_sha256=None, trace_sha256="",
+        tokenizer_sha256="", decoding=decoding, rule="leviathan", draft_temperature=0, texts=texts, command="",
+        versions={}, created="",
+    )  # fmt: skip
+    (tmp_path / "replay.json").write_text(replay.model_dump_json())
+    (tmp_path / "score.json").write_text(score_of(runs).model_dump_json())
+    exact = {row.k: row.speedup.value for row in predict(*pair(), work, KS).rows}
+    for source in ("--replay", "--score"):
+        out = json.loads(call(*files, source, tmp_path, "--k", "1,2,3,5", "--json").stdout)
+        found = {row["k"]: row["speedup"]["value"] for row in out["predictions"][0]["rows"]}
+        assert found == pytest.approx(exact, rel=1e-9 if source == "--replay" else 0.02)
+
+
+def test_drafts_side_by_side_say_what_the_slower_one_needs(files, tmp_path):
+    write_profile(profile("slow", law(1.4, 0.1, 0.004, 0.3)), tmp_path / "slow.yaml")
+    shown = call(*files, "--draft-profile", "slow.yaml", "--alpha", "0.7", "--context", "16", "--max-new-tokens", "60")
+    assert "* draft" in shown.stdout
+    assert "at K =" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ((), "say once what is accepted"),
+        (("--alpha", "0.5", "--acceptance-length", "2@4"), "got --alpha and --acceptance-length"),
+        (("--acceptance-length", "2"), "as 2.8@4"),
+        (("--acceptance-length", "6@4"), "from 1 to 5"),
+        (("--alpha", "0.5", "--k", "9"), "width 10 is outside the profile of target (1 to 9)"),
+        (("--alpha", "0.5", "--context", "90"), "context"),
+        (("--alpha", "0.5", "--batch", "2,8"), "batch 8 is outside"),
+        (("--replay", "nowhere"), "nowhere"),
+        (("--alpha", "0.5", "--draft-profile", "llama-65b"), "no profile at llama-65b"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said_in_a_line(files, options, complaint):
+    result = call(
+        *files, *(() if "--context" in options else ("--context", "16")), "--max-new-tokens", "60", *options, code=1
+    )
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert complaint in result.stderr
+
+
+def test_extrapolating_is_asked_for_and_noted(files):
+    shown = call(*files, "--alpha", "0.5", "--context", "90", "--max-new-tokens", "60", "--extrapolate").stdout
+    assert "context 90 to 156 is extrapolated from 0 to 100" in shown

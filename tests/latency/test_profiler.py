@@ -1,0 +1,195 @@
+"""Profiles hold what was asked for, of models as they are used, and are measured right behind what they say."""
+
+import json
+
+import pytest
+import torch
+from test_cost_model import SHAPE
+from typer.testing import CliRunner
+
+from draftlab import workspace
+from draftlab.cli import app
+from draftlab.engine.generate import clock_for
+from draftlab.latency.cost_model import Cost, read_profile
+from draftlab.latency.profiler import (
+    AGAIN,
+    WARM_ROUNDS,
+    Grid,
+    RandomWeights,
+    bandwidth_gbs,
+    host_times,
+    in_turns,
+    matrix_tflops,
+    measure,
+    random_model,
+)
+from draftlab.model import llama
+from draftlab.model.shape import Shape, write_shape_file
+
+CPU = torch.device("cpu")
+GRID = Grid(widths=[1, 2, 3], batches=[1, 2], contexts=[8, 20], prompts=[8, 20], repeats=4)
+GROUPED = Shape(
+    layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=307, tied=True, qkv_bias=True, qk_norm=True
+)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, GROUPED])
+def test_random_models_are_of_their_shape_and_decode(shape):
+    model = random_model(shape, torch.float32, CPU, 32)
+    weights = RandomWeights(shape, torch.float32, CPU)
+    assert sum(weights[name].numel() for name in weights) == shape.params()
+    logits = model.forward(torch.tensor([[1, 2, 3]]), model.new_cache(1, 8))
+    assert logits.shape == (1, 3, shape.vocab)
+    assert 0.1 < logits.std() < 10  # neither vanishing nor overflowing
+
+
+def test_every_point_of_the_grid_is_measured():
+    models = {
+        "one": random_model(SHAPE, torch.float32, CPU, 64),
+        "other": random_model(GROUPED, torch.float32, CPU, 64),
+    }
+    found = measure(models, GRID, mode="eager", clock=clock_for(CPU))
+    for curves in found.values():
+        assert [(p.width, p.batch, p.context) for p in curves.forward] == [
+            (w, b, c) for w in GRID.widths for b in GRID.batches for c in GRID.contexts
+        ]
+        assert [(p.behind, p.width, p.batch, p.context) for p in curves.again] == [
+            (n, 1, b, c) for n in AGAIN for b in GRID.batches for c in GRID.contexts
+        ]
+        assert [p.width for p in curves.prefill] == [8, 20]
+        assert [p.width for p in curves.host] == [1, 2, 3]
+        every = [*curves.forward, *curves.again, *curves.prefill, *curves.host]
+        assert all(0 < p.low_ms <= p.median_ms <= p.high_ms and p.n == GRID.repeats for p in every)
+
+
+def test_passes_run_as_the_grid_says(monkeypatch):
+    """Widths, rows and contexts are seen where they arrive: in the model itself."""
+    model = random_model(SHAPE, torch.float32, CPU, 64)
+    seen = set()
+    real = llama.Llama.forward
+
+    def watched(self, ids, cache, last=0):
+        seen.add((ids.shape[1], ids.shape[0], cache.used[0]))
+        return real(self, ids, cache, last)
+
+    monkeypatch.setattr(llama.Llama, "forward", watched)
+    measure({"m": model}, GRID, mode="eager", clock=clock_for(CPU))
+    assert seen >= {(w, b, c) for w in GRID.widths for b in GRID.batches for c in GRID.contexts} | {
+        (8, 1, 0),
+        (20, 1, 0),
+    }
+
+
+def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
+    now, calls = [0.0], []
+
+    def costs(name: str, seconds: float, first: float = 0.0):
+        def run() -> None:
+            now[0] += seconds + (first if len(calls) < 6 else 0)
+            calls.append(name)
+
+        return run
+
+    tasks = {"a": (costs("lead", 5), costs("a", 1, first=100)), "b": (costs("lead", 7), costs("b", 2))}
+    times = in_turns(tasks, repeats=3, clock=lambda: now[0])
+    assert times == {"a": [1000.0] * 3, "b": [2000.0] * 3}
+    assert all(calls[i] == "lead" for i in range(0, len(calls), 2))
+    order = calls[1::2]
+    assert order[-4:] == ["a", "b", "b", "a"] or order[-4:] == ["b", "a", "a", "b"]  # turned every round
+    assert WARM_ROUNDS[0] <= len(order) / 2 - 3 <= WARM_ROUNDS[1]
+
+
+def test_host_time_leaves_the_pass_out():
+    model = random_model(Shape(**SHAPE.model_dump() | {"layers": 24}), torch.float32, CPU, 64)
+    host = sorted(host_times(model, 3, GRID, clock_for(CPU)))
+    forward = measure({"m": model}, GRID, mode="eager", clock=clock_for(CPU))["m"].forward
+    at_three = next(p for p in forward if p.width == 3)
+    assert 0 < host[len(host) // 2] < at_three.median_ms
+
+
+def test_ceilings_are_positive_and_bound_a_pass():
+    model = random_model(SHAPE, torch.float32, CPU, 64)
+    weights = SHAPE.params() - SHAPE.vocab * SHAPE.hidden
+    again = measure({"m": model}, GRID, mode="eager", clock=clock_for(CPU))["m"].again[0]
+    assert weights * 4 / 1e6 / again.median_ms < bandwidth_gbs(weights, torch.float32, CPU)
+    assert matrix_tflops(torch.float32, CPU) > 1e-3
+
+
+@pytest.mark.slow
+def test_compiled_passes_are_measured():
+    found = measure(
+        {"m": random_model(SHAPE, torch.float32, CPU, 64)}, GRID, mode="compiled", clock=clock_for(CPU)
+    )  # fmt: skip
+    assert len(found["m"].forward) == 12
+
+
+@pytest.mark.gpu
+def test_captured_passes_are_measured():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA")
+    cuda = torch.device("cuda")
+    model = random_model(SHAPE, torch.bfloat16, cuda, 64)
+    eager, graphs = (measure({"m": model}, GRID, mode=m, clock=clock_for(cuda))["m"] for m in ("eager", "graphs"))
+    assert graphs.again[0].median_ms < eager.again[0].median_ms
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch, family_dirs):
+    monkeypatch.chdir(tmp_path)
+    target = str(family_dirs["llama"])
+    workspace.write(workspace.Workspace(target=target, source=target, data="stdlib", device="cpu"))
+    write_shape_file(SHAPE, tmp_path / "small.yaml", "a small shape")
+    return target
+
+
+def call(*arguments: object, code: int = 0):
+    result = CliRunner().invoke(app, ["profile", *map(str, arguments)])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+SMALL = ("--k", "2", "--context", "8,16", "--repeats", "3", "--threads", "1")
+
+
+def test_profiling_as_typed_a_checkpoint_beside_a_shape(space, tmp_path):
+    shown = call(space, "small.yaml", *SMALL)
+    assert "GB/s" in shown.stdout
+    out = tmp_path / "runs" / "profile-llama-small"
+    found = {name: read_profile(out / f"{name}.yaml") for name in ("llama", "small")}
+    assert found["small"].sha256 is None
+    assert found["llama"].sha256
+    assert found["small"].shape == SHAPE
+    typed = f"draftlab profile --k 2 --batch 1 --context 8,16 --repeats 3 --mode eager --threads 1 {space} small.yaml"
+    assert found["llama"].command == typed
+    assert Cost.of(found["llama"]).widths.tolist() == [1, 2, 3]
+    assert json.loads((out / "draftlab.json").read_text())["command"] == "profile"
+    assert "--force" in call(space, "small.yaml", *SMALL, code=1).stderr
+    printed = json.loads(call(space, "small.yaml", *SMALL, "--force", "--json").stdout)
+    assert [p["name"] for p in printed["profiles"]] == ["llama", "small"]
+
+
+def test_a_dry_run_measures_nothing(space, tmp_path):
+    shown = call("llama-65b", "--dtype", "bfloat16", "--dry-run").stdout
+    assert "65.3B parameters" in shown
+    assert "133 GB" in shown  # 130.6 of weights, and caches of 489 tokens for the passes and for the prompts
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("small.yaml", "--mode", "graphs"), "graphs captures CUDA graphs"),
+        (("small.yaml", "small.yaml"), "same name"),
+        (("missing.yaml",), "No such file"),
+        (("nothing",), "no checkpoint at nothing"),
+        (("small.yaml", "--context", "0"), "from 1 on"),
+    ],
+)
+def test_what_cannot_be_profiled_is_said_in_a_line(space, arguments, complaint):
+    result = call(*arguments, code=1)
+    assert len(result.stderr.splitlines()) == 1
+    assert complaint in result.stderr
+
+
+def test_contexts_beyond_the_model_are_refused(space):
+    assert "do not fit the model's context of 256" in call(space, "--context", "300", code=1).stderr

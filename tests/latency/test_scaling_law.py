@@ -1,0 +1,159 @@
+"""A law finds back what made the times, speaks of shapes it has not seen, and refuses what does not belong together."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from test_cost_model import SHAPE, latency
+from typer.testing import CliRunner
+
+from draftlab import workspace
+from draftlab.cli import app
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import Again, Cost, Point, Profile, write_profile
+from draftlab.latency.scaling_law import fit, law_of, law_shapes, law_sizes, read_law
+from draftlab.model.families import presets, unbounded, widths_folder
+from draftlab.model.shape import Shape, check, check_within
+
+TINY = presets(widths_folder())["tiny-16x256"]
+SHAPES = list(law_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
+TERMS = np.array([0.3, 0.08, 1e-7, 1e-4])  # ms: of a pass, of a layer, of a byte, of a layer and dimension
+
+
+def made_ms(shape: Shape, overlap: float) -> float:
+    """Written out apart from the code under test: tiny's family has neither biases nor a tied head."""
+    weights = shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.ffn + 2 * shape.hidden)
+    size = 4 * (weights + shape.hidden + shape.vocab * shape.hidden)
+    issue, work = 0.3 + 0.08 * shape.layers, 1e-7 * size + 1e-4 * shape.layers * shape.hidden
+    return (issue**overlap + work**overlap) ** (1 / overlap)
+
+
+def profile_of(shape: Shape, overlap: float = 1.0, factor: float = 1.0, **changes: object) -> Profile:
+    """Every pass over w tokens takes w times as long; like passes go before at no gain."""
+    ms = factor * made_ms(shape, overlap)
+    points = [
+        Point(**latency(w, w * ms).model_dump(), batch=1, context=c) for w, c in itertools.product((1, 2), (16, 64))
+    ]
+    fields = {
+        "kind": "measured", "name": f"{shape.layers}x{shape.hidden}", "sha256": None, "shape": shape, "device": "here",
+        "dtype": "float32", "mode": "eager", "threads": 1, "forward": points,
+        "again": [Again(**p.model_dump(), behind=1) for p in points if p.width == 1],
+        "prefill": [latency(16, 5 * ms), latency(64, 9 * ms)], "host": [latency(1, 0.1), latency(2, 0.2)],
+        "bandwidth_gbs": 10, "matrix_tflops": {"float32": 0.1}, "command": "", "versions": {}, "created": "",
+    }  # fmt: skip
+    return Profile.model_validate(fields | changes)
+
+
+@pytest.mark.parametrize("overlap", [1.0, 2.0, 6.0])
+def test_a_known_law_is_found_back(overlap):
+    curve = fit(SHAPES, np.array([made_ms(s, overlap) for s in SHAPES]), 4)
+    assert curve.overlap == overlap
+    assert curve.misfit < 1e-4
+    unseen = TINY.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 600})
+    assert curve.ms(unseen, 4) == pytest.approx(made_ms(unseen, overlap), rel=2e-3)
+
+
+def test_noise_of_five_percent_stays_below_eight_held_out():
+    rng = np.random.default_rng(0)
+    law = law_of([profile_of(s, 1.5, rng.lognormal(0, 0.05)) for s in SHAPES])
+    assert np.abs(law.held_out).mean() < 0.08
+
+
+def test_times_without_a_law_are_not_predicted():
+    rng = np.random.default_rng(0)
+    law = law_of([profile_of(s, factor=rng.lognormal(0, 1.0)) for s in SHAPES])
+    assert np.abs(law.held_out).mean() > 0.3
+
+
+def test_where_reading_outweighs_issuing_is_where_it_was_put():
+    law = law_of([profile_of(s) for s in SHAPES])
+    for layers in (1, 8):
+        width = law.crossing(layers)
+        assert width is not None
+        assert law.one.parts(_wide(layers, width), 4)[1] > law.one.parts(_wide(layers, width), 4)[0]
+        assert law.one.parts(_wide(layers, width - 64), 4)[1] <= law.one.parts(_wide(layers, width - 64), 4)[0]
+
+
+def _wide(layers: int, width: int) -> Shape:
+    return next(iter(law_shapes(unbounded(TINY), [layers], [width]).values()))
+
+
+def test_a_fitted_profile_predicts_like_a_measured_one():
+    law = law_of([profile_of(s) for s in SHAPES])
+    shape = SHAPES[5]
+    fitted, measured = Cost.of(law.profile(shape, "x")), Cost.of(profile_of(shape))
+    at = np.array([16, 30, 64])
+    assert fitted.forward_ms(2, 1, at) == pytest.approx(measured.forward_ms(2, 1, at), rel=1e-2)
+    assert fitted.again_ms(1, at) == pytest.approx(measured.again_ms(1, at), rel=1e-2)
+    assert fitted.prefill_ms(at) == pytest.approx(measured.prefill_ms(at), rel=1e-2)
+    assert fitted.host_ms(2) == pytest.approx(0.2, rel=1e-2)
+    assert fitted.profile.kind == "fitted"
+
+
+@pytest.mark.parametrize("name", ["tiny-16x256", "llama-7b", "llama-3.1-8b"])
+def test_the_shapes_to_measure_can_be_cut_and_are_enough(name):
+    source = presets(widths_folder())[name]
+    shapes = law_shapes(source, *law_sizes(source))
+    assert len(shapes) >= 9
+    for shape in shapes.values():
+        check(shape)
+        check_within(shape, source)
+
+
+@pytest.mark.parametrize(
+    ("profiles", "complaint"),
+    [
+        (lambda: [profile_of(s) for s in SHAPES[:5]], "at least 6 shapes, these are 5"),
+        (lambda: [profile_of(s, device="here" if s.layers > 1 else "there") for s in SHAPES], "have here and there"),
+        (lambda: [profile_of(s, threads=s.layers) for s in SHAPES], "one threads"),
+    ],
+)
+def test_what_is_no_law_is_said_in_a_line(profiles, complaint):
+    with pytest.raises(UserError, match=complaint):
+        law_of(profiles())
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    workspace.write(workspace.PRESETS["tiny"])
+    return tmp_path
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+def test_a_law_is_measured_shown_again_and_designed_with(space):
+    small = space / "small.yaml"
+    small.write_text("\n".join(f"{k}: {v}" for k, v in SHAPE.model_dump().items() if v is not False) + "\n")
+    sizes = ("--layers", "1,2", "--widths", "16,32,64", "--context", "8,16", "--repeats", "3", "--threads", "1")
+    made = json.loads(call("law", "--source", str(small), *sizes, "--json"))
+    assert len(made["held_out"]) == 6
+    again = call("law", made["path"], "--plot", "law.svg")
+    assert "to issue" in again
+    assert (space / "law.svg").stat().st_size > 1000
+    shown = call("design", "--source", str(small), "--params", "80k", "--layers", "1-2", "--multiple-of", "8",
+                 "--plot", "family.png")  # fmt: skip
+    assert "ms, pre-" in shown  # the newest law of the workspace
+    assert (space / "family.png").stat().st_size > 1000
+    assert read_law(space / made["path"]).ms(SHAPE) > 0
+
+
+def test_a_law_predicts_a_shape_by_name(space):
+    folder = space / "law"
+    folder.mkdir()
+    for shape in SHAPES:
+        profile = profile_of(shape)
+        write_profile(profile, folder / f"{profile.name}.yaml")
+    spec = f"tiny-3x256@{folder}"
+    shown = call("predict", "--draft-profile", spec, "--target-profile", f"tiny-16x256@{folder}", "--alpha", "0.7",
+                 "--k", "1", "--context", "20", "--max-new-tokens", "16")  # fmt: skip
+    assert "by a latency law" in shown
+
+
+def test_a_latency_budget_needs_a_law(space):
+    assert "no latency law here" in call("design", "--latency-ms", "2", "--source", "tiny", code=1)

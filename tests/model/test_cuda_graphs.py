@@ -1,0 +1,101 @@
+"""Replayed passes are the model's own: static tensors on a CPU, CUDA graphs where there is a device."""
+
+import pytest
+import torch
+from test_engine import RAGGED
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from draftlab.engine.generate import Chooser, ModelDrafter, Sampling, plain, speculative, written
+from draftlab.model import llama
+from draftlab.model.cuda_graphs import BUCKET, Graphed
+
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
+
+
+@DEVICES
+def test_ragged_speculation_is_the_models(family_dirs, device):
+    """Target and draft share their weights, so that nearly all is accepted; each still has a cache of its own."""
+    model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
+    graphed, sampling = Graphed(model), Sampling(max_new_tokens=20)
+    expected = [written(plain(model, [prompt], sampling))[0] for prompt in RAGGED[:3]]
+    assert written(plain(graphed, RAGGED[:3], sampling)) == expected
+    steps = list(speculative(graphed, ModelDrafter(graphed), RAGGED[:3], 3, sampling))
+    assert written(steps) == expected
+    assert all(step.accepted == step.drafted for step in steps)
+
+
+@DEVICES
+def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs, device):
+    graphed = Graphed(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
+    first, second = graphed.new_cache(2, 30), graphed.new_cache(2, 40)
+    assert first.keys.data_ptr() != second.keys.data_ptr()
+    place = first.keys.data_ptr()
+    ids = torch.ones(2, 3, dtype=torch.long, device=device)
+    for _ in range(2):  # a prompt, which is not replayed, and what follows
+        graphed.forward(ids, first)
+    del first
+    again = graphed.new_cache(2, 50)
+    assert (again.keys.data_ptr(), again.used, again.capacity) == (place, [0, 0], BUCKET)
+    for _ in range(2):
+        graphed.forward(ids, again)
+    assert len(graphed._graphs) == 1
+
+
+@DEVICES
+def test_after_a_first_text_no_graph_is_captured_for_the_next(family_dirs, device):
+    """Prompts of other lengths, and ends of texts where there is room for fewer tokens than are drafted."""
+    model = llama.load(family_dirs["llama"], torch.float32, torch.device(device))
+    target, draft = Graphed(model), Graphed(model)
+    drafter, made = ModelDrafter(draft), []
+    for prompt in RAGGED[:3]:
+        for length in (20, 21, 23):
+            list(speculative(target, drafter, [prompt], 3, Sampling(max_new_tokens=length)))
+            made.append([len(each) for m in (target, draft) for each in (m._graphs, m._chains, m._stores)])
+    assert made[1:] == made[:-1]
+    assert made[0][2] == made[0][5] == 1
+
+
+@DEVICES
+@pytest.mark.parametrize("warp", [{}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}])
+def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
+    """Rows of different lengths, and a head padded beyond the draft's; the second step replays what the first kept."""
+    model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
+    wider, sampling = model.shape.vocab + 5, Sampling(max_new_tokens=20, **warp)
+    graphed = Graphed(model)
+    drafters = [ModelDrafter(each, wider) for each in (model, graphed)]
+    uniform = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1)).to(device)
+    for drafter in drafters:
+        drafter.reset(3, 40)
+    for step, draws in enumerate(uniform):
+        texts = [[*prompt, *[7] * step] for prompt in RAGGED[:3]]
+        wanted, found = (drafter.propose(texts, 4, sampling, draws) for drafter in drafters)
+        assert torch.equal(found.ids, wanted.ids)
+        assert (found.q is None) == (not warp)
+        if wanted.q is not None and found.q is not None:
+            torch.testing.assert_close(found.q, wanted.q)
+        assert drafters[1].cache.used == drafters[0].cache.used
+    assert len(graphed._chains) == 1
+
+
+def test_what_is_captured_never_waits_for_the_device(family_dirs):
+    """A tensor without values cannot be waited for; one that is looked at must fail."""
+    graphed = Graphed(llama.load(family_dirs["qwen3"], torch.float32))
+    vocab, uniform = graphed.shape.vocab, torch.rand(3, 4)
+
+    def looks(logits, draws):
+        return (logits.argmax(-1) if logits.max() > 0 else logits.argmin(-1)), None
+
+    warps = [Sampling(), Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)]
+    cache = graphed.new_cache(3, 40)
+    for _ in range(2):
+        graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
+    for choose in [*(Chooser(warp.warp(), vocab + 5) for warp in warps), looks]:
+        graphed.chain(torch.randn(3, vocab), cache, uniform, choose)
+    *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]
+    assert len(captured) == 3
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        for graph in captured:
+            graph.replay()
+        with pytest.raises(DataDependentOutputException):
+            waiting.replay()

@@ -1,0 +1,190 @@
+"""Hub names, through huggingface_hub itself and a hub on this machine: what is fetched, what is said if it cannot."""
+
+import json
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from hub_server import Hub, running_hub
+from huggingface_hub import constants
+from typer.testing import CliRunner
+
+from draftlab import workspace
+from draftlab.cli import app
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, hub
+
+PLAIN = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def served(family_dirs, tmp_path_factory) -> Hub:
+    """lab/sharded as Mistral lays its repositories out, and others that are no plain checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    root = tmp_path_factory.mktemp("repos")
+    sharded = root / "sharded"
+    shutil.copytree(family_dirs["llama"], sharded)
+    tensors = load_file(sharded / "model.safetensors")
+    (sharded / "model.safetensors").unlink()
+    parts = dict(zip(SHARDS, (sorted(tensors)[::2], sorted(tensors)[1::2]), strict=True))
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, sharded / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    (sharded / "consolidated.safetensors").write_bytes(b"another layout")
+    (sharded / "original").mkdir()
+    (sharded / "original/params.json").write_text("{}")
+    (sharded / "pytorch_model.bin").write_bytes(b"a pickle")
+    older = root / "older"
+    shutil.copytree(family_dirs["llama"], older)
+    for name, file in (("gguf", "m-Q4_K_M.gguf"), ("adapter", "adapter_config.json"), ("bin", "pytorch_model.bin")):
+        (root / name).mkdir()
+        (root / name / file).write_text("{}")
+    (root / "bin/config.json").write_text("{}")
+    repos = {f"models/lab/{name}": {"main": root / name} for name in ("gguf", "adapter", "bin")}
+    repos["models/lab/sharded"] = {"main": sharded, "v0.1": older}
+    repos["models/lab/gated"] = {"main": older}
+    with running_hub(repos, gated=frozenset({"lab/gated"})) as running:
+        yield running
+
+
+@pytest.fixture
+def cache(served, tmp_path, monkeypatch) -> Path:
+    """An empty cache of the hub's, for this test."""
+    served.fetched.clear()
+    point_at(served.url, tmp_path, monkeypatch)
+    return tmp_path
+
+
+def point_at(url, cache, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def files(served: Hub) -> list[str]:
+    return sorted(name.removeprefix("lab/sharded/") for name in served.fetched)
+
+
+def test_without_weights_configuration_and_tokenizer_alone_are_fetched(served, cache, family_dirs):
+    place = hub.locate("lab/sharded", weights=False)
+    assert files(served) == PLAIN
+    assert checkpoint.planned_shape(place) == checkpoint.read_shape(family_dirs["llama"])
+    assert checkpoint.end_ids(place) == (1,)
+
+
+def test_of_the_weights_only_what_the_index_names_is_fetched(served, cache, family_dirs):
+    place = hub.locate("lab/sharded")
+    assert files(served) == sorted([*PLAIN, *SHARDS])
+    assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama"])
+
+
+def test_what_was_fetched_is_not_fetched_again_and_serves_offline(served, cache, monkeypatch):
+    place = hub.locate("lab/sharded")
+    served.fetched.clear()
+    assert hub.locate("lab/sharded") == place
+    assert files(served) == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.locate("lab/sharded") == place
+
+
+def test_half_of_a_checkpoint_offline_is_not_taken_for_all(served, cache, monkeypatch):
+    hub.locate("lab/sharded", weights=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*not all of it was fetched before"):
+        hub.locate("lab/sharded")
+
+
+def test_a_revision_is_named_behind_an_at_sign(served, cache):
+    place = hub.locate("lab/sharded@v0.1")
+    assert (place / "model.safetensors").is_file()
+    assert place != hub.locate("lab/sharded", weights=False)
+    assert hub.locate(f"lab/sharded@{place.name}") == place  # by its commit
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lab/sharded@v9", "it has no revision 'v9'"),
+        ("lab/nosuch", "the hub has no such name, or it is private"),
+        ("lab/gated", "its owner gives it to whom asks.*hf auth login"),
+        (
+            "lab/gguf",
+            r"hf download lab/gguf m-Q4_K_M.gguf --local-dir gguf && draftlab import gguf/m-Q4_K_M.gguf --out",
+        ),
+        (
+            "lab/adapter",
+            "but adapter_config.json; type: hf download lab/adapter --local-dir adapter && draftlab import",
+        ),
+        (
+            "lab/bin",
+            "no model.safetensors, but pytorch_model.bin; type: hf download lab/bin --local-dir bin && draftlab",
+        ),
+        ("lab/na--me", "could not be fetched: HFValidationError"),
+    ],
+)
+def test_what_cannot_be_had_says_why_and_what_to_type(served, cache, name, words):
+    with pytest.raises(UserError, match=words) as caught:
+        hub.locate(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("prune", "--source", "lab/sharded", "--layers", "2", "--dry-run"),
+        ("distill", "--draft", "lab/sharded", "--target", "lab/sharded", "--dry-run"),
+        ("train", "--model", "lab/sharded", "--data", "stdlib", "--seq-len", "64", "--out", "out", "--dry-run"),
+        ("medusa", "--target", "lab/sharded", "--dry-run"),
+        ("cache", "build", "--target", "lab/sharded", "--dry-run"),
+        ("trace", "record", "--target", "lab/sharded", "--prompt-file", "prompts.jsonl", "--dry-run"),
+        ("score", "--draft", "lab/sharded", "--target", "lab/sharded", "--prompt-file", "prompts.jsonl", "--dry-run"),
+        ("profile", "lab/sharded", "--dry-run"),
+        ("law", "--source", "lab/sharded", "--dry-run"),
+        ("search", "--source", "lab/sharded", "--target", "lab/sharded", "--layers", "1", "--dry-run"),
+        ("design", "--source", "lab/sharded", "--params", "100k"),
+        ("check", "DRAFT", "--target", "lab/sharded", "--files-only", "--for", "transformers"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_plans_and_checks_fetch_no_weights(served, cache, command, family_dirs, monkeypatch):
+    monkeypatch.chdir(cache)
+    workspace.write(workspace.Workspace(target="lab/sharded", source="lab/sharded", data="stdlib"))
+    Path("prompts.jsonl").write_text('{"prompt": "def parse(line):"}\n' * 16)
+    typed = [str(family_dirs["llama"]) if word == "DRAFT" else word for word in command]
+    result = CliRunner().invoke(app, typed)
+    assert result.exit_code == 0, result.output
+    assert files(served) == PLAIN
+
+
+def refusing_url() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_an_unreachable_hub_is_said_within_five_seconds(tmp_path, monkeypatch):
+    """A port that nobody listens on, and one that takes connections and never answers."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        for url in (refusing_url(), f"http://127.0.0.1:{mute.getsockname()[1]}"):
+            point_at(url, tmp_path, monkeypatch)
+            start = time.monotonic()
+            with pytest.raises(UserError, match=r"the hub cannot be reached .*draftlab init --preset tiny"):
+                hub.locate("lab/sharded")
+            with pytest.raises(UserError, match=r"data 'hf:lab/text' is on the hub, which cannot be reached"):
+                hub.check_data("stdlib=0.5,hf:lab/text=0.5")
+            assert time.monotonic() - start < 5
+    assert hub.check_data("stdlib") == "stdlib"  # the hub is not asked

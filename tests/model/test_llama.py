@@ -1,0 +1,152 @@
+"""The fast decoder computes what transformers computes."""
+
+import json
+import shutil
+from functools import lru_cache
+
+import pytest
+import torch
+from builders import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.errors import UserError
+from draftlab.model import llama
+from draftlab.model.llama import Tree
+
+IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request, family_dirs):
+    directory = family_dirs[request.param]
+    return llama.load(directory, torch.float32), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def test_prefill_logits_equal_transformers(pair):
+    ours, theirs = pair
+    torch.testing.assert_close(ours.forward(IDS, ours.new_cache(2, 64)), theirs(IDS).logits, atol=2e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_steps_of_any_width_equal_one_prefill(pair):
+    ours, theirs = pair
+    cache = ours.new_cache(2, 64)
+    widths = [7, 1, 1, 5, 1, 3, 22]
+    parts = [ours.forward(part, cache) for part in IDS.split(widths, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), theirs(IDS).logits, atol=2e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_rollback_equals_fresh_prefill(family_dirs):
+    model = llama.load(family_dirs["qwen3"], torch.float32)
+    used, fresh = model.new_cache(2, 64), model.new_cache(2, 64)
+    model.forward(IDS[:, :20], used)
+    model.forward(IDS[:, 25:38], used)  # a rejected draft
+    used.used = [20, 20]
+    after = model.forward(IDS[:, 20:30], used)
+    model.forward(IDS[:, :20], fresh)
+    torch.testing.assert_close(after, model.forward(IDS[:, 20:30], fresh), atol=0, rtol=0)
+    assert torch.equal(used.keys[:, :, :, :30], fresh.keys[:, :, :, :30])
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.tuples(st.integers(0, 6), st.integers(0, 6))), min_size=2, max_size=8))
+def test_a_cache_after_any_accepting_and_rejecting_is_that_of_a_fresh_prefill(family_dirs, steps):
+    """Rows of two texts that keep as much of each pass as they like, one more or less than the other."""
+    model = _model(family_dirs["qwen3"])
+    cache = model.new_cache(2, 64)
+    rng = torch.Generator().manual_seed(len(steps))
+    for width, kept in steps:
+        ids = torch.randint(3, 300, (2, width), generator=rng)
+        for row in (0, 1):  # what the text says is fed up to where the row is kept, and nonsense behind
+            at = cache.used[row]
+            right = IDS[row, at : at + min(width, kept[row])]
+            ids[row, : len(right)] = right
+        before = cache.used
+        model.forward(ids, cache)
+        cache.used = [at + min(width, k, 40 - at) for at, k in zip(before, kept, strict=True)]
+    for row, used in enumerate(cache.used):
+        fresh = model.new_cache(1, 64)
+        if used:
+            model.forward(IDS[row : row + 1, :used], fresh)
+        for held, again in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+            torch.testing.assert_close(held[:, row, :, :used], again[:, 0, :, :used], atol=2e-5, rtol=1e-4)
+
+
+@lru_cache
+def _model(directory):
+    return llama.load(directory, torch.float32)
+
+
+@torch.inference_mode()
+def test_a_tree_gives_what_each_of_its_paths_gives(family_dirs):
+    """Behind rows of different lengths; and the cache keeps a path as if nothing else had been there."""
+    model, parents = _model(family_dirs["qwen3"]), (0, 0, 1, 2, 2, 5, 0)
+    tree = IDS[:, 20:28]
+    cache = model.new_cache(2, 64)
+    model.forward(IDS[:, :20], cache)
+    cache.used = [20, 13]
+    logits = model.forward(tree, cache, tree=Tree.of(parents))
+    for leaf in range(8):
+        path = [leaf]
+        while path[0]:
+            path.insert(0, parents[path[0] - 1])
+        for row, used in enumerate((20, 13)):
+            text = torch.cat([IDS[row, :used], tree[row, path]]).unsqueeze(0)
+            alone = model.new_cache(1, 64)
+            expected = model.forward(text, alone, last=1)[0, -1]
+            torch.testing.assert_close(logits[row, leaf], expected, atol=2e-5, rtol=1e-4)
+            kept = model.new_cache(2, 64)
+            kept.keys[:], kept.values[:] = cache.keys, cache.values
+            kept.keep(row, used, path)
+            assert kept.used[row] == used + len(path)
+            torch.testing.assert_close(
+                kept.keys[:, row, :, : kept.used[row]], alone.keys[:, 0, :, : kept.used[row]], atol=2e-5, rtol=1e-4
+            )
+
+
+@torch.inference_mode()
+def test_last_gives_the_last_logits(family_dirs):
+    model = llama.load(family_dirs["llama"], torch.float32)
+    whole = model.forward(IDS, model.new_cache(2, 64))
+    torch.testing.assert_close(model.forward(IDS, model.new_cache(2, 64), last=3), whole[:, -3:])
+
+
+def test_a_cache_longer_than_the_context_is_refused(family_dirs):
+    with pytest.raises(UserError, match="context of 256"):
+        llama.load(family_dirs["llama"], torch.float32).new_cache(1, 257)
+
+
+def test_a_full_cache_is_an_error(family_dirs):
+    model = llama.load(family_dirs["llama"], torch.float32)
+    with pytest.raises(ValueError, match="40 tokens do not fit a cache of 39"):
+        model.forward(IDS, model.new_cache(2, 39))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary scaling 'dynamic'"),
+        ({"hidden_act": "gelu"}, "the engine computes silu"),
+    ],
+)
+def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_path, change, said):
+    place = tmp_path / "model"
+    shutil.copytree(family_dirs["llama"], place)
+    assert llama.check(place) == llama.load(place, torch.float32).shape
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=said):
+        llama.check(place)
+    plain, words = CliRunner(), ["--target", str(place), "--draft", str(family_dirs["llama"]), "--data", "stdlib"]
+    shown = plain.invoke(app, ["score", *words, "--prompts", "1", "--tasks", "none", "--k", "2", "--dry-run"])
+    assert said in " ".join(shown.output.split()), shown.output
+    assert "transformers runs it" in " ".join(shown.output.split())
+    refused = plain.invoke(app, ["score", *words, "--tasks", "none", "--drafter", "skip:layers=1", "--dry-run"])
+    assert refused.exit_code == 1
+    assert "needs a target that the engine itself runs" in refused.output

@@ -1,0 +1,404 @@
+"""Shapes count what transformers builds, and refuse what cannot be built or cut."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from draftlab.errors import UserError
+from draftlab.model.shape import (
+    Shape,
+    check,
+    check_within,
+    count_text,
+    fewest_kv_heads,
+    parse_count,
+    read_shape_file,
+    resolve,
+    write_shape_file,
+)
+
+WIDTHS = Path(__file__).parents[2] / "configs" / "widths"
+FILES = sorted(WIDTHS.glob("*.yaml"))
+SMALL = Shape(layers=3, hidden=40, heads=8, kv_heads=4, head_dim=12, ffn=56, vocab=101)
+# LLaMA-3-8B's sizes without its name: 4 heads per KV head
+GROUPED = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
+FAMILIES = {  # model, config, the config's own options, the shape's options
+    "llama": (LlamaForCausalLM, LlamaConfig, {}, {}),
+    "llama_attention_bias": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"attention_bias": True},
+        {"qkv_bias": True, "o_bias": True},
+    ),
+    "llama_mlp_bias": (LlamaForCausalLM, LlamaConfig, {"mlp_bias": True}, {"mlp_bias": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {}, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}, {"qkv_bias": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}, {"qk_norm": True}),
+    "qwen3_attention_bias": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"attention_bias": True},
+        {"qk_norm": True, "qkv_bias": True, "o_bias": True},
+    ),
+}
+
+
+def preset(name: str) -> Shape:
+    return read_shape_file(WIDTHS / f"{name}.yaml")
+
+
+def weights_in_transformers(shape: Shape, family: str) -> list[tuple[str, tuple[int, ...]]]:
+    model, config, options, _ = FAMILIES[family]
+    sizes = config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        **options,
+    )
+    with torch.device("meta"):
+        return [(name, tuple(weight.shape)) for name, weight in model(sizes).named_parameters()]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_axis_table_is_what_transformers_builds(family, tied):
+    shape = SMALL.model_copy(update={"tied": tied, **FAMILIES[family][3]})
+    assert [(name, shape.dims(axes)) for name, axes in shape.axes().items()] == weights_in_transformers(shape, family)
+
+
+def _options(shape: Shape) -> dict[str, bool]:
+    return {name: True for name, value in shape.model_dump().items() if value is True and name != "tied"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_params_of_a_shape_file_are_those_of_transformers(file):
+    shape = read_shape_file(file)
+    family = next(name for name, (*_, options) in FAMILIES.items() if _options(shape) == options)
+    weights = weights_in_transformers(shape, family)
+    assert [(name, shape.dims(axes)) for name, axes in shape.axes().items()] == weights
+    assert shape.params() == sum(torch.Size(size).numel() for _, size in weights)
+    blocks = [size for name, size in weights if ".layers." in name]
+    assert shape.body_params() == sum(torch.Size(size).numel() for size in blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama-7b", 6_738_415_616),
+        ("llama-65b", 65_285_660_672),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("noft-1.3b", 1_345_423_360),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("mistral-7b-v0.1", 7_241_732_096),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("mistral-small-24b", 23_572_403_200),
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-360m", 361_821_120),
+        ("smollm2-1.7b", 1_711_376_384),
+    ],
+)
+def test_params_equal_the_published_count(name, count):
+    """The hub's, from the headers of the repository's safetensors."""
+    assert preset(name).params() == count
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen3-0.6b", 751_632_384), ("qwen3-1.7b", 2_031_739_904)])
+def test_where_the_file_holds_the_tied_head_too_the_published_count_has_it_twice(name, count):
+    shape = preset(name)
+    assert shape.tied
+    assert shape.params() + shape.vocab * shape.hidden == count
+
+
+MODELS = [f for f in FILES if "config.json of" in f.read_text().splitlines()[0]]
+
+
+@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+def test_a_models_shape_has_the_name_of_its_repository(file):
+    """In lower case, without what says that it is a base model, its date and format."""
+    repository = re.search(r"config.json of [\w-]+/([\w.-]+)", file.read_text()).group(1).lower()
+    assert re.sub(r"(-hf|-base-\d+)$", "", repository).rstrip(";") == file.stem
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("wide-1.3b", 1333.7),
+        ("wide-796m", 796.3),
+        ("wide-543m", 543.3),
+        ("wide-290m", 290.3),
+        ("fastdraft-150m-6x512", 154.1),
+        ("direct-align-115m-4x1024", 116.9),
+    ],
+)
+def test_params_equal_the_count_in_the_papers(name, millions):
+    assert round(preset(name).params() / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_shape_file_states_its_source_and_nothing_that_is_off(file):
+    lines = file.read_text().splitlines()
+    assert re.match(r"# \w", lines[0])
+    assert not [line for line in lines if "false" in line]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_shape_file_can_be_built(file):
+    check(read_shape_file(file))
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if re.search(r"\d+x\d+", f.stem)], ids=lambda file: file.stem)
+def test_a_shape_file_keeps_the_sizes_in_its_name(file):
+    layers, hidden = re.search(r"(\d+)x(\d+)", file.stem).groups()
+    shape = read_shape_file(file)
+    assert (shape.layers, shape.hidden) == (int(layers), int(hidden))
+
+
+def test_wide_saves_three_eighths_of_the_kv_cache():
+    assert preset("wide-1.3b").kv_bytes_per_token() / preset("noft-1.3b").kv_bytes_per_token() == 1 - 0.375
+
+
+def test_kv_cache_of_llama_65b():
+    assert preset("llama-65b").kv_bytes_per_token() == 2560 * 1024
+
+
+def test_kv_cache_counts_kv_heads_only():
+    assert GROUPED.kv_bytes_per_token(1) == 2 * 32 * 8 * 128
+
+
+def test_weight_bytes_at_half_a_byte():
+    assert preset("llama-7b").weight_bytes(0.5) == 6_738_415_616 // 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_per_token_by_hand(tied):
+    shape = Shape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=16, vocab=32, tied=tied)
+    attention, mlp, head = 8 * 8 + 2 * 4 * 8 + 8 * 8, 3 * 8 * 16, 32 * 8
+    scores_and_values = 2 * 2 * (2 * 4) * 10  # two products, multiply and add, heads x head_dim, 9 cached and 1 new
+    assert shape.flops_per_token(9) == 2 * (2 * (attention + mlp) + head) + 2 * scores_and_values
+
+
+def test_tiny_family_has_equal_totals():
+    counts = [preset(name).params() for name in ("tiny-3x256", "tiny-6x192", "tiny-12x128")]
+    assert max(counts) / min(counts) < 1.01
+
+
+@pytest.mark.parametrize("name", ["tiny-3x256", "tiny-6x192", "tiny-12x128"])
+def test_tiny_family_fits_its_target(name):
+    check_within(preset(name), preset("tiny-16x256"))
+
+
+def test_resolve_keeps_the_source_where_nothing_is_asked():
+    assert resolve(GROUPED) == GROUPED
+
+
+def test_resolve_scales_heads_and_ffn_with_the_width():
+    shape = resolve(preset("llama-7b"), layers=12, hidden=2560)
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.ffn) == (12, 20, 20, 6880)  # 11008 x 2560 / 4096
+
+
+def test_resolve_keeps_the_group_size():
+    assert resolve(GROUPED, hidden=2560).kv_heads == 5  # 20 heads, 4 each
+
+
+def test_resolve_makes_groups_smaller_where_heads_need_it():
+    shape = resolve(GROUPED, hidden=1280)  # 10 heads: 2 KV heads would have 5 each
+    assert (shape.heads, shape.kv_heads) == (10, 5)
+    check(shape)
+
+
+def test_resolve_keeps_all_heads_at_the_sources_width():
+    wide = preset("llama-7b").model_copy(update={"hidden": 2560})  # attention wider than the stream
+    assert resolve(wide, layers=5).heads == 32
+
+
+@pytest.mark.parametrize(("params", "ffn"), [(1_333_721_600, 9280), (1_330_000_000, 9232)])
+def test_resolve_solves_the_ffn_for_params(params, ffn):
+    # a neuron is 12 layers x 3 x 2560 = 92,160 weights: 3.72M fewer are 40.4 neurons
+    assert resolve(preset("llama-7b"), layers=12, hidden=2560, params=params).ffn == ffn
+
+
+def test_params_out_of_reach_are_refused_with_the_range():
+    with pytest.raises(UserError, match=r"12 layers x 2560 cannot have 3B .* 480M to 1\.49B"):
+        resolve(preset("llama-7b"), layers=12, hidden=2560, params=3_000_000_000)
+
+
+def test_params_and_ffn_exclude_each_other():
+    with pytest.raises(UserError, match=r"--params .* --ffn 512"):
+        resolve(preset("tiny-16x256"), params=4_000_000, ffn=512)
+
+
+def test_a_width_that_heads_do_not_divide_is_refused_with_neighbours():
+    shape = resolve(preset("tiny-16x256"), hidden=250, heads=4)
+    with pytest.raises(UserError, match=r"width \(250\) .* heads \(4\).* widths: 248 or 252.* heads: 2 or 5"):
+        check(shape)
+
+
+def test_other_families_may_have_any_width():
+    check(resolve(preset("tiny-16x256"), hidden=250, heads=4), llama=False)
+
+
+def test_kv_heads_that_do_not_divide_heads_are_refused_with_neighbours():
+    shape = SMALL.model_copy(update={"heads": 10})
+    with pytest.raises(UserError, match=r"heads \(10\) .* kv_heads \(4\); nearest heads: 8 or 12, .*: 2 or 5"):
+        check(shape)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "option"),
+    [
+        ("layers", 33, "--layers 33 .* at most --layers 32"),
+        ("hidden", 8192, "--width 8192 .* at most --width 4096"),
+        ("heads", 64, "--heads 64 .* at most --heads 32"),
+        ("kv_heads", 16, "--kv-heads 16 .* at most --kv-heads 8"),
+        ("ffn", 14337, "--ffn 14337 .* at most --ffn 14336"),
+        ("vocab", 32000, "vocab 32000 .* use 128256"),
+        ("head_dim", 64, "head_dim 64 .* use 128"),
+        ("tied", True, "tied True .* use False"),
+        ("qk_norm", True, "qk_norm True .* use False"),
+    ],
+)
+def test_what_the_source_does_not_have_is_refused(field, value, option):
+    with pytest.raises(UserError, match=option):
+        check_within(GROUPED.model_copy(update={field: value}), GROUPED)
+
+
+def test_larger_groups_than_the_sources_are_refused_with_legal_ones():
+    shape = GROUPED.model_copy(update={"heads": 10, "kv_heads": 2})
+    with pytest.raises(UserError, match="--kv-heads 5 or more, or --heads 8 or fewer"):
+        check_within(shape, GROUPED)
+
+
+@pytest.mark.parametrize(("heads", "group", "fewest"), [(20, 4, 5), (10, 4, 5), (6, 4, 2), (7, 4, 7), (4, 1, 4)])
+def test_fewest_kv_heads(heads, group, fewest):
+    assert fewest_kv_heads(heads, group) == fewest
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1.3b", 1_300_000_000), ("796M", 796_000_000), ("350k", 350_000), ("0.57m", 570_000), ("42", 42)],
+)
+def test_parse_count(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "b", "many", "1.3t", "-1b", "0", "0.1", "inf", "nan", "1,000"])
+def test_what_is_no_count_is_refused(text):
+    with pytest.raises(UserError, match=re.escape(repr(text))):
+        parse_count(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(6_738_415_616, "6.74B"), (999_600_000, "1B"), (154_147_328, "154M"), (350_000, "350k"), (999, "999")],
+)
+def test_count_text(count, text):
+    assert count_text(count) == text
+
+
+def test_a_written_shape_file_reads_back(tmp_path):
+    shape = SMALL.model_copy(update={"tied": True, "qk_norm": True})
+    write_shape_file(shape, tmp_path / "new" / "small.yaml", "for a test")
+    assert read_shape_file(tmp_path / "new" / "small.yaml") == shape
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("width: 64", "width: "),
+        ("layers: 2.5", "layers: .*2.5"),
+        ("layers: twelve", "layers: .*'twelve'"),
+        ("layers: '12'", "layers: .*'12'"),
+        ("layers: yes", "layers: .*True"),
+        ("layers: 0", "layers: .*0"),
+        ("layers: [1", "not YAML"),
+        ("tied: 1", "tied: .*1"),
+    ],
+)
+def test_a_bad_line_in_a_shape_file_is_named(tmp_path, line, complaint):
+    text = (WIDTHS / "tiny-16x256.yaml").read_text()
+    key = line.split(":")[0]
+    path = tmp_path / "bad.yaml"
+    path.write_text("".join(old for old in text.splitlines(True) if not old.startswith(f"{key}:")) + line + "\n")
+    with pytest.raises(UserError, match=rf"^shape file {re.escape(str(path))}: {complaint}.*$"):
+        read_shape_file(path)
+
+
+def test_a_missing_key_in_a_shape_file_is_named(tmp_path):
+    text = (WIDTHS / "tiny-16x256.yaml").read_text()
+    path = tmp_path / "short.yaml"
+    path.write_text(text.replace("ffn: 688\n", ""))
+    with pytest.raises(UserError, match=rf"^shape file {re.escape(str(path))}: ffn: field required$"):
+        read_shape_file(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"12\n", b"\xff\xfe\xff"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^shape file {re.escape(str(path))}: .*$"):
+        read_shape_file(path)
+
+
+def test_a_missing_shape_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.yaml: No such file"):
+        read_shape_file(tmp_path / "none.yaml")
+
+
+REAL = {  # width, heads, kv heads, head_dim, from the models' config.json
+    "SmolLM2-135M": (576, 9, 3, 64),
+    "SmolLM2-360M": (960, 15, 5, 64),
+    "Llama-3.2-3B": (3072, 24, 8, 128),
+    "Qwen2.5-0.5B": (896, 14, 2, 64),
+    "Qwen3-0.6B": (1024, 16, 8, 128),
+    "Mistral-7B": (4096, 32, 8, 128),
+    "LLaMA-7B": (4096, 32, 32, 128),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_default_heads_of_every_width_are_legal(name):
+    hidden, heads, kv_heads, head_dim = REAL[name]
+    source = Shape(
+        layers=4, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=4 * hidden, vocab=512
+    )
+    for width in range(32, hidden + 1, 32):
+        shape = resolve(source, hidden=width)
+        check(shape)
+        assert shape.kv_heads <= kv_heads
+        assert shape.heads // shape.kv_heads <= heads // kv_heads
+
+
+def test_half_of_smollm2_360m_has_six_heads_on_two():
+    """Seven heads would be natural: on five KV heads with three each, seven divide into no fewer than seven."""
+    source = Shape(layers=32, hidden=960, heads=15, kv_heads=5, head_dim=64, ffn=2560, vocab=49152, tied=True)
+    shape = resolve(source, hidden=480)
+    assert (shape.heads, shape.kv_heads) == (6, 2)

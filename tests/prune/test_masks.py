@@ -1,0 +1,301 @@
+"""Masked is extracted: a model with masks gives the logits of the smaller one that they cut out."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import FAMILIES, build, lesson
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from draftlab.data import Batch
+from draftlab.distill.trainer import EvalRecord, Settings, StepRecord, train
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.model.shape import Shape
+from draftlab.prune.cut import Cut
+from draftlab.prune.masks.hard_concrete import (
+    BETA,
+    BOUND,
+    HIGH,
+    LOW,
+    WARM_UP,
+    Masks,
+    alive,
+    families,
+    sample,
+)
+from draftlab.prune.masks.masked_model import Folded, masked
+from draftlab.prune.masks.training import Learning
+from draftlab.prune.refit import Fit
+from draftlab.prune.run import Plan, prune
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def smaller(have: Shape) -> Shape:
+    group = have.heads // have.kv_heads
+    return have.model_copy(
+        update={"layers": 3, "hidden": 48, "kv_heads": 2, "heads": 2 * max(1, group // 2), "ffn": 40}
+    )
+
+
+def masks_for(have: Shape, shape: Shape, spread: float = 2.0) -> Masks:
+    """Masks somewhere in the middle of training."""
+    masks = Masks(have, shape, seed=0)
+    rng = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for log_odds in masks.log_odds.values():
+            log_odds.copy_(spread * torch.randn(log_odds.shape, generator=rng))
+    return masks.eval()
+
+
+def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor, Tensor]:
+    """Logits of the masked model, and of the model that is cut out."""
+    have, config = checkpoint.read_shape(directory), checkpoint.read_config(directory)
+    weights = dict(model.named_parameters())
+    keep = masks.keep()
+    folded = Folded({n: t.detach() for n, t in weights.items()}, have, masks.deterministic())
+    small = checkpoint.skeleton(checkpoint.config_for(masks.shape, config, keep.layers), torch.float64)
+    cut = {name: t.detach().double() for name, t in Cut(folded, masks.shape, keep).items()}
+    if masks.shape.tied:
+        cut["lm_head.weight"] = cut["model.embed_tokens.weight"]
+    small.load_state_dict(cut, assign=True)
+    masks.draw()
+    with masked(model, masks, float(str(config["rms_norm_eps"]))):
+        return model(IDS).logits, small(IDS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_equals_extracted(family, family_dirs):
+    have = checkpoint.read_shape(family_dirs[family])
+    masks = masks_for(have, smaller(have))
+    model = build(family)
+    there, here = both(family_dirs[family], model, masks)
+    assert there.shape == here.shape
+    assert float(((there - here).abs().max() / here.abs().max()).detach()) < 1e-5
+    assert model(IDS).logits.shape == there.shape  # and the masks are gone afterwards
+    assert (model(IDS).logits - there).abs().max() > 0.01
+
+
+def test_a_shifted_index_a_doubled_fold_or_a_dropped_bias_breaks_the_equality(family_dirs, monkeypatch):
+    directory = family_dirs["llama_biases"]
+    have = checkpoint.read_shape(directory)
+    masks, model = masks_for(have, smaller(have)), build("llama_biases")
+
+    def error() -> float:
+        there, here = both(directory, model, masks)
+        return float(((there - here).abs().max() / here.abs().max()).detach())
+
+    assert error() < 1e-5
+    keep, read = Masks.keep, Folded.__getitem__
+
+    def shifted(self: Masks):
+        found = keep(self)
+        hidden = [*found.hidden[:-1], (found.hidden[-1] + 1) % 64]
+        return found.model_copy(update={"hidden": hidden})
+
+    def doubled(self: Folded, name: str) -> Tensor:
+        tensor = read(self, name)
+        return tensor * self.z.hidden if name == "lm_head.weight" else tensor
+
+    def dropped(self: Folded, name: str) -> Tensor:
+        tensor = read(self, name)
+        return torch.zeros_like(tensor) if name.endswith("o_proj.bias") else tensor
+
+    for owner, name, broken in (
+        (Masks, "keep", shifted), (Folded, "__getitem__", doubled), (Folded, "__getitem__", dropped),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            assert error() > 1e-3
+    with monkeypatch.context() as patch:  # the mean over all dimensions instead of the kept ones
+        patch.setattr("draftlab.prune.masks.masked_model._masked_norm", mean_over_all)
+        assert error() > 1e-3
+
+
+def mean_over_all(norm: torch.nn.Module, masks: Masks, eps: float):
+    def forward(x: Tensor) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return x * scale * norm.get_parameter("weight") * masks.values.hidden
+
+    return forward
+
+
+def test_gradients_of_weights_agree_too(family_dirs):
+    """What a kept neuron's weight gets in the masked model is what it gets in the cut one, times its mask."""
+    have = checkpoint.read_shape(family_dirs["qwen3"])
+    masks, model = masks_for(have, smaller(have)), build("qwen3")
+    values, keep = masks.deterministic(), masks.keep()
+    masks.draw()
+    name = f"model.layers.{keep.layers[1]}.mlp.down_proj.weight"
+    with masked(model, masks, 1e-6):
+        model(IDS).logits.square().mean().backward()
+    gradient = dict(model.named_parameters())[name].grad
+    assert gradient is not None
+    config = checkpoint.config_for(masks.shape, checkpoint.read_config(family_dirs["qwen3"]), keep.layers)
+    small = checkpoint.skeleton(config, torch.float32)
+    folded = Folded({n: t.detach() for n, t in model.named_parameters()}, have, values)
+    small.load_state_dict(dict(Cut(folded, masks.shape, keep).items()), assign=True)
+    small(IDS).logits.square().mean().backward()
+    found = small.get_parameter("model.layers.1.mlp.down_proj.weight").grad
+    assert found is not None
+    rows, columns = torch.tensor(keep.hidden), torch.tensor(keep.ffn[1])
+    scale = (values.hidden[rows] * values.layers[keep.layers[1]])[:, None] * values.ffn[keep.layers[1]][columns]
+    torch.testing.assert_close(gradient[rows][:, columns], found * scale, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("odds", [-3.0, 0.0, 1.5, 4.0])
+def test_hard_concrete_samples_have_their_closed_form(odds):
+    torch.manual_seed(0)
+    n = 100_000
+    z = sample(torch.full((n,), odds))
+    assert z.min() >= 0
+    assert z.max() <= 1
+    chance = float(alive(torch.tensor(odds)))
+    assert abs(float((z > 0).float().mean()) - chance) < 3 * math.sqrt(chance * (1 - chance) / n)
+    # P(z > 1/2): s > (1/2 - LOW) / (HIGH - LOW), which is 1/2 here, so log u/(1-u) > -odds
+    assert pytest.approx(0.5) == (0.5 - LOW) / (HIGH - LOW)
+    half = 1 / (1 + math.exp(-odds))
+    assert abs(float((z > 0.5).float().mean()) - half) < 3 * math.sqrt(half * (1 - half) / n)
+    assert chance == pytest.approx(1 / (1 + math.exp(-(odds + 1.5986))), abs=1e-4)
+    assert (math.exp(BOUND), BETA) == pytest.approx((100, 2 / 3))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_mha", "qwen3"])
+def test_deterministic_masks_have_exactly_the_targets_counts(family, family_dirs):
+    have = checkpoint.read_shape(family_dirs[family])
+    shape = smaller(have)
+    for spread in (0.0, 0.01, 3.0, 100.0):
+        masks = masks_for(have, shape, spread)
+        values, keep = masks.deterministic(), masks.keep()
+        assert int((values.hidden > 0).sum()) == 48
+        assert int((values.layers > 0).sum()) == 3
+        assert ((values.heads > 0).sum(-1) == shape.heads).all()
+        assert ((values.ffn > 0).sum(-1) == 40).all()
+        assert keep.hidden == values.hidden.nonzero().flatten().tolist()
+        for j, layer in enumerate(keep.layers):
+            assert keep.heads[j] == values.heads[layer].nonzero().flatten().tolist()
+            assert keep.ffn[j] == values.ffn[layer].nonzero().flatten().tolist()
+
+
+def test_families_are_those_in_which_something_goes():
+    have = Shape(layers=4, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=100)
+    assert set(families(have, have)) == set()
+    assert families(have, have.model_copy(update={"heads": 4}))["heads"] == (16, 2, 1)
+    assert families(have, have.model_copy(update={"heads": 4, "kv_heads": 2}))["kv_heads"] == (4, 4, 2)
+
+
+def test_the_lagrangian_wants_what_it_should_and_multipliers_climb_the_gap():
+    have = Shape(layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=100)
+    masks = Masks(have, have.model_copy(update={"hidden": 32}), 0)
+    sparsity = 1 - float(alive(masks.log_odds["hidden"].detach()).mean())
+    for progress, wanted in ((0.0, 0.0), (WARM_UP / 2, 0.25), (WARM_UP, 0.5), (1.0, 0.5)):
+        masks.progress = progress
+        masks.zero_grad()
+        masks.penalty().backward()
+        gradient = masks.multipliers["hidden"].grad
+        assert gradient is not None
+        assert gradient.tolist() == pytest.approx([sparsity - wanted, (sparsity - wanted) ** 2], abs=1e-6)
+    assert masks.groups()[1]["maximize"]
+
+
+def test_a_tied_model_gets_hard_hidden_masks_with_soft_gradients():
+    have = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=100, tied=True)
+    masks = masks_for(have, have.model_copy(update={"hidden": 32}))
+    hidden = masks.deterministic().hidden
+    assert set(hidden.tolist()) == {0.0, 1.0}
+    hidden.sum().backward()
+    assert masks.log_odds["hidden"].grad.abs().sum() > 0
+
+
+class Rows:
+    def __init__(self, vocab: int) -> None:
+        self.ids = np.random.default_rng(0).integers(3, vocab, (64, 4, 17))
+        self.ids[:, :, 1::2] = (self.ids[:, :, ::2][:, :, :8] * 7 + 3) % vocab  # every second token can be known
+
+    def batch(self, step: int) -> Batch:
+        ids = self.ids[step % len(self.ids)]
+        return Batch(ids, np.ones((4, 16), dtype=np.float32))
+
+
+SETTINGS = Settings(loss="fkl", steps=6, lr=1e-4, dtype="float32", eval_every=6, save_every=2, warmup_share=0.1)
+
+
+def run(tmp_path: Path, settings: Settings, *, stop: int | None = None, weights: str = "full", micro_tokens: int = 0):
+    have = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
+    model, masks = build("mistral", seed=1), Masks(have, smaller(have), 0)
+    model.requires_grad_(weights == "full")
+    records = []
+    with masked(model, masks, 1e-6):
+        settings = replace(settings, micro_tokens=micro_tokens)
+        data = Rows(307)
+        given = lesson(build("mistral", seed=1), data, [data.batch(60)])
+        for record in train(model, given, settings, tmp_path, masks):
+            records.append(record)
+            if isinstance(record, StepRecord) and record.step == stop:
+                break
+    return model, masks, records
+
+
+def test_the_constraint_is_met_at_the_end_of_a_short_run(tmp_path):
+    _, masks, records = run(tmp_path, replace(SETTINGS, steps=300, save_every=1000, eval_every=300), weights="frozen")
+    assert max(masks.gaps().values()) < 0.01
+    assert isinstance(records[-1], EvalRecord)
+
+
+def test_frozen_weights_stay_and_masks_move(tmp_path):
+    model, masks, _ = run(tmp_path, SETTINGS, weights="frozen")
+    fresh = dict(build("mistral", seed=1).named_parameters())
+    assert all(torch.equal(p, fresh[name]) for name, p in model.named_parameters())
+    start = Masks(masks.source, masks.shape, 0)
+    assert all(not torch.equal(p, start.log_odds[name]) for name, p in masks.log_odds.items())
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    whole, masks, _ = run(tmp_path / "a", SETTINGS)
+    run(tmp_path / "b", SETTINGS, stop=5)
+    again, resumed, records = run(tmp_path / "b", SETTINGS)
+    assert next(r for r in records if isinstance(r, StepRecord)).step == 5
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masks.parameters(), resumed.parameters(), strict=True))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    model = build("mistral", seed=1)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[0] = torch.nan
+    records = train(model, lesson(None, Rows(307), [Rows(307).batch(0)]), replace(SETTINGS, loss="ce"), tmp_path)
+    with pytest.raises(UserError, match="loss is nan"):
+        list(records)
+
+
+@pytest.mark.parametrize("weights", ["frozen", "lora", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family_dirs, tmp_path):
+    source = tmp_path / "source"
+    build("qwen3").to(checkpoint.DTYPES[dtype]).save_pretrained(source)
+    for file in family_dirs["qwen3"].glob("tokenizer*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    text = "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(120))
+    (tmp_path / "text.txt").write_text(text)
+    have = checkpoint.read_shape(source)
+    settings = replace(SETTINGS, steps=3, dtype=dtype)
+    learning = Learning(settings=settings, weights=weights, rows=2, seq_len=32, target=None)
+    plan = Plan(
+        source=source, shape=smaller(have), method="masks", depth="influence", basis="auto",
+        fit=Fit(norms=False, outputs=weights == "frozen"), data=str(tmp_path / "text.txt"), tokens=128, seq_len=32,
+        seed=0, device=CPU, scores_cache=None, learning=learning,
+    )  # fmt: skip
+    made = prune(plan, out=tmp_path / "out", arguments={}, began=0.0, force=False)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert checkpoint.read_shape(tmp_path / "out") == smaller(have)
+    assert (tmp_path / "out" / "masks" / "masks.safetensors").exists()
+    assert made.agreement is not None
+    assert not (tmp_path / ".out.state").exists()

@@ -1,0 +1,134 @@
+"""Architectures beyond the four that the engine runs: recognised by structure, cut exactly, or refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from builders import SIZES, TOKENIZER_TEXT
+from test_masks import both, masks_for, smaller
+from test_refit import run_all
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, saving
+from draftlab.model.shape import Shape
+from draftlab.model.tokenizer import train_tokenizer
+from draftlab.prune.choose import choose, random_scores
+from draftlab.prune.cut import Cut, Rotated
+from draftlab.prune.trial_model import check_built, check_cuttable
+from draftlab.prune.walk import Walk
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+CONFIGS = {
+    "smollm3": lambda: hf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 1, 0]),
+    "granite": lambda: hf.GraniteConfig(
+        **SIZES, residual_multiplier=0.3, logits_scaling=4.0, embedding_multiplier=6.0, attention_multiplier=0.2
+    ),
+    "ministral": lambda: hf.MinistralConfig(**SIZES, sliding_window=128),
+    "seed_oss": lambda: hf.SeedOssConfig(**SIZES),
+    "helium": lambda: hf.HeliumConfig(**SIZES | {"head_dim": 8}),
+    "ernie4_5": lambda: hf.Ernie4_5Config(**SIZES),
+    "hunyuan_v1_dense": lambda: hf.HunYuanDenseV1Config(**SIZES),
+}
+REFUSED = {
+    "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=2),
+    "phi3": lambda: hf.Phi3Config(**SIZES),
+    "olmo2": lambda: hf.Olmo2Config(**SIZES),
+    "stablelm": lambda: hf.StableLmConfig(**SIZES),
+    "cohere": lambda: hf.CohereConfig(**SIZES),
+    "gemma2": lambda: hf.Gemma2Config(**SIZES),
+    "glm4": lambda: hf.Glm4Config(**SIZES),
+}
+
+
+def smaller_of(name: str, have: Shape) -> Shape:
+    """Helium takes heads x head_dim to be the width."""
+    shape = smaller(have)
+    return shape.model_copy(update={"hidden": shape.heads * shape.head_dim}) if name == "helium" else shape
+
+
+def random_model(config: hf.PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("more")
+    train_tokenizer(TOKENIZER_TEXT, SIZES["vocab_size"], root)
+    for name, config in CONFIGS.items():
+        random_model(config()).save_pretrained(root / name)
+    return {name: root / name for name in CONFIGS}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_counted_and_the_architecture_is_understood(name, saved):
+    have = checkpoint.read_shape(saved[name])
+    model = checkpoint.load_model(saved[name], torch.float32)
+    assert have.params() == sum(p.numel() for p in model.parameters())
+    check_cuttable(checkpoint.read_config(saved[name]), have)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_masked_equals_extracted(name, saved):
+    have = checkpoint.read_shape(saved[name])
+    masks = masks_for(have, smaller_of(name, have))
+    if "no_rope_layers" in checkpoint.read_config(saved[name]):
+        assert masks.keep().layers != list(range(3))  # else the list need not be sliced
+    there, here = both(saved[name], checkpoint.load_model(saved[name], torch.float32), masks)
+    assert float(((there - here).abs().max() / here.abs().max()).detach()) < 1e-5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_walking_and_rotating_give_the_models_logits(name, saved):
+    source = saved[name]
+    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    with torch.inference_mode():
+        wanted = checkpoint.load_model(source, torch.float32)(IDS[:1], use_cache=False).logits
+    assert torch.equal(run_all(Walk(weights, config, torch.float32, CPU), [IDS[:1]])[0], wanted)
+    if not have.tied:
+        rotation, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+        turned = run_all(Walk(Rotated(weights, have, rotation), config, torch.float32, CPU), [IDS[:1]])[0]
+        assert (turned - wanted).abs().max() / wanted.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cut_checkpoint_is_written_and_loaded_strictly(name, saved, tmp_path):
+    source = saved[name]
+    have, shape = checkpoint.read_shape(source), smaller_of(name, checkpoint.read_shape(source))
+    keep = choose(random_scores(have, 3), have, shape, [0, 1, 4])
+    config = checkpoint.config_for(shape, checkpoint.read_config(source), keep.layers)
+    saving.write_checkpoint(tmp_path, config, Cut(checkpoint.Weights(source), shape, keep).items(), None)
+    model = checkpoint.load_model(tmp_path, torch.float32)
+    assert checkpoint.read_shape(tmp_path) == shape
+    assert torch.isfinite(model(IDS).logits).all()
+    if name == "smollm3":
+        assert json.loads((tmp_path / "config.json").read_text())["no_rope_layers"] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_structures_are_refused_by_the_tensor_that_differs(name, tmp_path):
+    random_model(REFUSED[name]()).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="not LLaMA-like"):
+        checkpoint.read_shape(tmp_path)
+
+
+def test_the_same_tensors_with_another_meaning_are_refused(tmp_path):
+    random_model(hf.GemmaConfig(**SIZES)).save_pretrained(tmp_path)
+    have = checkpoint.read_shape(tmp_path)  # by its tensors alone it passes
+    with pytest.raises(UserError, match="gemma models have LLaMA's tensors"):
+        check_cuttable(checkpoint.read_config(tmp_path), have)
+
+
+def test_a_shape_that_transformers_builds_otherwise_is_refused(saved):
+    have, config = checkpoint.read_shape(saved["helium"]), checkpoint.read_config(saved["helium"])
+    shape = have.model_copy(update={"hidden": 48})
+    with pytest.raises(UserError, match="heads x head_dim = width"):
+        check_built(checkpoint.config_for(shape, config), shape)

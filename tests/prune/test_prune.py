@@ -1,0 +1,410 @@
+"""Cutting is exact where it can be, and what comes out is an ordinary Hugging Face checkpoint."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import FAMILIES, build
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from draftlab.data import text_batch
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, saving
+from draftlab.model.shape import Shape, check, resolve
+from draftlab.prune import choose as choosing
+from draftlab.prune.choose import choose
+from draftlab.prune.cut import Cut, Keep, keep_all
+from draftlab.prune.importance import Importance, Scores, calibrate
+from draftlab.prune.refit import Fit
+from draftlab.prune.run import KEEP_FILE, Plan, check_plan, prune
+from draftlab.prune.trial_model import check_cuttable
+from draftlab.prune.walk import Walk
+from draftlab.target_outputs.logprob_sources import Local
+
+CPU = torch.device("cpu")
+PLAIN = Fit(norms=False, outputs=False)
+
+IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    lines = "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(120))
+    (tmp_path / "text.txt").write_text(lines)
+    return str(tmp_path / "text.txt")
+
+
+def plan_for(source: Path, text: str, **changes: Any) -> Plan:
+    shape = changes.pop("shape", checkpoint.read_shape(source))
+    settings: dict[str, Any] = {
+        "method": "activation", "depth": "influence", "basis": "coordinates", "fit": PLAIN, "data": text,
+        "tokens": 256, "seq_len": 64, "seed": 0, "device": CPU, "scores_cache": None,
+    }  # fmt: skip
+    return Plan(source=source, shape=shape, **settings | changes)
+
+
+def prune_to(source: Path, out: Path, text: str, fit: Fit = PLAIN, **wanted: int) -> Path:
+    shape = resolve(checkpoint.read_shape(source), multiple_of=8, **wanted)
+    prune(plan_for(source, text, shape=shape, fit=fit), out=out, arguments={}, began=0.0, force=False)
+    return out
+
+
+def logits(directory: Path) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.inference_mode():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pruned_checkpoint_loads_with_every_key_and_has_the_shape(family, family_dirs, tmp_path, text):
+    kv_heads = checkpoint.read_shape(family_dirs[family]).kv_heads // 2
+    out = prune_to(family_dirs[family], tmp_path / "out", text, layers=3, hidden=32, heads=4, kv_heads=kv_heads, ffn=40)
+    shape = checkpoint.read_shape(out)
+    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn) == (3, 32, 4, kv_heads, 40)
+    assert torch.isfinite(logits(out)).all()
+    before, after = json.loads((family_dirs[family] / "config.json").read_text()), checkpoint.read_config(out)
+    assert after["model_type"] == before["model_type"]
+    assert after["head_dim"] == 12
+    assert len(after.get("layer_types", [0] * 3)) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pruning_to_the_sources_own_shape_is_bit_identical(family, family_dirs, tmp_path, text):
+    out = prune_to(family_dirs[family], tmp_path / "out", text)
+    before, after = (load_file(d / "model.safetensors") for d in (family_dirs[family], out))
+    assert before.keys() == after.keys()
+    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cutting_silent_parts_changes_nothing(family, family_dirs, tmp_path, text):
+    """Layers, heads and neurons whose output matrix is zero are the ones to go, and going they take nothing along."""
+    model = build(family, seed=3)
+    parameters = dict(model.named_parameters())
+    silent_neurons, have = [0, 5, 6, 70, 71, 72, 80, 87], model.config
+    group = have.num_attention_heads // have.num_key_value_heads
+    silent_heads = list(range(8 // 2 * 12))  # the first half of the query heads, whole groups in every family
+    with torch.no_grad():
+        for layer in range(5):
+            outputs = [p for n, p in parameters.items() if n.startswith(f"model.layers.{layer}.") and is_output(n)]
+            parameters[f"model.layers.{layer}.mlp.down_proj.weight"][:, silent_neurons] = 0
+            parameters[f"model.layers.{layer}.self_attn.o_proj.weight"][:, silent_heads] = 0
+            for output in outputs if layer in (1, 3) else []:
+                output.zero_()
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (source / file).write_bytes((family_dirs["llama"] / file).read_bytes())
+    out = prune_to(source, tmp_path / "out", text, layers=3, ffn=80, heads=4, kv_heads=4 // group)
+    keep = Keep.model_validate_json((out / "keep.json").read_text())
+    assert keep.layers == [0, 2, 4]
+    assert not set(keep.ffn[0]) & set(silent_neurons)
+    torch.testing.assert_close(logits(out), logits(source), atol=1e-4, rtol=1e-4)
+
+
+def is_output(name: str) -> bool:
+    return "o_proj" in name or "down_proj" in name
+
+
+def test_cutting_twice_is_cutting_once(family_dirs):
+    have = checkpoint.read_shape(family_dirs["qwen3"])
+    weights = checkpoint.Weights(family_dirs["qwen3"])
+    rng = np.random.default_rng(0)
+
+    def random_keep(source, shape):
+        def pick(n: int, k: int) -> list[int]:
+            return sorted(rng.permutation(n)[:k].tolist())
+
+        layers = pick(source.layers, shape.layers)
+        kv = [pick(source.kv_heads, shape.kv_heads) for _ in layers]
+        group = source.heads // source.kv_heads
+        return Keep(
+            layers=layers,
+            hidden=pick(source.hidden, shape.hidden),
+            kv_heads=kv,
+            heads=[[k * group + g for k in row for g in range(group)] for row in kv],
+            ffn=[pick(source.ffn, shape.ffn) for _ in layers],
+        )
+
+    middle = have.model_copy(update={"layers": 4, "hidden": 48, "heads": 6, "kv_heads": 3, "ffn": 60})
+    small = have.model_copy(update={"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24})
+    first, second = random_keep(have, middle), random_keep(middle, small)
+    through = Keep(
+        layers=[first.layers[i] for i in second.layers],
+        hidden=[first.hidden[i] for i in second.hidden],
+        heads=[[first.heads[i][h] for h in row] for i, row in zip(second.layers, second.heads, strict=True)],
+        kv_heads=[[first.kv_heads[i][h] for h in row] for i, row in zip(second.layers, second.kv_heads, strict=True)],
+        ffn=[[first.ffn[i][f] for f in row] for i, row in zip(second.layers, second.ffn, strict=True)],
+    )
+    twice = Cut(Cut(weights, middle, first), small, second)
+    once = Cut(weights, small, through)
+    assert all(torch.equal(twice[name], once[name]) for name in once)
+
+
+def test_heads_are_chosen_by_group():
+    have = resolve_shape()
+    heads = torch.zeros(2, 8)
+    heads[0] = torch.tensor([1.0, 1, 9, 0, 0, 0, 4, 7])  # groups: 2, 9, 0, 11
+    scores = Scores(layers=torch.ones(2), hidden=torch.arange(64.0), heads=heads, ffn=torch.ones(2, 88))
+    shape = have.model_copy(update={"heads": 2, "kv_heads": 2, "hidden": 2})
+    keep = choose(scores, have, shape, [0, 1])
+    assert keep.kv_heads[0] == [1, 3]
+    assert keep.heads[0] == [2, 7]
+    assert keep.hidden == [62, 63]
+
+
+def resolve_shape():
+    return Shape(layers=2, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
+
+
+def test_keep_all_keeps_everything():
+    keep = keep_all(resolve_shape())
+    assert (len(keep.layers), len(keep.hidden), len(keep.heads[1]), len(keep.kv_heads[1]), len(keep.ffn[1])) == (
+        2,
+        64,
+        8,
+        4,
+        88,
+    )
+
+
+def test_a_layer_that_does_nothing_has_no_influence():
+    model = build("llama", seed=2)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".2.self_attn.o_proj" in name or ".2.mlp.down_proj" in name:
+                p.zero_()
+    shape = resolve_shape().model_copy(update={"layers": 5})
+    walk = Walk(dict(model.state_dict()), model.config.to_dict(), torch.float32, CPU)
+    importance = calibrate(walk, shape, [IDS[:1]], print)
+    assert importance.scores.layers.argmin() == 2
+    assert importance.scores.layers[2].abs() < 1e-6
+    assert (importance.heads[2] == 0).all()
+
+
+def test_a_model_that_is_not_llama_like_is_refused(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=32)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="not LLaMA-like"):
+        checkpoint.read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotated_and_refitted_checkpoints_load_and_generate_with_and_without_a_cache(
+    family, family_dirs, tmp_path, text
+):
+    source = family_dirs[family]
+    fit = Fit(head=not checkpoint.read_shape(source).tied)
+    have = checkpoint.read_shape(source)
+    shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
+    found = prune(
+        plan_for(source, text, shape=shape, basis="auto", fit=fit),
+        out=tmp_path / "out",
+        arguments={},
+        began=0.0,
+        force=False,
+    )
+    assert found.agreement is not None
+    assert torch.isfinite(logits(tmp_path / "out")).all()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    made = [model.generate(IDS[:1], max_new_tokens=12, do_sample=False, use_cache=c).tolist() for c in (True, False)]
+    assert made[0] == made[1]
+    padded = torch.cat([torch.full((1, 4), 2), IDS[:1, 4:]], 1)  # left, with the padding id
+    mask = torch.tensor([[0] * 4 + [1] * 20, [1] * 24])
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    rows = model.generate(torch.cat([padded, IDS[1:]]), attention_mask=mask, **options)[:, 24:].tolist()
+    assert rows == [
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+        for ids in (IDS[:1, 4:], IDS[1:])
+    ]
+
+
+def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_nothing(family_dirs, tmp_path, text):
+    source = family_dirs["llama"]
+    shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
+    cache = tmp_path / "scores.safetensors"
+    for name, kept in (("a", None), ("b", cache), ("c", cache)):
+        plan = plan_for(source, text, shape=shape, basis="pca", fit=Fit(), scores_cache=kept)
+        prune(plan, out=tmp_path / name, arguments={}, began=0.0, force=False)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b == c
+    with pytest.raises(UserError, match="seed"):
+        prune(
+            plan_for(source, text, shape=shape, scores_cache=cache, seed=1),
+            out=tmp_path / "d", arguments={}, began=0.0, force=False,
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_what_the_cpu_keeps(family_dirs, tmp_path, text):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA")
+    source, kept = family_dirs["llama"], {}
+    shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
+    for name in ("cpu", "cuda"):
+        plan = plan_for(source, text, shape=shape, device=torch.device(name))
+        prune(plan, out=tmp_path / name, arguments={}, began=0.0, force=False)
+        kept[name] = (tmp_path / name / KEEP_FILE).read_text()
+    assert kept["cpu"] == kept["cuda"]
+
+
+def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, text):
+    source = family_dirs["qwen2_tied"]
+    with pytest.raises(UserError, match="ties"):
+        check_plan(plan_for(source, text, basis="pca"))
+    with pytest.raises(UserError, match="ties"):
+        check_plan(plan_for(source, text, fit=Fit(head=True)))
+
+
+def walk_logits(weights, config) -> torch.Tensor:
+    walk = Walk(weights, config, torch.float32, CPU)
+    streams = walk.embed([IDS[:1]])
+    for index in range(len(walk.layers)):
+        with walk.layer(index) as (_, run):
+            streams = [run(stream) for stream in streams]
+    with walk.head() as (_, run):
+        return run(streams[0])
+
+
+def test_the_order_of_kv_groups_does_not_matter(family_dirs):
+    source = family_dirs["qwen2"]
+    have, weights = checkpoint.read_shape(source), checkpoint.Weights(source)
+    order = [2, 0, 3, 1]
+    every = keep_all(have)
+    moved = every.model_copy(
+        update={
+            "kv_heads": [order] * have.layers,
+            "heads": [[2 * kv + g for kv in order for g in range(2)]] * have.layers,
+        }
+    )
+    config = checkpoint.read_config(source)
+    there = walk_logits(Cut(weights, have, moved), config)
+    torch.testing.assert_close(there, walk_logits(weights, config), atol=1e-4, rtol=1e-4)
+    broken = moved.model_copy(update={"heads": [list(range(8))] * have.layers})
+    assert (walk_logits(Cut(weights, have, broken), config) - there).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_legal_shape_runs(family, family_dirs):
+    source = family_dirs[family]
+    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    rng = np.random.default_rng(7)
+    ran = 0
+    for seed in range(60):
+        group = have.heads // have.kv_heads
+        kv, g = int(rng.integers(1, have.kv_heads + 1)), int(rng.integers(1, group + 1))
+        shape = have.model_copy(
+            update={
+                "layers": int(rng.integers(1, 6)),
+                "hidden": int(rng.integers(2, 17)) * 4,
+                "kv_heads": kv,
+                "heads": kv * g,
+                "ffn": int(rng.integers(1, 89)),
+            }
+        )
+        if config["model_type"] == "llama" and shape.hidden % shape.heads:
+            with pytest.raises(UserError, match="nearest"):
+                check(shape)
+            continue
+        check(shape, llama=False)
+        keep = choose(choosing.random_scores(have, seed), have, shape, list(range(shape.layers)))
+        assert torch.isfinite(
+            walk_logits(Cut(weights, shape, keep), checkpoint.config_for(shape, config, keep.layers))
+        ).all()
+        ran += 1
+    assert ran >= 20
+
+
+def test_layers_by_depth_rule():
+    distance = torch.zeros(7, 7)
+    turned = torch.tensor([0.5, 0.1, 0.4, 0.3, 0.05, 0.2])
+    for i in range(7):
+        for j in range(i, 7):
+            distance[i, j] = turned[i:j].sum()
+    importance = Importance(
+        distance=distance, hidden=torch.ones(4), heads=torch.ones(6, 2), ffn=torch.ones(6, 4), covariance=torch.eye(4)
+    )
+    assert choosing.influential(importance, 4) == [0, 2, 3, 5]
+    assert choosing.influential(importance, 1) == [0]
+    assert choosing.contiguous(importance, 4) == [0, 1, 2, 5]  # 3 and 4 together turn the stream least
+    assert choosing.contiguous(importance, 6) == list(range(6))
+    assert choosing.contiguous(importance, 1) == [0]
+    assert choosing.even(6, 3) == [0, 2, 5]
+
+
+def test_greedy_drops_the_layers_that_do_nothing():
+    model = build("qwen3", seed=4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if (".1." in name or ".3." in name) and is_output(name):
+                p.zero_()
+    walk = Walk(dict(model.state_dict()), model.config.to_dict(), torch.float32, CPU, resident=True)
+    assert choosing.greedy(walk, [IDS[:1]], 3, print) == [0, 2, 4]
+
+
+def test_baselines_rank_by_their_own_rule(family_dirs):
+    have, weights = checkpoint.read_shape(family_dirs["llama"]), checkpoint.Weights(family_dirs["llama"])
+    assert choosing.top(choosing.first_scores(have).hidden, 3) == [0, 1, 2]
+    assert torch.equal(choosing.random_scores(have, 1).ffn, choosing.random_scores(have, 1).ffn)
+    assert not torch.equal(choosing.random_scores(have, 1).ffn, choosing.random_scores(have, 2).ffn)
+    loud = dict(weights.items())
+    loud["model.layers.1.mlp.up_proj.weight"] = loud["model.layers.1.mlp.up_proj.weight"].clone()
+    loud["model.layers.1.mlp.up_proj.weight"][17] = 50.0
+    scores = choosing.magnitude_scores(loud, have)
+    assert scores.ffn[1].argmax() == 17
+    assert scores.layers.argmax() == 1
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (10, 2), (14, 2), (8, 8)])  # of 3, 5, 7 and 1 to a KV head
+def test_any_number_of_heads_to_a_kv_head_can_be_tried(family_dirs, heads, kv_heads):
+    config = checkpoint.read_config(family_dirs["llama"])
+    shape = checkpoint.read_shape(family_dirs["llama"]).model_copy(update={"heads": heads, "kv_heads": kv_heads})
+    check_cuttable(config, shape)
+
+
+@pytest.fixture
+def halves(family_dirs, tmp_path) -> dict[str, Path]:
+    """One checkpoint in float16, and the same numbers in float32."""
+    made = {"float16": tmp_path / "float16", "float32": tmp_path / "float32"}
+    for name, place in made.items():
+        place.mkdir()
+        weights = (
+            (n, t.half().to(checkpoint.DTYPES[name])) for n, t in checkpoint.Weights(family_dirs["llama"]).items()
+        )
+        saving.write_checkpoint(place, checkpoint.read_config(family_dirs["llama"]), weights, family_dirs["llama"])
+    return made
+
+
+@pytest.mark.parametrize("basis", ["coordinates", "pca"])
+def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tmp_path, basis, capsys):
+    outs = {name: tmp_path / f"{name}-out" for name in halves}
+    for name, source in halves.items():
+        shape = resolve(checkpoint.read_shape(source), layers=3, hidden=32, multiple_of=8)
+        plan = plan_for(source, text, shape=shape, fit=Fit(), basis=basis)
+        prune(plan, out=outs[name], arguments={}, began=0.0, force=False)
+    assert capsys.readouterr().err.count("stored in float16, which is slow on a CPU: computed in float32") == 1
+    exact, rounded = (checkpoint.Weights(outs[name]) for name in ("float32", "float16"))
+    assert (exact.dtype, rounded.dtype) == (torch.float32, torch.float16)
+    assert all(torch.equal(exact[name].half(), rounded[name]) for name in exact)
+
+
+def test_a_float16_source_at_its_own_shape_keeps_its_bits(halves, text, tmp_path):
+    prune(plan_for(halves["float16"], text), out=tmp_path / "out", arguments={}, began=0.0, force=False)
+    before, after = checkpoint.Weights(halves["float16"]), checkpoint.Weights(tmp_path / "out")
+    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_float16_target_thinks_is_what_the_same_numbers_in_float32_think(halves):
+    batch = text_batch([np.arange(3, 36)])
+    seen = {name: Local(place, CPU).see(batch, 8) for name, place in halves.items()}
+    for column in fields(seen["float32"]):
+        a, b = (getattr(seen[name], column.name) for name in ("float32", "float16"))
+        assert np.array_equal(a, b)

@@ -1,0 +1,203 @@
+"""The walk runs the model it is given; rotating changes nothing; the refit finds what was planted."""
+
+import pytest
+import torch
+from builders import FAMILIES, build
+from torch import Tensor, nn
+
+from draftlab.model import checkpoint, hub
+from draftlab.model.shape import Shape
+from draftlab.prune.choose import choose, first_scores
+from draftlab.prune.cut import Cut, Rotated, keep_all
+from draftlab.prune.importance import calibrate
+from draftlab.prune.refit import Fit, Lockstep, _fit_matrix, ridge_solve
+from draftlab.prune.walk import Walk
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 300, (4, 33), generator=torch.Generator().manual_seed(1))
+UNTIED = [family for family in FAMILIES if "tied" not in family]
+
+
+def run_all(walk: Walk, rows: list[Tensor]) -> list[Tensor]:
+    streams = walk.embed(rows)
+    for index in range(len(walk.layers)):
+        with walk.layer(index) as (_, run):
+            streams = [run(stream) for stream in streams]
+    with walk.head() as (_, run):
+        return [run(stream) for stream in streams]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_walking_streamed_or_resident_gives_the_models_own_bits(family, family_dirs):
+    source = family_dirs[family]
+    weights, config = checkpoint.Weights(source), checkpoint.read_config(source)
+    model = checkpoint.load_model(source, torch.float32)
+    with torch.inference_mode():
+        wanted = [model(row[None], use_cache=False).logits for row in IDS]
+    for resident in (False, True):
+        found = run_all(Walk(weights, config, torch.float32, CPU, resident), [row[None] for row in IDS])
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_walk_holds_one_layer_at_a_time(family_dirs):
+    source = family_dirs["llama"]
+    walk = Walk(checkpoint.Weights(source), checkpoint.read_config(source), torch.float32, CPU)
+
+    def real() -> int:
+        return sum(p.numel() for p in walk.model.parameters() if not p.is_meta)
+
+    walk.embed([IDS[:1]])
+    assert real() == 0
+    with walk.layer(2):
+        assert real() == sum(p.numel() for p in walk.layers[2].parameters())
+    assert real() == 0
+
+
+@pytest.mark.parametrize("family", UNTIED)
+def test_rotating_the_stream_changes_no_logit(family, family_dirs):
+    source = family_dirs[family]
+    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    rotation, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    turned = Rotated(weights, have, rotation)
+    assert set(turned) == set(weights)
+    there, here = (run_all(Walk(w, config, torch.float32, CPU), [IDS[:1]])[0] for w in (turned, weights))
+    assert (there - here).abs().max() / here.abs().max() < 1e-4
+    skewed = Rotated(weights, have, rotation * 1.1)
+    assert (run_all(Walk(skewed, config, torch.float32, CPU), [IDS[:1]])[0] - here).abs().max() > 0.01
+
+
+def test_a_tied_model_is_not_rotated(family_dirs):
+    have = checkpoint.read_shape(family_dirs["llama3_tied"])
+    with pytest.raises(ValueError, match="tied"):
+        Rotated(checkpoint.Weights(family_dirs["llama3_tied"]), have, torch.eye(64))
+
+
+def widened(small: nn.Module, shape: Shape, width: int) -> tuple[dict[str, Tensor], Shape]:
+    """The same function in a residual stream of width dimensions of which only shape.hidden carry anything."""
+    out, _ = torch.linalg.qr(torch.randn(width, shape.hidden, generator=torch.Generator().manual_seed(5)))
+    share = (shape.hidden / width) ** 0.5  # an RMSNorm over more dimensions divides by less
+    parameters = dict(small.named_parameters())
+    wide = {}
+    for name, axes in shape.axes().items():
+        tensor = parameters[name].detach()
+        if name.endswith("norm.weight"):
+            wide[name] = torch.ones(width)
+            continue
+        if name == "lm_head.weight":
+            tensor = tensor * parameters["model.norm.weight"].detach() * share
+        elif axes[-1] == "hidden" and name != "model.embed_tokens.weight":
+            norm = "input_layernorm" if "self_attn" in name else "post_attention_layernorm"
+            tensor = tensor * parameters[f"model.layers.{name.split('.')[2]}.{norm}.weight"].detach() * share
+        for dim, axis in enumerate(axes):
+            if axis == "hidden":
+                tensor = (tensor.movedim(dim, -1) @ out.T).movedim(-1, dim)
+        wide[name] = tensor
+    return wide, shape.model_copy(update={"hidden": width})
+
+
+def test_principal_directions_find_a_narrow_stream_exactly():
+    small = build("mistral", seed=6)
+    shape = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
+    weights, wide = widened(small, shape, 96)
+    config = checkpoint.config_for(wide, small.config.to_dict())
+    source = Walk(weights, config, torch.float32, CPU)
+    wanted = run_all(source, [IDS[:1]])[0]
+    with torch.inference_mode():
+        assert (small(IDS[:1]).logits - wanted).abs().max() / wanted.abs().max() < 1e-3
+    importance = calibrate(source, wide, [row[None] for row in IDS], print)
+    rotation, energy = importance.principal(64)
+    assert energy > 1 - 1e-6
+    keep = keep_all(shape)
+    draft = Walk(Cut(Rotated(weights, wide, rotation), shape, keep), small.config.to_dict(), torch.float32, CPU)
+    lockstep = Lockstep(source, draft, layers=keep.layers, basis=rotation, fit=Fit(outputs=False))
+    found = dict(lockstep.tensors([row[None, :-1] for row in IDS[:2]], [row[None] for row in IDS[2:]], print))
+    assert float(found["model.norm.weight"].mean()) == pytest.approx((96 / 64) ** 0.5, rel=1e-3)
+    there = run_all(Walk(found, small.config.to_dict(), torch.float32, CPU), [IDS[:1]])[0]
+    assert (there - wanted).abs().max() / wanted.abs().max() < 1e-3
+    assert lockstep.agreement is not None
+    assert lockstep.agreement.acceptance > 0.999
+
+
+def planted(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    change = torch.randn(20, 7, generator=torch.Generator().manual_seed(99))
+    x = torch.randn(rows, 20, generator=rng)
+    return x, x @ change, change
+
+
+def test_ridge_recovers_a_planted_map_and_a_strong_one_changes_nothing():
+    x, error, change = planted(400, 0)
+    found = ridge_solve(x.T @ x, x.T @ error, 1e-9)
+    torch.testing.assert_close(found, change.double(), atol=1e-5, rtol=1e-5)
+    assert ridge_solve(x.T @ x, x.T @ error, 1e9).abs().max() < 1e-6
+
+
+def test_a_refit_that_hurts_held_out_text_is_not_taken():
+    linear = nn.Linear(20, 7, bias=False)
+    before = linear.weight.detach().clone()
+    x, error, _ = planted(400, 0)
+    y, other, change = planted(100, 1)
+    _fit_matrix(linear, iter([(x, error), (y, -other)]), 1, 1e-9)
+    assert torch.equal(linear.weight, before)
+    _fit_matrix(linear, iter([(x, error), (y, other)]), 1, 1e-9)
+    torch.testing.assert_close(linear.weight.detach(), before + change.T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "llama3_tied"])
+def test_refitting_a_broken_output_matrix_repairs_it(family, family_dirs):
+    """The draft is the source with one o_proj and one down_proj spoilt; the refit has all it needs to undo that."""
+    source = family_dirs[family]
+    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    spoilt = dict(weights.items())
+    for name in ("model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.down_proj.weight"):
+        spoilt[name] = spoilt[name] + 0.2 * torch.randn(spoilt[name].shape, generator=torch.Generator().manual_seed(3))
+    rows = torch.randint(3, 300, (30, 33), generator=torch.Generator().manual_seed(2))
+    results = []
+    for outputs in (False, True):
+        lockstep = Lockstep(
+            Walk(weights, config, torch.float32, CPU),
+            Walk(spoilt, config, torch.float32, CPU),
+            layers=list(range(have.layers)),
+            basis=torch.eye(64),
+            fit=Fit(norms=False, outputs=outputs, ridge=1e-6),
+        )
+        dict(lockstep.tensors([row[None, :-1] for row in rows[:20]], [row[None] for row in rows[20:]], print))
+        assert lockstep.agreement is not None
+        results.append(lockstep.agreement.acceptance)
+    assert results[0] < 0.9
+    assert results[1] > 0.999
+
+
+def test_on_the_embedded_target_rotation_and_refit_each_raise_acceptance():
+    source = checkpoint.locate("tiny")
+    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    shape = have.model_copy(update={"layers": 4, "hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 256})
+    tokenizer = checkpoint.load_tokenizer(source)
+    ids = tokenizer((hub.EMBEDDED.parent / "checkpoint.py").read_text(), return_tensors="pt")["input_ids"][0]
+    rows = ids[: 129 * (len(ids) // 129)].unflatten(0, (-1, 129))
+    assert len(rows) > 20
+    importance = calibrate(Walk(weights, config, torch.float32, CPU), have, [r[None, :-1] for r in rows[:16]], print)
+    rotation, _ = importance.principal(128)
+    keep = choose(importance.scores, have, shape, [0, 5, 10, 15])
+    turned = keep.model_copy(update={"hidden": list(range(128))})
+    arms = {
+        "cut": (Cut(weights, shape, keep), torch.eye(256)[:, keep.hidden], Fit(norms=False, outputs=False)),
+        "turned": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, Fit(outputs=False)),
+        "refitted": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, Fit()),
+    }
+    found = {}
+    for name, (cut, basis, fit) in arms.items():
+        draft = Walk(cut, checkpoint.config_for(shape, config, keep.layers), torch.float32, CPU)
+        lockstep = Lockstep(Walk(weights, config, torch.float32, CPU), draft, layers=keep.layers, basis=basis, fit=fit)
+        dict(lockstep.tensors([r[None, :-1] for r in rows[:16]], [r[None] for r in rows[16:]], print))
+        assert lockstep.agreement is not None
+        found[name] = lockstep.agreement.acceptance
+    assert found["cut"] + 0.01 < found["turned"] < found["refitted"] - 0.03
+
+
+def test_first_keeps_the_first(family_dirs):
+    have = checkpoint.read_shape(family_dirs["llama"])
+    shape = have.model_copy(update={"heads": 4, "kv_heads": 2, "hidden": 32, "ffn": 8})
+    keep = choose(first_scores(have), have, shape, [0, 1])
+    assert keep.hidden == list(range(32))
+    assert keep.heads[0] == [0, 1, 2, 3]

@@ -1,0 +1,224 @@
+"""A ranking says what its numbers allow: paired where prompts are the same, and told apart only where that holds."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from scipy.stats import binomtest
+from test_report import PROMPTS, UNEVEN, change, conditioned, model, plain, rendered, score, speculative
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.errors import UserError
+from draftlab.results.cautions import cautions
+from draftlab.results.compare import (
+    as_dict,
+    category_rows,
+    category_table,
+    comparison,
+    mcnemar,
+    over,
+    paired_tests,
+    prompt_rows,
+    rank,
+    read_candidates,
+    words,
+)
+from draftlab.results.report import html, json_rows
+from draftlab.results.score import Counters, Environment, Generation, Prompt, Score, Served, TaskResult
+
+
+def at(name: str, seconds: list[float]) -> Score:
+    """5 steps of 3 tokens on average for each prompt, in so many seconds; plain decoding differs by prompt."""
+    runs = [speculative(i, [4, 2, 0, 3, 1], 4, s) for i, s in enumerate(seconds)]
+    return change(score(name), plain=UNEVEN, speculative={4: runs})
+
+
+def kept(folder: Path, *scores: Score) -> list[Path]:
+    for one in scores:
+        (folder / one.name).mkdir(parents=True)
+        (folder / one.name / "score.json").write_text(one.model_dump_json())
+    return [folder / one.name for one in scores]
+
+
+def test_drafts_that_differ_by_the_same_share_everywhere_are_told_apart_by_pairing(tmp_path):
+    """Prompts differ threefold, the drafts by a twentieth: their intervals overlap, the ratio's is a point."""
+    seconds = [0.1 + 0.05 * i for i in range(PROMPTS)]
+    fast, slow = at("fast", seconds), at("slow", [1.05 * s for s in seconds])
+    places = rank(read_candidates(kept(tmp_path, slow, fast)))
+    assert [p.candidate.name for p in places] == ["fast", "slow"]
+    (behind,) = [p.behind for p in places if p.behind is not None]
+    assert behind.value == pytest.approx(1 / 1.05)
+    assert (behind.low, behind.high) == (pytest.approx(1 / 1.05), pytest.approx(1 / 1.05))
+    assert slow.speedup(4).high > fast.speedup(4).low
+    assert words(places)[1] == "slow is slower: 0.95 (0.95 to 0.95) of it."
+    other = conditioned(slow, prompts_sha256="others")
+    apart = rank(read_candidates(kept(tmp_path / "o", fast, other)))[1]
+    assert (apart.paired, apart.told_apart) == (False, False)
+
+
+def test_a_difference_that_prompts_do_not_agree_on_is_not_told_apart(tmp_path):
+    fast, noisy = at("even", [0.2] * PROMPTS), at("noisy", [0.12, 0.3] * (PROMPTS // 2))
+    places = rank(read_candidates(kept(tmp_path, fast, noisy)))
+    assert places[1].told_apart is False
+    assert "cannot be told apart from it" in words(places)[1]
+    assert "~ noisy" in rendered(comparison(places), 80)
+
+
+def test_plain_decoding_of_two_runs_is_taken_out():
+    """The second run's machine was twice as slow, with the draft and without."""
+    one, slower = [0.2] * PROMPTS, [0.4] * PROMPTS
+    here, there = at("a", one), at("b", slower)
+    doubled = [plain(g.prompt, 2 * g.decode_seconds) for g in UNEVEN]
+    assert over(here, change(there, plain=doubled)).value == pytest.approx(1)
+
+
+def test_a_draft_that_changed_the_output_is_last_whatever_its_speed(tmp_path):
+    wrong = change(at("wrong", [0.05] * PROMPTS), identical=False)
+    places = rank(read_candidates(kept(tmp_path, wrong, at("right", [0.2] * PROMPTS))))
+    assert [p.candidate.name for p in places] == ["right", "wrong"]
+    assert "wrong changed the output" in words(places)[1]
+
+
+def test_a_draft_under_a_lossy_rule_is_last_and_not_called_the_fastest(tmp_path):
+    lossy = conditioned(at("lossy", [0.05] * PROMPTS), temperature=1, rule="lenient", lossy=True)
+    places = rank(read_candidates(kept(tmp_path, lossy, at("right", [0.2] * PROMPTS))))
+    assert [p.candidate.name for p in places] == ["right", "lossy"]
+    assert "lossy changed the output" in words(places)[1]
+    alone = rank(read_candidates([tmp_path / "lossy"]))
+    assert words(alone) == [f"lossy changed the output: its speed-up of {lossy.speedup_value(4):.2f}x does not count."]
+    assert as_dict(alone[0])["identical"] is False
+
+
+def test_drafts_of_different_targets_do_not_compare(tmp_path):
+    other = change(score("b"), target=model("other", 12, 20.0, []))
+    with pytest.raises(UserError, match="different targets"):
+        rank(read_candidates(kept(tmp_path, score("a"), other)))
+
+
+@pytest.mark.parametrize(("won", "lost"), [(0, 0), (1, 0), (8, 13), (13, 8), (0, 12), (40, 40)])
+def test_mcnemars_exact_p_is_scipys_binomial_one(won, lost):
+    expected = binomtest(won, won + lost).pvalue if won + lost else 1.0
+    assert mcnemar(won, lost) == pytest.approx(expected)
+
+
+def result(items: list[float], metric: str = "acc", better: bool = True) -> TaskResult:
+    value = sum(items) / len(items)
+    return TaskResult(task="t", metric=metric, value=value, stderr=None, higher_is_better=better, items=items)
+
+
+def test_items_are_compared_in_pairs():
+    (found,) = paired_tests([result([1, 1, 1, 0, 1, 0])], [result([1, 0, 0, 0, 0, 1])])
+    assert (found.won, found.lost, found.difference.value) == (3, 1, pytest.approx(2 / 6))
+    assert found.p == pytest.approx(0.625)
+    assert not found.told_apart
+    (lower,) = paired_tests([result([2.0, 3.0], "loss", False)], [result([2.5, 3.5], "loss", False)])
+    assert (lower.p, lower.won, lower.told_apart) == (None, 2, True)
+    assert paired_tests([result([1, 0])], [result([1, 0, 1])]) == []  # other items
+
+
+def test_no_difference_is_rarely_called_one():
+    """Two drafts, both right on three of four items: by the test's law at most 5 % of 200 pairs are told apart."""
+    rng = random.Random(0)
+    drawn = [[float(rng.random() < 0.75) for _ in range(60)] for _ in range(400)]
+    found = [mcnemar(*_discordant(a, b)) < 0.05 for a, b in zip(drawn[::2], drawn[1::2], strict=True)]
+    assert sum(found) <= 10
+
+
+def _discordant(a: list[float], b: list[float]) -> tuple[int, int]:
+    return sum(x > y for x, y in zip(a, b, strict=True)), sum(x < y for x, y in zip(a, b, strict=True))
+
+
+def test_predictions_stand_beside_scores_and_are_called_so(tmp_path):
+    interval = {"value": 3.0, "low": 3.0, "high": 3.0, "n": 1}
+    row = {"k": 5, "length": interval, "speedup": interval, "tokens_per_second": 70.0, "beta": 1.1}
+    said = {"predictions": [{"name": "wide, graphs", "target": "target on 4 x A100, float16", "rows": [row]}]}
+    (tmp_path / "predicted.json").write_text(json.dumps(said))
+    places = rank(read_candidates([tmp_path / "predicted.json", *kept(tmp_path, score("a"))]))
+    assert [(p.candidate.name, p.told_apart) for p in places] == [("wide, graphs", None), ("a", None)]
+    assert words(places)[0] == "wide, graphs is fastest: 3.00x at K = 5 (predicted)."
+    (tmp_path / "predicted.json").write_text('{"predictions": [{}]}')
+    with pytest.raises(UserError, match="is not what predict --json prints"):
+        read_candidates([tmp_path / "predicted.json"])
+
+
+def test_the_command_ranks_and_keeps_the_bar(tmp_path):
+    kinds = [Prompt(tokens=9, category="code" if i % 2 else "chat") for i in range(PROMPTS)]
+    paths = kept(tmp_path, score("slow", speed=0.5), change(score("fast"), prompts=kinds))
+    call = ["compare", *map(str, paths)]
+    found = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)["ranking"]
+    assert [row["draft"] for row in found] == ["fast", "slow"]
+    assert [(row["category"], row["prompts"]) for row in found[0]["categories"]] == [("chat", 4), ("code", 4)]
+    assert found[0]["categories"][0]["speedup"] == pytest.approx(2.0)
+    missed = CliRunner().invoke(app, [*call, "--min-speedup", "2.5", "--min-acceptance-length", "2"])
+    assert missed.exit_code == 3
+    assert "fast: speed-up 2.000 is below --min-speedup 2.5" in missed.stderr
+    assert CliRunner().invoke(app, ["compare", str(tmp_path / "none")]).exit_code == 1
+
+
+def test_a_served_score_stands_beside_a_local_one(tmp_path):
+    whole = [Served(prompt=i, tokens=16, seconds=0.6) for i in range(PROMPTS)]
+    fast = [Served(prompt=i, tokens=16, seconds=0.3) for i in range(PROMPTS)]
+    counters = {4: Counters(steps=40, drafted=160, accepted=[32, 24, 16, 8])}
+    served = change(score("served"), plain=whole, speculative={4: fast}, counters=counters)
+    again = Score.model_validate_json(served.model_dump_json())
+    assert again == served
+    assert (again.speedup(4).value, again.acceptance(4).mean_acceptance_length) == (pytest.approx(2), 3.0)
+    places = rank(read_candidates(kept(tmp_path, served, score("a", speed=0.9))))
+    assert [p.candidate.name for p in places] == ["served", "a"]
+    page = html([served, score("a")], "")
+    assert "servers decoded it: times are whole requests" in page
+    assert "Latency against depth" in page  # of the local one
+    alone = change(served, target=change(served.target, latency=[]))
+    assert "Latency against depth" not in html([alone], "")
+    assert json_rows([served])[0]["draft_share"] is None
+
+
+def test_a_slow_down_is_not_praised(tmp_path):
+    """Plain decoding takes 0.3 to 1 s: half as much again with the draft, and as much with another."""
+    plain_seconds = [0.3 + 0.1 * i for i in range(PROMPTS)]
+    slow = at("slow", [1.5 * s for s in plain_seconds])
+    even = at("even", [s * (0.8, 1.3)[i % 2] for i, s in enumerate(plain_seconds)])
+    places = rank(read_candidates(kept(tmp_path, slow)))
+    assert words(places) == [
+        "No draft is fastest: even slow, the best of them, has 0.67 (0.67 to 0.67) of its speed at K = 4 (measured)."
+    ]
+    table = rendered(comparison(places), 100)
+    assert table.index("* no draft") < table.index("slow")
+    both = rank(read_candidates(kept(tmp_path / "o", slow, even)))
+    assert words(both)[0].startswith("No draft here is clearly faster than none: even comes nearest")
+
+
+def test_no_draft_has_its_place(tmp_path):
+    places = rank(read_candidates(kept(tmp_path, at("fast", [0.2] * PROMPTS), at("slow", [2.0] * PROMPTS))))
+    table = rendered(comparison(places), 100)
+    assert table.index("* fast") < table.index("no draft") < table.index("slow")
+    assert as_dict(places[0])["plain_tokens_per_second"] == pytest.approx(places[0].candidate.score.output_tps(0))
+
+
+def test_a_kind_of_prompt_that_is_answered_with_its_end_has_no_speed(tmp_path):
+    base = at("draft", [0.2] * PROMPTS)
+    kinds = [Prompt(tokens=9, category="a" if i else "b") for i in range(PROMPTS)]
+    ended = Generation(
+        prompt=0, tokens=1, drafted=[], accepted=[], emitted=[], prefill_seconds=0.1, draft_seconds=0,
+        verify_seconds=0, host_seconds=0,
+    )  # fmt: skip
+    one = change(
+        base, prompts=kinds, plain=[ended, *base.plain[1:]], speculative={4: [ended, *base.speculative[4][1:]]}
+    )
+    assert category_rows(one)[1]["speedup"] is None
+    assert category_rows(one)[0]["speedup"] is not None
+    assert prompt_rows(one)[0]["output_tps"] is None
+    assert "–" in rendered(category_table(one), 80)
+    assert any("1 of 8 prompts were answered with one token" in text for text in cautions([one]))
+
+
+def test_stalls_and_a_busy_machine_are_said_on_the_page():
+    base = at("draft", [0.2] * PROMPTS)
+    assert not [text for text in cautions([base]) if "busy" in text]
+    again = [plain(g.prompt, (8 if g.prompt == 2 else 1) * g.decode_seconds) for g in base.plain]
+    said = cautions([change(base, plain=[*base.plain, *again])])
+    assert any("1 of 8 prompts took over 1.5 times as long in one repeat as in another, up to 8.0" in t for t in said)
+    busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
+    assert any("other work kept 1.5 of 2 cores busy" in t for t in cautions([change(base, environment=busy)]))

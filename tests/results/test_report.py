@@ -1,0 +1,447 @@
+"""Laws of reports: every number is the record's, every name is only text, a page loads nothing, warnings are exact."""
+
+import json
+import re
+from html import escape
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from draftlab.errors import UserError
+from draftlab.model.shape import Shape
+from draftlab.results.cautions import cautions
+from draftlab.results.report import html, json_rows, k_table, markdown, score_table
+from draftlab.results.score import Conditions, Generation, Latency, Model, Score, TaskResult
+
+PROMPTS = 8
+ACC = TaskResult(task="py_choice", metric="acc", value=0.612, stderr=0.014, higher_is_better=True)
+PERPLEXITY = TaskResult(task="py_text", metric="perplexity", value=12.3, stderr=None, higher_is_better=False)
+CONDITIONS = Conditions(
+    device="cpu",
+    dtype="float32",
+    mode="eager",
+    threads=1,
+    temperature=0,
+    data="standard library",
+    prompts=PROMPTS,
+    prompt_tokens=32,
+    max_new_tokens=16,
+    repeats=1,
+    context=64,
+    seed=0,
+)
+
+
+def model(name: str, layers: int, ms: float, tasks: list[TaskResult]) -> Model:
+    shape = Shape(layers=layers, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=512)
+    latency = [Latency(width=1, median_ms=ms, low_ms=0.9 * ms, high_ms=1.2 * ms, n=30)]
+    return Model(name=name, sha256=f"{layers:064x}", shape=shape, latency=latency, tasks=tasks)
+
+
+def plain(prompt: int, seconds: float) -> Generation:
+    """15 tokens after the first, in 15 steps that draft nothing."""
+    return Generation(
+        prompt=prompt,
+        tokens=16,
+        drafted=[0] * 15,
+        accepted=[0] * 15,
+        emitted=[1] * 15,
+        prefill_seconds=0.1,
+        draft_seconds=0,
+        verify_seconds=seconds,
+        host_seconds=0,
+    )
+
+
+def speculative(prompt: int, accepted: list[int], k: int, seconds: float, cut: int = 0) -> Generation:
+    """Time is one third drafting, one half verifying, one sixth host; the first cut steps emit one token less."""
+    emitted = [a + 1 - (i < cut) for i, a in enumerate(accepted)]
+    return Generation(
+        prompt=prompt,
+        tokens=1 + sum(emitted),
+        drafted=[k] * len(accepted),
+        accepted=accepted,
+        emitted=emitted,
+        prefill_seconds=0.1,
+        draft_seconds=seconds / 3,
+        verify_seconds=seconds / 2,
+        host_seconds=seconds / 6,
+    )
+
+
+UNEVEN = [plain(i, 0.3 + 0.1 * i) for i in range(PROMPTS)]
+
+
+def score(name: str = "wide", *, speed: float = 1.0, layers: int = 2, tasks: tuple[TaskResult, ...] = (ACC,)) -> Score:
+    """Twice as fast at K = 4 (3 tokens per pass, half accepted) and 1.2 times at K = 1, both multiplied by speed."""
+    return Score(
+        name=name,
+        target=model("target", 12, 20.0, []),
+        draft=model(f"runs/{name}", layers, 2.5, list(tasks)),
+        conditions=CONDITIONS,
+        plain=[plain(i, 0.6) for i in range(PROMPTS)],
+        speculative={
+            1: [speculative(i, [1] * 7 + [0], 1, 0.5 / speed) for i in range(PROMPTS)],
+            4: [speculative(i, [4, 2, 0, 3, 1], 4, 0.3 / speed) for i in range(PROMPTS)],
+        },
+        identical=True,
+        distinct_4grams=0.8,
+        command=f"draftlab score {name}",
+        versions={"draftlab": "0.1.0"},
+        created="2026-01-02T03:04:05Z",
+    )
+
+
+def change(base: Score, **fields: object) -> Score:
+    return base.model_copy(update=fields)
+
+
+def conditioned(base: Score, **fields: object) -> Score:
+    return change(base, conditions=base.conditions.model_copy(update=fields))
+
+
+def with_cuts(steps_cut: int, of: int) -> Score:
+    runs = [speculative(i, [4] * (of // PROMPTS), 4, 0.3, cut=steps_cut if i == 0 else 0) for i in range(PROMPTS)]
+    return change(score(), speculative={4: runs})
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails where a tag closes another."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def rendered(table: Table, width: int) -> str:
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def markdown_rows(text: str) -> list[dict[str, str]]:
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    heads = [cell.strip() for cell in lines[0]]
+    board = [line for line in lines[2:] if len(line) == len(heads)]
+    return [dict(zip(heads, (cell.strip() for cell in line), strict=True)) for line in board]
+
+
+def test_markdown_holds_the_records_numbers():
+    (row,) = markdown_rows(markdown([score()]))
+    assert row == {
+        "draft": "wide",
+        "layers x hidden": "2 x 64",
+        # embedding and head 2 x 512 x 64, per layer 2 x 64 x 64 + 2 x 32 x 64 + 3 x 64 x 176 + 2 x 64, final norm 64
+        "parameters": "158k",
+        "draft ms per token (quartiles)": "2.50 (2.25 to 3.00)",
+        "c": "0.125",
+        "K": "4",
+        "acceptance rate": "50.0%",
+        "tokens per target pass": "3.00",
+        "tokens/s plain": "25.0",
+        "tokens/s speculative": "50.0",
+        "speed-up (95% interval)": "2.00x (2.00 to 2.00)",
+        "acc, py_choice": "0.612 ± 0.014",
+        "KV bytes per token": "512",
+    }
+
+
+def test_interval_is_the_records():
+    uneven = change(score(), plain=UNEVEN)
+    gain = uneven.speedup(4)
+    assert gain.low < gain.value < gain.high
+    text = f"{gain.value:.2f}x ({gain.low:.2f} to {gain.high:.2f})"
+    assert markdown_rows(markdown([uneven]))[0]["speed-up (95% interval)"] == text
+
+
+def test_one_prompt_has_no_interval():
+    single = change(score(), plain=[plain(0, 0.6)], speculative={4: [speculative(0, [4, 2, 0, 3, 1], 4, 0.3)]})
+    assert markdown_rows(markdown([single]))[0]["speed-up (95% interval)"] == "2.00x (n = 1)"
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", "512"), ("bfloat16", "256"), ("float8_e4m3fn", "128")])
+def test_kv_bytes_follow_the_dtype(dtype: str, expected: str):
+    assert markdown_rows(markdown([conditioned(score(), dtype=dtype)]))[0]["KV bytes per token"] == expected
+
+
+def test_fastest_draft_comes_first():
+    rows = markdown_rows(markdown([score("slow", speed=0.6), score("fast"), score("mid", speed=0.8)]))
+    assert [row["draft"] for row in rows] == ["fast", "mid", "slow"]
+
+
+def test_a_draft_that_changes_the_output_is_never_the_fastest():
+    rows = markdown_rows(markdown([change(score("lossy", speed=2), identical=False), score("true")]))
+    assert [row["draft"] for row in rows] == ["true", "lossy"]
+
+
+def caption(one: Score) -> str:
+    return " ".join(str(score_table([one]).caption).split())
+
+
+def test_a_lossy_rule_is_said_everywhere_and_never_the_fastest():
+    lossy = conditioned(change(score("typ", speed=2), identical=None), temperature=1, rule="typical", lossy=True)
+    rows = markdown_rows(markdown([lossy, score("true")]))
+    assert [row["draft"] for row in rows] == ["true", "typ"]
+    assert lossy.verdict().startswith("LOSSY: not the target's own output. ")
+    assert "rule typical (LOSSY)" in caption(lossy)
+    assert "LOSSY" in cautions([lossy])[0]
+    assert markdown([lossy]).startswith("No draft here leaves the output of target what it is")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"top_k": 5}, "greedy"),
+        ({"temperature": 1}, "sampled at temperature 1, rule leviathan"),
+        (
+            {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "rule": "block"},
+            "sampled at temperature 0.5, top-k 5, top-p 0.9, min-p 0.1, rule block",
+        ),
+        ({"temperature": 1, "mode": "served"}, "sampled at temperature 1"),
+    ],
+)
+def test_the_table_says_how_tokens_were_chosen(how, text):
+    assert f"each at its best K, {text}. c:" in caption(conditioned(score(), **how))
+
+
+def test_sampling_is_no_fault():
+    assert cautions([change(score(), identical=None)]) == []
+
+
+@pytest.mark.parametrize(
+    ("speed", "expected"),
+    [
+        (1.0, "With wide as its draft, target writes 2.17 times as many"),
+        (0.5, "No draft here makes target clearly faster"),
+        (0.2, "No draft here helps target: even with the best, wide, it keeps"),
+    ],
+)
+def test_answer_says_whether_the_best_draft_helps(speed: float, expected: str):
+    assert markdown([change(score(speed=speed), plain=UNEVEN)]).startswith(expected)
+
+
+def test_answer_tells_drafts_apart_only_where_intervals_part():
+    near = [change(score("a"), plain=UNEVEN), change(score("b", speed=0.98), plain=UNEVEN)]
+    assert "does not tell them apart" in markdown(near)
+    assert "does not tell them apart" not in markdown([score("a"), score("b", speed=0.8)])
+
+
+def test_accuracy_column_never_mixes_tasks():
+    other = ACC.model_copy(update={"task": "other_choice"})
+    rows = markdown_rows(markdown([score("a"), score("b", speed=0.9, tasks=(other,))]))
+    assert [row["acc, py_choice"] for row in rows] == ["0.612 ± 0.014", "–"]
+
+
+HOSTILE = '<b>"x"</b> | & [red]y[/red] $z$ _w_'
+
+
+def test_names_cannot_break_the_markdown_table():
+    (row,) = markdown_rows(markdown([score(HOSTILE)]))
+    assert row["draft"] == '&lt;b&gt;"x"&lt;/b&gt; \\| &amp; [red]y[/red] $z$ _w_'
+    assert row["K"] == "4"
+
+
+def test_names_are_text_on_the_page():
+    other = score("_other", speed=0.9)
+    source = html([score(HOSTILE), other], command="draftlab report <i>")
+    page = Page(source)
+    assert not {"b", "i"} & {tag for tag, _ in page.tags}
+    assert HOSTILE in page.text
+    assert "$z$ _w_, K=4" in page.text  # the label in a plot, where a pair of $ would be mathematics
+    assert "_other" in page.text
+    assert escape("draftlab report <i>") in source
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("count", [1, 5])
+def test_score_table_shows_every_number_whole(width: int, count: int):
+    names = ["a-draft-with-quite-a-long-name", *(f"draft-{i}" for i in range(1, count))]
+    text = rendered(score_table([score(name, speed=1 - 0.1 * i) for i, name in enumerate(names)]), width)
+    assert max(map(len, text.splitlines())) <= width
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("* "))
+    words = " ".join(lines[first : first + 2]).split()
+    assert {"2.50", "0.125", "4", "50.0%", "3.00", "50.0", "25.0", "2.00x", "2.00-2.00", "0.612", "512"} <= set(words)
+    assert sum(line.startswith("* ") for line in lines) == 2  # the best draft, and the caption that explains the mark
+
+
+def test_names_are_text_in_the_terminal():
+    assert HOSTILE in rendered(score_table([score(HOSTILE)]), 120)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_k_table_has_a_row_for_each_k(width: int):
+    text = rendered(k_table(score()), width)
+    assert max(map(len, text.splitlines())) <= width
+    one, four = (line.split() for line in text.splitlines() if re.match(r"[* ] \d", line))
+    assert one[:3] == ["1", "87.5%", "1.88"]
+    assert four[:5] == ["*", "4", "50.0%", "3.00", "1.50"]
+
+
+def test_page_loads_nothing():
+    source = html([score("a"), score("b", speed=0.9)], command="draftlab report a b")
+    page = Page(source)
+    assert page.open == []
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & {tag for tag, _ in page.tags}
+    addresses = [attrs[name] for _, attrs in page.tags for name in ("href", "src", "xlink:href") if name in attrs]
+    assert addresses
+    assert all(address and address.startswith("#") for address in addresses)
+    assert "http" not in source
+    assert "@import" not in source
+    assert not re.search(r"url\((?!#)", source)
+
+
+def test_local_references_of_the_page_resolve_and_no_two_plots_share_an_id():
+    page = Page(html([score("a"), score("b", speed=0.9)], command=""))
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    wanted = {str(attrs["href"])[1:] for _, attrs in page.tags if "href" in attrs}
+    wanted |= set(re.findall(r"url\(#([^)]+)\)", " ".join(str(attrs) for _, attrs in page.tags)))
+    assert len(ids) == len(set(ids))
+    assert wanted <= set(ids)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_page_draws_every_draft(count: int):
+    scores = [score(f"draft-{i}", speed=1 - 0.05 * i, layers=1 + i) for i in range(count)]
+    source = html(scores, command="")
+    page = Page(source)
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
+    assert all(page.text.count(f"draft-{i}") >= 5 for i in range(count))
+    assert "nan" not in "".join(attrs.get("d") or "" for _, attrs in page.tags)
+
+
+def test_best_draft_and_best_k_are_marked():
+    source = html([score("slow", speed=0.5), score("fast")], command="")
+    rows = re.findall(r'<tr class="best"><th scope="row">(?:<span.*?</span> )?([^<]*)<', source)
+    assert rows == ["fast", "4", "4"]
+
+
+def test_plots_take_the_pages_ink():
+    source = html([score()], command="")
+    assert "currentColor" in source
+    assert "#000000" not in source
+    assert "#ffffff" not in source
+
+
+def test_every_table_scrolls_in_its_own_box():
+    source = html([score()], command="")
+    assert source.count("<table") == source.count('<div class="scroll" tabindex="0"><table') > 3
+
+
+def test_one_draft_with_one_k_and_no_tasks():
+    bare = change(score(tasks=()), speculative={4: score().speculative[4]})
+    page = Page(html([bare], command=""))
+    assert sum(tag == "svg" for tag, _ in page.tags) == 4
+    assert "No draft has a task with the metric acc" in page.text
+    assert markdown_rows(markdown([bare]))[0]["accuracy"] == "–"
+    assert "2.00x" in rendered(score_table([bare]), 80)
+
+
+def test_a_draft_without_accuracy_is_left_out_of_that_plot_only():
+    page = Page(html([score("a"), score("b", speed=0.9, tasks=(PERPLEXITY,))], command=""))
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
+    assert "a, K=4" in page.text
+    assert "b, K=4" not in page.text
+
+
+FAULTS = [
+    (change(score(), identical=False), "output differs"),
+    (change(score(), distinct_4grams=0.49), "49% of the output's 4-grams"),
+    (conditioned(score(), prompts=7), "number of prompts: 7"),
+    (with_cuts(2, of=16), "2 of 16 steps at K = 4"),
+]
+
+
+@pytest.mark.parametrize(("faulty", "text"), FAULTS, ids=["lossy", "loop", "few", "cut"])
+def test_each_fault_gives_its_own_warning_everywhere(faulty: Score, text: str):
+    (found,) = cautions([faulty])
+    assert found.startswith("wide: ")
+    assert text in found
+    assert f"- Warning: {found}" in markdown([faulty])
+    assert found in Page(html([faulty], command="")).text
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [score(), change(score(), distinct_4grams=0.5), conditioned(score(), prompts=8), with_cuts(4, of=40)],
+    ids=["plain", "4-grams", "prompts", "cuts"],
+)
+def test_no_warning_up_to_the_bar(sound: Score):
+    assert cautions([sound]) == []
+    assert "Warning" not in markdown([sound])
+    assert "Read with care" not in html([sound], command="")
+
+
+def test_unequal_conditions_are_named():
+    others = [score("a"), conditioned(score("b"), threads=4, max_new_tokens=64)]
+    assert cautions(others) == [
+        "the drafts were measured with different threads, max new tokens: their speed-ups do not compare"
+    ]
+    assert "| threads | 1 (a); 4 (b) |" in markdown(others)
+    assert "| device | cpu |" in markdown(others)
+
+
+def test_unequal_targets_are_named():
+    assert "different target" in cautions([score("a"), change(score("b"), target=model("other", 13, 20.0, []))])[0]
+
+
+def test_json_has_a_flat_row_for_each_draft_and_k():
+    rows = json_rows([score("slow", speed=0.5), score("fast")])
+    assert [(row["draft"], row["num_speculative_tokens"], row["best"]) for row in rows] == [
+        ("slow", 1, False),
+        ("slow", 4, True),
+        ("fast", 1, False),
+        ("fast", 4, True),
+    ]
+    assert json.loads(json.dumps(rows)) == rows
+    assert not any(isinstance(value, dict) for row in rows for value in row.values())
+
+
+def test_json_has_vllms_names_and_the_records_numbers():
+    row = json_rows([score()])[1]
+    counts = {
+        "num_spec_steps": 5 * PROMPTS,
+        "num_draft_tokens": 20 * PROMPTS,
+        "num_accepted_draft_tokens": 10 * PROMPTS,
+        "draft_acceptance_rate": 0.5,
+        "mean_acceptance_length": 3.0,
+        "per_position_acceptance": [0.8, 0.6, 0.4, 0.2],
+        "acceptance_histogram": [PROMPTS] * 5,
+        "kv_bytes_per_token": 512,
+        "accuracy": 0.612,
+        "identical": True,
+        "dtype": "float32",
+    }
+    measured = {"speedup": 2, "speedup_low": 2, "speedup_high": 2, "output_tps": 50, "plain_output_tps": 25}
+    shares = {"draft_share": 1 / 3, "verify_share": 1 / 2, "host_share": 1 / 6, "break_even_length": 1.5}
+    assert {name: row[name] for name in counts} == counts
+    assert {name: row[name] for name in measured | shares} == pytest.approx(measured | shares)
+
+
+@pytest.mark.parametrize("render", [score_table, markdown, lambda scores: html(scores, command="")])
+def test_nothing_to_report_is_the_users_to_fix(render):
+    with pytest.raises(UserError, match="no scores"):
+        render([])

@@ -1,0 +1,161 @@
+"""Statistics of a score equal hand calculations, and contradictions in its measurements are refused."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_report import score
+
+from draftlab import intervals
+from draftlab.errors import UserError
+from draftlab.results.score import Generation, Score, acceptance, per_prompt, read_score
+
+
+def generation(prompt=0, drafted=(), accepted=(), emitted=None, seconds=1.0) -> Generation:
+    emitted = [a + 1 for a in accepted] if emitted is None else emitted
+    return Generation(
+        prompt=prompt,
+        tokens=1 + sum(emitted),
+        drafted=list(drafted),
+        accepted=list(accepted),
+        emitted=list(emitted),
+        prefill_seconds=0.5,
+        draft_seconds=0.25 * seconds,
+        verify_seconds=0.5 * seconds,
+        host_seconds=0.25 * seconds,
+    )
+
+
+def speedup(fast: list[Generation], slow: list[Generation]) -> intervals.Interval:
+    return intervals.speedup(([per_prompt(fast)], per_prompt(slow)))
+
+
+def test_acceptance_of_a_hand_counted_run():
+    """K = 3. Steps: 3 of 3, 0 of 3, 1 of 3, 2 of 2 (the end was near), and one step without a draft."""
+    found = acceptance([generation(drafted=[3, 3, 3, 2, 0], accepted=[3, 0, 1, 2, 0])], 3)
+    assert found.num_spec_steps == 4
+    assert found.num_draft_tokens == 11
+    assert found.num_accepted_draft_tokens == 6
+    assert found.draft_acceptance_rate == pytest.approx(6 / 11)
+    assert found.mean_acceptance_length == pytest.approx(1 + 6 / 4)
+    assert found.per_position_acceptance == pytest.approx([3 / 4, 2 / 4, 1 / 4])
+    assert found.conditional_acceptance == pytest.approx([3 / 4, 2 / 3, 1 / 1])
+    assert found.acceptance_histogram == [1, 1, 1, 1]
+    assert found.n_truncated_steps == 0
+
+
+steps = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)).map(lambda t: (t[0], min(t))), min_size=1, max_size=30)
+
+
+@given(steps)
+@settings(max_examples=60, deadline=None)
+def test_self_checks_of_the_metrics_hold(run):
+    found = acceptance([generation(drafted=[d for d, _ in run], accepted=[a for _, a in run])], 5)
+    assert 1 <= found.mean_acceptance_length <= 6
+    assert found.mean_acceptance_length == pytest.approx(1 + sum(found.per_position_acceptance))
+    assert sum(found.acceptance_histogram) == found.num_spec_steps
+    assert 0 <= found.draft_acceptance_rate <= 1
+
+
+def test_a_step_cut_by_the_end_counts_and_is_named():
+    found = acceptance([generation(drafted=[4], accepted=[4], emitted=[2])], 4)
+    assert found.n_truncated_steps == 1
+    assert found.mean_acceptance_length == 5
+
+
+@pytest.mark.parametrize(("drafted", "accepted"), [([2], [3]), ([5], [0])])
+def test_contradictions_are_refused(drafted, accepted):
+    with pytest.raises(ValueError, match="accepted > drafted"):
+        acceptance([generation(drafted=drafted, accepted=accepted)], 4)
+
+
+def test_speed_up_is_a_ratio_of_sums_without_the_prefill():
+    """Plain: 4 + 8 tokens after the first in 1 + 3 seconds. Fast: the same tokens in 1 + 1 seconds."""
+    slow = [generation(0, [0] * 4, [0] * 4, seconds=1), generation(1, [0] * 8, [0] * 8, seconds=3)]
+    fast = [generation(0, [3], [3], seconds=1), generation(1, [3, 3], [3, 3], seconds=1)]
+    interval = speedup(fast, slow)
+    assert interval.value == pytest.approx((12 / 2) / (12 / 4))
+    assert interval.low == pytest.approx(1.0)  # both draws are the first prompt
+    assert interval.high == pytest.approx(3.0)
+    assert interval.n == 2
+
+
+def test_a_speed_up_is_that_of_a_k_chosen_on_other_prompts():
+    """Two prompts of 10 s without a draft: K = 2 is faster on the second, so the first counts with its 8 s, and the
+    second with the 9 s of K = 1; either K alone takes 13 s for both."""
+    slow = [(10, 10.0)] * 2
+    arms = [[(10, 4.0), (10, 9.0)], [(10, 8.0), (10, 5.0)]]
+    assert intervals.speedup((arms, slow)).value == pytest.approx(20 / 17)
+    assert intervals.speedup((arms[:1], slow)).value == pytest.approx(20 / 13)
+
+
+def test_noise_alone_makes_no_speed_up():
+    """Six K that cost what no draft costs: the fastest on the prompts themselves seems a tenth faster."""
+    found, itself = [], []
+    for seed in range(12):
+        rng = random.Random(seed)
+        slow = [(10, 10.0)] * 12
+        arms = [[(10, rng.uniform(6, 14)) for _ in slow] for _ in range(6)]
+        found.append(intervals.speedup((arms, slow)))
+        itself.append(max(intervals.rate(arm) / intervals.rate(slow) for arm in arms))
+    assert sum(itself) / 12 > 1.08
+    assert sum(one.value for one in found) / 12 == pytest.approx(1, abs=0.04)
+    assert sum(one.low < 1 < one.high for one in found) >= 11
+
+
+def test_a_k_that_is_faster_everywhere_keeps_its_speed_up():
+    slow = [(10, 10.0 + i) for i in range(8)]
+    arms = [[(10, (10 + i) / 2) for i in range(8)], [(10, 10.0 + i) for i in range(8)]]
+    found = intervals.speedup((arms, slow))
+    assert (found.value, found.low, found.high) == pytest.approx((2, 2, 2))
+
+
+def test_a_prompt_that_is_answered_with_its_end_says_nothing_about_speed():
+    """And draws that hold no other prompt are left out."""
+    slow = [generation(0, [0] * 4, [0] * 4, seconds=2), generation(1, seconds=0)]
+    fast = [generation(0, [3], [3], seconds=1), generation(1, seconds=0)]
+    found = speedup(fast, slow)
+    assert (found.value, found.low, found.high, found.n) == (2, 2, 2, 1)
+
+
+def test_a_score_without_a_timed_token_is_refused():
+    base = score().model_dump()
+    ended = [generation(0, seconds=0).model_dump()]
+    with pytest.raises(ValueError, match="nothing was timed"):
+        Score.model_validate(base | {"plain": ended, "speculative": {1: ended}})
+
+
+def test_a_stall_in_one_repeat_is_not_the_drafts():
+    """Two of three plain repeats took 4 s, one 40 s; the reviewer's demo made a speed-up of such."""
+    slow = [generation(0, [0] * 4, [0] * 4, seconds=s) for s in (4, 40, 4)]
+    fast = [generation(0, [3], [3], seconds=2)] * 3
+    assert speedup(fast, slow).value == pytest.approx(2)
+    assert speedup(fast[:2], slow[:2]).value == pytest.approx(2)
+    assert intervals.spread([g.timed for g in slow]) == pytest.approx(10)
+
+
+def test_an_interval_narrows_with_prompts():
+    def width(n: int) -> float:
+        slow = [generation(i, [0] * 4, [0] * 4, seconds=4) for i in range(n)]
+        fast = [generation(i, [3], [i % 4]) for i in range(n)]
+        found = speedup(fast, slow)
+        return found.high - found.low
+
+    assert width(64) < 0.5 * width(8)
+
+
+def test_what_is_not_a_score_is_refused(tmp_path):
+    (tmp_path / "score.json").write_text('{"version": 1}')
+    with pytest.raises(UserError, match="is not a score"):
+        read_score(tmp_path)
+    with pytest.raises(UserError, match="No such file"):
+        read_score(tmp_path / "other.json")
+    assert set(Score.model_fields) >= {"plain", "speculative", "conditions"}
+
+
+def test_generations_that_do_not_add_up_are_refused():
+    with pytest.raises(ValueError, match="9 tokens are not the prefill's and 4"):
+        Generation.model_validate(generation(0, [3], [3]).model_dump() | {"tokens": 9})
+    with pytest.raises(ValueError, match="one entry per step"):
+        Generation.model_validate(generation(0, [3], [3]).model_dump() | {"drafted": [3, 3]})

@@ -1,0 +1,208 @@
+"""A search keeps what is promising within its time, goes on where it stopped, and its words are its numbers."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from draftlab import workspace
+from draftlab.cli import app
+from draftlab.commands.search import _shapes
+from draftlab.errors import UserError
+from draftlab.intervals import Interval
+from draftlab.model.families import presets, shape_name, widths_folder
+from draftlab.model.shape import Shape, check, check_within, resolve
+from draftlab.results.score import read_score
+from draftlab.search.schedule import (
+    DEAREST,
+    Confirmed,
+    Rung,
+    Search,
+    Trial,
+    affordable_steps,
+    candidates,
+    default_depths,
+    default_widths,
+    read_search,
+    write_search,
+)
+
+NAMED = presets(widths_folder())
+TINY = NAMED["tiny-16x256"]
+
+
+def trial(name: str, rate: float, *, seconds: float = 10, step_seconds: float = 0.1) -> Trial:
+    return Trial(
+        name=name, k=2, length=2.0, tokens_per_second=rate, speedup=rate / 100, draft_ms=1.0, seconds=seconds,
+        step_seconds=step_seconds,
+    )  # fmt: skip
+
+
+def search_of(rates: dict[str, float], given: tuple[str, ...] = ()) -> Search:
+    rung = Rung(steps=20, names=list(rates), trials=[trial(name, rate) for name, rate in rates.items()])
+    return Search(target="t", source="s", shapes=dict.fromkeys(rates, TINY), given=list(given), rungs=[rung])
+
+
+def pass_ms(shape: Shape) -> float:
+    return 0.3 + 0.1 * shape.layers + shape.params() / 1e7
+
+
+@pytest.mark.parametrize("name", ["tiny-16x256", "llama-7b", "llama-3.1-8b"])
+def test_candidates_can_be_cut_and_are_cheap_enough(name):
+    source = NAMED[name]
+    target_ms = pass_ms(source)
+    tried = [resolve(source, layers=n, hidden=w) for n in default_depths(source) for w in default_widths(source)]
+    found = candidates(source, tried, pass_ms, target_ms)
+    assert len(found) >= 6
+    for label, shape in found.items():
+        check(shape)
+        check_within(shape, source)
+        assert label == shape_name(shape)
+        assert pass_ms(shape) <= DEAREST * target_ms
+
+
+def test_a_target_that_no_draft_is_cheap_beside_is_refused():
+    with pytest.raises(UserError, match=r"0 of 2 shapes cost at most 40%.*the fastest 576%"):
+        candidates(TINY, [resolve(TINY, layers=n) for n in (8, 12)], pass_ms, pass_ms(TINY) / 10)
+
+
+def test_the_best_go_on_and_the_given_stay():
+    found = search_of({"a": 90, "b": 120, "c": 110, "given": 10}, given=("given",))
+    assert [t.name for t in found.best(1)] == ["b", "given"]
+    assert [t.name for t in found.best(2)] == ["b", "c", "given"]
+    after = found.next_rung(60, found.best(1))
+    assert after.rungs[-1].names == ["b", "given"]
+    assert after.rungs[-1].left == ["b", "given"]
+    assert after.after(trial("b", 130), 5.0).rungs[-1].left == ["given"]
+
+
+@given(
+    left=st.floats(0, 1e4), besides=st.floats(0, 100), per_step=st.floats(1e-3, 10), count=st.integers(1, 9),
+    fewest=st.integers(1, 30), span=st.integers(0, 1000),
+)  # fmt: skip
+def test_steps_fill_the_time_that_is_left_and_no_more(left, besides, per_step, count, fewest, span):
+    done = 20
+    trials = [trial(str(i), 1, seconds=besides + done * per_step, step_seconds=per_step) for i in range(count)]
+    steps = affordable_steps(left, trials, done, fewest=fewest, most=fewest + span)
+    assert fewest <= steps <= fewest + span
+    if fewest < steps:
+        assert count * (steps * per_step + besides) <= left + 1e-6 * max(1, left)
+    if steps < fewest + span and steps > fewest:
+        assert count * ((steps + 1) * per_step + besides) >= left - 1e-6 * max(1, left)
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    found = search_of({"a": 90.0, "b": math.pi})
+    write_search(found, tmp_path)
+    assert read_search(tmp_path) == found
+    assert [p.name for p in tmp_path.iterdir()] == ["search.json"]
+
+
+def test_a_broken_file_is_said_in_a_line(tmp_path):
+    (tmp_path / "search.json").write_text("{}")
+    with pytest.raises(UserError, match="is not a search: target: field required"):
+        read_search(tmp_path)
+
+
+def test_the_choice_is_explained_by_pass_and_acceptance():
+    found = search_of({"a": 120, "b": 110}, given=("b",))
+    slower = trial("b", 110).model_copy(update={"draft_ms": 1.5, "length": 2.25})
+    rung = found.rungs[0].model_copy(update={"trials": [trial("a", 120), slower]})
+    gain = Interval(value=1.2, low=1.1, high=1.3, n=8)
+    behind = Interval(value=1 / 1.1, low=0.8, high=1.05, n=8)
+    confirmed = [
+        Confirmed(name=name, k=2, length=2.0, tokens_per_second=rate, gain=gain, against_fastest=against)
+        for name, rate, against in (("a", 121, None), ("b", 110, behind))
+    ]
+    text = found.model_copy(update={"rungs": [rung], "confirmed": confirmed}).explain()
+    assert text[0] == (
+        "a with K = 2: 121 tokens/s measured, 1.20x (1.10 to 1.30) without a draft (predicted 1.20x at K = 2)."
+    )
+    assert text[1].startswith(
+        "b (given): -9.1% (-20.0% to +5.0%), cannot be told apart. By prediction its passes take 50% longer, and it "
+        "gets 0.25 tokens more"
+    )
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    workspace.write(workspace.PRESETS["tiny"])
+    return tmp_path
+
+
+def test_a_dry_run_says_what_would_be_tried(space):
+    result = CliRunner().invoke(
+        app, ["search", "--layers", "1,2", "--widths", "128", "--against", "tiny-3x256", "--dry-run"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "1 x 128, 2 x 128" in result.stdout
+    assert not (space / "runs").exists()
+
+
+def test_a_budget_decides_the_widths(space, capsys):
+    words = ["search", "--layers", "4,12", "--params", "4m", "--dry-run"]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    tried = json.loads(result.stdout)["try"].split(", ")
+    assert [shape.split(" x ")[0] for shape in tried] == ["4", "12"]
+    assert len({shape.split(" x ")[1] for shape in tried}) == 2
+    depths = {shape.layers: shape for shape in _shapes(TINY, [1, 4, 12], None, "4m")}
+    assert list(depths) == [4, 12]
+    assert all(abs(shape.params() / 4e6 - 1) <= 0.01 for shape in depths.values())
+    assert "no shape of 4m parameters has 1 layers" in capsys.readouterr().err
+    refused = CliRunner().invoke(app, [*words, "--widths", "128"])
+    assert refused.exit_code == 1
+    assert "give --widths or --params" in refused.output
+
+
+def test_a_mode_that_does_not_run_here_is_refused_before_anything_is_claimed(space):
+    for words, said in (
+        (["--mode", "graphs"], "CUDA graphs"),
+        (["--mode", "compiled", "--dtype", "float16"], "float16"),
+    ):
+        result = CliRunner().invoke(app, ["search", "--layers", "1,2", *words])
+        assert result.exit_code == 1
+        assert said in result.output
+    assert not (space / "runs").exists()
+
+
+def test_a_draft_that_changes_what_is_written_is_named():
+    found = search_of({"a": 120, "b": 110})
+    gain = Interval(value=1.2, low=1.1, high=1.3, n=8)
+    confirmed = [
+        Confirmed(name=name, k=2, length=2.0, tokens_per_second=rate, gain=gain, changed=name == "a")
+        for name, rate in (("b", 110), ("a", 121))
+    ]
+    text = found.model_copy(update={"confirmed": confirmed}).explain()
+    assert text[-1] == "Not the target's own texts, so that no speed-up counts: a."
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
+    from draftlab.commands.search import Work
+
+    words = (
+        "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --most-steps 3 "
+        "--rows 2 --prompts 2 --finalists 1 --k 1-2 --threads 1 --mode compiled --out found --json"
+    )
+    arguments = words.split()
+    with monkeypatch.context() as patched:
+        patched.setattr(Work, "confirm", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert CliRunner().invoke(app, arguments).exit_code == 130
+    state = space / ".found.state"
+    made = {file: file.stat().st_mtime_ns for file in state.glob("rung-*/*/model.safetensors")}
+    assert made
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = read_search(space / "found")
+    assert {one.name for one in found.confirmed} >= {"tiny-3x256"}
+    assert found.confirmed == sorted(found.confirmed, key=lambda one: (one.changed, -one.gain.value))
+    assert [one.against_fastest is None for one in found.confirmed] == [i == 0 for i in range(len(found.confirmed))]
+    assert json.loads(result.stdout)["confirmed"][0]["name"] == found.winner.name
+    assert (space / "found" / "draft" / "config.json").exists()
+    assert {read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")} == {"compiled"}
+    assert not state.exists()

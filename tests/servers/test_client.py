@@ -1,0 +1,487 @@
+"""Servers say what the model says; what they refuse or cannot do is one clear line.
+
+What vLLM answers was recorded from vLLM 0.32.0 around the embedded target (tests/data/vllm_tiny.json); SGLang's and
+llama.cpp's answers follow their source and documentation. Tests marked vllm start a real one: DRAFTLAB_TEST_VLLM
+names its binary.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loopback_servers import DROP, RECORDED, Answering, Observed, replay, running
+from safetensors.numpy import load_file
+
+from draftlab.data import Batch, open_heldout
+from draftlab.distill.fused_loss import TopK
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.teachers import LocalTeacher, ServedTeacher
+from draftlab.distill.trainer import DistillStep
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.servers.adapters import Sampling, SGLang, Written
+from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode
+from draftlab.target_outputs import cache
+from draftlab.target_outputs.cache import Building
+from draftlab.target_outputs.logprob_sources import PROBE_TEXT, Local, Served
+
+PROMPT = [0, 309, 293, 653, 570, 346, 546]
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Answering], str]]:
+    """Starts servers that end with the test."""
+    with ExitStack() as stack:
+        yield lambda answering: stack.enter_context(running(answering))
+
+
+@pytest.fixture
+def recorded(started) -> Server:
+    return Server.connect(started(replay("raw_logprobs")))
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[[list[int]], torch.Tensor]:
+    """log-probabilities [T, V] of the embedded target in fp32, by transformers."""
+    model = checkpoint.load_model(checkpoint.locate("tiny"), torch.float32).eval()
+
+    @torch.no_grad()
+    def log_probs(ids: list[int]) -> torch.Tensor:
+        return model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    return log_probs
+
+
+def test_a_server_says_what_it_is(recorded):
+    about = (recorded.kind, recorded.model, recorded.version, recorded.max_length)
+    assert about == ("vllm", "tiny", "0.32.0", 2048)
+
+
+def test_what_vllm_wrote_is_read_with_its_log_probabilities(recorded, tiny):
+    first, second = recorded.generate([PROMPT, PROMPT[:3]], Sampling(max_tokens=4, temperature=0.0), k=3)
+    assert (first.ids, first.finish_reason, first.prompt_ids) == ([372, 309, 293, 653], "length", PROMPT)
+    assert first.top_ids == [[372, 456, 701], [309, 572, 5], [293, 546, 405], [653, 1028, 10]]
+    for written in (first, second):
+        log_p = tiny(written.prompt_ids + written.ids)[len(written.prompt_ids) - 1 : -1]
+        assert log_p.topk(3).indices.tolist() == written.top_ids
+        torch.testing.assert_close(torch.tensor(written.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0)
+        assert written.logprobs == [values[0] for values in written.top_logprobs]
+
+
+def test_a_sampled_token_has_its_log_probability_without_lists(recorded, tiny):
+    (written,) = recorded.generate([PROMPT], Sampling(max_tokens=4, seed=7))
+    log_p = tiny(PROMPT + written.ids)[len(PROMPT) - 1 : -1].gather(1, torch.tensor(written.ids)[:, None]).squeeze(1)
+    torch.testing.assert_close(torch.tensor(written.logprobs), log_p, atol=1e-4, rtol=0)
+    assert written.ids[0] == 456  # not the most probable one
+    assert written.top_ids == []
+
+
+def test_what_vllm_thinks_of_a_text_is_what_transformers_does(recorded, tiny):
+    for ids, looked in zip((PROMPT, PROMPT[:4]), recorded.look([PROMPT, PROMPT[:4]], 3), strict=True):
+        log_p = tiny(ids)[:-1]
+        assert looked.top_ids == log_p.topk(3).indices.tolist()
+        torch.testing.assert_close(torch.tensor(looked.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0)
+        came = log_p.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(looked.logprobs), came, atol=1e-4, rtol=0)
+
+
+def test_token_ids_of_a_text_are_the_tokenizers(recorded):
+    tokenizer = checkpoint.load_tokenizer(checkpoint.locate("tiny"))
+    assert recorded.tokenize(PROBE_TEXT) == tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "processed_logits"])
+def test_a_probe_finds_out_what_log_probabilities_are(mode, started):
+    probe = Server.connect(started(replay(mode))).probe(PROMPT)
+    assert (probe.logprobs_mode, probe.greedy) == (mode, True)
+
+
+def test_a_server_that_samples_at_temperature_0_is_found_out(started):
+    def shuffled(method: str, path: str, body: Any) -> tuple[int, Any]:
+        status, answer = replay("raw_logprobs")(method, path, body)
+        if body and body.get("max_tokens") == 8:
+            answer = json.loads(json.dumps(answer))
+            answer["choices"][0]["logprobs"]["token_logprobs"][3] -= 2.0
+        return status, answer
+
+    assert not Server.connect(started(shuffled)).probe(PROMPT).greedy
+
+
+def test_logits_are_no_log_probabilities(started):
+    with pytest.raises(UserError, match="gives logits where log-probabilities are wanted"):
+        Server.connect(started(replay("processed_logits"))).look([PROMPT], 3)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda s: s.look([PROMPT], 65), r"refused \(400\): Requested prompt logprobs of 65, which is greater than"),
+        (lambda s: s.generate([[5000]], Sampling(max_tokens=2)), "Token id 5000 is out of vocabulary"),
+        (lambda s: s.generate([PROMPT], Sampling(max_tokens=2042)), "takes 2048 tokens in all, and 2049 are wanted"),
+        (lambda s: s.look([PROMPT * 300], 3), "takes 2048 tokens in all, and 2101 are wanted"),
+        (lambda s: s.metrics(), "GET /metrics was not recorded"),
+    ],
+)
+def test_a_refusal_comes_with_the_servers_own_words(ask, message, recorded):
+    with pytest.raises(UserError, match=message):
+        ask(recorded)
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments", "message"),
+    [
+        ((200, "<html>hello</html>"), {}, "something that is not JSON"),
+        ((200, {"status": "ok"}), {}, "is not an OpenAI-compatible server"),
+        ((200, {"data": []}), {}, "is not an OpenAI-compatible server"),
+        ((404, {"detail": "Not Found"}), {}, r"refused \(404\): Not Found"),
+        ((401, {"error": "Unauthorized"}), {}, r"refused \(401\): Unauthorized"),
+        ((503, {"error": {"message": "Loading model"}}), {}, "503: Loading model"),
+        ((200, {"data": [{"id": "tiny"}]}), {"model": "tinny"}, "no model 'tinny'; did you mean 'tiny'"),
+    ],
+)
+def test_what_is_no_such_server_is_said_at_once(answer, arguments, message, started):
+    with pytest.raises(UserError, match=message):
+        Server.connect(started(lambda *_: answer), **arguments, wait=lambda _: pytest.fail("waited"))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/"])
+def test_an_address_where_nothing_runs_is_said_at_once(url):
+    with pytest.raises(UserError, match=r"no answer from http://127.0.0.1:1/v1/models.*is the server running there"):
+        Server.connect(url)
+
+
+def test_an_address_without_a_scheme_is_refused():
+    with pytest.raises(UserError, match="want http://HOST:PORT"):
+        Server.connect("localhost:8000")
+
+
+def test_the_key_is_sent_and_v1_may_be_named(started):
+    def locked(method: str, path: str, body: Any) -> tuple[int, Any]:
+        ok = body == {"authorization": "Bearer secret"} and path in ("/v1/models", "/version")
+        return (200, {"data": [{"id": "a", "owned_by": "vllm"}]}) if ok else (401, {"error": "Unauthorized"})
+
+    url = started(locked)
+    assert Server.connect(url + "/v1/", api_key="secret").model == "a"
+    with pytest.raises(UserError, match="Unauthorized"):
+        Server.connect(url)
+
+
+@pytest.mark.parametrize(("trouble", "waits"), [(503, [7.0, 14.0]), (429, [7.0, 14.0]), (DROP, [0.5, 1.0])])
+def test_a_busy_server_or_a_dropped_connection_is_asked_again(trouble, waits, started):
+    waited, troubles = [], [trouble, trouble]
+
+    def flaky(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if method == "POST" and troubles:
+            return troubles.pop(), {"error": {"message": "busy"}}
+        return replay("raw_logprobs")(method, path, body)
+
+    server = Server.connect(started(flaky), wait=waited.append)
+    assert len(server.look([PROMPT], 3)) == 1
+    assert waited == waits
+
+
+def test_a_server_that_stays_busy_is_given_up(started):
+    waited: list[float] = []
+
+    def busy(method: str, path: str, body: Any) -> tuple[int, Any]:
+        return (503, {"error": {"message": "busy"}}) if method == "POST" else replay("raw_logprobs")(method, path, body)
+
+    server = Server.connect(started(busy), wait=waited.append)
+    with pytest.raises(UserError, match=r"no answer from .*503: busy"):
+        server.look([PROMPT], 3)
+    assert len(waited) == TRIES - 1
+    assert max(waited) == 30
+
+
+def test_a_fault_of_the_server_is_not_repeated(started):
+    observed = Observed()
+    server = Server.connect(started(observed.of(replay("raw_logprobs"))), wait=lambda _: pytest.fail("waited"))
+    observed.paths.clear()
+    with pytest.raises(UserError, match=r"refused \(500\).*was not recorded"):
+        server.look([[1, 2, 3]], 3)
+    assert len(observed.paths) == 1
+
+
+def test_several_requests_run_at_once_but_no_more_than_asked(started):
+    observed = Observed()
+    url = started(observed.of(replay("raw_logprobs"), seconds=0.05))
+    rows = [PROMPT, PROMPT[:4]] * 6
+    found = Server.connect(url, workers=3).look(rows, 3)
+    assert [len(looked.logprobs) for looked in found] == [len(ids) - 1 for ids in rows]  # in order
+    assert observed.most == 3
+
+
+def test_after_a_failure_nothing_more_is_asked(started):
+    observed = Observed()
+    server = Server.connect(started(observed.of(replay("raw_logprobs"), seconds=0.02)), workers=2)
+    observed.paths.clear()
+    with pytest.raises(UserError, match="not recorded"):
+        server.look([[1, 2, 3], *[PROMPT] * 50], 3)
+    assert len(observed.paths) < 10
+
+
+def test_a_server_that_speaks_in_text_only_is_said_to(started):
+    def plain(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if method == "GET":
+            return 200, {"data": [{"id": "gpt", "owned_by": "somebody"}]}
+        choice = {"text": " a", "logprobs": {"tokens": [" a"], "token_logprobs": [-1.0]}, "finish_reason": "length"}
+        return 200, {"choices": [choice]}
+
+    server = Server.connect(started(plain))
+    assert (server.kind, server.max_length) == ("openai", None)
+    with pytest.raises(UserError, match=r"answered without what is needed .*'token_ids'"):
+        server.generate([PROMPT], Sampling(max_tokens=1))
+    with pytest.raises(UserError, match=r"answered without what is needed .*'prompt_logprobs'"):
+        server.look([PROMPT], 2)
+
+
+def test_fewer_tokens_than_asked_for_are_noticed(started):
+    def short(method: str, path: str, body: Any) -> tuple[int, Any]:
+        return replay("raw_logprobs")(method, path, body | {"prompt_logprobs": 3} if body else body)
+
+    with pytest.raises(UserError, match="listed where 5 were asked for"):
+        Server.connect(started(short)).look([PROMPT], 5)
+
+
+def sglang(method: str, path: str, body: Any) -> tuple[int, Any]:
+    """SGLang 0.5.23's forms, by its source: io_struct.py, tokenizer_manager.py, http_server.py, api_types.py."""
+    entries = [[-0.5, 7, None], [-1.5, 8, None]]
+    meta = {"id": "a", "prompt_tokens": 3, "completion_tokens": 2, "finish_reason": {"type": "length", "length": 2}}
+    if path == "/v1/models":
+        return 200, {"object": "list", "data": [{"id": "m", "owned_by": "sglang", "max_model_len": 64}]}
+    if path == "/server_info":
+        return 200, {"version": "0.5.23"}
+    if path == "/tokenize":
+        return 200, {"tokens": [5, 6], "count": 2, "max_model_len": 64}
+    if body["sampling_params"]["max_new_tokens"] == 0:
+        assert body["logprob_start_len"] == 0
+        came = [[None, 4, None], [-2.5, 5, None], [-0.5, 7, None]]
+        tops = [None, entries, [*reversed(entries)]]
+        found = {"input_token_logprobs": came, "input_top_logprobs": tops}
+        return 200, {"text": "", "output_ids": [], "meta_info": meta | found}
+    came = [[-0.5, 7, None], [-1.5, 8, None]]
+    tops = {"output_top_logprobs": [entries, entries]} if body["top_logprobs_num"] else {}
+    return 200, {"text": "xy", "output_ids": [7, 8], "meta_info": meta | {"output_token_logprobs": came} | tops}
+
+
+def test_sglangs_answers_are_read(started):
+    server = Server.connect(started(sglang))
+    assert (server.kind, server.version, server.max_length, server.looks) == ("sglang", "0.5.23", 64, True)
+    (written,) = server.generate([[1, 2, 3]], Sampling(max_tokens=2), k=2)
+    assert (written.ids, written.logprobs, written.finish_reason) == ([7, 8], [-0.5, -1.5], "length")
+    assert (written.top_ids, written.top_logprobs[0]) == ([[7, 8], [7, 8]], [-0.5, -1.5])
+    assert server.generate([[1, 2, 3]], Sampling(max_tokens=2))[0].top_ids == []
+    (looked,) = server.look([[4, 5, 7]], 2)
+    assert (looked.logprobs, looked.top_ids) == ([-2.5, -0.5], [[7, 8], [7, 8]])
+    assert server.tokenize("x") == [5, 6]
+
+
+def test_sglang_is_told_everything_that_it_would_guess():
+    asked = SGLang().generate([1], Sampling(max_tokens=2, temperature=0.0), 4)
+    assert (asked["input_ids"], asked["return_logprob"], asked["top_logprobs_num"]) == ([1], True, 4)
+    assert asked["sampling_params"]["top_k"] == -1  # all, as it counts
+    assert asked["sampling_params"]["repetition_penalty"] == 1.0
+
+
+def llama_cpp(method: str, path: str, body: Any) -> tuple[int, Any]:
+    """llama-server's forms, by tools/server/README.md."""
+    if path == "/v1/models":
+        return 200, {"object": "list", "data": [{"id": "m.gguf", "owned_by": "llamacpp", "meta": {"n_vocab": 9}}]}
+    if path == "/props":
+        return 200, {"default_generation_settings": {"n_ctx": 64}, "build_info": "b6700-abc"}
+    if path == "/tokenize":
+        return 200, {"tokens": [5, 6]} if "content" in body else (400, {"error": {"message": "no content"}})
+    assert body["prompt"] == [1, 2]
+    assert body["return_tokens"]
+    top = [{"id": 7, "token": "x", "bytes": [120], "logprob": -0.5}, {"id": 8, "token": "y", "logprob": -1.5}]
+    tokens = [{"id": i, "token": "x", "logprob": p, "top_logprobs": top} for i, p in ((7, -0.5), (1, -4.0))]
+    return 200, {"content": "x", "tokens": [7, 1], "completion_probabilities": tokens, "stop": True, "stop_type": "eos"}
+
+
+def test_llama_cpps_answers_are_read_and_it_scores_no_text(started):
+    server = Server.connect(started(llama_cpp))
+    assert (server.kind, server.version, server.max_length, server.looks) == ("llamacpp", "b6700-abc", 64, False)
+    (written,) = server.generate([[1, 2]], Sampling(max_tokens=2), k=2)
+    assert (written.ids, written.logprobs, written.finish_reason) == ([7, 1], [-0.5, -4.0], "stop")
+    assert written.top_ids == [[7, 8], [7, 8]]
+    assert server.tokenize("x") == [5, 6]
+    with pytest.raises(UserError, match="does not score text; vLLM and SGLang do"):
+        server.look([[1, 2]], 2)
+
+
+def test_metrics_are_series_with_their_labels():
+    text = '# HELP a b\n# TYPE a counter\na_total{engine="0",x="y z"} 3.0\nb 1e-3\n\nc NaN\n'
+    found = parse_metrics(text)
+    assert found['a_total{engine="0",x="y z"}'] == 3.0
+    assert found["b"] == 0.001
+    assert math.isnan(found["c"])
+
+
+def test_acceptance_is_what_the_counters_grew_by():
+    """Counters of a real run: 24 steps drafted 72 tokens, of which 17, 16 and 9 stood at each place."""
+    before, after = (parse_metrics(RECORDED["metrics"][name]) for name in ("before", "after"))
+    grown = spec_decode(before, after)
+    found = grown.acceptance
+    assert (found.num_spec_steps, found.num_draft_tokens, found.num_accepted_draft_tokens) == (24, 72, 42)
+    assert found.mean_acceptance_length == pytest.approx(1 + 42 / 24)
+    assert found.per_position_acceptance == pytest.approx([17 / 24, 16 / 24, 9 / 24])
+    assert found.acceptance_histogram == [7, 1, 7, 9]
+    assert spec_decode({}, after) == grown  # a server that was asked nothing before
+    assert spec_decode(after, after) is None
+
+
+def test_llama_cpps_counters_have_the_same_names():
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    text = "".join(f"llamacpp:spec_decode_{name}_total {n}\n" for name, n in zip(names, (10, 20, 9), strict=True))
+    places = "".join(
+        f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}\n' for i, n in ((0, 6), (1, 3))
+    )
+    assert spec_decode({}, parse_metrics(text + places)).acceptance.mean_acceptance_length == pytest.approx(1.9)
+
+
+def test_a_line_of_traffic_has_what_was_written():
+    written = Written(
+        prompt_ids=[0, 5], ids=[7], logprobs=[-0.5], top_ids=[[7, 8]], top_logprobs=[[-0.5, -1.0]], finish_reason="stop"
+    )
+    assert json.loads(written.as_json()) == {
+        "prompt_ids": [0, 5], "ids": [7], "logprobs": [-0.5], "top_ids": [[7, 8]], "top_logprobs": [[-0.5, -1.0]]
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def vllm(fp32, tmp_path_factory) -> Iterator[Server]:
+    with serving_vllm(fp32, tmp_path_factory.mktemp("vllm") / "log.txt") as server:
+        yield server
+
+
+@contextmanager
+def serving_vllm(directory: Path, log: Path, *options: object) -> Iterator[Server]:
+    """A real vLLM around a checkpoint (docs/servers.md)."""
+    binary = os.environ.get("DRAFTLAB_TEST_VLLM")
+    if binary is None:
+        pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [binary, "serve", directory, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port]
+    flags = ["--dtype", "float32", "--max-logprobs", 64, "--no-enable-prefix-caching", "--enforce-eager"]
+    one = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            [*map(str, (*command, *flags, *options))], env=os.environ | one, stdout=said, stderr=said
+        )
+    try:
+        yield _ready(f"http://127.0.0.1:{port}", process)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def _ready(url: str, process: subprocess.Popen) -> Server:
+    for _ in range(300):
+        assert process.poll() is None, "vllm ended; see its log"
+        try:
+            return Server.connect(url)
+        except UserError:
+            time.sleep(1)
+    raise AssertionError("vllm did not start in 300 s")
+
+
+@pytest.fixture(scope="session")
+def rows() -> Batch:
+    """Held-out text, 8 rows of 64 predicted tokens."""
+    tokenizer = checkpoint.load_tokenizer(checkpoint.locate("tiny"))
+    return open_heldout("stdlib", tokenizer, rows=8, seq_len=64, most_rows=8).batches[0]
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_thinks_what_transformers_does(vllm, rows, tiny):
+    worst, agree, count = 0.0, 0, 0
+    for ids, looked in zip(rows.ids.tolist(), vllm.look(rows.ids.tolist(), 64), strict=True):
+        log_p = tiny(ids)[:-1]
+        listed = log_p.gather(1, torch.tensor(looked.top_ids))
+        worst = max(worst, float((listed - torch.tensor(looked.top_logprobs)).abs().max()))
+        came = log_p.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+        worst = max(worst, float((came - torch.tensor(looked.logprobs)).abs().max()))
+        agree += sum(len(set(a) & set(b)) for a, b in zip(log_p.topk(64).indices.tolist(), looked.top_ids, strict=True))
+        count += 64 * len(came)
+    print(
+        f"vLLM {vllm.version}: {count} listed log-probabilities within {worst:.2e}, {agree / count:.4%} the same tokens"
+    )
+    assert worst < 1e-3
+    assert agree > 0.999 * count
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_writes_greedily_what_transformers_finds_most_probable(vllm, rows, tiny):
+    assert vllm.probe(PROMPT) == Probe(logprobs_mode="raw_logprobs", greedy=True)
+    prompts = rows.ids[:, :16].tolist()
+    for written in vllm.generate(prompts, Sampling(max_tokens=32, temperature=0.0), k=4):
+        log_p = tiny(written.prompt_ids + written.ids)[15:-1]
+        assert log_p.argmax(-1).tolist() == written.ids
+        torch.testing.assert_close(torch.tensor(written.top_logprobs), log_p.topk(4).values, atol=1e-3, rtol=0)
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_repeats_what_it_sampled_by_seed_and_ends_at_eos(vllm):
+    how = Sampling(max_tokens=400, temperature=1.3, seed=0)
+    first, again = (vllm.generate([[0]] * 4, how) for _ in range(2))
+    assert [w.ids for w in first] == [w.ids for w in again]
+    assert len({tuple(w.ids) for w in first}) == 4
+    assert any(w.finish_reason == "stop" for w in first)
+    assert all((w.ids[-1] == 1) == (w.finish_reason == "stop") and 1 not in w.ids[:-1] for w in first)
+    (through,) = vllm.generate([[0]], Sampling(max_tokens=400, temperature=1.3, seed=0, ignore_eos=True))
+    assert len(through.ids) == 400
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("text", ["data", "target"])
+def test_a_cache_from_a_real_vllm_is_that_of_the_local_model(text, vllm, fp32, tmp_path):
+    how = Building(
+        data="stdlib", text=text, sequences=16, seq_len=64, prompt_tokens=16, temperature=1.0, k=32, seed=0
+    )  # fmt: skip
+    local, served = Local(fp32, torch.device("cpu")), Served.of(vllm, fp32, 1.0)
+    cache.build(how, served, tmp_path / "served")
+    found = cache.verify(tmp_path / "served", local, 0)
+    print(f"{text}: {found}")
+    assert (found.sequences, found.same_top) == (16, 1.0)
+    assert found.worst < 0.02  # fp16
+    if text == "data":
+        cache.build(how, local, tmp_path / "local")
+        again = cache.verify(tmp_path / "local", served, 0)
+        print(f"the local one, scored by vLLM: {again}")
+        assert again.worst < 0.02
+        ours, theirs = (load_file(tmp_path / n / "shard-00000.safetensors") for n in ("served", "local"))
+        assert (ours["input_ids"] == theirs["input_ids"]).all()
+        rest = float(abs(np.exp(ours["tail_logp"]) - np.exp(theirs["tail_logp"])).max())
+        print(f"mass of what is not listed within {rest:.2e}")
+        assert rest < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("loss", ["fkl", "rkl", "tvd", "nla"])
+def test_a_step_from_a_real_vllm_is_one_from_the_same_list_of_the_target(loss, vllm, fp32, rows):
+    log_p = LocalTeacher(checkpoint.load_model(fp32, torch.float32).eval(), 4096, torch.device("cpu"))
+    dense = log_p.look(rows).log_probs(slice(None), 1.0)
+    values, ids = dense.topk(32)
+    local = TopK(ids, values, dense.scatter(1, ids, -torch.inf).logsumexp(-1))
+    shape = checkpoint.read_config(fp32) | {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
+    found = []
+    for teacher in (ServedTeacher(vllm, 32, 4096).look(rows), local):
+        step = DistillStep(checkpoint.new_model(shape, 0), parse_loss(loss), 1.0)
+        step(torch.from_numpy(rows.ids), torch.from_numpy(rows.mask), teacher)[5].backward()
+        found.append(torch.cat([p.grad.flatten() for p in step.student.parameters() if p.grad is not None]))
+    apart = float((found[0] - found[1]).norm() / found[1].norm())
+    print(f"{loss}: gradients apart by {apart:.2e} of their length")
+    assert apart < 1e-3

@@ -85,19 +85,19 @@ def _measure(
         device_map=None, memory=2.0, compared=True,
     )  # fmt: skip
     student = checkpoint.load_model(draft, torch.float32)
-    lesson = target_lesson(student, draft, target, reading, scratch)
-    assert isinstance(lesson.teacher, PreTrainedModel)
+    setup = target_lesson(student, draft, target, reading, scratch)
+    assert isinstance(setup.teacher, PreTrainedModel)
     warm = replace(reading, serve_temperature=1.0)
-    sampled = Replayed.of(Author(target, warm, known_ids(draft, target)), draft, lesson.heldout, warm, _folder(scratch))
+    sampled = Replayed.of(Author(target, warm, known_ids(draft, target)), draft, setup.heldout, warm, _folder(scratch))
     assert sampled is not None
     sampled(student, 0)
     began = time.process_time()
-    records = list(train(student, lesson, settings, scratch))
+    records = list(train(student, setup, settings, scratch))
     seconds = time.process_time() - began
     sampled(student, settings.steps)
     evals = [r for r in records if isinstance(r, EvalRecord)]
-    assert lesson.length is not None
-    greedy = _at_four(lesson.length.compared(0, settings.steps))
+    assert setup.length is not None
+    greedy = _at_four(setup.length.compared(0, settings.steps))
     drawn = _at_four(sampled.compared(0, settings.steps))
     shutil.rmtree(scratch)
     return {

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from benchmarks import environment
 from draftlab.console import note
 from draftlab.data import HeldOut, TokenBatches, open_batches
-from draftlab.distill.trainer import Lesson, Settings, StepRecord, train
+from draftlab.distill.trainer import Settings, StepRecord, TrainingSetup, train
 from draftlab.distill.training_setup import cached_lesson
 from draftlab.model import checkpoint
 
@@ -51,12 +51,12 @@ def main(
     wide, small = _draft(folder, *WIDE), _draft(folder, *SMALL)
     settings = Settings(loss=loss, steps=ENDLESS, lr=1e-4, dtype=dtype, eval_every=ENDLESS, save_every=ENDLESS)
     text = open_batches("stdlib", checkpoint.load_tokenizer(wide), rows=rows, seq_len=seq_len, steps=BATCHES, seed=0)
-    lesson = Lesson(teacher=_target(settings), batches=text, heldout=HeldOut([text.batch(0)], 1.0))
+    setup = TrainingSetup(teacher=_target(settings), batches=text, heldout=HeldOut([text.batch(0)], 1.0))
     cached = cached_lesson(_cache(folder, BATCHES * rows, seq_len), small, rows=rows, temperature=1.0)
-    seconds = _taking_turns({"cached": _ours(small, cached, settings), "local": _ours(small, lesson, settings)}, steps)
+    seconds = _taking_turns({"cached": _ours(small, cached, settings), "local": _ours(small, setup, settings)}, steps)
     report: dict[str, object] = {"cached_over_local": _ratio(seconds, "cached", "local")}
     if importlib.util.find_spec("trl"):
-        arms = {"draftlab": _ours(wide, lesson, settings), "trl": _theirs(wide, text, settings)}
+        arms = {"draftlab": _ours(wide, setup, settings), "trl": _theirs(wide, text, settings)}
         seconds |= _taking_turns(arms, steps)
         report |= {"step_time_over_trl": _ratio(seconds, "draftlab", "trl"), "trl": metadata.version("trl")}
     else:
@@ -112,8 +112,8 @@ def _target(settings: Settings) -> PreTrainedModel:
     return checkpoint.load_model(checkpoint.locate(TARGET), getattr(torch, settings.dtype))
 
 
-def _ours(draft: Path, lesson: Lesson, settings: Settings) -> Step:
-    records = train(checkpoint.load_model(draft, torch.float32), lesson, settings, Path(tempfile.mkdtemp()))
+def _ours(draft: Path, setup: TrainingSetup, settings: Settings) -> Step:
+    records = train(checkpoint.load_model(draft, torch.float32), setup, settings, Path(tempfile.mkdtemp()))
     return lambda: next(record for record in records if isinstance(record, StepRecord))
 
 
@@ -158,7 +158,7 @@ def _theirs(draft: Path, text: TokenBatches, settings: Settings) -> Step:
 
 
 class _Turns(TrainerCallback):
-    """Holds a trainer, which runs in a thread of its own, before each of its steps."""
+    """KVCache a trainer, which runs in a thread of its own, before each of its steps."""
 
     def __init__(self) -> None:
         self.go, self.held = threading.Semaphore(0), threading.Semaphore(0)

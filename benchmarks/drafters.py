@@ -43,7 +43,7 @@ def main(
             draft=[str(draft)], drafter=["ngram:tokens=1000000", *DRAFTERS], target="tiny", data=data,
             prompt_file=file, prompt_tokens=SUMMARY_TOKENS if name == "summaries" else None, prompts=prompts,
             max_new_tokens=new_tokens, k=k, repeats=1, temperature=temperature, tasks="none", threads=1,
-            mode="compiled", dtype="float32", out=folder / name, force=True,
+            mode="native", dtype="float32", out=folder / name, force=True,
         )  # fmt: skip
         rows = outcome.data["scores"]
         assert isinstance(rows, list)

@@ -69,7 +69,7 @@ def _measure(
     directories: tuple[Path, Path], dtype: str, texts: list[list[int]], k: int, new_tokens: int, device: torch.device
 ) -> dict[str, object]:
     target, draft = (llama.load(path, getattr(torch, dtype), device) for path in directories)
-    mode, clock = ("compiled" if device.type == "cpu" else "graphs"), steady_clock(device)
+    mode, clock = ("native" if device.type == "cpu" else "graphs"), steady_clock(device)
     fast = in_mode(target, mode)
     arms = {
         "draftlab_plain": _ours(target, None, k, new_tokens),
@@ -78,7 +78,7 @@ def _measure(
         "fast_speculative": _ours(fast, in_mode(draft, mode), k, new_tokens),
         **_theirs(directories, getattr(torch, dtype), k, new_tokens, device),
     }
-    if mode == "compiled":
+    if mode == "native":
         arms["int8_draft"] = _ours(fast, in_mode(draft, mode, int8=True), k, new_tokens)
     with progress(dtype, len(texts)) as advance:
         for number, prompt in enumerate(texts):

@@ -77,7 +77,7 @@ def loaded(way: str, directory: Path, dtype: torch.dtype) -> object:
     if way == "transformers":
         return checkpoint.load_model(directory, dtype)
     model = llama.load(directory, dtype)
-    return in_mode(model, "compiled") if way == "native" else model
+    return in_mode(model, "native") if way == "native" else model
 
 
 def write_random(shape: Shape, directory: Path, dtype: torch.dtype) -> None:

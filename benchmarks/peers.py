@@ -85,7 +85,7 @@ def _models(peer: str, paths: list[str], drafted: bool) -> dict[str, object]:
 def _ours(
     pair: tuple[Path, Path], drafted: bool, dtype: str, texts: list[list[int]], k: int, new_tokens: int
 ) -> Answer:
-    target, draft = (in_mode(llama.load(path, getattr(torch, dtype)), "compiled") for path in pair)
+    target, draft = (in_mode(llama.load(path, getattr(torch, dtype)), "native") for path in pair)
     drafter, sampling = ModelDrafter(draft) if drafted else None, Sampling(max_new_tokens=new_tokens)
 
     def decode(prompt: list[int]) -> list[list[int]]:

@@ -26,7 +26,7 @@ FEW = ("--rows", "16", "--seq-len", "128", "--dtype", "float32")
 
 
 def main(
-    mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
+    mode: Annotated[str, typer.Option(help="eager or compiled.")] = "native",
     steps: Annotated[int, typer.Option(help="Of distilling each draft.")] = 30,
     repeats: Annotated[int, typer.Option(help="Of the score.")] = 2,
 ) -> None:

@@ -20,7 +20,7 @@ import typer
 from benchmarks import environment
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill.trainer import EvalRecord, Lesson, Settings, train
+from draftlab.distill.trainer import EvalRecord, Settings, TrainingSetup, train
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape, read_shape_file
 from draftlab.prune.masks.training import Learning
@@ -134,9 +134,9 @@ def _distilled(draft: Path, target: Path, data: str, seed: int, steps: int, stat
     )
     student = checkpoint.load_model(draft, torch.float32)
     teacher = checkpoint.load_model(target, torch.bfloat16)
-    lesson = Lesson(teacher=teacher, batches=batches, heldout=heldout)
+    setup = TrainingSetup(teacher=teacher, batches=batches, heldout=heldout)
     shutil.rmtree(state, ignore_errors=True)
-    evals = [r for r in train(student, lesson, settings, state) if isinstance(r, EvalRecord)]
+    evals = [r for r in train(student, setup, settings, state) if isinstance(r, EvalRecord)]
     return {_tokens(r.step): r.acceptance or 0.0 for r in evals}
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import environment
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
-from draftlab.distill.trainer import Lesson, Settings, StepRecord, train
+from draftlab.distill.trainer import Settings, StepRecord, TrainingSetup, train
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape
 from draftlab.prune.masks.hard_concrete import Masks
@@ -131,13 +131,13 @@ def _mask_cost(pairs: int) -> dict[str, object]:
     runs: dict[str, Iterator[object]] = {}
     seconds: dict[str, list[float]] = {"plain": [], "masked": []}
     state = Path(tempfile.mkdtemp())
-    lesson = Lesson(teacher=None, batches=_Rows(), heldout=HeldOut([_Rows().batch(0)], 1.0))
+    setup = TrainingSetup(teacher=None, batches=_Rows(), heldout=HeldOut([_Rows().batch(0)], 1.0))
     masks = Masks(have, shape, 0)
     models = {name: checkpoint.load_model(source, torch.float32) for name in seconds}
     with masked(models["masked"], masks, 1e-6):
         for name, model in models.items():
             constraint = masks if name == "masked" else None
-            runs[name] = train(model, lesson, settings, state / name, constraint)
+            runs[name] = train(model, setup, settings, state / name, constraint)
         for number in range(pairs + 3):
             for name in seconds if number % 2 else reversed(seconds):
                 began = time.process_time()

@@ -30,7 +30,7 @@ from draftlab import workspace
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.data import Batch, open_heldout
-from draftlab.distill.trainer import Lesson, Settings, StepRecord, train
+from draftlab.distill.trainer import Settings, StepRecord, TrainingSetup, train
 from draftlab.distill.training_setup import HELDOUT_ROWS, Author, Reading, Replayed, target_lesson
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
@@ -153,7 +153,7 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
     )  # fmt: skip
     student = checkpoint.load_model(draft, torch.float32)
     bare = copy.deepcopy(student)
-    lesson = target_lesson(student, draft, target, reading, scratch)
+    setup = target_lesson(student, draft, target, reading, scratch)
     (scratch / "again").mkdir()
     tokenizer = checkpoint.load_tokenizer(draft)
     heldout = open_heldout("stdlib", tokenizer, rows=ROWS, seq_len=SEQ_LEN, most_rows=HELDOUT_ROWS)
@@ -162,9 +162,9 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
     Replayed.of(author, draft, heldout, reading, scratch / "again")
     writing = time.process_time() - began
     settings = Settings(loss="fkl", steps=RUN, lr=1e-4, weight_decay=0.0, eval_every=RUN, save_every=RUN)
-    assert isinstance(lesson.teacher, PreTrainedModel)
+    assert isinstance(setup.teacher, PreTrainedModel)
     seconds: dict[str, list[float]] = {"draftlab": [], "bare": []}
-    records, theirs = train(student, lesson, settings, scratch / "run"), _bare(bare, lesson.teacher, lesson)
+    records, theirs = train(student, setup, settings, scratch / "run"), _bare(bare, setup.teacher, setup)
     began = time.process_time()
     next(records)
     evaluation = time.process_time() - began
@@ -190,12 +190,12 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
     }
 
 
-def _bare(student: PreTrainedModel, teacher: PreTrainedModel, lesson: Lesson) -> Iterator[float]:
+def _bare(student: PreTrainedModel, teacher: PreTrainedModel, setup: TrainingSetup) -> Iterator[float]:
     """A distillation loop as one writes it down: whole logits, KL, AdamW."""
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
     student.train()
     for step in range(RUN):
-        batch: Batch = lesson.batches.batch(step)
+        batch: Batch = setup.batches.batch(step)
         ids = torch.from_numpy(batch.ids[:, :-1])
         with torch.no_grad():
             p = teacher(input_ids=ids, use_cache=False).logits

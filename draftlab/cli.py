@@ -1,6 +1,5 @@
-"""Typer wiring: commands, --json, exit codes. The only place that catches UserError."""
+"""Typer wiring: options from configs, --config, --json, exit codes. The only place that catches UserError."""
 
-import functools
 import inspect
 import json
 import logging
@@ -9,19 +8,31 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
+from click.core import ParameterSource
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 from rich.console import Console
 from typer import Argument, Option
 
 from draftlab import __version__
-from draftlab.commands import COMMANDS, DryRun, Outcome
+from draftlab.commands import COMMANDS
+from draftlab.commands.base import Command, Outcome
+from draftlab.config.base import OUTPUT, Config, extra
 from draftlab.console import is_main_process, processes
 from draftlab.errors import UserError
+from draftlab.recipe import run
 
 EXIT_USER_ERROR, EXIT_MISSED = 1, 3
-LAUNCHED = ("train", "distill", "prune")  # commands that a launcher may run in several processes
+LAUNCHED = ("train", "distill", "prune", "prune-masks")  # a launcher may run these in several processes
+GROUPS = {
+    "cache": "A target's distributions on disk, to distil from without the target.",
+    "trace": "A target's own output, to measure drafts on without the target.",
+    "outputs": "Target outputs on disk: tokens and log-probabilities, to distil from and to measure drafts on.",
+    "online": "A draft that follows served traffic.",
+}
 
 app = typer.Typer(
     name="draftlab",
@@ -32,47 +43,98 @@ app = typer.Typer(
 )
 
 
-def run(
-    recipe: Annotated[Path, Argument(help="Recipe file: a YAML list of commands.")], dry_run: DryRun = False
-) -> Outcome:
-    """Run a recipe; steps that are done already are skipped."""
-    from draftlab.recipe import read_recipe, run_recipe
+def typer_function(command: Command) -> Callable[..., None]:
+    """Return a function with one parameter per setting of a command, as Typer reads it."""
 
-    return run_recipe(read_recipe(recipe), dry_run=dry_run)
+    def call(ctx: typer.Context, **values: Any) -> None:
+        typed = {name for name in values if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        wiring = {name: values.pop(name) for name in list(values) if name not in command.config.model_fields}
+        _exit_with(
+            lambda: _run(command, {n: v for n, v in values.items() if n in typed}, wiring), wiring["json_output"]
+        )
+
+    parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    parameters += [_parameter(command.config, name, field) for name, field in command.config.model_fields.items()]
+    parameters += _wiring(command)
+    call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    call.__doc__ = command.function.__doc__
+    return call
 
 
-def present(command: Callable[..., Outcome]) -> Callable[..., None]:
-    """command with --json, its outcome printed on stdout and its errors as one line on stderr."""
+def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Outcome:
+    if processes() > 1 and command.name not in LAUNCHED:
+        raise UserError(f"{command.name} runs in one process; launch {', '.join(LAUNCHED)} in several")
+    file = wiring.get("config_file")
+    settings = command.config.of_file(file, command.name) if file else {}
+    config = command.config.build(settings | typed, f"--config {file}: " if file else "")
+    return command.run(config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False))
 
-    @functools.wraps(command)
-    def shown(json_output: bool, **arguments: Any) -> None:
-        try:
-            if processes() > 1 and command.__name__ not in LAUNCHED:
-                raise UserError(f"{command.__name__} runs in one process; launch {', '.join(LAUNCHED)} in several")
-            outcome = command(**arguments)
-        except UserError as error:
-            if is_main_process():
-                print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(EXIT_USER_ERROR) from None
-        except KeyboardInterrupt:
-            print("interrupted; repeat the command to go on where it stopped", file=sys.stderr)
-            raise typer.Exit(130) from None
-        if not is_main_process():
-            return
-        _print(outcome, json_output)
-        if outcome.missed:
-            for text in outcome.missed:
-                print(f"missed: {text}", file=sys.stderr)
-            raise typer.Exit(EXIT_MISSED)
 
-    flag = Annotated[bool, Option("--json", help="Print the result as JSON.")]
-    parameter = inspect.Parameter("json_output", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=flag)
-    signature = inspect.signature(command)
-    shown.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), parameter], return_annotation=None
-    )
-    shown.__annotations__ = get_type_hints(command, include_extras=True) | {"json_output": flag, "return": None}
-    return shown
+def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool) -> None:
+    """Print a command's outcome on stdout, or its error as one line on stderr, and exit accordingly."""
+    try:
+        outcome = outcome_of()
+    except UserError as error:
+        if is_main_process():
+            print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_USER_ERROR) from None
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to resume", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if not is_main_process():
+        return
+    _print(outcome, as_json)
+    for text in outcome.missed:
+        print(f"missed: {text}", file=sys.stderr)
+    if outcome.missed:
+        raise typer.Exit(EXIT_MISSED)
+
+
+def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Parameter:
+    """Return a setting as a Typer parameter; its bounds are shown here and checked by the config."""
+    details = extra(field)
+    kind: Any = details["typed"] or field.annotation
+    default = None if field.default is PydanticUndefined else field.default
+    if default is None and field.default_factory is None and field.is_required():
+        details["shown_default"] = details["shown_default"] or "required"
+    shown = details["shown_default"] or (default is not None and default != [])
+    limits = {type(part).__name__.lower(): part for part in field.metadata}
+    bounds = {
+        "min": getattr(limits.get("ge"), "ge", None),
+        "max": getattr(limits.get("le"), "le", None),
+    }
+    common: dict[str, Any] = {
+        "help": field.description, "show_default": shown, "hidden": details["advanced"],
+        "rich_help_panel": details["panel"], **{key: value for key, value in bounds.items() if value is not None},
+    }  # fmt: skip
+    flags = [] if default is True else [config.flag(name)]
+    info = Argument(**common) if details["argument"] else Option(*flags, **common)
+    optional = kind if default is not None else kind | None
+    annotation = Annotated[optional, info]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _wiring(command: Command) -> list[inspect.Parameter]:
+    """Return the options that every command has, those of outputs, and --dry-run where there is a plan to show."""
+    options: dict[str, tuple[Any, Any]] = {
+        "config_file": (
+            Path | None,
+            Option("--config", help="YAML file of settings, or an output directory to repeat.", rich_help_panel=OUTPUT),
+        )
+    }
+    if command.has_force:
+        options["force"] = bool, Option("--force", help="Replace an existing output.", rich_help_panel=OUTPUT)
+    if command.dry_run:
+        options["dry_run"] = bool, Option("--dry-run", help="Show the plan and do nothing.", rich_help_panel=OUTPUT)
+    options["json_output"] = bool, Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT)
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None if name == "config_file" else False,
+            annotation=Annotated[kind, info],
+        )
+        for name, (kind, info) in options.items()
+    ]  # fmt: skip
 
 
 @app.callback(invoke_without_command=True)
@@ -83,16 +145,18 @@ def options(version: Annotated[bool, Option("--version", help="Print the version
         raise typer.Exit()
 
 
-GROUPS = {
-    "cache": "A target's distributions on disk, to distil from without the target.",
-    "trace": "A target's own output, to measure drafts on without the target.",
-}
-_apps = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
-for _group in GROUPS:
-    app.add_typer(_apps[_group], name=_group)
-for _name, _command in {**COMMANDS, "run": run}.items():
-    _group, _, _leaf = _name.rpartition(" ")
-    _apps[_group].command(_leaf)(present(_command))
+def _add_commands() -> None:
+    groups = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
+    for name in GROUPS:
+        app.add_typer(groups[name], name=name)
+    for command in (*COMMANDS.values(), run):
+        group, _, leaf = command.name.rpartition(" ")
+        hidden = any(extra(field)["advanced"] for field in command.config.model_fields.values())
+        groups[group].command(leaf, epilog=MORE if hidden else None)(typer_function(command))
+
+
+MORE = "More settings, for the command line and for files: docs/configuration.md"
+_add_commands()
 
 
 def main() -> None:
@@ -104,10 +168,10 @@ def main() -> None:
     app()
 
 
-def _print(outcome: Outcome, json_output: bool) -> None:
-    if json_output:
+def _print(outcome: Outcome, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(outcome.data, default=str, indent=2))
         return
     console = Console(soft_wrap=True)
     for item in outcome.show:
-        console.print(item, markup=False, highlight=False)
+        console.print(item, highlight=False, markup=False) if isinstance(item, str) else console.print(item)

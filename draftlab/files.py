@@ -1,4 +1,4 @@
-"""Where outputs are written: whole or not at all, and never over what is finished. No torch."""
+"""Files: written whole or not at all, never over finished work, and read strictly. No torch."""
 
 import contextlib
 import os
@@ -7,7 +7,22 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from draftlab.errors import UserError
+
+
+class FileModel(BaseModel):
+    """Base of everything that is read from a file: unknown keys are errors, and nothing changes after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 @contextlib.contextmanager
@@ -80,3 +95,13 @@ def _replace(work: Path, out: Path) -> None:
     out.rename(old / "was")
     work.rename(out)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def validation_text(error: ValidationError) -> str:
+    """A pydantic error as one line: field, complaint, value."""
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "top level"
+        given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
+        parts.append(f"{where}: {item['msg'].lower()}{given}")
+    return "; ".join(parts)

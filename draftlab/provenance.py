@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +27,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: str
-    arguments: dict[str, object]
+    config: dict[str, object]
     inputs: dict[str, str]  # path -> sha256 of its weights or text
     versions: dict[str, str]
     created: str
@@ -36,16 +37,16 @@ class Record(BaseModel):
 
 
 def write_record(
-    directory: Path, command: str, arguments: dict[str, object], inputs: list[Path], began: float, **notes: object
+    directory: Path, command: str, config: dict[str, object], inputs: Sequence[Path], started_at: float, **notes: object
 ) -> Record:
-    """Provenance of directory, as draftlab.json. began: time.time() when the command started."""
+    """Provenance of directory, as draftlab.json. started_at: time.time() when the command started."""
     record = Record(
         command=command,
-        arguments=plain(arguments),
+        config=plain(config),
         inputs={str(path): fingerprint(path) for path in inputs},
         versions=versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        seconds=round(time() - began, 2),
+        seconds=round(time() - started_at, 2),
         peak_memory_bytes=peak_memory_bytes(),
         notes=notes,
     )

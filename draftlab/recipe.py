@@ -1,37 +1,49 @@
-"""A recipe is a saved sequence of commands: a YAML list, read and checked as a whole, then run from top to bottom."""
+"""Recipes: saved sequences of commands, checked as a whole, then run from top to bottom."""
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from typer.models import ParameterInfo
 
-from draftlab.commands import COMMANDS, Outcome
+from draftlab import provenance
+from draftlab.commands import COMMANDS
+from draftlab.commands.base import Command, Outcome, command
+from draftlab.config.base import Config, OutputConfig, option
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
-from draftlab.model.shape import validation_text
+
+
+class RunConfig(Config):
+    recipe: Path = option(help="Recipe file: a YAML list of commands.", argument=True)
+    dry_run: bool = option(False, "Show which steps are done and which are to do.")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command with all its arguments, defaults filled in."""
+    """One command with the settings that the recipe names."""
 
-    command: str
-    arguments: dict[str, Any]
+    command: Command
+    settings: dict[str, Any]
+    where: str
+
+    @property
+    def config(self) -> Config:
+        return self.command.config.build(self.settings, self.where)
 
     @property
     def out(self) -> Path | None:
-        return self.arguments.get("out")
+        return self.config.output_directory() if isinstance(self.config, OutputConfig) else None
+
+    def __str__(self) -> str:
+        return f"{self.command.name} {self.out or ''}".rstrip()
 
 
 def read_recipe(path: Path) -> list[Step]:
-    """Every step checked against its command's signature before anything runs.
+    """Read every step and check its settings, before anything runs.
 
     Raises:
-        UserError: names the step and the key.
+        UserError: names the step and the setting.
     """
     try:
         content = yaml.safe_load(path.read_text())
@@ -44,69 +56,49 @@ def read_recipe(path: Path) -> list[Step]:
     return [_read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)]
 
 
-def run_recipe(steps: list[Step], *, dry_run: bool) -> Outcome:
-    """Run the steps; one whose output was made by the same command, arguments and inputs is not run again.
-
-    The outcome shows what the last step showed.
-    """
-    if dry_run:
-        plan = {f"{step.command} {step.out or ''}".rstrip(): "done" if is_done(step) else "to do" for step in steps}
+@command(RunConfig)
+def run(config: RunConfig) -> Outcome:
+    """Run a recipe; finished steps are skipped."""
+    steps = read_recipe(config.recipe)
+    if config.dry_run:
+        plan = {str(step): "done" if is_done(step) else "to do" for step in steps}
         return Outcome(path=None, show=[f"{name}: {state}" for name, state in plan.items()], data={"steps": plan})
-    last = Outcome(path=None, show=[], data={})
+    outcome = Outcome(path=None, show=[], data={})
     for number, step in enumerate(steps, 1):
-        title = f"[{number}/{len(steps)}] {step.command} {step.out or ''}".rstrip()
         if is_done(step):
-            note(f"{title}: done already")
-            last = Outcome(path=step.out, show=[str(step.out)], data={"path": str(step.out)})
+            note(f"[{number}/{len(steps)}] {step}: already done")
+            outcome = Outcome(path=step.out, show=[str(step.out)], data={"path": str(step.out)})
             continue
-        note(title)
-        last = COMMANDS[step.command](**step.arguments)
-        if last.missed:
+        note(f"[{number}/{len(steps)}] {step}")
+        outcome = step.command.run(step.config)
+        if outcome.missed:
             break
-    return last
+    return outcome
 
 
 def is_done(step: Step) -> bool:
-    """The step's output records this very command, and its inputs have not changed since."""
-    from draftlab import provenance
+    """Return whether the step's output was made by the same command and settings from the same inputs.
 
+    Settings that the record does not know, of an older version, count as their defaults.
+    """
     record = provenance.read_record(step.out) if step.out is not None else None
-    if record is None:
+    if record is None or record.command != step.command.name:
         return False
-    arguments = {k: v for k, v in step.arguments.items() if k not in ("force", "dry_run")}
-    same = record.command == step.command and record.arguments == provenance.plain(arguments)
-    return same and all(
+    try:
+        recorded = step.command.config.build(record.config)
+    except UserError:
+        return False
+    return recorded.settings() == step.config.resolved().settings() and all(
         Path(path).exists() and provenance.fingerprint(Path(path)) == digest for path, digest in record.inputs.items()
     )
 
 
-def _read_step(step: object, where: str) -> Step:
-    if not isinstance(step, dict) or len(step) != 1:
-        raise UserError(f"{where}: want one command with its arguments, got {step!r}")
-    command, arguments = next(iter(step.items()))
-    if command not in COMMANDS:
-        raise UserError(f"{where}: no command {command!r}{did_you_mean(str(command), COMMANDS)}")
-    model = _arguments_model(command)
-    unknown = sorted(set(arguments or {}) - set(model.model_fields))
-    if unknown:
-        raise UserError(
-            f"{where} ({command}): unknown key {unknown[0]!r}{did_you_mean(unknown[0], model.model_fields)}"
-        )
-    try:
-        read = model.model_validate(arguments or {})
-    except ValidationError as error:
-        raise UserError(f"{where} ({command}): {validation_text(error)}") from None
-    return Step(command, {name: getattr(read, name) for name in model.model_fields})
-
-
-def _arguments_model(command: str) -> type[BaseModel]:
-    """A pydantic model of a command's parameters, with the bounds that Typer checks on the command line."""
-    function = COMMANDS[command]
-    hints = get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        kind, *extras = get_args(hints[name])
-        info = next(e for e in extras if isinstance(e, ParameterInfo))
-        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-        fields[name] = (kind, Field(default, ge=info.min, le=info.max))
-    return create_model(command, __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
+def _read_step(content: object, where: str) -> Step:
+    if not isinstance(content, dict) or len(content) != 1:
+        raise UserError(f"{where}: want one command with its settings, got {content!r}")
+    name, settings = next(iter(content.items()))
+    if name not in COMMANDS:
+        raise UserError(f"{where}: no command {name!r}{did_you_mean(str(name), COMMANDS)}")
+    step = Step(COMMANDS[name], settings or {}, f"{where} ({name}): ")
+    step.config.settings()  # raises for bad settings
+    return step

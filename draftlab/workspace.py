@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
-from draftlab.model.shape import validation_text
+from draftlab.files import validation_text
 
 FILE = Path("draftlab.yaml")
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from draftlab.data import Batch, HeldOut
 from draftlab.distill.on_policy import Batches
-from draftlab.distill.trainer import GivenTeacher, Lesson
+from draftlab.distill.trainer import GivenTeacher, TrainingSetup
 
 SIZES = {
     "vocab_size": 307,
@@ -81,5 +81,5 @@ def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4
     return factor * torch.finfo(dtype).eps * math.sqrt(terms) * magnitude
 
 
-def lesson(teacher: GivenTeacher, batches: Batches, heldout: list[Batch]) -> Lesson:
-    return Lesson(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0))
+def setup(teacher: GivenTeacher, batches: Batches, heldout: list[Batch]) -> TrainingSetup:
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0))

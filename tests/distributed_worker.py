@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from builders import build, lesson
+from builders import build, setup
 from safetensors.torch import save_file
 from test_masks import SETTINGS, smaller
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from draftlab.data import Batch
-from draftlab.distill.checkpointer import best_weights, crew
+from draftlab.distill.checkpointer import best_weights, process_state
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.teachers import LocalTeacher, shard_by_layer
 from draftlab.distill.trainer import DistillStep, EvalRecord, Settings, train
@@ -40,7 +40,7 @@ def trained(out: Path) -> dict[str, Tensor]:
     """Weights and masks after a few steps of the loop."""
     model, masks, teacher = build("mistral", seed=1), Masks(HAVE, smaller(HAVE), 0), build("mistral", seed=2)
     with masked(model, masks, 1e-6):
-        list(train(model, lesson(teacher, Rows(), [Rows().batch(9)]), SETTINGS, out.with_suffix(".state"), masks))
+        list(train(model, setup(teacher, Rows(), [Rows().batch(9)]), SETTINGS, out.with_suffix(".state"), masks))
     return {name: p.detach() for name, p in [*model.named_parameters(), *masks.named_parameters()]}
 
 
@@ -49,12 +49,12 @@ def distilled(out: Path) -> dict[str, Tensor]:
     settings = Settings(
         loss="fkl", steps=4, lr=1e-3, dtype="float32", eval_every=4, save_every=2, micro_tokens=16, warmup_share=0.5
     )
-    learnt, state = lesson(build("llama", seed=2), Rows(), [Rows().batch(9)]), out.with_suffix(".state")
-    for stop in (3, 5) if crew().num_processes > 1 else (5,):
+    learnt, state = setup(build("llama", seed=2), Rows(), [Rows().batch(9)]), out.with_suffix(".state")
+    for stop in (3, 5) if process_state().num_processes > 1 else (5,):
         steps = takewhile(lambda r, stop=stop: r.step < stop, train(build("llama", seed=1), learnt, settings, state))
         merits = [record.merit for record in steps if isinstance(record, EvalRecord)]
     assert merits.index(max(merits)) == len(merits) - 1
-    crew().wait_for_everyone()
+    process_state().wait_for_everyone()
     return best_weights(state, "student")
 
 

@@ -27,7 +27,7 @@ from draftlab.results.score import Acceptance, read_json
 from draftlab.target_outputs.traces import DEGENERATE, Decoding, Repeats, Stop, Text, Trace, repeats
 
 FILE = "replay.json"
-Rule = Literal["leviathan", "match"]
+Rule = Literal["rejection", "match"]
 First = Literal["prefill", "prompt"]
 
 
@@ -58,7 +58,7 @@ class ReplayedText(_Frozen):
 class Replay(_Frozen):
     """One draft on one trace. replay.json; every statistic is derived from it.
 
-    rule: what the chances are of; leviathan: min(1, q / p); match: the draft's token stands where it is the target's
+    rule: what the chances are of; rejection: min(1, q / p); match: the draft's token stands where it is the target's
     own sample, q. A greedy draft has q = 0 or 1.
     """
 
@@ -176,9 +176,9 @@ def check(trace: Trace, draft: Path, plan: Plan) -> int:
     """
     how, manifest = trace.manifest.decoding, trace.manifest
     fits = how.temperature == 0 or manifest.logprobs == "sampled" or (manifest.logprobs == "raw" and how.plain)
-    if plan.rule == "leviathan" and _draft_warp(how, plan).temperature > 0 and not fits:
+    if plan.rule == "rejection" and _draft_warp(how, plan).temperature > 0 and not fits:
         raise UserError(
-            f"{trace.directory} was {how.words()} and holds {manifest.logprobs} log-probabilities; --rule leviathan "
+            f"{trace.directory} was {how.words()} and holds {manifest.logprobs} log-probabilities; --rule rejection "
             "needs those of the distribution that was sampled from: take --rule match, or record at temperature 1"
         )
     size = common_vocabulary(draft, trace.vocabulary)

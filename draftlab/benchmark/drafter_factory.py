@@ -14,9 +14,9 @@ from draftlab.acceptance.token_logprobs import look
 from draftlab.console import note
 from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.cascade import (
+    CascadeDrafter,
+    ConfidenceStopDrafter,
     Fallback,
-    StagedDrafter,
-    UnsureDrafter,
     less_sure_than,
     more_entropy_than,
 )
@@ -79,7 +79,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class DrafterRun:
     """A drafter, the model that it asks for tokens (None: it has none), and the numbers of tokens to try."""
 
     drafter: Drafter
@@ -161,7 +161,7 @@ def check_rule(spec: Spec, rule: str) -> None:
         )
 
 
-class Workshop:
+class DrafterFactory:
     """Builds drafters for one target; what several of them need is made once."""
 
     def __init__(
@@ -183,39 +183,39 @@ class Workshop:
         self.mode: Mode = mode
         self.vocab = checkpoint.vocab_size(target_path)
 
-    def build(self, spec: Spec) -> Way:
+    def build(self, spec: Spec) -> DrafterRun:
         """Raises UserError: what it needs cannot be had, or does not fit the target."""
         if spec.kind in ("ngram", "lookup"):
-            return Way(drafter=self._modelless(spec, spec.kind), model=None, ks=self.ks)
+            return DrafterRun(drafter=self._modelless(spec, spec.kind), model=None, ks=self.ks)
         if spec.kind == "skip":
             model = self._skipping(spec)
-            return Way(drafter=ModelDrafter(model, self.vocab), model=model, ks=self.ks)
+            return DrafterRun(drafter=ModelDrafter(model, self.vocab), model=model, ks=self.ks)
         if spec.kind == "medusa":
             return self._medusa(spec)
         model = self.load(self._draft_of(spec))
         drafter = self._of_model(spec, model)
         ks = [len(drafter.parents)] if isinstance(drafter, TreeDrafter) else self.ks
-        return Way(drafter=drafter, model=model, ks=ks)
+        return DrafterRun(drafter=drafter, model=model, ks=ks)
 
-    def _medusa(self, spec: Spec) -> Way:
+    def _medusa(self, spec: Spec) -> DrafterRun:
         heads = medusa.read(Path(spec.words("heads")), self.target_path)
         ks = [k for k in self.ks if k <= len(heads)]
         if not ks:
             raise UserError(
                 f"--drafter {spec.text}: {len(heads)} heads draft at most {len(heads)} tokens; take such a --k"
             )
-        return Way(drafter=MedusaDrafter(_own(spec, self.target), heads), model=None, ks=ks)
+        return DrafterRun(drafter=MedusaDrafter(_own(spec, self.target), heads), model=None, ks=ks)
 
     def _of_model(self, spec: Spec, model: Decoder) -> Drafter:
         if spec.kind == "fallback":
             return Fallback(LookupDrafter(spec.number("longest")), ModelDrafter(model, self.vocab), self.vocab)
         if spec.kind == "staged":
             inner = self._modelless(spec, spec.words("by"))
-            return StagedDrafter(model, self.vocab, inner, spec.number("count"))
+            return CascadeDrafter(model, self.vocab, inner, spec.number("count"))
         if spec.kind == "unsure":
-            return UnsureDrafter(model, self.vocab, less_sure_than(float(spec.options["below"])))
+            return ConfidenceStopDrafter(model, self.vocab, less_sure_than(float(spec.options["below"])))
         if spec.kind == "entropy":
-            return UnsureDrafter(model, self.vocab, more_entropy_than(float(spec.options["above"])))
+            return ConfidenceStopDrafter(model, self.vocab, more_entropy_than(float(spec.options["above"])))
         if spec.kind == "tree":
             siblings = SIBLINGS[SIBLINGS.index(spec.words("siblings"))]
             return TreeDrafter(model, self.vocab, self._parents(spec, _own(spec, model)), siblings)

@@ -19,7 +19,7 @@ from draftlab.benchmark.code_tasks import NEXT_LINE
 from draftlab.engine.generate import Drafter, Sampling, speculative
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.hf_decoder import Decoder, Hosted, read, vocab_of, widened
+from draftlab.model.hf_decoder import Decoder, HFDecoder, read, vocab_of, widened
 from draftlab.model.llama import Llama
 
 if TYPE_CHECKING:  # takes seconds to import
@@ -40,7 +40,7 @@ def writer(
     """What the target writes with k drafted tokens a step; what transformers runs, one prompt at a time."""
 
     def write(prompts: list[list[int]], sampling: Sampling, stops: list[str]) -> list[list[int]]:
-        rows = 1 if Hosted in (type(target), type(getattr(drafter, "model", None))) else len(prompts)
+        rows = 1 if HFDecoder in (type(target), type(getattr(drafter, "model", None))) else len(prompts)
         batches = (prompts[at : at + rows] for at in range(0, len(prompts), rows))
         return [text for batch in batches for text in several(batch, replace(sampling, eos_ids=eos_ids), stops)]
 
@@ -82,7 +82,7 @@ def language_model(
 
         def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **how: Any) -> Tensor:
             beat()
-            if write is None and isinstance(model, Hosted):
+            if write is None and isinstance(model, HFDecoder):
                 return super()._model_generate(context, max_length, stop, **how)
             sampling = _sampling(how, max_length - context.shape[1], seed)
             if write is not None and sampling.temperature:
@@ -165,7 +165,7 @@ def _around(kind: Any, model: Decoder, directory: Path, tokenizer: PreTrainedTok
     """HFLM asks its model for its config alone: of a model that the engine runs, one without weights will do."""
     shown = (
         model.model
-        if isinstance(model, Hosted)
+        if isinstance(model, HFDecoder)
         else checkpoint.skeleton(checkpoint.read_config(directory), torch.float32)
     )
     lm = kind(shown, tokenizer=tokenizer, **how)

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from draftlab import provenance
-from draftlab.benchmark.drafter_factory import Spec, Way, Workshop, check_rule, check_target
+from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun, Spec, check_rule, check_target
 from draftlab.benchmark.lm_eval_model import whole_head, writer
 from draftlab.benchmark.lm_eval_tasks import Tasks, check_tasks, evaluate_tasks, prepare
 from draftlab.benchmark.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
@@ -22,14 +22,14 @@ from draftlab.latency.cost_model import Mode
 from draftlab.latency.machine_state import environment, warn_if_loaded
 from draftlab.latency.profiler import device_name, measure_latency, steady_clock
 from draftlab.model import checkpoint, hub, llama, memory
-from draftlab.model.hf_decoder import Decoder, Hosted, context_of, in_mode, load, vocab_of
+from draftlab.model.hf_decoder import Decoder, HFDecoder, context_of, in_mode, load, vocab_of
 from draftlab.model.llama import Llama
 from draftlab.model.size import size_of
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.target_outputs.sources import Prompts
 
 LATENCY_PASSES = 60
-DEFAULT_RULE = "leviathan"
+DEFAULT_RULE = "rejection"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ def check(plan: Plan) -> None:
         note("greedily all rules are one and nothing is cut: --rule, --top-k, --top-p and --min-p need --temperature")
     if plan.device_map is not None and (plan.mode != "eager" or list(plan.batches) != [1]):
         raise UserError("--device-map has transformers run the target: take --mode eager --batch 1")
-    if plan.draft_int8 and plan.mode != "compiled":
-        raise UserError(f"--draft-int8 computes in mode compiled, not {plan.mode}")
+    if plan.draft_int8 and plan.mode != "native":
+        raise UserError(f"--draft-int8 computes in mode native, not {plan.mode}")
     contexts = {name: context_of(path) for name, path in {"": plan.target, **plan.drafts}.items()}
     _check_context(contexts, plan, max(plan.ks))
     check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
@@ -130,7 +130,7 @@ class Loaded:
             note(f"loading {hub.called(directory)}")
             spread = plan.device_map if directory == plan.target else None
             model = load(directory, plan.dtype, plan.device, spread)
-            if isinstance(model, Hosted) and (plan.mode != "eager" or list(plan.batches) != [1]):
+            if isinstance(model, HFDecoder) and (plan.mode != "eager" or list(plan.batches) != [1]):
                 raise UserError(
                     f"transformers runs {directory}, one prompt at a time and eagerly: take --mode eager --batch 1"
                 )
@@ -176,7 +176,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             shape=model.shape if isinstance(model := models[name], Llama) else None,
             latency=[],
             tasks=tasks[name],
-            hosted=isinstance(model, Hosted),
+            hosted=isinstance(model, HFDecoder),
         )
         for name, path in directories.items()
     } | {
@@ -186,7 +186,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             shape=way.model.shape if isinstance(way.model, Llama) else None,
             latency=[],
             tasks=[],
-            hosted=isinstance(way.model, Hosted),
+            hosted=isinstance(way.model, HFDecoder),
         )
         for name, way in ways.items()
     }
@@ -219,12 +219,12 @@ def _latency(models: dict[str, Decoder], plan: Plan, batch: int) -> dict[str, li
         )  # fmt: skip
 
 
-def _ways(target: Decoder, loaded: Loaded) -> dict[str, Way]:
+def _ways(target: Decoder, loaded: Loaded) -> dict[str, DrafterRun]:
     """The drafters beside the drafts, by a name that a file can have."""
     plan = loaded.plan
     if not plan.drafters:
         return {}
-    shop = Workshop(
+    shop = DrafterFactory(
         target,
         plan.target,
         lambda path: loaded.running(path, plan.draft_int8),
@@ -259,7 +259,7 @@ def _sampling(plan: Plan) -> Sampling:
     )
 
 
-def _throughput(models: dict[str, Decoder], ways: dict[str, Way], plan: Plan, batch: int) -> Measured:
+def _throughput(models: dict[str, Decoder], ways: dict[str, DrafterRun], plan: Plan, batch: int) -> Measured:
     texts = [prompt.ids for prompt in plan.prompts.rows]
     drafts = {name: model for name, model in models.items() if name}
     arms = 1 + len(drafts) * len(plan.ks) + sum(len(way.ks) for way in ways.values())

@@ -1,32 +1,47 @@
-"""What users can do: one typed function per command. Typer and recipes call these same functions."""
+"""The commands. The command line, recipes and tests call these same objects."""
 
 from collections.abc import Callable
 
 from draftlab.commands import cache, trace
+from draftlab.commands.base import Command, Outcome
 from draftlab.commands.law import law
+from draftlab.commands.legacy import legacy
 from draftlab.commands.make import design, import_checkpoint, init, tokenizer
 from draftlab.commands.measure import compare, report, score
 from draftlab.commands.medusa import medusa
 from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune
 from draftlab.commands.search import search
-from draftlab.commands.shared import DryRun, Outcome
 from draftlab.commands.ship import check, env, export, trim
 from draftlab.commands.train import distill, rollback, train
 
-ALONE = (
-    init, design, search, prune, distill, rollback, medusa, score, compare, report, profile, law, predict, check, trim,
-    export, train, tokenizer, env,
-)  # fmt: skip
-COMMANDS: dict[str, Callable[..., Outcome]] = {f.__name__: f for f in ALONE} | {
-    f"cache {f.__name__}": f for f in (cache.build, cache.verify, cache.info)
-}
-COMMANDS |= {
+_BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
+    "init": init,
+    "design": design,
+    "search": search,
+    "prune": prune,
+    "distill": distill,
+    "rollback": rollback,
+    "medusa": medusa,
+    "score": score,
+    "compare": compare,
+    "report": report,
+    "profile": profile,
+    "law": law,
+    "predict": predict,
+    "check": check,
+    "trim": trim,
+    "export": export,
+    "train": train,
+    "tokenizer": tokenizer,
+    "env": env,
+    "cache build": cache.build,
+    "cache verify": cache.verify,
+    "cache info": cache.info,
     "import": import_checkpoint,
     "trace record": trace.record,
     "trace import": trace.from_paper,
     "trace info": trace.info,
     "trace replay": trace.replay,
 }
-
-__all__ = ["COMMANDS", "DryRun", "Outcome"]
+COMMANDS = {name: each if isinstance(each, Command) else legacy(name, each) for name, each in _BY_NAME.items()}

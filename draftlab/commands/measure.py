@@ -54,9 +54,9 @@ def score(
         Option(help="NAME or NAME:KEY=VALUE,... (docs/drafters.md): ngram, lookup, skip, tree, ...; again for each."),
     ] = None,
     rule: Annotated[
-        Literal["leviathan", "match", "block", "recursive", "k-sequential", "typical", "lenient"],
+        Literal["rejection", "match", "block", "recursive", "k-sequential", "typical", "lenient"],
         Option(help="How drafts are verified when sampling; the last two are LOSSY."),
-    ] = "leviathan",
+    ] = "rejection",
     target: TargetName = None,
     data: Annotated[
         str | None,
@@ -88,11 +88,11 @@ def score(
     dtype: WeightsDtype = None,
     device_map: DeviceMap = None,
     mode: Annotated[
-        Literal["auto", "eager", "compiled", "graphs"],
+        Literal["auto", "eager", "native", "graphs"],
         Option(help="compiled: passes in C++, for CPUs; built once. graphs: CUDA graphs. auto: compiled if that runs."),
     ] = "eager",
     draft_int8: Annotated[
-        bool, Option("--draft-int8", help="Round the draft's weights to 8 bits; in mode compiled.")
+        bool, Option("--draft-int8", help="Round the draft's weights to 8 bits; in mode native.")
     ] = False,
     batch: Annotated[str, Option(help="Prompts decoded at once, as 1,2,4,8: one score for each.")] = "1",
     server: Annotated[
@@ -148,7 +148,7 @@ def score(
     if served_here:
         if parse_numbers(batch) != [1] or draft_int8 or mode != "eager":
             raise UserError("servers get one request at a time and run as they were started: no batch, mode or int8")
-        if drafter or rule != "leviathan" or min_p:
+        if drafter or rule != "rejection" or min_p:
             raise UserError("servers draft and verify in their own way: no --drafter, --rule or --min-p")
         _refuse(
             "a server answers prompts as it was started",

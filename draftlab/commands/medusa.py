@@ -73,17 +73,17 @@ def medusa(
     state = run.state_of(out)
     tokenizer = checkpoint.load_tokenizer(place)
     computing = training_dtype(dtype)
-    model = checkpoint.load_model(place, checkpoint.DTYPES[computing], cast(Any, checkpointer.crew().device))
+    model = checkpoint.load_model(place, checkpoint.DTYPES[computing], cast(Any, checkpointer.process_state().device))
     student = training.Heads(training.Trunk(model), heads)
-    lesson = training.lesson(
+    setup = training.setup(
         student,
         open_batches(source, tokenizer, rows=rows, seq_len=seq_len, steps=steps, seed=seed),
         open_heldout(source, tokenizer, rows=rows, seq_len=seq_len, most_rows=64),
     )
     settings = Settings.of(arguments, loss=training.LOSS, weight_decay=0.0, dtype=computing)
-    fitted = run.fit(cast(Any, student), lesson, settings, state=state, identity=identity, what="medusa")
+    fitted = run.fit(cast(Any, student), setup, settings, state=state, identity=identity, what="medusa")
     best = checkpointer.best_weights(state, "student")
-    found = training.by_head(student, best, lesson)
+    found = training.by_head(student, best, setup)
     with checkpoint.new_directory(out, force=force) as work:
         stored = checkpoint.stored_dtype(place)
         write(work, {name: weight.to(stored) for name, weight in best.items()}, place)

@@ -5,13 +5,13 @@ import shlex
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
 from draftlab import workspace
+from draftlab.commands.base import Outcome
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.model import hub
@@ -101,22 +101,10 @@ Memory = Annotated[
     float, Option(min=0.01, help="GB that logits and KV caches may take where the target writes or is read.")
 ]
 Threads = Annotated[int | None, Option(min=1, help="CPU threads; torch's choice if left out.")]
-PassMode = Annotated[
-    Literal["eager", "compiled", "graphs"], Option(help="In C++, for CPUs, or captured as CUDA graphs.")
-]
+PassMode = Annotated[Literal["eager", "native", "graphs"], Option(help="In C++, for CPUs, or captured as CUDA graphs.")]
 Compile = Annotated[
     bool, Option("--compile", help="torch.compile: a minute to start, then faster.", rich_help_panel=TRAINING)
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a command made: the path, what a person reads (strings and rich tables), what a program reads."""
-
-    path: Path | None
-    show: Sequence[object]
-    data: dict[str, object]
-    missed: list[str] = field(default_factory=list)  # bars the user set that were not reached
 
 
 def recorded(given: dict[str, object]) -> tuple[dict[str, object], float]:

@@ -194,9 +194,9 @@ def replay(
         Literal["keep", "drop"], Option(help="The token that is less sure: keep as transformers, drop as llama.cpp.")
     ] = "keep",
     rule: Annotated[
-        Literal["leviathan", "match"],
+        Literal["rejection", "match"],
         Option(help="min(1, q/p), or the draft's token stands where it is the target's own sample."),
-    ] = "leviathan",
+    ] = "rejection",
     draft_temperature: Annotated[
         float | None, Option(min=0, help="How the draft samples, 0 greedily; as the target if left out.")
     ] = None,

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from draftlab.distill.evaluate import Length
-    from draftlab.distill.run import Fitted
+    from draftlab.distill.run import TrainingResult
 
 LOSS, WRITTEN, ONLINE = "Loss", "Text that models write", "Following traffic"  # panels of --help
 
@@ -91,7 +91,7 @@ def train(
     from draftlab.distill import distributed, run
     from draftlab.distill.optimizers import training_dtype
     from draftlab.distill.trackers import check as check_trackers
-    from draftlab.distill.trainer import Lesson, Settings
+    from draftlab.distill.trainer import Settings, TrainingSetup
     from draftlab.model import checkpoint
     from draftlab.model.shape import read_shape_file
     from draftlab.model.size import size_of, training_cost
@@ -122,7 +122,7 @@ def train(
         command="train", arguments=arguments, inputs=[source], out=out, like=source, config=config, began=began,
         force=force, track=tuple(track or ()),
     )  # fmt: skip
-    fitted = run.fit_and_write(job, student, Lesson(teacher=None, batches=batches, heldout=heldout), settings)
+    fitted = run.fit_and_write(job, student, TrainingSetup(teacher=None, batches=batches, heldout=heldout), settings)
     return _trained(out, fitted)
 
 
@@ -307,11 +307,11 @@ def distill(
     )  # fmt: skip
     computing, device = training_dtype(dtype), checkpoint.resolve_device(space.device)
     settings = Settings.of(arguments, dtype=computing)
-    checkpointer.crew(None if space.device == "auto" else device)
+    checkpointer.process_state(None if space.device == "auto" else device)
     with run.claimed(job) as state:
         student = _student(source, lora, checkpointing, seed)
         if cache is not None:
-            lesson = cached_lesson(cache, source, rows=rows, temperature=temperature)
+            setup = cached_lesson(cache, source, rows=rows, temperature=temperature)
         else:
             reading = Reading.of(
                 arguments,
@@ -323,16 +323,16 @@ def distill(
                 dtype=computing,
             )
             teacher = served_teacher(connect(server, model, api_key_file), source, k) if server else None
-            lesson = target_lesson(student, source, target_dir, reading, state, teacher)
+            setup = target_lesson(student, source, target_dir, reading, state, teacher)
         if reference is not None:
             selecting = checkpoint.load_model(reference, checkpoint.DTYPES[computing])
-            lesson = replace(lesson, selection=Selection(selecting, select_keep))
+            setup = replace(setup, selection=Selection(selecting, select_keep))
         notes: dict[str, object] = {}
         if pilot:
-            notes["pilot"] = merits = try_losses(student, lesson, settings, pilot, state)
+            notes["pilot"] = merits = try_losses(student, setup, settings, pilot, state)
             settings = replace(settings, loss=next(iter(merits)))
             note("pilot: " + ", ".join(f"{name} {merit:.3f}" for name, merit in merits.items()))
-        fitted = run.fit_and_write(job, student, lesson, settings, **notes)
+        fitted = run.fit_and_write(job, student, setup, settings, **notes)
         return _trained(out, fitted)
 
 
@@ -384,7 +384,7 @@ def _follow(arguments: dict[str, Any], began: float, dry_run: bool) -> Outcome:
     else:
         online.start(folder, hub.locate(arguments["draft"] or newest_draft(space)))
     live = online.version(folder, online.ledger(folder).live)
-    lesson, made = online.lesson(how, live, rows=rows, steps=steps), online.candidate(how)
+    setup, made = online.setup(how, live, rows=rows, steps=steps), online.candidate(how)
     if not made.exists():
         job = run.Job(
             command="distill", arguments=arguments, inputs=[live, cache], out=made, like=live,
@@ -392,7 +392,7 @@ def _follow(arguments: dict[str, Any], began: float, dry_run: bool) -> Outcome:
         )  # fmt: skip
         student = _student(live, arguments["lora"], arguments["checkpointing"], arguments["seed"])
         settings = Settings.of(arguments, dtype=training_dtype(arguments["dtype"]))
-        run.fit_and_write(job, student, lesson, settings)
+        run.fit_and_write(job, student, setup, settings)
     found = online.judge(how, made, checkpoint.resolve_device(space.device))
     online.settle(folder, made, found)
     verdict = f"promoted: version {found.version} is live" if found.promoted else "not promoted: the live version stays"
@@ -425,7 +425,7 @@ def _student(source: Path, lora: int, checkpointing: bool, seed: int) -> "PreTra
     return adapt(student, lora, seed) if lora else student
 
 
-def _trained(out: Path, fitted: "Fitted") -> Outcome:
+def _trained(out: Path, fitted: "TrainingResult") -> Outcome:
     lines = [
         str(out),
         f"{fitted.tokens:,} tokens in {fitted.seconds:.0f} s; {fitted.bits_per_byte:.3f} bits per byte held out",

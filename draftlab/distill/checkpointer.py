@@ -21,7 +21,7 @@ from draftlab.errors import UserError
 BEST = "best.safetensors"
 
 
-def crew(device: torch.device | None = None) -> PartialState:
+def process_state(device: torch.device | None = None) -> PartialState:
     """The processes of this run, which are on CPUs where there is nothing else: accelerate must be told so.
 
     device: where a run in one process trains, if it is the first to ask; None leaves that to accelerate.

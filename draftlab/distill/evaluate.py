@@ -16,7 +16,7 @@ from draftlab.distill.on_policy import GeneratedRows
 from draftlab.engine import batch_generate as writing
 from draftlab.engine.batch_generate import Writing
 from draftlab.engine.verify import Warp
-from draftlab.model.hf_decoder import Decoder, Hosted
+from draftlab.model.hf_decoder import Decoder, HFDecoder
 
 KS = tuple(range(1, 9))
 
@@ -90,6 +90,6 @@ def _look(
     was_training = model.training
     model.eval()
     vocab = int(model.config.get_text_config().vocab_size)
-    found = look(Hosted(model), texts, vocab, Warp(temperature=temperature), memory=memory)
+    found = look(HFDecoder(model), texts, vocab, Warp(temperature=temperature), memory=memory)
     model.train(was_training)
     return found

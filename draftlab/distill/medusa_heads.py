@@ -21,7 +21,7 @@ from draftlab.distill.fused_loss import Dense
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches
 from draftlab.distill.teachers import logits_of
-from draftlab.distill.trainer import DistillStep, Lesson
+from draftlab.distill.trainer import DistillStep, TrainingSetup
 from draftlab.engine.drafters.medusa import ahead
 
 LOSS = "fkl"  # to the target's own distribution at the token that a head predicts
@@ -112,22 +112,24 @@ def each_head(batch: Batch, count: int) -> Batch:
     return Batch(batch.ids.repeat(count, 0), mask)
 
 
-def lesson(student: Heads, batches: Batches, heldout: HeldOut) -> Lesson:
+def setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
     """Of one process and whole batches: rows of a text must stay together."""
     count = len(student.heads)
     spread = replace(heldout, batches=[each_head(batch, count) for batch in heldout.batches])
-    return Lesson(teacher=cast(Any, OwnTeacher(student.trunk, count)), batches=EachHead(batches, count), heldout=spread)
+    return TrainingSetup(
+        teacher=cast(Any, OwnTeacher(student.trunk, count)), batches=EachHead(batches, count), heldout=spread
+    )
 
 
 @torch.no_grad()
-def by_head(student: Heads, weights: Mapping[str, Tensor], lesson: Lesson) -> list[dict[str, float]]:
+def by_head(student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup) -> list[dict[str, float]]:
     """Held-out acceptance and agreement of each head with these weights, teacher-forced."""
     student.load_state_dict(weights)
     count = len(student.heads)
     teacher = OwnTeacher(student.trunk, count)
     step = DistillStep(cast(PreTrainedModel, student), parse_loss(LOSS), 1.0)
     sums, tokens = torch.zeros(count, 6, dtype=torch.float64), [0.0] * count
-    for batch in lesson.heldout.batches:
+    for batch in setup.heldout.batches:
         for k in range(count):
             mask = batch.mask * (np.arange(len(batch.mask)) % count == k)[:, None]
             ids, counted = torch.from_numpy(batch.ids).to(student.device), torch.from_numpy(mask).to(student.device)

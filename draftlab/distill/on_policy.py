@@ -13,10 +13,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch, parse_mixture
-from draftlab.distill.checkpointer import crew
+from draftlab.distill.checkpointer import process_state
 from draftlab.engine.batch_generate import Continuation, Writing, write
 from draftlab.errors import UserError, did_you_mean
-from draftlab.model.hf_decoder import Hosted
+from draftlab.model.hf_decoder import HFDecoder
 
 TEXTS = ("data", "target", "draft")
 
@@ -84,7 +84,7 @@ class StudentText:
         was_training = self.student.training
         self.student.eval()
         numbers = range(step * len(given), (step + 1) * len(given))
-        written = write(Hosted(self.student), given[:, : self.prompt].tolist(), how, numbers=numbers)
+        written = write(HFDecoder(self.student), given[:, : self.prompt].tolist(), how, numbers=numbers)
         self.student.train(was_training)
         return GeneratedRows.of(given[:, : self.prompt], written, how.max_new_tokens, len(given)).batch(0)
 
@@ -117,7 +117,7 @@ class GeneratedRows:
 
 def kept(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Arrays read back from file, or made and kept there, by one process: a resumed run reads the same."""
-    with crew().main_process_first():
+    with process_state().main_process_first():
         if not file.exists():
             writing = file.with_suffix(".writing")
             save_file(make(), writing)

@@ -21,10 +21,10 @@ from draftlab.distill import evaluate
 from draftlab.distill.evaluate import Length
 from draftlab.distill.on_policy import Mixed
 from draftlab.distill.teachers import CachedTeacher
-from draftlab.distill.trainer import Lesson
+from draftlab.distill.trainer import TrainingSetup
 from draftlab.errors import UserError
+from draftlab.files import validation_text
 from draftlab.model import checkpoint
-from draftlab.model.shape import validation_text
 from draftlab.target_outputs.cache import HELDOUT, check_tokenizer, open_cache, read_manifest, read_shard
 
 LEDGER, LIVE, VERSIONS = "ledger.json", "live", "versions"
@@ -113,7 +113,7 @@ def version(folder: Path, number: int) -> Path:
     return folder / VERSIONS / f"{number:04d}"
 
 
-def lesson(how: Online, draft: Path, *, rows: int, steps: int) -> Lesson:
+def setup(how: Online, draft: Path, *, rows: int, steps: int) -> TrainingSetup:
     """The window's traffic, by its tokens, and the base cache."""
     older, _ = how.newest()
     for cache in (how.base, *older):
@@ -128,7 +128,7 @@ def lesson(how: Online, draft: Path, *, rows: int, steps: int) -> Lesson:
     sources = {name: batches for name, (batches, _) in opened.items()} | {"base cache": base}
     shares |= {"base cache": how.replay} if how.replay else {}
     text = [batch for _, text in opened.values() for batch in text.batches] + held.batches
-    return Lesson(
+    return TrainingSetup(
         teacher=CachedTeacher(base.manifest.vocab),
         batches=Mixed.of(sources, shares, steps),
         heldout=HeldOut(text, held.bytes_per_token),

@@ -18,7 +18,7 @@ from draftlab.distill import checkpointer, vocabulary
 from draftlab.distill.evaluate import Length
 from draftlab.distill.lora import merged_weights
 from draftlab.distill.trackers import Trackers, tracked
-from draftlab.distill.trainer import Constraint, EvalRecord, Lesson, Settings, StepRecord, train
+from draftlab.distill.trainer import Constraint, EvalRecord, Settings, StepRecord, TrainingSetup, train
 from draftlab.errors import UserError
 from draftlab.files import forget, missing_folders
 from draftlab.model import checkpoint, saving
@@ -57,7 +57,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class TrainingResult:
     """What a finished run measured. seconds count every step once, also those before a resume.
 
     after: the best evaluation, whose weights are written. lengths: tokens per target pass for every K, empty where no
@@ -77,7 +77,7 @@ class Fitted:
 
 def fit(
     student: PreTrainedModel,
-    lesson: Lesson,
+    setup: TrainingSetup,
     settings: Settings,
     *,
     state: Path,
@@ -85,7 +85,7 @@ def fit(
     what: str,
     constraint: Constraint | None = None,
     trackers: Trackers | None = None,
-) -> Fitted:
+) -> TrainingResult:
     """Train student in place; state keeps checkpoints, log.jsonl and the best weights until the caller removes it.
 
     identity: what makes this run this run; an unfinished one in state with another identity is refused.
@@ -96,7 +96,7 @@ def fit(
     claim_state(state, identity)
     log = state / "log.jsonl"
     with progress(what, settings.steps) as advance:
-        for record in train(student, lesson, settings, state, constraint):
+        for record in train(student, setup, settings, state, constraint):
             _append(log, record)
             if trackers is not None:
                 trackers.log(record)
@@ -104,19 +104,19 @@ def fit(
                 word = f"{record.tokens / record.seconds:,.0f} tokens/s, loss {record.loss:.3f}"
                 advance(record.step, word + _alpha_text(record.acceptance))
             else:
-                bits = lesson.heldout.bits_per_byte(record.cross_entropy)
+                bits = setup.heldout.bits_per_byte(record.cross_entropy)
                 advance(record.step, f"held out: {bits:.3f} bits per byte" + _alpha_text(record.acceptance))
-    checkpointer.crew().wait_for_everyone()
+    checkpointer.process_state().wait_for_everyone()
     records = read_log(log)
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
     after = evals[-1] if constraint is not None else max(evals, key=lambda r: r.merit)  # the first of equals, as Best
-    return Fitted(
+    return TrainingResult(
         before=evals[0],
         after=after,
         tokens=sum(r.tokens for r in steps),
         seconds=sum(r.seconds for r in steps),
-        bits_per_byte=lesson.heldout.bits_per_byte(after.cross_entropy),
+        bits_per_byte=setup.heldout.bits_per_byte(after.cross_entropy),
     )
 
 
@@ -132,22 +132,24 @@ def claimed(job: Job) -> Iterator[Path]:
     try:
         yield job.state
     finally:
-        if checkpointer.crew().is_main_process and [file.name for file in job.state.glob("*")] == ["run.json"]:
+        if checkpointer.process_state().is_main_process and [file.name for file in job.state.glob("*")] == ["run.json"]:
             shutil.rmtree(job.state)
             forget(new)
 
 
-def fit_and_write(job: Job, student: PreTrainedModel, lesson: Lesson, settings: Settings, **notes: object) -> Fitted:
+def fit_and_write(
+    job: Job, student: PreTrainedModel, setup: TrainingSetup, settings: Settings, **notes: object
+) -> TrainingResult:
     """fit, then job.out: the best weights in the dtype of like (bf16 for a new one), log.jsonl, record with notes."""
     state = job.state
     with claimed(job), tracked(job.track, job.out, job.arguments) as trackers:
-        fitted = fit(student, lesson, settings, state=state, identity=job.identity, what=job.command, trackers=trackers)
-    if lesson.length is not None:
-        fitted = replace(fitted, lengths=lesson.length.compared(fitted.before.step, fitted.after.step))
+        fitted = fit(student, setup, settings, state=state, identity=job.identity, what=job.command, trackers=trackers)
+    if setup.length is not None:
+        fitted = replace(fitted, lengths=setup.length.compared(fitted.before.step, fitted.after.step))
     if fitted.after.step < settings.steps:
         best = f"after step {fitted.after.step}" if fitted.after.step else "before the first step"
         note(f"the best evaluation was {best}: those weights are written")
-    if checkpointer.crew().is_main_process:
+    if checkpointer.process_state().is_main_process:
         with checkpoint.new_directory(job.out, force=job.force) as work:
             saving.write_checkpoint(work, job.config, _weights(job), job.like)
             if job.vocab is not None:
@@ -156,7 +158,7 @@ def fit_and_write(job: Job, student: PreTrainedModel, lesson: Lesson, settings: 
             notes |= fitted.as_dict()
             provenance.write_record(work, job.command, job.arguments, job.inputs, job.began, **notes)
         shutil.rmtree(state)
-    checkpointer.crew().wait_for_everyone()
+    checkpointer.process_state().wait_for_everyone()
     return fitted
 
 
@@ -189,7 +191,7 @@ def claim_state(state: Path, identity: dict[str, object], *, force: bool = False
     Raises:
         UserError: it belongs to another run and force is off, or cannot be written.
     """
-    with checkpointer.crew().main_process_first():
+    with checkpointer.process_state().main_process_first():
         _claim_alone(state, identity, force)
 
 
@@ -217,7 +219,7 @@ def _claim_alone(state: Path, identity: dict[str, object], force: bool) -> None:
 
 
 def _append(log: Path, record: StepRecord | EvalRecord) -> None:
-    if not checkpointer.crew().is_main_process:
+    if not checkpointer.process_state().is_main_process:
         return
     try:
         with log.open("a") as stream:

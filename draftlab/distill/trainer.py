@@ -48,7 +48,7 @@ class Measure(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class TrainingSetup:
     """What a student learns from, and how it is measured on the way.
 
     teacher: None where the text alone is learnt. selection: which tokens of a batch count.
@@ -191,7 +191,11 @@ class DistillStep(nn.Module):
 
 
 def train(
-    student: PreTrainedModel, lesson: Lesson, settings: Settings, state: Path, constraint: Constraint | None = None
+    student: PreTrainedModel,
+    setup: TrainingSetup,
+    settings: Settings,
+    state: Path,
+    constraint: Constraint | None = None,
 ) -> Iterator[StepRecord | EvalRecord]:
     """Train student in place; yields a record per optimiser step and per held-out evaluation (before, during, after).
 
@@ -203,15 +207,15 @@ def train(
         UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
     """
     loss = parse_loss(settings.loss)
-    batches, heldout, length = lesson.batches, lesson.heldout.batches, lesson.length
-    if loss.needs_teacher and lesson.teacher is None:
+    batches, heldout, length = setup.batches, setup.heldout.batches, setup.length
+    if loss.needs_teacher and setup.teacher is None:
         raise UserError(f"loss {settings.loss!r} compares with a target; give one, or train with ce")
     torch.manual_seed(settings.seed)
     AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
-    checkpointer.crew()
+    checkpointer.process_state()
     accelerator = distributed.new_accelerator(settings.dtype, settings.clip)
     student.train()
-    vocab = _shared_vocab(student, lesson.teacher)
+    vocab = _shared_vocab(student, setup.teacher)
     step_module = DistillStep(student, loss, settings.temperature, vocab, constraint)
     others = constraint.groups() if constraint else []
     optimizers = optimizers_for(student, settings.optimizer, settings.lr, settings.weight_decay, others)
@@ -220,8 +224,8 @@ def train(
     step_module, *optimizers = accelerator.prepare(step_module, *optimizers)
     if settings.compile:
         student.get_decoder().compile()
-    choose = _chooser(accelerator, lesson.selection, step_module, loss, settings.temperature, vocab)
-    taught, best = _teaching(lesson.teacher, vocab, accelerator, settings.compile), checkpointer.Best()
+    choose = _chooser(accelerator, setup.selection, step_module, loss, settings.temperature, vocab)
+    taught, best = _teaching(setup.teacher, vocab, accelerator, settings.compile), checkpointer.Best()
     accelerator.register_for_checkpointing(best)
     if isinstance(batches, DynamicBatches):
         accelerator.register_for_checkpointing(batches)

@@ -20,7 +20,7 @@ from draftlab.distill.evaluate import Length, Written
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches, GeneratedRows, Mixed, StudentText, kept
 from draftlab.distill.teachers import CachedTeacher, ServedTeacher
-from draftlab.distill.trainer import DistillStep, Lesson
+from draftlab.distill.trainer import DistillStep, TrainingSetup
 from draftlab.engine.batch_generate import Writing, load_writer, write
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
@@ -67,7 +67,7 @@ class Reading:
         return cls(**{name: arguments[name] for name in names}, **others)
 
 
-def cached_lesson(cache: Path, draft: Path, *, rows: int, temperature: float) -> Lesson:
+def cached_lesson(cache: Path, draft: Path, *, rows: int, temperature: float) -> TrainingSetup:
     """From what a cache keeps of a target.
 
     Raises:
@@ -75,7 +75,7 @@ def cached_lesson(cache: Path, draft: Path, *, rows: int, temperature: float) ->
     """
     check_embeds(draft)
     batches, heldout = open_cache(cache, draft, rows=rows, temperature=temperature)
-    return Lesson(teacher=CachedTeacher(batches.manifest.vocab), batches=batches, heldout=heldout)
+    return TrainingSetup(teacher=CachedTeacher(batches.manifest.vocab), batches=batches, heldout=heldout)
 
 
 def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
@@ -97,7 +97,7 @@ def target_lesson(
     how: Reading,
     state: Path,
     served: ServedTeacher | None = None,
-) -> Lesson:
+) -> TrainingSetup:
     """From the target itself, loaded here or run by a server; neither where text alone is learnt.
 
     What the target writes is written first and kept in state, so that it is in memory once at a time.
@@ -119,13 +119,13 @@ def target_lesson(
     batches = _mixed(how, data, checkpoint.end_ids(target or draft), known, student, author, state)
     del author  # and the target with it, before it is loaded as a teacher
     if target is None or not how.compared:
-        return Lesson(teacher=served if how.compared else None, batches=batches, heldout=heldout)
+        return TrainingSetup(teacher=served if how.compared else None, batches=batches, heldout=heldout)
     operations = 2 * (Weights(target).parameters + student.num_parameters())
     note(f"loading {hub.called(target)} as teacher in {how.dtype}")
     teacher = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], device_map=how.device_map)
     spread = heldout.spread(affordable(HELDOUT_ROWS, operations * how.seq_len, how.device))
     rows = max(1, min(how.rows, positions(checkpoint.vocab_size(target), how.memory) // how.seq_len))
-    return Lesson(teacher=teacher, batches=batches, heldout=spread.of(rows), length=length)
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=spread.of(rows), length=length)
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:

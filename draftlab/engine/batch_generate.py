@@ -17,7 +17,7 @@ from draftlab.console import note
 from draftlab.engine.verify import Warp, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.hf_decoder import Decoder, Hosted, in_mode, load, vocab_of
+from draftlab.model.hf_decoder import Decoder, HFDecoder, in_mode, load, vocab_of
 from draftlab.model.llama import Llama
 
 Stop = Literal["length", "eos"]
@@ -79,7 +79,7 @@ def load_writer(
     if not isinstance(model, Llama) or device.type != "cpu" or dtype == torch.float16:
         return model
     try:
-        return in_mode(model, "compiled")
+        return in_mode(model, "native")
     except UserError as error:
         note(f"{error}; text is written in mode eager")
         return model
@@ -139,7 +139,7 @@ def rows_in(model: Decoder, length: int, how: Writing) -> int:
 
 def _kv_bytes(model: Decoder) -> int:
     """Bytes that the KV cache takes for a token; for transformers, of a model without grouped heads."""
-    if isinstance(model, Hosted):
+    if isinstance(model, HFDecoder):
         config = model.model.config.get_text_config()
         return 2 * config.num_hidden_layers * config.hidden_size * model.model.dtype.itemsize
     if not isinstance(model, Llama):

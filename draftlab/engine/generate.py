@@ -92,7 +92,7 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chooser:
+class Sampler:
     """How a draft model's logits become tokens. vocab: the target's, where the draft's head is padded to another."""
 
     warp: Warp
@@ -132,7 +132,7 @@ class ModelDrafter:
         self.drafted: Tensor | None = None
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
-        logits, choose = self.behind(texts)[:, -1], Chooser(sampling.warp(), self.vocab)
+        logits, choose = self.behind(texts)[:, -1], Sampler(sampling.warp(), self.vocab)
         if isinstance(self.model, Graphed):
             self.drafted, q = self.model.chain(logits, self.cache, uniform, choose)
         else:

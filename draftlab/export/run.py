@@ -197,7 +197,7 @@ def _commands(draft: Path) -> list[str]:
     record = provenance.read_record(draft)
     if record is None:
         return []
-    given = {n: v for n, v in record.arguments.items() if v not in (None, False)}
+    given = {n: v for n, v in record.config.items() if v not in (None, False)}
     words = [w for n, v in given.items() for w in ([f"--{n.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
     before = [c for path in map(Path, record.inputs) if _made_here(path) for c in _commands(path)]
     return [*before, shlex.join(["draftlab", record.command, *words])]

@@ -22,7 +22,7 @@ from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, s
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Again, Mode, Point, Profile, read_weights, write_profile
 from draftlab.model import checkpoint, llama, memory
-from draftlab.model.hf_decoder import Decoder, Holds, Hosted, check_mode, in_mode, load
+from draftlab.model.hf_decoder import Decoder, HFDecoder, KVCache, check_mode, in_mode, load
 from draftlab.model.llama import Llama
 from draftlab.model.shape import Shape
 from draftlab.model.size import Opaque, size_of
@@ -369,7 +369,7 @@ def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[tuple[int, int, int], 
         yield (length, 1, 0), _pass(model, cache, length, 0, 1)
 
 
-def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, Holds]:
+def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, KVCache]:
     """By how many tokens they hold: the engine's own is what it is told to be, transformers' has to be filled."""
     if isinstance(model, Llama):
         return dict.fromkeys(grid.contexts, model.new_cache(batch, grid.capacity))
@@ -383,7 +383,7 @@ def weight_bytes(model: Decoder) -> int:
     """Return how much memory a model's weights take."""
     if isinstance(model, Llama):
         return model.shape.weight_bytes(model.embed.itemsize)
-    return sum(p.nbytes for p in model.model.parameters()) if isinstance(model, Hosted) else 0
+    return sum(p.nbytes for p in model.model.parameters()) if isinstance(model, HFDecoder) else 0
 
 
 def _other_work(name: str, models: Mapping[str, Decoder], passes: dict[str, dict[tuple[int, int, int], Task]]) -> Task:
@@ -417,7 +417,7 @@ def _sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Ta
     return matrix.nbytes, lambda: F.linear(vector, matrix)
 
 
-def _pass(model: Decoder, cache: Holds, width: int, context: int, last: int) -> Task:
+def _pass(model: Decoder, cache: KVCache, width: int, context: int, last: int) -> Task:
     ids = torch.ones(len(cache.used), width, dtype=torch.long, device=model.device)
 
     def run() -> Tensor:

@@ -21,7 +21,7 @@ from draftlab.model.cuda_graphs import Graphed
 from draftlab.model.native_cpu import Native
 
 
-class Holds(Protocol):
+class KVCache(Protocol):
     """A cache: of each row its first ``used`` positions count. To roll back is to write a smaller number."""
 
     used: list[int]
@@ -39,7 +39,7 @@ class Decoder(Protocol):
         ...
 
     def new_cache(self, rows: int, capacity: int) -> Any:
-        """A Holds for so many rows of at most capacity tokens."""
+        """A KVCache for so many rows of at most capacity tokens."""
         ...
 
     def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
@@ -51,14 +51,14 @@ class Decoder(Protocol):
 
 
 @dataclass(slots=True)
-class Grown:
+class HFCache:
     """transformers' cache, which all rows leave at one length."""
 
     past: DynamicCache
     used: list[int]
 
 
-class Hosted:
+class HFDecoder:
     """A transformers model as a Decoder, in memory or spread by accelerate; its cache grows and is cut off again."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -71,7 +71,7 @@ class Hosted:
         held = (p.device for p in self.model.parameters() if not p.is_meta)  # others are on disk
         return next(held, checkpoint.CPU)
 
-    def new_cache(self, rows: int, capacity: int) -> Grown:
+    def new_cache(self, rows: int, capacity: int) -> HFCache:
         """Raises UserError: capacity is more than the model's context, or it has no such cache."""
         if capacity > self.context:
             raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
@@ -83,10 +83,10 @@ class Hosted:
             raise UserError(f"{kind} has no attention whose cache could be cut off again: it is not decoded") from None
         # a layer that forgets what lies behind its window cannot take tokens back; the mask hides it as well
         past.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in past.layers]
-        return Grown(past, [0] * rows)
+        return HFCache(past, [0] * rows)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, cache: Grown, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: HFCache, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
         """As Decoder says.
 
         Raises:
@@ -108,7 +108,7 @@ class Hosted:
 
 
 def feed(
-    model: Decoder, cache: Holds, texts: Sequence[Sequence[int]], known: int | None = None, last: int = 1
+    model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]], known: int | None = None, last: int = 1
 ) -> Tensor:
     """Feed what the cache lacks of each text, at least its last tokens; logits behind those, [B, last, V].
 
@@ -134,7 +134,7 @@ def feed(
 @torch.inference_mode()
 def read(model: Decoder, ids: Tensor, last: int) -> Tensor:
     """Logits of the last tokens of whole texts, [B, last, V]; no cache is kept."""
-    if isinstance(model, Hosted):
+    if isinstance(model, HFDecoder):
         run: Any = model.model
         return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits
     return model.forward(ids, model.new_cache(*ids.shape), last=last)
@@ -142,9 +142,9 @@ def read(model: Decoder, ids: Tensor, last: int) -> Tensor:
 
 def widened(cache: Any, rows: int) -> Any:
     """A cache of one row, held by each of so many."""
-    if isinstance(cache, Grown):
+    if isinstance(cache, HFCache):
         cache.past.batch_repeat_interleave(rows)
-        return Grown(cache.past, cache.used * rows)
+        return HFCache(cache.past, cache.used * rows)
     layers, _, *size = cache.keys.shape
     keys, values = (held.expand(layers, rows, *size).contiguous() for held in (cache.keys, cache.values))
     return llama.Cache(keys, values, cache.used * rows)
@@ -154,7 +154,7 @@ def vocab_of(model: Decoder) -> int | None:
     """Tokens that a model knows, as wide as its logits; None: it does not say."""
     if isinstance(model, llama.Llama):
         return model.shape.vocab
-    return int(model.model.config.get_text_config().vocab_size) if isinstance(model, Hosted) else None
+    return int(model.model.config.get_text_config().vocab_size) if isinstance(model, HFDecoder) else None
 
 
 def context_of(directory: Path) -> int:
@@ -170,7 +170,7 @@ def context_of(directory: Path) -> int:
 
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UserError: a device or dtype that the mode does not run on."""
-    if mode == "compiled":
+    if mode == "native":
         native_cpu.check(device, dtype)
     if mode == "graphs" and device.type != "cuda":
         raise UserError(f"mode graphs captures CUDA graphs, and this is {device.type}; take eager or compiled")
@@ -188,7 +188,7 @@ def chosen_mode(mode: Mode | Literal["auto"], device: torch.device, dtype: torch
     except UserError as error:
         note(f"mode eager: {error}")
         return "eager"
-    return "compiled"
+    return "native"
 
 
 def in_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
@@ -198,19 +198,19 @@ def in_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
         UserError: a device or dtype that the mode does not run on; int8 in another mode.
     """
     check_mode(mode, model.device, model.embed.dtype)
-    if mode == "compiled":
+    if mode == "native":
         return Native(model, int8)
     if int8:
-        raise UserError(f"int8 weights are computed with in mode compiled, not {mode}")
+        raise UserError(f"int8 weights are computed with in mode native, not {mode}")
     return Graphed(model) if mode == "graphs" else model
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:
     """The checkpoint by llama.py where it knows the architecture; otherwise, and with a device_map, by transformers."""
     if device_map is not None:
-        return Hosted(checkpoint.load_model(directory, dtype, device, device_map).eval())
+        return HFDecoder(checkpoint.load_model(directory, dtype, device, device_map).eval())
     try:
         return llama.load(directory, dtype, device)
     except UserError as error:
         note(f"{error}; transformers runs it instead")
-    return Hosted(checkpoint.load_model(directory, dtype, device).eval())
+    return HFDecoder(checkpoint.load_model(directory, dtype, device).eval())

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.errors import UserError
+from draftlab.files import validation_text
 from draftlab.model import checkpoint
-from draftlab.model.shape import Shape, validation_text
+from draftlab.model.shape import Shape
 
 # Families whose forward pass is exactly the one below; others share the layout but scale or gate something.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

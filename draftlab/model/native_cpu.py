@@ -124,7 +124,7 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
     """The dtype's name. Raises UserError: not on the CPU, or a dtype other than float32 and bfloat16."""
     name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
-        raise UserError(f"mode compiled runs float32 and bfloat16 on a CPU, not {name} on {device.type}")
+        raise UserError(f"mode native runs float32 and bfloat16 on a CPU, not {name} on {device.type}")
     return name
 
 
@@ -137,7 +137,7 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
     """
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None:
-        raise UserError("mode compiled needs a C++ compiler, and there is no c++, g++ or clang++; take eager")
+        raise UserError("mode native needs a C++ compiler, and there is no c++, g++ or clang++; take eager")
     command = [compiler, *FLAGS, tuned, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[:16]
     file = Path.home() / ".cache" / "draftlab" / f"native-{key}.so"
@@ -146,7 +146,7 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
             _compile(command, file)
         return ctypes.CDLL(str(file))
     except OSError as error:
-        raise UserError(f"mode compiled cannot use {file.parent}: {error}; take mode eager") from None
+        raise UserError(f"mode native cannot use {file.parent}: {error}; take mode eager") from None
 
 
 def _compile(command: list[str], file: Path) -> None:

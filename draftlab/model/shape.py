@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from draftlab.errors import UserError
+from draftlab.files import validation_text
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
 Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"]
@@ -366,16 +367,6 @@ def divisors_near(value: int, of: int) -> list[int]:
     divisors = [d for d in range(1, of + 1) if of % d == 0]
     below, above = [d for d in divisors if d <= value], [d for d in divisors if d > value]
     return below[-1:] + above[:1]
-
-
-def validation_text(error: ValidationError) -> str:
-    """A pydantic error as one line: field, complaint, value."""
-    parts = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "top level"
-        given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-        parts.append(f"{where}: {item['msg'].lower()}{given}")
-    return "; ".join(parts)
 
 
 def _join(values: list[int]) -> str:

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from draftlab import intervals
 from draftlab.errors import UserError
+from draftlab.files import validation_text
 from draftlab.intervals import Arm, Interval, bootstrap
-from draftlab.model.shape import validation_text
 from draftlab.results.report import terminal_table
 from draftlab.results.score import Score, TaskResult, read_score
 

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from draftlab import intervals
 from draftlab.errors import UserError
+from draftlab.files import validation_text
 from draftlab.intervals import Arm, Interval, Timed
-from draftlab.model.shape import Shape, validation_text
+from draftlab.model.shape import Shape
 
 STALLED = 1.5  # one repeat of a prompt over another: the machine did something else
 LOADED = 0.5  # of the cores, busy with other work
@@ -168,7 +169,7 @@ class Conditions(_Frozen):
 
     device: str
     dtype: str
-    mode: Literal["eager", "compiled", "graphs", "served"]
+    mode: Literal["eager", "native", "graphs", "served"]
     threads: int | None  # None: as the server has it
     temperature: float
     data: str
@@ -181,7 +182,7 @@ class Conditions(_Frozen):
     seed: int
     batch: int = 1  # prompts decoded at once; a generation's seconds are its share of theirs
     draft_int8: bool = False  # the draft's weights were rounded to 8 bits
-    rule: str = "leviathan"  # of verifying; greedily all are one
+    rule: str = "rejection"  # of verifying; greedily all are one
     lossy: bool = False  # the rule changes what is written
     top_k: int = 0  # 0: tokens are drawn from all
     top_p: float = 1.0

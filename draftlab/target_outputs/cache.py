@@ -22,8 +22,8 @@ from draftlab import provenance
 from draftlab.console import progress
 from draftlab.data import Batch, HeldOut, Listed, open_batches, open_heldout
 from draftlab.errors import UserError
+from draftlab.files import validation_text
 from draftlab.model import checkpoint
-from draftlab.model.shape import validation_text
 from draftlab.servers.adapters import Sampling
 from draftlab.target_outputs.logprob_sources import Entries, Kept, Origin
 from draftlab.target_outputs.server_log import Traffic

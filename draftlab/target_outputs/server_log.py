@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.model.shape import validation_text
+from draftlab.files import validation_text
 from draftlab.servers.adapters import Written
 from draftlab.target_outputs.logprob_sources import ROUNDING, Kept, kept_rows
 

@@ -21,8 +21,8 @@ from draftlab.benchmark.throughput import distinct_ngrams
 from draftlab.engine.batch_generate import Continuation, Stop, Writing
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError, did_you_mean
+from draftlab.files import validation_text
 from draftlab.model import checkpoint, saving
-from draftlab.model.shape import validation_text
 
 MANIFEST = "manifest.json"
 SHARD_TEXTS = 32  # what a kill loses

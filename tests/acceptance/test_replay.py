@@ -257,7 +257,7 @@ def passes_by_replay(p, q, n: int, k: int, chance: Callable[[float, float], floa
     return total
 
 
-def leviathan(p: float, q: float) -> float:
+def rejection(p: float, q: float) -> float:
     with np.errstate(divide="ignore"):
         return float(expected.chances(np.log([q]), np.log([p]))[0])
 
@@ -271,7 +271,7 @@ def match(p: float, q: float) -> float:
 def test_replay_over_all_texts_is_leviathan_speculation_enumerated(seed, k):
     p, q = table(seed, 3), table(seed + 100, 3)
     live = passes_by_leviathan(p, q, (), 4, k)
-    assert passes_by_replay(p, q, 4, k, leviathan) == pytest.approx(live, abs=1e-9)
+    assert passes_by_replay(p, q, 4, k, rejection) == pytest.approx(live, abs=1e-9)
     assert abs(passes_by_replay(p, q, 4, k, match) - live) > 0.01  # the other rule is another number
 
 
@@ -280,7 +280,7 @@ def test_replay_over_all_texts_is_sampler_match_enumerated(k):
     p, q = table(3, 3), table(103, 3)
     live = passes_by_match(p, q, (), 4, k)
     assert passes_by_replay(p, q, 4, k, match) == pytest.approx(live, abs=1e-9)
-    assert abs(passes_by_replay(p, q, 4, k, leviathan) - live) > 0.01
+    assert abs(passes_by_replay(p, q, 4, k, rejection) - live) > 0.01
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -292,7 +292,7 @@ def test_a_greedy_draft_is_a_one_hot_q_under_either_rule(k):
 
     live = passes_by_leviathan(p, q, (), 4, k)
     assert passes_by_match(p, q, (), 4, k) == pytest.approx(live, abs=1e-9)
-    assert passes_by_replay(p, q, 4, k, leviathan) == pytest.approx(live, abs=1e-9)
+    assert passes_by_replay(p, q, 4, k, rejection) == pytest.approx(live, abs=1e-9)
     assert passes_by_replay(p, q, 4, k, match) == pytest.approx(live, abs=1e-9)
 
 
@@ -541,7 +541,7 @@ def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, m
     rng = np.random.default_rng(3)
     texts = [(rng.integers(3, 300, a), rng.integers(3, 300, b)) for a, b in ((4, 9), (17, 1), (2, 30), (6, 0), (9, 9))]
     warp = Warp(temperature=9.0, top_k=150, top_p=0.95)
-    hosted = hf_decoder.Hosted(build("llama", 1))
+    hosted = hf_decoder.HFDecoder(build("llama", 1))
     hosted.model.get_output_embeddings().get_parameter("weight").data.mul_(12)
     together, other = look(pair[0], texts, 307, warp), look(hosted, texts, 307, warp)
     monkeypatch.setattr(token_logprobs, "LOGITS", 1)  # one text a pass
@@ -589,7 +589,7 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
     draft.save_pretrained(tmp_path / "draft")
     prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
-    written = evaluate.write(hf_decoder.Hosted(target), prompts, Writing(max_new_tokens=24), lambda done: None)
+    written = evaluate.write(hf_decoder.HFDecoder(target), prompts, Writing(max_new_tokens=24), lambda done: None)
     kept = evaluate.chances(draft, written)
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from draftlab.benchmark.drafter_factory import KINDS, OWN_ENGINE, Workshop, check_rule, check_target, parse
+from draftlab.benchmark.drafter_factory import KINDS, OWN_ENGINE, DrafterFactory, check_rule, check_target, parse
 from draftlab.benchmark.run import DEFAULT_RULE
 from draftlab.benchmark.throughput import PLAIN, measure_throughput
 from draftlab.commands.measure import score
@@ -19,7 +19,7 @@ from draftlab.engine.generate import Drafter, Sampling, plain, speculative, writ
 from draftlab.engine.rejection_rules import RULES, match
 from draftlab.errors import UserError
 from draftlab.model import llama
-from draftlab.model.hf_decoder import Decoder, Hosted
+from draftlab.model.hf_decoder import Decoder, HFDecoder
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66]]
 ASKED = [
@@ -46,12 +46,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shop(family_dirs: dict[str, Path], corpus: Path) -> Workshop:
+def shop(family_dirs: dict[str, Path], corpus: Path) -> DrafterFactory:
     def load(path: Path) -> llama.Llama:
         return llama.load(path, torch.float32)
 
     place = family_dirs["llama"]
-    return Workshop(
+    return DrafterFactory(
         load(place), place, load, family_dirs["qwen3"], data=str(corpus), sampling=Sampling(max_new_tokens=12), ks=[2],
         mode="eager", clock=time.process_time,
     )  # fmt: skip
@@ -163,10 +163,10 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(shop, family_dirs)
     torch.manual_seed(3)
     sizes: dict[str, Any] = {"vocab_size": 307, "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2}
     opt = OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=48))
-    hosted, place = Hosted(opt.eval()), family_dirs["llama"]
+    hosted, place = HFDecoder(opt.eval()), family_dirs["llama"]
 
     def built(target: Decoder, draft: Decoder) -> dict[str, Drafter]:
-        work = Workshop(
+        work = DrafterFactory(
             target, place, lambda path: draft, place, data=shop.data, sampling=Sampling(max_new_tokens=12), ks=[2],
             mode="eager", clock=time.process_time,
         )  # fmt: skip
@@ -193,7 +193,7 @@ def test_a_corpus_that_is_too_short_is_refused(shop):
 def test_a_rule_that_would_not_be_lossless_for_a_tree_is_refused(text, rule):
     with pytest.raises(UserError, match=f"--rule {rule} judges"):
         check_rule(parse(text), rule)
-    for fits in ("leviathan", "recursive", "match"):
+    for fits in ("rejection", "recursive", "match"):
         check_rule(parse(text), fits)
 
 

@@ -16,7 +16,7 @@ from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.checkpoint import load_model, load_tokenizer
-from draftlab.model.hf_decoder import Hosted
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.results.cautions import cautions
 from draftlab.results.score import TaskResult
 
@@ -124,7 +124,7 @@ def test_a_task_that_samples_is_refused(pair, answers, tmp_path):
 
 def test_a_target_that_transformers_runs_writes_one_prompt_at_a_time(pair, answers, tmp_path):
     name = task(tmp_path, answers)
-    target = Hosted(load_model(pair["target"], torch.float32).eval())
+    target = HFDecoder(load_model(pair["target"], torch.float32).eval())
     draft = llama.load(pair["draft"], torch.float32)
     write = writer(target, ModelDrafter(draft), 3, load_tokenizer(pair["target"]), (1,))
     tasks = prepare([name], limit=None)

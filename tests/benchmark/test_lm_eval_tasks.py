@@ -31,7 +31,7 @@ from draftlab.data import Document, documents, open_heldout
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.checkpoint import load_model, load_tokenizer
-from draftlab.model.hf_decoder import Decoder, Hosted
+from draftlab.model.hf_decoder import Decoder, HFDecoder
 from draftlab.model.tokenizer import train_tokenizer
 from draftlab.results.score import TaskResult
 
@@ -156,7 +156,7 @@ def test_a_shared_prefix_scores_as_whole_sequences_do(family: str, tmp_path: Pat
         ids = torch.tensor(continuation)
         expected.append(float(logits.log_softmax(-1).gather(-1, ids[:, None]).sum()))
     model.save_pretrained(tmp_path)
-    for run in (Hosted(model), llama.load(tmp_path, torch.float32)):
+    for run in (HFDecoder(model), llama.load(tmp_path, torch.float32)):
         found = continuation_log_probs(run, prefix, continuations)
         assert [score for score, _ in found] == pytest.approx(expected, abs=1e-3)
 
@@ -168,7 +168,7 @@ def test_only_the_greedy_continuation_is_called_greedy():
         0, 3:
     ].tolist()
     other = [*greedy[:-1], (greedy[-1] + 1) % 300]
-    assert [is_greedy for _, is_greedy in continuation_log_probs(Hosted(model), prefix, [greedy, other])] == [
+    assert [is_greedy for _, is_greedy in continuation_log_probs(HFDecoder(model), prefix, [greedy, other])] == [
         True,
         False,
     ]
@@ -345,7 +345,7 @@ def test_a_model_in_memory_scores_what_hflm_does(
         hflm: Any = HFLM
         golden = lm_eval_tasks._evaluate(hflm(model, tokenizer=tokenizer, batch_size=3), tasks.registered, None, 0)
     assert {result.task for result in golden} == set(KINDS)
-    runs: list[Decoder] = [decoder(place), Hosted(model), whole_head(trimmed, place)]
+    runs: list[Decoder] = [decoder(place), HFDecoder(model), whole_head(trimmed, place)]
     for run in runs:
         found = evaluate_tasks(run, place, tasks)
         assert [(r.task, r.metric, r.items) for r in found] == [(r.task, r.metric, r.items) for r in golden]

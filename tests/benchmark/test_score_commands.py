@@ -34,9 +34,7 @@ def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, dra
     assert {k: spread.acceptance(k) for k in (1, 2)} == {k: here.acceptance(k) for k in (1, 2)}
     values = [[task.value for task in one.target.tasks] for one in (here, spread)]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
-    assert (
-        "take --mode eager" in call(*SCORE, "--out", "x", "--device-map", "auto", "--mode", "compiled", code=1).stderr
-    )
+    assert "take --mode eager" in call(*SCORE, "--out", "x", "--device-map", "auto", "--mode", "native", code=1).stderr
 
 
 def test_a_profile_of_a_model_that_is_spread(space):  # noqa: F811
@@ -44,7 +42,7 @@ def test_a_profile_of_a_model_that_is_spread(space):  # noqa: F811
     few = ("--k", "1", "--context", "8", "--repeats", "3")
     call("profile", target, *few, "--device-map", "auto", "--out", "spread")
     assert (space / "spread" / "llama.yaml").is_file()
-    assert "take --mode eager" in refused("profile", target, *few, "--device-map", "auto", "--mode", "compiled")
+    assert "take --mode eager" in refused("profile", target, *few, "--device-map", "auto", "--mode", "native")
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import build, lesson
+from builders import build, setup
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -57,7 +57,7 @@ def student():
 def go(state: Path, settings: Settings = SETTINGS, values: dict[int, float] | None = None, stop: int | None = None):
     """Records of a run, and the student's weights at every evaluation."""
     model, seen = student(), {}
-    given = lesson(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
     given = replace(given, length=Scripted(values) if values else None)
     records = []
     for record in train(model, given, settings, state):
@@ -113,7 +113,7 @@ def test_the_newest_checkpoints_are_kept(keep, wanted, tmp_path):
 
 def test_the_written_model_is_the_best_one(family_dirs, tmp_path):
     source = family_dirs["llama"]
-    given = lesson(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
     given = replace(given, length=Scripted(RISE_AND_FALL))
     job = run.Job(
         command="distill", arguments={}, inputs=[], out=tmp_path / "out", like=source,
@@ -143,7 +143,7 @@ def test_the_written_model_is_the_best_one(family_dirs, tmp_path):
 def test_tensorboard_is_told_every_step_and_evaluation(family_dirs, tmp_path):
     reading = pytest.importorskip("tensorboardX.proto.event_pb2")
     source = family_dirs["llama"]
-    given = lesson(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
     job = run.Job(
         command="distill", arguments={"lr": 0.01, "loss": "fkl", "data": None}, inputs=[], out=tmp_path / "out",
         like=source, config=checkpoint.read_config(source), began=0.0, force=False, track=("tensorboard",),
@@ -176,7 +176,7 @@ def test_unknown_trackers_are_refused(name, message):
 def test_a_pilot_ranks_losses_leaves_the_student_alone_and_goes_on_after_a_kill(tmp_path, monkeypatch):
     model = student()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    given = lesson(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
     whole = pilots.pilot(model, given, SETTINGS, 4, made(tmp_path / "a"))
     assert set(whole) == set(pilots.LOSSES)
     assert list(whole.values()) == sorted(whole.values(), reverse=True)
@@ -186,11 +186,11 @@ def test_a_pilot_ranks_losses_leaves_the_student_alone_and_goes_on_after_a_kill(
     state = made(tmp_path / "b")
     tried = []
 
-    def killed(student, lesson, settings, folder):
+    def killed(student, setup, settings, folder):
         tried.append(settings.loss)
         if len(tried) == 3:
             raise KeyboardInterrupt
-        return train(student, lesson, settings, folder)
+        return train(student, setup, settings, folder)
 
     monkeypatch.setattr(pilots, "train", killed)
     with pytest.raises(KeyboardInterrupt):

@@ -108,10 +108,10 @@ def test_mode_auto_is_compiled_where_it_can_be(space, monkeypatch):
     score = (*SCORE, "--tasks", "none", "--mode", "auto", "--force")
     call(*score)
     file = space / "runs/score-2x32/prune-2x32/score.json"
-    assert read_score(file).conditions.mode == "compiled"
+    assert read_score(file).conditions.mode == "native"
     native_cpu.library.cache_clear()
     monkeypatch.setenv("PATH", "")
-    assert "mode eager: mode compiled needs a C++ compiler" in call(*score).stderr
+    assert "mode eager: mode native needs a C++ compiler" in call(*score).stderr
     assert read_score(file).conditions.mode == "eager"
     assert "float32 and bfloat16 on a CPU, not float16" in call(*score, "--dtype", "float16").stderr
 
@@ -285,7 +285,7 @@ def test_a_tree_is_said_to_be_judged_by_the_recursive_rule_and_a_lossy_draft_mee
     )
     call(*SCORE, *sampled)
     rules = {read_score(path).conditions.rule for path in (space / "runs/score-tree-lookup").glob("*/")}
-    assert rules == {"recursive", "leviathan"}
+    assert rules == {"recursive", "rejection"}
     lossy = CliRunner().invoke(app, [*SCORE, *sampled, "--rule", "typical", "--force", "--min-speedup", "0.001"])
     assert lossy.exit_code == 3
     assert "its texts are not the target's own, so that no speed-up counts" in lossy.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import build, lesson, rounding
+from builders import build, rounding, setup
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.data import Batch, text_batch
@@ -51,7 +51,7 @@ def teacher():
 def run(model, teacher, state: Path, settings: Settings = SETTINGS, batches=None, stop_after: int | None = None):
     heldout = [RandomText(masked=False).batch(10_000)]
     records = []
-    for record in train(model, lesson(teacher, batches or RandomText(), heldout), settings, state):
+    for record in train(model, setup(teacher, batches or RandomText(), heldout), settings, state):
         records.append(record)
         if isinstance(record, StepRecord) and record.step == stop_after:
             break  # a kill: nothing more is saved
@@ -300,7 +300,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher, numbe
     whole, resumed = student(), student()
     run(whole, teacher, tmp_path / "a")
     settings = replace(SETTINGS, save_every=100)
-    given = lesson(teacher, RandomText(), [RandomText(masked=False).batch(10_000)])
+    given = setup(teacher, RandomText(), [RandomText(masked=False).batch(10_000)])
     records = train(resumed, given, settings, tmp_path / "b")
     for record in records:
         if isinstance(record, StepRecord) and record.step == 5:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from builders import build, lesson
+from builders import build, setup
 from test_distill import SETTINGS, RandomText, student, weights
 
 from draftlab.data import Batch
@@ -46,10 +46,10 @@ def test_a_step_with_a_selection_is_a_step_on_what_it_selects(tmp_path):
     settings = replace(SETTINGS, steps=1)
     wanted, found, whole = student(), student(), student()
     held = [RandomText(masked=False).batch(7)]
-    list(train(wanted, lesson(teacher, Selected(), held), settings, tmp_path / "a"))
-    given = replace(lesson(teacher, RandomText(), held), selection=Selection(reference, keep))
+    list(train(wanted, setup(teacher, Selected(), held), settings, tmp_path / "a"))
+    given = replace(setup(teacher, RandomText(), held), selection=Selection(reference, keep))
     records = list(train(found, given, settings, tmp_path / "b"))
-    list(train(whole, lesson(teacher, RandomText(), held), settings, tmp_path / "c"))
+    list(train(whole, setup(teacher, RandomText(), held), settings, tmp_path / "c"))
     assert records[1].tokens == len(chosen)
     for name, weight in weights(wanted).items():
         torch.testing.assert_close(weights(found)[name], weight, atol=1e-6, rtol=1e-5)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import build, lesson
+from builders import build, setup
 from torch import nn
 
 from draftlab.data import Batch
@@ -42,7 +42,7 @@ def test_padding_of_one_head_changes_no_step(loss, draft_rows, target_rows, tmp_
         student = padded(build("llama", 0, num_hidden_layers=2), draft)
         teacher = padded(build("llama", 9, num_hidden_layers=2), target)
         settings = Settings(loss=loss, steps=2, lr=1e-3, dtype="float32", eval_every=2, save_every=9, weight_decay=0.0)
-        records = list(train(student, lesson(teacher, Rows(), [Rows().batch(9)]), settings, tmp_path / name))
+        records = list(train(student, setup(teacher, Rows(), [Rows().batch(9)]), settings, tmp_path / name))
         return student, records
 
     wanted, plain_records = run("plain", 0, 0)

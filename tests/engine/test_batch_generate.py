@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 from draftlab.acceptance import token_logprobs
 from draftlab.engine.batch_generate import Writing, load_writer, write
 from draftlab.errors import UserError
-from draftlab.model.hf_decoder import Decoder, Hosted
+from draftlab.model.hf_decoder import Decoder, HFDecoder
 from draftlab.model.llama import load
 from draftlab.model.native_cpu import Native
 
@@ -33,14 +33,14 @@ def opt() -> OPTForCausalLM:
 def models(family_dirs, opt) -> dict[str, Decoder]:
     llama = load(family_dirs["llama"], torch.float32)
     hosted = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32).eval()
-    return {"eager": llama, "compiled": Native(llama), "hosted": Hosted(hosted), "opt": Hosted(opt)}
+    return {"eager": llama, "native": Native(llama), "hosted": HFDecoder(hosted), "opt": HFDecoder(opt)}
 
 
 def transformers_of(name: str, family_dirs, opt) -> Any:
     return opt if name == "opt" else AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["eager", "compiled", "hosted", "opt"])
+@pytest.mark.parametrize("name", ["eager", "native", "hosted", "opt"])
 def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt):
     theirs = transformers_of(name, family_dirs, opt)
     ours = write(models[name], PROMPTS, Writing(max_new_tokens=20))
@@ -55,7 +55,7 @@ def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt)
         assert not text.log_p.any()
 
 
-@pytest.mark.parametrize("name", ["eager", "compiled", "opt"])
+@pytest.mark.parametrize("name", ["eager", "native", "opt"])
 def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
     how = Writing(max_new_tokens=16, temperature=1.0, seed=3)
     together = write(models[name], PROMPTS, how)
@@ -68,7 +68,7 @@ def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
     assert all(a.ids.tolist() != b.ids.tolist() for a, b in zip(together, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["compiled", "opt"])
+@pytest.mark.parametrize("name", ["native", "opt"])
 def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, models, family_dirs, opt):
     theirs = transformers_of(name, family_dirs, opt)
     for prompt, text in zip(
@@ -84,7 +84,7 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, 
         torch.testing.assert_close(torch.from_numpy(text.top_log_p), listed.values, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["compiled", "opt"])
+@pytest.mark.parametrize("name", ["native", "opt"])
 def test_a_text_stops_at_whichever_end_comes_first(name, models):
     free = write(models[name], PROMPTS, Writing(max_new_tokens=20, temperature=1.0))
     ends = (int(free[0].ids[5]), int(free[1].ids[2]))
@@ -104,10 +104,10 @@ def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
     try:
         prompts = [list(range(i, i + 6)) for i in range(3, 30)]
         each = 32 * 307 + 16 * (2 * 2 * 32 * 4)  # bytes of a step's logits, and of 16 tokens' keys and values in fp32
-        write(Hosted(opt), prompts, Writing(max_new_tokens=10, memory=4 * each / 1e9))
+        write(HFDecoder(opt), prompts, Writing(max_new_tokens=10, memory=4 * each / 1e9))
         assert max(rows) == 4
         rows.clear()
-        write(Hosted(opt), prompts, Writing(max_new_tokens=10, memory=1e-9))
+        write(HFDecoder(opt), prompts, Writing(max_new_tokens=10, memory=1e-9))
         assert max(rows) == 1
     finally:
         opt.forward = run
@@ -120,9 +120,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(models):
 
 def test_the_engine_writes_where_it_can_and_transformers_elsewhere(family_dirs, opt, tmp_path):
     assert isinstance(load_writer(family_dirs["qwen3"], torch.float32, CPU), Native)
-    assert isinstance(load_writer(family_dirs["llama"], torch.bfloat16, CPU, "auto"), Hosted)
+    assert isinstance(load_writer(family_dirs["llama"], torch.bfloat16, CPU, "auto"), HFDecoder)
     opt.save_pretrained(tmp_path)
-    assert isinstance(load_writer(tmp_path, torch.float32, CPU), Hosted)
+    assert isinstance(load_writer(tmp_path, torch.float32, CPU), HFDecoder)
 
 
 @pytest.mark.parametrize("name", ["eager", "hosted", "opt"])

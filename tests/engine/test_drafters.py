@@ -10,9 +10,9 @@ from builders import build
 from torch import Tensor
 
 from draftlab.engine.drafters.cascade import (
+    CascadeDrafter,
+    ConfidenceStopDrafter,
     Fallback,
-    StagedDrafter,
-    UnsureDrafter,
     less_sure_than,
     more_entropy_than,
 )
@@ -61,11 +61,11 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: Ngrams) -> Drafte
     return {
         "ngram": lambda: NgramDrafter(ngrams),
         "lookup": lambda: LookupDrafter(),
-        "unsure": lambda: UnsureDrafter(noisy, VOCAB, less_sure_than(0.3)),
-        "entropy": lambda: UnsureDrafter(noisy, VOCAB, more_entropy_than(1.0)),
+        "unsure": lambda: ConfidenceStopDrafter(noisy, VOCAB, less_sure_than(0.3)),
+        "entropy": lambda: ConfidenceStopDrafter(noisy, VOCAB, more_entropy_than(1.0)),
         "fallback": lambda: Fallback(LookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
-        "staged": lambda: StagedDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
-        "staged model": lambda: StagedDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
+        "staged": lambda: CascadeDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
+        "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skipping(models["target"], [0, 2]), VOCAB),
         "medusa": lambda: MedusaDrafter(models["target"], HEADS),
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
@@ -107,7 +107,7 @@ def test_q_is_what_was_sampled(models, ngrams, name):
 def test_what_a_staged_drafter_samples_is_the_draft_model():
     """Of a bigram draft model and a one-sided inner drafter: frequencies of token pairs against the exact ones."""
     q = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4]])
-    staged = StagedDrafter(Bigrams(q.log()), None, Always(1), 2)
+    staged = CascadeDrafter(Bigrams(q.log()), None, Always(1), 2)
     staged.reset(1, 8)
     counts, n = torch.zeros(3, 3), 1000
     uniform = torch.rand(n, 1, 2, generator=torch.Generator().manual_seed(1))
@@ -170,13 +170,16 @@ class Now:
 
 def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
     for unsure, counts in ((less_sure_than(1.1), [1, 1, 1]), (more_entropy_than(-1), [1, 1, 1])):
-        proposing = UnsureDrafter(models["noisy"], VOCAB, unsure)
+        proposing = ConfidenceStopDrafter(models["noisy"], VOCAB, unsure)
         proposing.reset(3, 40)
         assert proposing.propose(PROMPTS, 4, Sampling(), torch.zeros(3, 4)).counts == counts
 
 
 def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
-    never, model = UnsureDrafter(models["noisy"], VOCAB, less_sure_than(0)), ModelDrafter(models["noisy"], VOCAB)
+    never, model = (
+        ConfidenceStopDrafter(models["noisy"], VOCAB, less_sure_than(0)),
+        ModelDrafter(models["noisy"], VOCAB),
+    )
     found = []
     for proposing in (never, model):
         proposing.reset(3, 40)

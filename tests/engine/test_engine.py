@@ -26,7 +26,7 @@ from draftlab.engine.verify import Warp, distribution, draw, verify
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import Graphed
-from draftlab.model.hf_decoder import Hosted
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.native_cpu import Native
 
 PROMPT = [0, 17, 44, 101, 9, 250, 31]
@@ -285,10 +285,10 @@ def test_eos_anywhere_in_a_block_stops_as_in_plain_decoding(target, at):
         assert all(step.accepted <= len(step.tokens) for step in steps)  # nothing behind the end of text counts
 
 
-@pytest.mark.parametrize("mode", ["compiled", "graphs", "hosted", "tree", "lookup"])
+@pytest.mark.parametrize("mode", ["native", "graphs", "hosted", "tree", "lookup"])
 def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, mode):
     (greedy,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=16)))
-    run: Any = {"compiled": Native, "graphs": Graphed, "hosted": lambda _: Hosted(build("llama", 1))}
+    run: Any = {"native": Native, "graphs": Graphed, "hosted": lambda _: HFDecoder(build("llama", 1))}
     model = run[mode](target) if mode in run else target
     drafter = {
         "tree": lambda: TreeDrafter(drafts["noisy"], 307, full([2, 2, 1]), "top"),
@@ -404,7 +404,7 @@ def test_a_model_of_transformers_speculates_and_is_rolled_back(target, drafts, t
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    hosted = Hosted(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=48, max_position_embeddings=128)).eval())
+    hosted = HFDecoder(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=48, max_position_embeddings=128)).eval())
     sampling = Sampling(max_new_tokens=20)
     (expected,) = written(plain(hosted, [PROMPT], sampling))
     with torch.inference_mode():

@@ -225,7 +225,7 @@ def test_experts_make_verification_dear():
         ("llama-65b@h100", "comes its mode"),
         ("llama-65b@h100,graphs,eager,float8", "comes its mode"),
         ("llama-65b@h100,graphs,fast", "comes its mode"),
-        ("llama-65b@4xa100-80gb,compiled", "no mode 'compiled'; it has graphs, eager"),
+        ("llama-65b@4xa100-80gb,native", "no mode 'native'; it has graphs, eager"),
         ("llama-65b@4xa100-80gb,graphs,float8", "no dtype 'float8'"),
         ("llama-66b@h100,graphs", "did you mean 'llama-65b'"),
         ("llama-3.2-1c@h100,graphs", "did you mean 'llama-3.2-1b'"),

@@ -334,7 +334,7 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
     decoding = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=NEW, eos_ids=[])
     replay = Replay(
         draft="d", draft_sha256="", dtype="float32", target="t", target_sha256=None, trace_sha256="",
-        tokenizer_sha256="", decoding=decoding, rule="leviathan", draft_temperature=0, texts=texts, command="",
+        tokenizer_sha256="", decoding=decoding, rule="rejection", draft_temperature=0, texts=texts, command="",
         versions={}, created="",
     )  # fmt: skip
     (tmp_path / "replay.json").write_text(replay.model_dump_json())

@@ -5,7 +5,7 @@ import torch
 from test_engine import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from draftlab.engine.generate import Chooser, ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.generate import ModelDrafter, Sampler, Sampling, plain, speculative, written
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import BUCKET, Graphed
 
@@ -90,7 +90,7 @@ def test_what_is_captured_never_waits_for_the_device(family_dirs):
     cache = graphed.new_cache(3, 40)
     for _ in range(2):
         graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
-    for choose in [*(Chooser(warp.warp(), vocab + 5) for warp in warps), looks]:
+    for choose in [*(Sampler(warp.warp(), vocab + 5) for warp in warps), looks]:
         graphed.chain(torch.randn(3, vocab), cache, uniform, choose)
     *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]
     assert len(captured) == 3

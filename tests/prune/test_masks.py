@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, build, lesson
+from builders import FAMILIES, build, setup
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -234,7 +234,7 @@ def run(tmp_path: Path, settings: Settings, *, stop: int | None = None, weights:
     with masked(model, masks, 1e-6):
         settings = replace(settings, micro_tokens=micro_tokens)
         data = Rows(307)
-        given = lesson(build("mistral", seed=1), data, [data.batch(60)])
+        given = setup(build("mistral", seed=1), data, [data.batch(60)])
         for record in train(model, given, settings, tmp_path, masks):
             records.append(record)
             if isinstance(record, StepRecord) and record.step == stop:
@@ -269,7 +269,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     model = build("mistral", seed=1)
     with torch.no_grad():
         model.get_parameter("model.norm.weight")[0] = torch.nan
-    records = train(model, lesson(None, Rows(307), [Rows(307).batch(0)]), replace(SETTINGS, loss="ce"), tmp_path)
+    records = train(model, setup(None, Rows(307), [Rows(307).batch(0)]), replace(SETTINGS, loss="ce"), tmp_path)
     with pytest.raises(UserError, match="loss is nan"):
         list(records)
 

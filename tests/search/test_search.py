@@ -162,7 +162,7 @@ def test_a_budget_decides_the_widths(space, capsys):
 def test_a_mode_that_does_not_run_here_is_refused_before_anything_is_claimed(space):
     for words, said in (
         (["--mode", "graphs"], "CUDA graphs"),
-        (["--mode", "compiled", "--dtype", "float16"], "float16"),
+        (["--mode", "native", "--dtype", "float16"], "float16"),
     ):
         result = CliRunner().invoke(app, ["search", "--layers", "1,2", *words])
         assert result.exit_code == 1
@@ -187,7 +187,7 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
 
     words = (
         "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --most-steps 3 "
-        "--rows 2 --prompts 2 --finalists 1 --k 1-2 --threads 1 --mode compiled --out found --json"
+        "--rows 2 --prompts 2 --finalists 1 --k 1-2 --threads 1 --mode native --out found --json"
     )
     arguments = words.split()
     with monkeypatch.context() as patched:
@@ -204,5 +204,5 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     assert [one.against_fastest is None for one in found.confirmed] == [i == 0 for i in range(len(found.confirmed))]
     assert json.loads(result.stdout)["confirmed"][0]["name"] == found.winner.name
     assert (space / "found" / "draft" / "config.json").exists()
-    assert {read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")} == {"compiled"}
+    assert {read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")} == {"native"}
     assert not state.exists()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import build, lesson
+from builders import build, setup
 from loopback_servers import SmallVLLM, replay, running
 from safetensors.numpy import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
@@ -182,7 +182,7 @@ SETTINGS = Settings(loss="fkl", steps=6, lr=3e-3, dtype="float32", eval_every=6,
 def fit(batches, teacher, state: Path, settings: Settings = SETTINGS, stop: int | None = None):
     model = build("llama", 3, num_hidden_layers=2)
     records = []
-    for record in train(model, lesson(teacher, batches, [batches.batch(99)]), settings, state):
+    for record in train(model, setup(teacher, batches, [batches.batch(99)]), settings, state):
         records.append(record)
         if isinstance(record, StepRecord) and record.step == stop:
             break
@@ -259,7 +259,7 @@ def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_d
     teacher = checkpoint.load_model(family_dirs["llama"], torch.float32)
     bare = replace(batches.batch(0), listed=None)
     few, whole = (
-        next(iter(train(model, lesson(given, batches, [rows]), SETTINGS, tmp_path / name)))
+        next(iter(train(model, setup(given, batches, [rows]), SETTINGS, tmp_path / name)))
         for name, given, rows in (("a", CachedTeacher(307), batches.batch(0)), ("b", teacher, bare))
     )
     assert few.acceptance - 1e-3 <= whole.acceptance <= few.acceptance + few.slack + 1e-3

@@ -111,7 +111,7 @@ def greedy_trace(tmp_path_factory, models, prompt_file) -> Trace:
 
 def plan_of(**changes) -> Plan:
     return Plan(
-        **{"rule": "leviathan", "draft_temperature": None, "dtype": torch.float32, "device": CPU, "command": ""}
+        **{"rule": "rejection", "draft_temperature": None, "dtype": torch.float32, "device": CPU, "command": ""}
         | changes
     )
 
@@ -531,7 +531,7 @@ def test_log_probabilities_that_the_rule_cannot_use_are_refused(tmp_path, models
     how, target = greedy(temperature=0.7), models["target"]
     found = recorded(tmp_path / "t", target, prompts_of(prompt_file, target), how)
     raw = Trace(found.directory, found.manifest.model_copy(update={"logprobs": "raw"}), found.texts)
-    with pytest.raises(UserError, match="holds raw log-probabilities; --rule leviathan needs"):
+    with pytest.raises(UserError, match="holds raw log-probabilities; --rule rejection needs"):
         check(raw, models["draft"], plan_of())
     check(raw, models["draft"], plan_of(rule="match"))
     check(raw, models["draft"], plan_of(draft_temperature=0.0))

@@ -79,7 +79,7 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "score a batch": f"{SCORE} {there} --batch 2 --out score-batch",
         "score sampled": f"{SCORE} {there} --temperature 1 --out score-sampled",
         "score without a draft": f"{SCORE} --target M --drafter lookup --out score-lookup",
-        "score compiled": f"{SCORE} {there} --mode compiled --out score-compiled",
+        "score compiled": f"{SCORE} {there} --mode native --out score-compiled",
         "profile": "profile M --k 2 --repeats 3 --context 16 --out profile",
         "check": f"check {draft} --target M",
         "export hf": f"export {draft} --target M --to hf --out export-hf",

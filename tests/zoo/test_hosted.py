@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.hf_decoder import Hosted, feed, read
+from draftlab.model.hf_decoder import HFDecoder, feed, read
 
 from .build import build, small
 from .facts import zoo
@@ -17,11 +17,11 @@ HOSTED = ("gemma-3-1b-it", "gpt-oss-20b", "opt-125m", "bloom-560m", "gpt2", "phi
 
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory):
-    def load(name: str) -> Hosted:
+    def load(name: str) -> HFDecoder:
         facts, folder = zoo()[name], tmp_path_factory.mktemp("hosted") / name
         if "bin" in facts.files:
             facts = facts.model_copy(update={"files": ["single"]})
-        return Hosted(checkpoint.load_model(build(facts, folder), torch.float32).eval())
+        return HFDecoder(checkpoint.load_model(build(facts, folder), torch.float32).eval())
 
     return load
 
@@ -58,6 +58,6 @@ def test_a_text_longer_than_the_model_reads_is_refused(name, hosted):
     ids=["mamba", "mamba2"],
 )
 def test_a_model_without_attention_is_refused(config):
-    model = Hosted(AutoModelForCausalLM.from_config(config).eval())
+    model = HFDecoder(AutoModelForCausalLM.from_config(config).eval())
     with pytest.raises(UserError, match="has no attention whose cache could be cut off again"):
         model.new_cache(1, 20)

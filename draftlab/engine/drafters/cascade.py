@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.engine.generate import Chooser, Draft, Drafter, ModelDrafter, Sampling, fit, judge
+from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampler, Sampling, fit, judge
 from draftlab.model.hf_decoder import Decoder
 
 Unsure = Callable[[Tensor], Tensor]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
@@ -25,7 +25,7 @@ def more_entropy_than(nats: float) -> Unsure:
     return lambda p: torch.special.entr(p).sum(-1) > nats
 
 
-class UnsureDrafter(ModelDrafter):
+class ConfidenceStopDrafter(ModelDrafter):
     """A model that ends its draft behind the first token that it is unsure of.
 
     That token stays: to drop it for what it is would bias what is emitted.
@@ -38,7 +38,7 @@ class UnsureDrafter(ModelDrafter):
     def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
         logits = self.behind(texts)[:, -1]
         going = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
-        choose = Chooser(sampling.warp(), self.vocab)
+        choose = Sampler(sampling.warp(), self.vocab)
         ids, q, drafted = [], [], []
         while len(ids) < count and going.any():
             if ids:
@@ -84,7 +84,7 @@ class Fallback:
         return F.pad(draft.q, (0, 0, 0, ids.shape[1] - draft.q.shape[1]))
 
 
-class StagedDrafter(ModelDrafter):
+class CascadeDrafter(ModelDrafter):
     """A smaller drafter drafts for the draft model, which drafts for the target (Spector and Re 2023, 2308.04623).
 
     What comes out are samples of the draft model itself, so its distributions are the q of the outer rule.

@@ -18,8 +18,8 @@ from draftlab import provenance
 from draftlab.engine.generate import Draft, Sampling
 from draftlab.engine.verify import draw
 from draftlab.errors import UserError
+from draftlab.files import validation_text
 from draftlab.model.llama import Cache, Llama
-from draftlab.model.shape import validation_text
 
 MANIFEST, WEIGHTS = "medusa.json", "heads.safetensors"
 

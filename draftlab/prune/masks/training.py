@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill.checkpointer import best_weights, crew
+from draftlab.distill.checkpointer import best_weights, process_state
 from draftlab.distill.lora import adapt, merged_weights
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.run import fit
-from draftlab.distill.trainer import Lesson, Settings
+from draftlab.distill.trainer import Settings, TrainingSetup
 from draftlab.distill.training_setup import reweighing
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
@@ -79,8 +79,8 @@ def learn(
     heldout = open_heldout(data, tokenizer, most_rows=32, **sizes)
     eps = float(str(checkpoint.read_config(source)["rms_norm_eps"]))
     with masked(student, masks, eps):
-        lesson = Lesson(teacher=teacher, batches=batches, heldout=heldout)
-        fit(student, lesson, settings, state=state, identity=identity, what="masks", constraint=masks)
+        setup = TrainingSetup(teacher=teacher, batches=batches, heldout=heldout)
+        fit(student, setup, settings, state=state, identity=identity, what="masks", constraint=masks)
     with torch.no_grad():  # under FSDP the module's own parameters are but a part
         for name, trained in best_weights(state, "constraint").items():
             masks.get_parameter(name).copy_(trained)
@@ -100,7 +100,7 @@ def _trained(source: Path, weights: Trained, state: Path) -> Mapping[str, Tensor
 
 
 def _computed_dtype(source: Path) -> torch.dtype:
-    return checkpoint.computed_dtype(source, cast(torch.device, crew().device))
+    return checkpoint.computed_dtype(source, cast(torch.device, process_state().device))
 
 
 def _student(source: Path, how: Learning) -> PreTrainedModel:

@@ -1,0 +1,218 @@
+"""The base of every command's settings: options with their help and bounds, which go together, and files of them."""
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typing_extensions import Self
+
+from draftlab import workspace
+from draftlab.errors import UserError, did_you_mean
+from draftlab.model.shape import parse_numbers
+from draftlab.provenance import RECORD_FILE, read_record
+
+OUTPUT, SERVER, TRAINING, CHECKPOINTS = "Output", "Server", "Training", "Evaluation and checkpoints"  # panels of --help
+
+
+def option(
+    default: Any = PydanticUndefined,
+    help: str = "",
+    *,
+    factory: Callable[[], Any] | None = None,
+    ge: float | None = None,
+    le: float | None = None,
+    gt: float | None = None,
+    flag: str | None = None,
+    panel: str | None = None,
+    advanced: bool = False,
+    argument: bool = False,
+    shown_default: str | None = None,
+    typed: type | None = None,
+) -> Any:
+    """Return a field of a config that is also an option of its command.
+
+    default: left out, the option is required. factory: computes the default when a config is built. flag: spelled
+    otherwise than the field. advanced: accepted but not listed in --help; docs/configuration.md lists it. argument:
+    positional. shown_default: what --help says in place of the default. typed: type on the command line, if another.
+    """
+    extra = {
+        "flag": flag,
+        "panel": panel,
+        "advanced": advanced,
+        "argument": argument,
+        "shown_default": shown_default,
+        "typed": typed,
+    }
+    if factory is not None:
+        return Field(default_factory=factory, description=help, ge=ge, le=le, gt=gt, json_schema_extra=extra)
+    return Field(
+        default, description=help, ge=ge, le=le, gt=gt, json_schema_extra=extra, validate_default=typed is not None
+    )
+
+
+def from_workspace(name: str, help: str, **others: Any) -> Any:
+    """Return an option whose default stands under this name in draftlab.yaml."""
+    return option(factory=lambda: getattr(workspace.load(), name), help=help, shown_default="the workspace's", **others)
+
+
+def _numbers(value: object) -> object:
+    try:
+        return parse_numbers(value) if isinstance(value, str) else value
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+Numbers = Annotated[list[int], BeforeValidator(_numbers)]  # ascending; written 1-6 or 2,4,8
+
+
+def numbers(default: str, help: str, **others: Any) -> Any:
+    """Return an option for a field of type Numbers."""
+    return option(default, help, typed=str, **others)
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Options that mean something in one mode of a command and are refused in the others.
+
+    reason: completes "--x: ...".
+    """
+
+    options: Sequence[str]
+    when: Callable[[Any], object]
+    reason: str
+
+
+class Config(BaseModel):
+    """Settings of one command."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    only: ClassVar[Sequence[Only]] = ()
+
+    @classmethod
+    def build(cls, settings: dict[str, Any], where: str = "") -> Self:
+        """Return the config of these settings, the others at their defaults.
+
+        Raises:
+            UserError: an unknown setting, a value out of bounds, settings that do not go together.
+        """
+        if unknown := sorted(set(settings) - set(cls.model_fields)):
+            raise UserError(f"{where}unknown key {unknown[0]!r}{did_you_mean(unknown[0], cls.model_fields)}")
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            raise UserError(where + cls._complaints(error)) from None
+
+    @classmethod
+    def of_file(cls, path: Path, command: str) -> dict[str, Any]:
+        """Return the settings in a YAML file, or those that made an output directory.
+
+        Raises:
+            UserError: not such a file, or the output of another command.
+        """
+        if path.is_dir() or path.name == RECORD_FILE:
+            record = read_record(path if path.is_dir() else path.parent)
+            if record is None or record.command != command:
+                made = "nothing that draftlab wrote" if record is None else f"made by draftlab {record.command}"
+                raise UserError(f"--config {path}: {made}; want settings of draftlab {command}")
+            return dict(record.config)
+        try:
+            settings = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise UserError(f"--config {path}: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise UserError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(settings, dict):
+            raise UserError(f"--config {path}: want settings of draftlab {command}, one NAME: VALUE in a line")
+        return settings
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for rule in self.only:
+            if not rule.when(self) and (idle := [name for name in rule.options if self.is_set(name)]):
+                raise ValueError(f"{', '.join(map(self.flag, idle))}: {rule.reason}")
+        return self
+
+    def is_set(self, name: str) -> bool:
+        """Return whether a setting was given, with another value than its default."""
+        field = type(self).model_fields[name]
+        if name not in self.model_fields_set or field.default_factory is not None:
+            return name in self.model_fields_set
+        value = getattr(self, name)
+        return value != field.default and not (field.validate_default and value == _numbers(field.default))
+
+    def resolved(self) -> Self:
+        """Return the config with what it leaves to the workspace's newest outputs.
+
+        Raises:
+            UserError: there is no such output.
+        """
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the result, as JSON has it: all settings but those that this mode refuses."""
+        idle = {name for rule in self.only if not rule.when(self) for name in rule.options}
+        return json.loads(self.model_dump_json(exclude=idle))
+
+    @classmethod
+    def flag(cls, name: str) -> str:
+        """Return how a setting is written on the command line."""
+        details = extra(cls.model_fields[name])
+        return name.upper() if details["argument"] else details["flag"] or "--" + name.replace("_", "-")
+
+    def command_line(self, command: str) -> str:
+        """Return what to type for this config, without what has its default."""
+        words, arguments = ["draftlab", *command.split()], []
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if not self.is_set(name):
+                continue
+            if extra(field)["typed"] is str:
+                value = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if extra(field)["argument"]:
+                    arguments.append(str(item))
+                elif isinstance(item, bool):
+                    words.append(self.flag(name) if item else "--no-" + name.replace("_", "-"))
+                else:
+                    words += [self.flag(name), str(item)]
+        return shlex.join(words + arguments)
+
+    @classmethod
+    def _complaints(cls, error: ValidationError) -> str:
+        return "; ".join(cls._complaint(dict(item)) for item in error.errors())
+
+    @classmethod
+    def _complaint(cls, item: dict[str, Any]) -> str:
+        """Say what is wrong with one setting, by its option."""
+        message = str(item["msg"]).removeprefix("Value error, ")
+        if not item["loc"] or item["loc"][0] not in cls.model_fields:
+            return message
+        flag = cls.flag(str(item["loc"][0]))
+        return f"{flag} is required" if item["type"] == "missing" else f"{flag} {item['input']}: {message.lower()}"
+
+
+class OutputConfig(Config):
+    """Settings of a command that writes a directory."""
+
+    out: Path | None = option(None, "Directory to write. Default: a name under the workspace's runs.", panel=OUTPUT)
+
+    def default_name(self) -> str:
+        """Return the name of the output directory under the workspace's runs."""
+        raise NotImplementedError
+
+    def output_directory(self) -> Path:
+        return self.out or workspace.load().runs / self.default_name()
+
+
+def extra(field: FieldInfo) -> dict[str, Any]:
+    """Return what option() stored beside a field's type and default."""
+    assert isinstance(field.json_schema_extra, dict)
+    return dict(field.json_schema_extra)

@@ -1,0 +1,34 @@
+"""How tokens are sampled, for models here and on servers. No torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How and for how long a model samples, with vLLM's names.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing. seed: prompt number i is sampled with seed + i.
+    stop_token_ids: each ends a text and belongs to it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def unmodified(self) -> bool:
+        """Whether samples follow the model's own distribution."""
+        return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
+
+    def describe(self) -> str:
+        """Return the way of sampling in words, as "greedy" or "temperature 0.7, top-p 0.9"."""
+        if self.temperature == 0:
+            return "greedy"
+        cuts = {"top-k": self.top_k, "top-p": self.top_p if self.top_p < 1 else 0, "min-p": self.min_p}
+        return ", ".join(
+            [f"temperature {self.temperature:g}", *(f"{name} {value:g}" for name, value in cuts.items() if value)]
+        )

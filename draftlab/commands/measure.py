@@ -366,9 +366,9 @@ def compare(
 
 def _by_name(given: list[str], weights: bool) -> dict[str, Path]:
     """Directories by their names, which end with @TYPE where it was asked for so."""
-    from draftlab.export.hf import unrounded
+    from draftlab.export.hf import parse_quantized_name
 
-    parts = [unrounded(name) for name in given]
+    parts = [parse_quantized_name(name) for name in given]
     found = [(hub.locate(base, weights), kind) for base, kind in parts]
     named = {hub.called(path) + (f"@{kind}" if kind else ""): path for path, kind in found}
     if len(named) < len(given):

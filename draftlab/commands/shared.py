@@ -158,10 +158,10 @@ def shape_of(name: str) -> "tuple[str, Shape]":
     if not isinstance(found, Path):
         return called, found
     from draftlab.model import checkpoint
-    from draftlab.prune.trial_model import check_cuttable
+    from draftlab.prune.trial_model import check_prunable
 
     shape = checkpoint.planned_shape(found)
-    check_cuttable(checkpoint.read_config(found), shape)
+    check_prunable(checkpoint.read_config(found), shape)
     return called, shape
 
 
@@ -202,16 +202,16 @@ def table_of(title: str, heads: Sequence[str]) -> "Table":
 
 def rounded_drafts(drafts: Mapping[str, Path], stack: contextlib.ExitStack) -> dict[str, Path]:
     """Of names as NAME@q8_0 a copy with rounded weights, which goes when stack closes."""
-    from draftlab.export.hf import round_weights, unrounded
+    from draftlab.export.hf import parse_quantized_name, write_fake_quantized
 
     found = dict(drafts)
     for name, path in drafts.items():
-        _, kind = unrounded(name)
+        _, kind = parse_quantized_name(name)
         if kind is not None:
             found[name] = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
             found[name].mkdir()
             note(f"{name}: weights rounded to {kind}; its speed here is not llama.cpp's")
-            round_weights(path, found[name], kind)
+            write_fake_quantized(path, found[name], kind)
     return found
 
 

@@ -5,7 +5,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from draftlab import workspace
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, from_workspace, option
+from draftlab.errors import UserError
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
 EngineMode = Literal["auto", "eager", "native", "graphs"]
@@ -56,6 +58,24 @@ def memory() -> Any:
 
 def prompt_file() -> Any:
     return option(None, "JSON-lines file of prompts: prompt (or turns, text, question) and perhaps category.")
+
+
+def newest_output(*commands: str) -> Path:
+    """Return the newest output of these commands under the workspace's runs.
+
+    Raises:
+        UserError: there is none.
+    """
+    runs = workspace.load().runs
+    path = workspace.newest(runs, commands)
+    if path is None:
+        raise UserError(f"no draft was named, and {runs} has no output of draftlab {' or '.join(commands)}")
+    return path
+
+
+def newest_draft() -> Path:
+    """Return the newest draft under the workspace's runs. Raises UserError: there is none."""
+    return newest_output("distill", "prune", "prune-masks")
 
 
 class ServerSettings(BaseModel):

@@ -254,7 +254,7 @@ def _llama_cpp(mine: Side, its: Side, _: Shape | None) -> Iterator[Finding]:
     about = "llama.cpp"
     try:
         gguf.architecture(mine.path)
-        shape, vocabulary = checkpoint.read_shape(mine.path), gguf_tokenizer.read(mine.path, mine.vocab)
+        shape, vocabulary = checkpoint.read_shape(mine.path), gguf_tokenizer.read_tokenizer(mine.path, mine.vocab)
     except UserError as error:
         yield Finding(about=about, level="bad", text=str(error))
         return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.export.gguf_tokenizer import Words, read
+from draftlab.export.gguf_tokenizer import GGUFTokenizer, read_tokenizer
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.model.size import context_size
@@ -40,7 +40,7 @@ class Written:
 
     path: Path
     kind: str
-    words: Words
+    words: GGUFTokenizer
     wide: list[str]
 
 
@@ -82,7 +82,7 @@ def write(directory: Path, file: Path, kind: str) -> Written:
         UserError: llama.cpp does not know the model, its tokenizer or its rotary scheme.
     """
     gguf, name, shape = library(), architecture(directory), checkpoint.read_shape(directory)
-    words, rope = read(directory, shape.vocab), _rope(directory)
+    words, rope = read_tokenizer(directory, shape.vocab), _rope(directory)
     weights: Mapping[str, Tensor] = checkpoint.Weights(directory)
     planned = entries(shape, kind)
     if rope["rope_type"] == "llama3":
@@ -169,7 +169,7 @@ def _add_settings(writer: Any, directory: Path, shape: Shape, rope: dict[str, An
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
 
 
-def _add_words(writer: Any, words: Words) -> None:
+def _add_words(writer: Any, words: GGUFTokenizer) -> None:
     writer.add_tokenizer_model(words.model)
     writer.add_tokenizer_pre(words.pre)
     writer.add_token_list(words.tokens)

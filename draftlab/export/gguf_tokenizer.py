@@ -22,28 +22,31 @@ SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
-    """How text is cut before merging: expressions one after another; whole: a piece that is a token is not merged."""
+class PreTokenizer:
+    """How text is split before merging: by the patterns, one after another.
 
-    expressions: tuple[str, ...]
-    whole: bool = False
+    ignore_merges: a piece that is a token of its own is not merged.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
 
 
 # llama.cpp's names for what some models' tokenizer.json say. It knows no others: it has the expressions in its code.
-CUTTINGS = {
-    "llama-bpe": Cutting(("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), whole=True),
-    "qwen2": Cutting(("|".join((ENDINGS, LETTERS, r"\p{N}", SIGNS, SPACES)),)),
-    "gpt-2": Cutting((GPT2,)),
-    "smollm": Cutting((r"\p{N}", GPT2)),
-    "tekken": Cutting(("|".join((*CASED, r"\p{N}", SIGNS_AND_SLASHES, SPACES)),), whole=True),
-    "gpt-4o": Cutting(
+PRE_TOKENIZERS = {
+    "llama-bpe": PreTokenizer(("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), ignore_merges=True),
+    "qwen2": PreTokenizer(("|".join((ENDINGS, LETTERS, r"\p{N}", SIGNS, SPACES)),)),
+    "gpt-2": PreTokenizer((GPT2,)),
+    "smollm": PreTokenizer((r"\p{N}", GPT2)),
+    "tekken": PreTokenizer(("|".join((*CASED, r"\p{N}", SIGNS_AND_SLASHES, SPACES)),), ignore_merges=True),
+    "gpt-4o": PreTokenizer(
         ("|".join((*(f"{words}{ENDINGS}?" for words in CASED), r"\p{N}{1,3}", SIGNS_AND_SLASHES, SPACES)),)
     ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class GGUFTokenizer:
     """What GGUF says of a vocabulary. same: share of the probe texts that llama.cpp cuts as the tokenizer does."""
 
     model: str  # gpt2: byte-level BPE; llama: SentencePiece
@@ -60,7 +63,7 @@ class Words:
     chat_template: str | None
 
 
-def read(directory: Path, vocab: int) -> Words:
+def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     """The tokenizer in directory with vocab tokens, those that it does not have as padding.
 
     Raises:
@@ -75,11 +78,11 @@ def read(directory: Path, vocab: int) -> Words:
     bytes_fall_back = bool(spec["model"].get("byte_fallback"))
     tokens, types = _tokens(spec, vocab, directory, bytes_fall_back)
     merges = [" ".join(m) if isinstance(m, list) else m for m in spec["model"]["merges"]]
-    pre, same = ("default", 1.0) if bytes_fall_back else nearest_cutting(fast)
+    pre, same = ("default", 1.0) if bytes_fall_back else nearest_pre_tokenizer(fast)
     bos, eos = wrapped.bos_token_id, wrapped.eos_token_id
     framed = wrapped("a")["input_ids"]
     special = checkpoint.special_ids(wrapped) | {"unk": wrapped.unk_token_id}
-    return Words(
+    return GGUFTokenizer(
         model="llama" if bytes_fall_back else "gpt2",
         pre=pre,
         same=same,
@@ -95,7 +98,7 @@ def read(directory: Path, vocab: int) -> Words:
     )
 
 
-def nearest_cutting(fast: Tokenizer) -> tuple[str, float]:
+def nearest_pre_tokenizer(fast: Tokenizer) -> tuple[str, float]:
     """llama.cpp's name of the way to cut text that gives the same ids of most probe texts, and of how many (0 to 1).
 
     Of equals the one that the tokenizer spells out, else the first.
@@ -104,24 +107,25 @@ def nearest_cutting(fast: Tokenizer) -> tuple[str, float]:
     spelled = json.dumps(spec["pre_tokenizer"])
     wanted = [fast.encode(text, add_special_tokens=False).ids for text in PROBES]
     found: dict[str, tuple[float, int]] = {}
-    for name, cutting in CUTTINGS.items():
-        cut_by(spec, cutting)
+    for name, pre_tokenizer in PRE_TOKENIZERS.items():
+        set_pre_tokenizer(spec, pre_tokenizer)
         other = Tokenizer.from_str(json.dumps(spec))
         ids = [other.encode(text, add_special_tokens=False).ids for text in PROBES]
         same = sum(a == b for a, b in zip(ids, wanted, strict=True)) / len(PROBES)
-        known = [json.dumps(e) in spelled for e in cutting.expressions]
+        known = [json.dumps(e) in spelled for e in pre_tokenizer.patterns]
         found[name] = same, all(known) * len(known)
     best = max(found, key=lambda name: found[name])
     return best, found[best][0]
 
 
-def cut_by(spec: dict[str, Any], cutting: Cutting) -> None:
-    """Make a byte-level tokenizer's JSON cut text that way."""
+def set_pre_tokenizer(spec: dict[str, Any], pre_tokenizer: PreTokenizer) -> None:
+    """Write a pre-tokenizer into the JSON of a byte-level tokenizer."""
     splits = [
-        {"type": "Split", "pattern": {"Regex": e}, "behavior": "Isolated", "invert": False} for e in cutting.expressions
+        {"type": "Split", "pattern": {"Regex": e}, "behavior": "Isolated", "invert": False}
+        for e in pre_tokenizer.patterns
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    spec["model"]["ignore_merges"] = cutting.whole
+    spec["model"]["ignore_merges"] = pre_tokenizer.ignore_merges
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 
 

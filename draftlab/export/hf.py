@@ -24,7 +24,7 @@ def write(draft: Path, out: Path, *, words_from: Path, vocab: int | None, dtype:
     return changed
 
 
-def round_weights(draft: Path, out: Path, kind: str) -> None:
+def write_fake_quantized(draft: Path, out: Path, kind: str) -> None:
     """Write draft into out, in float32, with every matrix rounded as GGUF's kind keeps it."""
     weights = (
         (name, rounded(tensor.float(), kind) if tensor.ndim == 2 else tensor.float())
@@ -33,7 +33,7 @@ def round_weights(draft: Path, out: Path, kind: str) -> None:
     saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
 
 
-def unrounded(name: str) -> tuple[str, str | None]:
+def parse_quantized_name(name: str) -> tuple[str, str | None]:
     """'draft@q8_0' is draft, and a type of TYPES; any other name is itself."""
     base, _, kind = name.rpartition("@")
     return (base, kind) if base and kind in TYPES else (name, None)

@@ -159,7 +159,7 @@ def _verified(plan: Plan, plain: Path, file: Path, k: int) -> verify.Agreement:
         here = plain
         if plan.kind in gguf.TYPES and plan.kind != "f32":
             here = Path(rounded)
-            hf.round_weights(plain, here, plan.kind)
+            hf.write_fake_quantized(plain, here, plan.kind)
         ours = verify.hits(here, writing, plan.device)
     return verify.in_llama_cpp(_runtime(plan), file, plan.kind, writing, ours, plain)
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from draftlab.errors import UserError
 from draftlab.export.gguf import ROPE_FACTORS, library
-from draftlab.export.gguf_tokenizer import CUTTINGS, UNUSED, Cutting, cut_by
+from draftlab.export.gguf_tokenizer import PRE_TOKENIZERS, UNUSED, PreTokenizer, set_pre_tokenizer
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings are completed here
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -186,7 +186,7 @@ def load_tokenizer(header: Header, context: int | None) -> Any:
         raise UserError(f"{header.file}: its tokenizer cannot be read: {' '.join(str(error).split())[:200]}") from None
     spec = json.loads(read.backend_tokenizer.to_str())
     if header.settings.get("tokenizer.ggml.model") == "gpt2":
-        cut_by(spec, _cutting(header))
+        set_pre_tokenizer(spec, _cutting(header))
     _drop_strangers(spec, header)
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
@@ -273,15 +273,15 @@ def _llama3_scaling(header: Header, theta: float) -> dict[str, Any]:
     }
 
 
-def _cutting(header: Header) -> Cutting:
+def _cutting(header: Header) -> PreTokenizer:
     name = header.settings.get("tokenizer.ggml.pre", "none said")
     known = LIKE.get(name, name)
-    if known not in CUTTINGS:
+    if known not in PRE_TOKENIZERS:
         raise UserError(
             f"{header.file}: how its tokenizer cuts text (tokenizer.ggml.pre: {name}) is not known here; "
-            f"known: {', '.join(CUTTINGS)}; take the model's own repository"
+            f"known: {', '.join(PRE_TOKENIZERS)}; take the model's own repository"
         )
-    return CUTTINGS[known]
+    return PRE_TOKENIZERS[known]
 
 
 def _drop_strangers(spec: dict[str, Any], header: Header) -> None:

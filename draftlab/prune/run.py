@@ -35,7 +35,7 @@ from draftlab.prune.importance import Importance, Scores, calibrate, load_scores
 from draftlab.prune.masks.hard_concrete import Masks
 from draftlab.prune.masks.training import MASKS_FILE, Learning, learn
 from draftlab.prune.refit import Agreement, Fit, Lockstep
-from draftlab.prune.trial_model import check_built, check_cuttable
+from draftlab.prune.trial_model import check_buildable, check_prunable
 from draftlab.prune.walk import Walk
 
 Method = Literal["activation", "masks", "random", "first", "magnitude"]
@@ -118,8 +118,8 @@ def check_plan(plan: Plan) -> None:
         raise UserError(f"--method {plan.method} runs in one process; only --method masks trains in several")
     distributed.check(masks=plan.learning is not None)
     config = checkpoint.read_config(plan.source)
-    check_cuttable(config, plan.have)
-    check_built(checkpoint.config_for(plan.shape, config, list(range(plan.shape.layers))), plan.shape)
+    check_prunable(config, plan.have)
+    check_buildable(checkpoint.config_for(plan.shape, config, list(range(plan.shape.layers))), plan.shape)
     if plan.basis == "pca" and plan.have.tied:
         raise UserError("--basis pca moves the last norm into the head, and this source ties it; use coordinates")
     if plan.basis == "pca" and plan.method != "activation":

@@ -11,7 +11,7 @@ HEAD_DIM = 8
 TOLERANCE = 1e-3
 
 
-def check_built(config: dict[str, object], shape: Shape) -> None:
+def check_buildable(config: dict[str, object], shape: Shape) -> None:
     """Refuse a config that transformers builds with other sizes than shape has, or not at all.
 
     Raises:
@@ -26,10 +26,10 @@ def check_built(config: dict[str, object], shape: Shape) -> None:
             )
 
 
-def check_cuttable(config: dict[str, object], source: Shape) -> None:
+def check_prunable(config: dict[str, object], source: Shape) -> None:
     """Refuse a model that shares LLaMA's tensor names and computes something else with them, such as Gemma's norms.
 
-    Half of a small model's hidden dimensions and heads are silenced. Cutting them, and scaling the norms to the
+    Half of a small model's hidden dimensions and heads are silenced. PreTokenizer them, and scaling the norms to the
     shorter mean, must leave its logits. A norm that adds 1 to its scale breaks that, and so does an embedding that
     is scaled by the width.
 

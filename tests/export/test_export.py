@@ -144,7 +144,7 @@ def test_a_qwen2_whose_heads_do_not_add_up_to_its_width_is_a_llama_there(family_
 
 
 def test_words_of_a_byte_level_vocabulary(family_dirs):
-    found = gguf_tokenizer.read(family_dirs["llama"], 310)
+    found = gguf_tokenizer.read_tokenizer(family_dirs["llama"], 310)
     tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
     assert found.tokens[:307] == tokenizer.convert_ids_to_tokens(range(307))
     assert found.tokens[307:] == ["[PAD307]", "[PAD308]", "[PAD309]"]
@@ -153,24 +153,24 @@ def test_words_of_a_byte_level_vocabulary(family_dirs):
     assert found.merges == [" ".join(pair) for pair in spec["model"]["merges"]]
     assert (found.add_bos, found.add_eos, found.scores) == (True, False, None)
     with pytest.raises(UserError, match="has the id 306, the model only 200 logits"):
-        gguf_tokenizer.read(family_dirs["llama"], 200)
+        gguf_tokenizer.read_tokenizer(family_dirs["llama"], 200)
 
 
-@pytest.mark.parametrize("name", gguf_tokenizer.CUTTINGS)
+@pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
 def test_a_way_to_cut_text_is_recognised(name):
     """Of a tokenizer that was trained on text cut so."""
-    cutting = gguf_tokenizer.CUTTINGS[name]
-    inner = Tokenizer(models.BPE(ignore_merges=cutting.whole))
-    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in cutting.expressions]
+    pre_tokenizer = gguf_tokenizer.PRE_TOKENIZERS[name]
+    inner = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in pre_tokenizer.patterns]
     inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator(PROBES * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet))
-    assert gguf_tokenizer.nearest_cutting(inner) == (name, 1.0)
+    assert gguf_tokenizer.nearest_pre_tokenizer(inner) == (name, 1.0)
 
 
 def test_a_way_that_llama_cpp_does_not_have_is_seen(family_dirs):
-    found = gguf_tokenizer.read(family_dirs["llama"], 307)
-    assert found.pre in gguf_tokenizer.CUTTINGS
+    found = gguf_tokenizer.read_tokenizer(family_dirs["llama"], 307)
+    assert found.pre in gguf_tokenizer.PRE_TOKENIZERS
     assert 0 < found.same < 1
 
 
@@ -201,7 +201,7 @@ def sentencepiece(tmp_path_factory) -> Path:
     return out
 
 
-def by_scores(text: str, found: gguf_tokenizer.Words) -> list[int]:
+def by_scores(text: str, found: gguf_tokenizer.GGUFTokenizer) -> list[int]:
     """SentencePiece's way: of neighbours that make a token those with the highest score merge, the first of equals."""
     ids = {token: i for i, token in enumerate(found.tokens)}
     parts = list(text)
@@ -215,7 +215,7 @@ def by_scores(text: str, found: gguf_tokenizer.Words) -> list[int]:
 
 
 def test_scores_merge_as_the_list_of_merges_does(sentencepiece):
-    found = gguf_tokenizer.read(sentencepiece, 290)
+    found = gguf_tokenizer.read_tokenizer(sentencepiece, 290)
     tokenizer = checkpoint.load_tokenizer(sentencepiece)
     assert (found.model, found.pre, found.merges) == ("llama", "default", None)
     for text in ("the hen ate in the inn", "then the tin hut", "her theme é"):
@@ -234,7 +234,7 @@ def test_other_tokenizers_are_refused(tmp_path):
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="is WordLevel; GGUF is written for BPE only"):
-        gguf_tokenizer.read(tmp_path, 2)
+        gguf_tokenizer.read_tokenizer(tmp_path, 2)
 
 
 @pytest.fixture
@@ -284,14 +284,14 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     assert words[-2:] == ["--port", "1"]
     place = str(space / "a folder")
     if runtime == "vllm":
-        config = json.loads(words[gguf_tokenizer.index("--speculative-config") + 1])
+        config = json.loads(words[words.index("--speculative-config") + 1])
         assert config == {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
     elif runtime == "sglang":
-        assert words[gguf_tokenizer.index("--speculative-draft-model-path") + 1] == place
-        assert words[gguf_tokenizer.index("--speculative-num-draft-tokens") + 1] == "4"
+        assert words[words.index("--speculative-draft-model-path") + 1] == place
+        assert words[words.index("--speculative-num-draft-tokens") + 1] == "4"
     else:
-        assert words[gguf_tokenizer.index("--spec-draft-model") + 1] == f"{place}/draft-f16.gguf"
-        assert words[gguf_tokenizer.index("--model") + 1] == "t.gguf"
+        assert words[words.index("--spec-draft-model") + 1] == f"{place}/draft-f16.gguf"
+        assert words[words.index("--model") + 1] == "t.gguf"
 
 
 def test_the_script_for_transformers_decodes_as_the_target_alone(space, family_dirs, capsys, monkeypatch):
@@ -424,7 +424,7 @@ def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
 def test_rounded_weights_are_the_files(family_dirs, tmp_path):
     """What is scored as DRAFT@q8_0 here is what llama.cpp reads in the GGUF."""
     (tmp_path / "rounded").mkdir()
-    hf.round_weights(family_dirs["qwen3"], tmp_path / "rounded", "q8_0")
+    hf.write_fake_quantized(family_dirs["qwen3"], tmp_path / "rounded", "q8_0")
     gguf.write(family_dirs["qwen3"], tmp_path / "a.gguf", "q8_0")
     _, held = contents(tmp_path / "a.gguf")
     mine = checkpoint.Weights(tmp_path / "rounded")["model.layers.1.self_attn.k_proj.weight"]

@@ -139,10 +139,10 @@ def test_a_qwen2_that_gguf_calls_a_llama_keeps_its_biases(family_dirs, tmp_path)
     torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "cut"), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", gguf_tokenizer.CUTTINGS)
+@pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
 def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
     """Of every way to cut text that GGUF has a name for; with bos in front and a chat template."""
-    cutting = gguf_tokenizer.CUTTINGS[name]
+    cutting = gguf_tokenizer.PRE_TOKENIZERS[name]
     inner = Tokenizer(models.BPE(ignore_merges=cutting.whole))
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in cutting.expressions]
     inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])

@@ -17,7 +17,7 @@ from draftlab.model.shape import Shape
 from draftlab.model.tokenizer import train_tokenizer
 from draftlab.prune.choose import choose, random_scores
 from draftlab.prune.cut import Cut, Rotated
-from draftlab.prune.trial_model import check_built, check_cuttable
+from draftlab.prune.trial_model import check_buildable, check_prunable
 from draftlab.prune.walk import Walk
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_parameters_are_counted_and_the_architecture_is_understood(name, saved):
     have = checkpoint.read_shape(saved[name])
     model = checkpoint.load_model(saved[name], torch.float32)
     assert have.params() == sum(p.numel() for p in model.parameters())
-    check_cuttable(checkpoint.read_config(saved[name]), have)
+    check_prunable(checkpoint.read_config(saved[name]), have)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -124,11 +124,11 @@ def test_the_same_tensors_with_another_meaning_are_refused(tmp_path):
     random_model(hf.GemmaConfig(**SIZES)).save_pretrained(tmp_path)
     have = checkpoint.read_shape(tmp_path)  # by its tensors alone it passes
     with pytest.raises(UserError, match="gemma models have LLaMA's tensors"):
-        check_cuttable(checkpoint.read_config(tmp_path), have)
+        check_prunable(checkpoint.read_config(tmp_path), have)
 
 
 def test_a_shape_that_transformers_builds_otherwise_is_refused(saved):
     have, config = checkpoint.read_shape(saved["helium"]), checkpoint.read_config(saved["helium"])
     shape = have.model_copy(update={"hidden": 48})
     with pytest.raises(UserError, match="heads x head_dim = width"):
-        check_built(checkpoint.config_for(shape, config), shape)
+        check_buildable(checkpoint.config_for(shape, config), shape)

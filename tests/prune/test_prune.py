@@ -1,4 +1,4 @@
-"""Cutting is exact where it can be, and what comes out is an ordinary Hugging Face checkpoint."""
+"""PreTokenizer is exact where it can be, and what comes out is an ordinary Hugging Face checkpoint."""
 
 import json
 from dataclasses import fields
@@ -22,7 +22,7 @@ from draftlab.prune.cut import Cut, Keep, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate
 from draftlab.prune.refit import Fit
 from draftlab.prune.run import KEEP_FILE, Plan, check_plan, prune
-from draftlab.prune.trial_model import check_cuttable
+from draftlab.prune.trial_model import check_prunable
 from draftlab.prune.walk import Walk
 from draftlab.target_outputs.logprob_sources import Local
 
@@ -367,7 +367,7 @@ def test_baselines_rank_by_their_own_rule(family_dirs):
 def test_any_number_of_heads_to_a_kv_head_can_be_tried(family_dirs, heads, kv_heads):
     config = checkpoint.read_config(family_dirs["llama"])
     shape = checkpoint.read_shape(family_dirs["llama"]).model_copy(update={"heads": heads, "kv_heads": kv_heads})
-    check_cuttable(config, shape)
+    check_prunable(config, shape)
 
 
 @pytest.fixture

@@ -1,33 +1,72 @@
-"""What `make demo` measured, as one JSON file with the processor's name: python -m benchmarks.demo [FOLDER].
+"""Collect what `make demo` measured: python -m benchmarks.demo [--folder runs/quickstart] [--figure FILE.svg]
 
-FOLDER: where the demo wrote, runs/quickstart if left out.
+Prints one JSON object with the processor's name. --figure also draws the speed-ups; with --read FILE.json it draws an
+earlier result.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from draftlab import provenance
 from draftlab.results.score import Score, read_score
 
 
-def main(folder: Path = Path("runs/quickstart")) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--read", type=Path)
+    parser.add_argument("--figure", type=Path)
+    options = parser.parse_args()
+    result = json.loads(options.read.read_text()) if options.read else measured(options.folder)
+    if options.figure:
+        draw(result, options.figure)
+    print(json.dumps(result, indent=1))
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Return the numbers of a finished demo."""
     scores = [read_score(file) for file in sorted((folder / "score").glob("*/score.json"))]
     folders = [*sorted(folder.glob("pruned/*")), *sorted(folder.glob("distilled/*")), folder / "score"]
-    made = {str(path.relative_to(folder)): provenance.read_record(path) for path in folders}
+    records = {str(path.relative_to(folder)): provenance.read_record(path) for path in folders}
     first = scores[0]
     assert first.environment is not None
-    found = {
+    return {
         "command": "make demo",
         "processor": first.environment.processor,
         "mode": first.conditions.mode,
         "dtype": first.conditions.dtype,
         "threads": first.conditions.threads,
-        "seconds": {name: record.seconds for name, record in made.items() if record is not None},
+        "seconds": {name: record.seconds for name, record in records.items() if record is not None},
         "drafts": {score.name: _row(score) for score in scores},
-        "acceptance": {name: _learnt(record) for name, record in made.items() if record and "distilled" in name},
+        "acceptance": {name: _learnt(record) for name, record in records.items() if record and "distilled" in name},
     }
-    print(json.dumps(found, indent=1))
+
+
+NAMES = {"fallback": "prompt lookup, then 3 x 128", "lookup": "prompt lookup"}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw the speed-up of each way to draft with its 95 % interval."""
+    rows = sorted(result["drafts"].items(), key=lambda row: row[1]["speedup"][0])
+    figure = Figure(figsize=(7, 2.4), layout="constrained")
+    axes = figure.subplots()
+    for place, (_, row) in enumerate(rows):
+        value, low, high = row["speedup"]
+        axes.barh(place, value, color="#4c78a8", height=0.6)
+        axes.errorbar(value, place, xerr=[[value - low], [high - value]], color="black", capsize=3, linewidth=1)
+        axes.text(0.03, place, f"{value:.2f} x   {row['tokens_per_second']:.0f} tokens/s", va="center", color="white")
+    plain = rows[0][1]["plain_tokens_per_second"]
+    axes.axvline(1, color="black", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(rows)), [NAMES.get(name, f"draft model {name.replace('x', ' x ')}") for name, _ in rows])
+    axes.set_xlabel(
+        f"speed-up, 95 % interval\n(plain decoding: {plain:.0f} tokens/s on one thread of an {result['processor']})"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _row(score: Score) -> dict[str, object]:
@@ -53,4 +92,4 @@ def _learnt(record: provenance.Record) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main()

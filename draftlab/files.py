@@ -1,15 +1,19 @@
 """Files: written whole or not at all, never over finished work, and read strictly. No torch."""
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from draftlab.console import is_main_process, note
 from draftlab.errors import UserError
+
+STATE_RECORD = "run.json"
 
 
 class FileModel(BaseModel):
@@ -63,6 +67,52 @@ def forget(folders: list[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def state_directory(out: Path) -> Path:
+    """Return the directory in which an unfinished run keeps its work: beside out."""
+    return out.with_name(f".{out.name}.state")
+
+
+def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = False) -> None:
+    """Make the state directory of a run, or check that the one that exists is the same run's.
+
+    identity: everything that decides the run's result. force: remove what another run left.
+
+    Raises:
+        UserError: it belongs to another run and force is off, or cannot be written.
+    """
+    record, this_run = state / STATE_RECORD, json.loads(json.dumps(identity, default=str))
+    if record.exists():
+        before = json.loads(record.read_text())
+        differing = sorted(key for key in before.keys() | this_run.keys() if before.get(key) != this_run.get(key))
+        if not differing:
+            return
+        key = differing[0]
+        if not force:
+            raise UserError(
+                f"{state} holds an unfinished run with {key} = {before.get(key)!r}, and this run has "
+                f"{this_run.get(key)!r}; repeat that command to resume it, or remove the directory to start again"
+            )
+        note(f"{state}: removed an unfinished run with another {key} (--force)")
+        shutil.rmtree(state)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        write_atomic(record, json.dumps(this_run, indent=2))
+    except OSError as error:
+        raise UserError(f"cannot write {state}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def removed_if_unused(state: Path) -> Iterator[Path]:
+    """Remove a state directory after the block, if nothing but its claim is in it."""
+    new = missing_folders(state)
+    try:
+        yield state
+    finally:
+        if is_main_process() and [file.name for file in state.glob("*")] == [STATE_RECORD]:
+            shutil.rmtree(state)
+            forget(new)
 
 
 def _umask() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftlab import provenance
 from draftlab.config.base import Config
-from draftlab.files import check_free, new_directory
+from draftlab.files import check_free, claim_state, new_directory, state_directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,20 @@ class Output:
     def check_free(self) -> None:
         """Raises UserError: something finished is there, and force is off."""
         check_free(self.out, force=self.force)
+
+    @property
+    def state(self) -> Path:
+        """The directory in which an unfinished run keeps its work."""
+        return state_directory(self.out)
+
+    def claim_state(self, inputs: Sequence[Path]) -> None:
+        """Make the state directory, or check that it is this run's: the same settings on the same inputs.
+
+        Raises:
+            UserError: it belongs to another run and force is off, or cannot be written.
+        """
+        facts = {"command": self.command, "inputs": [provenance.fingerprint(path) for path in inputs]}
+        claim_state(self.state, self.config.settings() | facts, force=self.force)
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:

@@ -60,6 +60,7 @@ def medusa(
     from draftlab.distill.optimizers import training_dtype
     from draftlab.distill.trainer import Settings
     from draftlab.engine.drafters.medusa import write
+    from draftlab.files import claim_state, state_directory
     from draftlab.model import checkpoint, llama
 
     shape = llama.check(place)  # the engine drafts with what the heads read
@@ -70,7 +71,8 @@ def medusa(
         return plan(out, {"heads": f"{heads} of {weights // heads:,} parameters each", "steps": steps})
     checkpoint.check(place)
     identity = arguments | {"command": "medusa", "inputs": [provenance.fingerprint(place)]}
-    state = run.state_of(out)
+    state = state_directory(out)
+    claim_state(state, identity)
     tokenizer = checkpoint.load_tokenizer(place)
     computing = training_dtype(dtype)
     model = checkpoint.load_model(place, checkpoint.DTYPES[computing], cast(Any, checkpointer.process_state().device))
@@ -81,7 +83,7 @@ def medusa(
         open_heldout(source, tokenizer, rows=rows, seq_len=seq_len, most_rows=64),
     )
     settings = Settings.of(arguments, loss=training.LOSS, weight_decay=0.0, dtype=computing)
-    fitted = run.fit(cast(Any, student), setup, settings, state=state, identity=identity, what="medusa")
+    fitted = run.fit(cast(Any, student), setup, settings, state=state, what="medusa")
     best = checkpointer.best_weights(state, "student")
     found = training.by_head(student, best, setup)
     with checkpoint.new_directory(out, force=force) as work:

@@ -94,7 +94,7 @@ def search(
     text = hub.check_data(data or space.data)
 
     from draftlab import provenance
-    from draftlab.distill.run import claim_state, state_of
+    from draftlab.files import claim_state, state_directory
     from draftlab.model import checkpoint
     from draftlab.model.hf_decoder import check_mode
     from draftlab.model.size import size_of
@@ -116,7 +116,7 @@ def search(
         tried = [f"{shape.layers} x {shape.hidden}" for shape in shapes]
         facts = {"target": size_of(whose).describe(), "source": have.describe(), "try": ", ".join(tried)}
         return plan(out, facts | {"compare with": ", ".join(given) or "nothing", "minutes": minutes})
-    state = state_of(out)
+    state = state_directory(out)
     inputs = {"source": provenance.fingerprint(origin), "target": provenance.fingerprint(whose)}
     claim_state(state, {name: value for name, value in arguments.items() if name != "minutes"} | {"inputs": inputs})
     work = Work(

@@ -20,7 +20,7 @@ from draftlab.distill.lora import merged_weights
 from draftlab.distill.trackers import Trackers, tracked
 from draftlab.distill.trainer import Constraint, EvalRecord, Settings, StepRecord, TrainingSetup, train
 from draftlab.errors import UserError
-from draftlab.files import forget, missing_folders
+from draftlab.files import claim_state, removed_if_unused, state_directory
 from draftlab.model import checkpoint, saving
 
 
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def state(self) -> Path:
-        return state_of(self.out)
+        return state_directory(self.out)
 
     @cached_property
     def identity(self) -> dict[str, object]:
@@ -81,19 +81,15 @@ def fit(
     settings: Settings,
     *,
     state: Path,
-    identity: dict[str, object],
     what: str,
     constraint: Constraint | None = None,
     trackers: Trackers | None = None,
 ) -> TrainingResult:
     """Train student in place; state keeps checkpoints, log.jsonl and the best weights until the caller removes it.
 
-    identity: what makes this run this run; an unfinished one in state with another identity is refused.
-
     Raises:
-        UserError: state is another run's or cannot be written, or training fails.
+        UserError: state cannot be written, or training fails.
     """
-    claim_state(state, identity)
     log = state / "log.jsonl"
     with progress(what, settings.steps) as advance:
         for record in train(student, setup, settings, state, constraint):
@@ -127,14 +123,10 @@ def claimed(job: Job) -> Iterator[Path]:
     Raises:
         UserError: it belongs to another run and force is off, or cannot be written.
     """
-    new = missing_folders(job.state)
-    claim_state(job.state, job.identity, force=job.force)
-    try:
+    with removed_if_unused(job.state):
+        with checkpointer.process_state().main_process_first():
+            claim_state(job.state, job.identity, force=job.force)
         yield job.state
-    finally:
-        if checkpointer.process_state().is_main_process and [file.name for file in job.state.glob("*")] == ["run.json"]:
-            shutil.rmtree(job.state)
-            forget(new)
 
 
 def fit_and_write(
@@ -143,7 +135,7 @@ def fit_and_write(
     """fit, then job.out: the best weights in the dtype of like (bf16 for a new one), log.jsonl, record with notes."""
     state = job.state
     with claimed(job), tracked(job.track, job.out, job.arguments) as trackers:
-        fitted = fit(student, setup, settings, state=state, identity=job.identity, what=job.command, trackers=trackers)
+        fitted = fit(student, setup, settings, state=state, what=job.command, trackers=trackers)
     if setup.length is not None:
         fitted = replace(fitted, lengths=setup.length.compared(fitted.before.step, fitted.after.step))
     if fitted.after.step < settings.steps:
@@ -170,11 +162,6 @@ def _weights(job: Job) -> Iterator[tuple[str, Tensor]]:
     return ((name, weight.to(dtype)) for name, weight in whole.items())
 
 
-def state_of(out: Path) -> Path:
-    """Where an unfinished run for out keeps its checkpoints and log."""
-    return out.with_name(f".{out.name}.state")
-
-
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     """Records of a log, each step once: what a killed run wrote after its last checkpoint is replaced."""
     latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
@@ -183,39 +170,6 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
         record = StepRecord(**fields) if "grad_norm" in fields else EvalRecord(**fields)
         latest[isinstance(record, EvalRecord), record.step] = record
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
-
-
-def claim_state(state: Path, identity: dict[str, object], *, force: bool = False) -> None:
-    """Make the folder of the run that identity describes. force: what another run left there goes.
-
-    Raises:
-        UserError: it belongs to another run and force is off, or cannot be written.
-    """
-    with checkpointer.process_state().main_process_first():
-        _claim_alone(state, identity, force)
-
-
-def _claim_alone(state: Path, identity: dict[str, object], force: bool) -> None:
-    wanted, file = provenance.plain(identity), state / "run.json"
-    if file.exists():
-        held = json.loads(file.read_text())
-        differing = sorted(k for k in held.keys() | wanted.keys() if held.get(k) != wanted.get(k))
-        if differing and force:
-            note(f"{state} held an unfinished run with another {differing[0]}; --force starts again")
-            shutil.rmtree(state)
-        elif differing:
-            key = differing[0]
-            raise UserError(
-                f"{state} holds an unfinished run with {key} = {held.get(key)!r}, this one has {wanted.get(key)!r}; "
-                "repeat that command to go on with it, or remove the directory to start again"
-            )
-        else:
-            return
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(wanted, indent=2))
-    except OSError as error:
-        raise UserError(f"cannot write {state}: {error.strerror}") from None
 
 
 def _append(log: Path, record: StepRecord | EvalRecord) -> None:

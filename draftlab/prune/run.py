@@ -14,8 +14,9 @@ from draftlab import provenance
 from draftlab.console import is_main_process, processes, progress
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill import distributed
-from draftlab.distill.run import state_of
+from draftlab.distill.checkpointer import process_state
 from draftlab.errors import UserError
+from draftlab.files import claim_state, state_directory
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape
 from draftlab.prune.choose import (
@@ -140,7 +141,7 @@ def prune(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             size = _write(plan, keep, iter(checkpoint.Weights(plan.source).items()), work)
             provenance.write_record(work, "prune", arguments, [plan.source], began, params=plan.shape.params())
         return Pruned(keep=keep, agreement=None, disk_bytes=size)
-    chunks, heldout, state = _text(plan), _heldout(plan), state_of(out)
+    chunks, heldout, state = _text(plan), _heldout(plan), state_directory(out)
     made = _decide(plan, chunks, state, arguments)
     if not is_main_process():  # masks may be trained in several, and one writes
         return Pruned(keep=made.keep, agreement=None, disk_bytes=0)
@@ -169,7 +170,9 @@ def _decide(plan: Plan, chunks: list[Tensor], state: Path, arguments: dict[str, 
     source, have, shape = plan.weights, plan.have, plan.shape
     if plan.learning is not None:
         identity = arguments | {"command": "prune", "inputs": [provenance.fingerprint(plan.source)]}
-        learned = learn(plan.source, have, shape, plan.learning, data=plan.data, state=state, identity=identity)
+        with process_state().main_process_first():
+            claim_state(state, identity)
+        learned = learn(plan.source, have, shape, plan.learning, data=plan.data, state=state)
         return Decision(keep=learned.keep, basis=learned.basis, weights=learned.weights, masks=learned.masks)
     if plan.method == "activation":
         importance = _importance(plan, chunks)

@@ -54,13 +54,11 @@ class Learned:
         return torch.diag(hidden)[:, self.keep.hidden]
 
 
-def learn(
-    source: Path, have: Shape, shape: Shape, how: Learning, *, data: str, state: Path, identity: dict[str, object]
-) -> Learned:
+def learn(source: Path, have: Shape, shape: Shape, how: Learning, *, data: str, state: Path) -> Learned:
     """Train masks that cut source to shape; state keeps checkpoints, so that a killed run goes on.
 
     Raises:
-        UserError: unequal vocabularies, a loss that is not finite, or state belongs to another run.
+        UserError: unequal vocabularies, or a loss that is not finite.
     """
     settings = how.settings
     masks = Masks(have, shape, settings.seed)
@@ -80,7 +78,7 @@ def learn(
     eps = float(str(checkpoint.read_config(source)["rms_norm_eps"]))
     with masked(student, masks, eps):
         setup = TrainingSetup(teacher=teacher, batches=batches, heldout=heldout)
-        fit(student, setup, settings, state=state, identity=identity, what="masks", constraint=masks)
+        fit(student, setup, settings, state=state, what="masks", constraint=masks)
     with torch.no_grad():  # under FSDP the module's own parameters are but a part
         for name, trained in best_weights(state, "constraint").items():
             masks.get_parameter(name).copy_(trained)

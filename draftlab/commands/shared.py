@@ -14,7 +14,6 @@ from draftlab import workspace
 from draftlab.commands.base import Outcome
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.model import hub
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -139,30 +138,15 @@ def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":
 
 
 def subject(name: str, weights: bool = False) -> "tuple[str, Path | Shape]":
-    """What a name stands for: a shape that comes with draftlab, a shape file, or a checkpoint; and what to call it."""
-    from draftlab.model.families import presets, widths_folder
-    from draftlab.model.shape import read_shape_file
+    from draftlab.model.families import locate_shape
 
-    shapes = presets(widths_folder())
-    if name in shapes:
-        return name, shapes[name]
-    if Path(name).suffix in (".yaml", ".yml"):
-        return Path(name).stem, read_shape_file(Path(name))
-    place = hub.locate(name, weights)
-    return hub.called(place), place
+    return locate_shape(name, weights)
 
 
 def shape_of(name: str) -> "tuple[str, Shape]":
-    """The shape of such a subject. Raises UserError: a checkpoint of which no draft can be cut."""
-    called, found = subject(name)
-    if not isinstance(found, Path):
-        return called, found
-    from draftlab.model import checkpoint
-    from draftlab.prune.trial_model import check_prunable
+    from draftlab.prune.trial_model import prunable_shape
 
-    shape = checkpoint.planned_shape(found)
-    check_prunable(checkpoint.read_config(found), shape)
-    return called, shape
+    return prunable_shape(name)
 
 
 def find_law(folder: Path | None, *, needed: bool) -> "Law | None":

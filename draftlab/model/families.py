@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftlab.errors import UserError
+from draftlab.model.hub import called, locate
 from draftlab.model.shape import Shape, check_within, count_text, fewest_kv_heads, read_shape_file, resolve
 
 Budget = Literal["total", "body", "kv", "latency"]
@@ -146,6 +147,21 @@ def presets(folder: Path) -> dict[str, Shape]:
         if sizes and sizes.group() != shape_name(shape):
             raise UserError(f"{folder / name}.yaml holds {shape_name(shape)}; rename it, or mend what it holds")
     return found
+
+
+def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
+    """Return what to call a shape file, a shape that comes with draftlab or a checkpoint, and its shape or directory.
+
+    Raises:
+        UserError: there is none of that name; with weights, a checkpoint without weights.
+    """
+    shapes = presets(widths_folder())
+    if name in shapes:
+        return name, shapes[name]
+    if Path(name).suffix in (".yaml", ".yml"):
+        return Path(name).stem, read_shape_file(Path(name))
+    directory = locate(name, weights)
+    return called(directory), directory
 
 
 def matching_preset(source: Shape, layers: int, hidden: int, folder: Path) -> tuple[str, Shape] | None:

@@ -3,12 +3,26 @@
 import torch
 
 from draftlab.errors import UserError
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, families
 from draftlab.model.shape import Shape
 from draftlab.prune.cut import Cut, keep_all
 
 HEAD_DIM = 8
 TOLERANCE = 1e-3
+
+
+def prunable_shape(name: str) -> tuple[str, Shape]:
+    """Return what to call a shape or a checkpoint to prune, and its shape; weights are not needed.
+
+    Raises:
+        UserError: there is none of that name, or drafts cannot be cut from it.
+    """
+    called, place = families.locate_shape(name)
+    if isinstance(place, Shape):
+        return called, place
+    shape = checkpoint.planned_shape(place)
+    check_prunable(checkpoint.read_config(place), shape)
+    return called, shape
 
 
 def check_buildable(config: dict[str, object], shape: Shape) -> None:

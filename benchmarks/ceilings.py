@@ -7,7 +7,8 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab.latency.profiler import bandwidth_gbs, device_name, matrix_tflops
+from draftlab.latency.machine_state import device_name
+from draftlab.latency.profiler import bandwidth_gbs, matmul_tflops
 from draftlab.model import checkpoint
 
 
@@ -25,7 +26,7 @@ def main(
         "benchmark": "ceilings",
         "device": device_name(place),
         "bandwidth_gbs": {name: bandwidth_gbs(weights[name], dtype, place) for name, dtype in chosen.items()},
-        "matrix_tflops": {name: matrix_tflops(dtype, place) for name, dtype in chosen.items()},
+        "matmul_tflops": {name: matmul_tflops(dtype, place) for name, dtype in chosen.items()},
     }
     print(json.dumps(result | environment(threads)))
 

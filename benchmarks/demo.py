@@ -70,10 +70,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _row(score: Score) -> dict[str, object]:
-    k, gain, shape = score.best_k, score.gain, score.draft.shape
+    k, gain, shape = score.best_k, score.best_k_speedup, score.draft.shape
     return {
         "parameters": shape.params() if shape else None,
-        "pass_ms": score.draft_step_ms,
+        "pass_ms": score.draft_ms,
         "target_pass_ms": score.target.latency[0].median_ms,
         "k": k,
         "tokens_per_target_pass": score.tokens_per_pass(k),

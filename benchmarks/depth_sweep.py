@@ -17,8 +17,9 @@ import typer
 from benchmarks import environment
 from draftlab.commands.shared import shape_of
 from draftlab.console import note
-from draftlab.latency.cost_model import BYTES, Mode, read_weights
-from draftlab.latency.profiler import device_name, measure_latency, random_model
+from draftlab.latency.cost_model import BYTES, Mode, active_params
+from draftlab.latency.machine_state import device_name
+from draftlab.latency.profiler import measure_latency, random_model
 from draftlab.model import checkpoint
 from draftlab.model.families import family
 from draftlab.model.shape import Shape, parse_count, parse_numbers
@@ -63,7 +64,7 @@ def _measured(
     model = random_model(shape, checkpoint.DTYPES[dtype], device, context + 8)
     name = f"{shape.layers}x{shape.hidden}"
     one = measure_latency({name: model}, widths=[1], context=context, passes=passes, mode=mode, clock=clock)[name][0]
-    size = read_weights(shape) * BYTES[dtype] / 1e9
+    size = active_params(shape) * BYTES[dtype] / 1e9
     return {
         "layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn, "params": shape.params(), "read_gb": size,
         "ms": one.median_ms, "low_ms": one.low_ms, "high_ms": one.high_ms, "n": one.n,

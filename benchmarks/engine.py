@@ -20,8 +20,9 @@ from benchmarks import environment
 from draftlab.console import progress
 from draftlab.data import prompts as read_prompts
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
-from draftlab.latency.cost_model import read_weights
-from draftlab.latency.profiler import device_name, in_turns, steady_clock
+from draftlab.latency.cost_model import active_params
+from draftlab.latency.machine_state import device_name, steady_clock
+from draftlab.latency.profiler import time_interleaved
 from draftlab.model import checkpoint, llama
 from draftlab.model.hf_decoder import in_mode
 from draftlab.model.llama import Llama
@@ -177,7 +178,7 @@ def _same(arm: Arm, other: Arm) -> float:
 
 def _over_floor(model: Llama, context: int, rounds: int = 200) -> float:
     """Median CPU time of a single-token step over that of reading its weights, in turns."""
-    size = int(read_weights(model.shape))
+    size = int(active_params(model.shape))
     matrix, vector = model.embed.new_ones(size // COLUMNS, COLUMNS), model.embed.new_ones(1, COLUMNS)
     cache, ids = model.new_cache(1, context + 1), torch.ones(1, 1, dtype=torch.long, device=model.device)
 
@@ -186,7 +187,7 @@ def _over_floor(model: Llama, context: int, rounds: int = 200) -> float:
         model.forward(ids, cache)
 
     tasks = {"step": (lambda: None, step), "floor": (lambda: None, lambda: F.linear(vector, matrix))}
-    times = in_turns(tasks, repeats=rounds, clock=steady_clock(model.device))
+    times = time_interleaved(tasks, repeats=rounds, clock=steady_clock(model.device))
     middle = {name: sorted(each)[rounds // 2] for name, each in times.items()}
     return middle["step"] / middle["floor"]
 

@@ -13,8 +13,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from draftlab.latency.cost_model import Cost, parse_profile
-from draftlab.latency.predict import assumed, best_k, predict
+from draftlab.latency.cost_model import CostModel, parse_profile
+from draftlab.latency.predict import best_k, constant_workload, predict
 from draftlab.results.plots import COLOURS, MARKERS
 
 DRAFTS = {  # layers, parameters
@@ -37,7 +37,7 @@ def main(figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG 
 
     def rates(mode: str, name: str, alpha: float) -> dict[int, float]:
         """Tokens per second by K; K = 0 is no draft."""
-        work = assumed(alpha, tokens=NEW, prompt_tokens=PROMPT)
+        work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)
         found = predict(curves[mode][name], targets[mode], work, KS)
         return {0: found.plain_tokens_per_second} | {row.k: row.tokens_per_second for row in found.rows}
 
@@ -45,7 +45,7 @@ def main(figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG 
         """The least alpha at which its best K gives rate; None: not even alpha 1 does."""
 
         def enough(alpha: float) -> bool:
-            work = assumed(alpha, tokens=NEW, prompt_tokens=PROMPT)
+            work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)
             return best_k(curves[mode][name], targets[mode], work, KS, 1)[2] >= rate
 
         low, high = 0.0, 1.0
@@ -63,8 +63,8 @@ def main(figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG 
         rival = {alpha: max(found["wide-796m"][alpha].values()) for alpha in ALPHAS}
         tables[mode] = {
             "plain_tokens_per_second": found["wide-1.3b"][0.5][0],
-            "draft_ms": {name: float(curves[mode][name].again_ms(1, _middle())) for name in DRAFTS},
-            "target_ms": float(targets[mode].again_ms(1, _middle())),
+            "draft_ms": {name: float(curves[mode][name].steady_ms(1, _middle())) for name in DRAFTS},
+            "target_ms": float(targets[mode].steady_ms(1, _middle())),
             "tokens_per_second": found,
             "fastest": best,
             "alpha_to_equal_796m": {
@@ -76,8 +76,8 @@ def main(figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG 
     print(json.dumps({"prediction": True, "prompt_tokens": PROMPT, "new_tokens": NEW, "modes": tables}))
 
 
-def _cost(spec: str) -> Cost:
-    return Cost.of(parse_profile(spec, widths=range(1, max(KS) + 2), batches=[1], longest=PROMPT + NEW + max(KS)))
+def _cost(spec: str) -> CostModel:
+    return CostModel.of(parse_profile(spec, widths=range(1, max(KS) + 2), batches=[1], longest=PROMPT + NEW + max(KS)))
 
 
 def _middle() -> Any:

@@ -29,18 +29,19 @@ from draftlab.data import prompts as read_prompts
 from draftlab.engine.generate import Sampling
 from draftlab.engine.verify import Warp
 from draftlab.latency import predict as predicting
-from draftlab.latency.cost_model import Cost, Profile, expected_length
-from draftlab.latency.predict import Prices, Workload, prices, replayed, spend, steps
-from draftlab.latency.profiler import Curves, Grid, device_name, measure
+from draftlab.latency.cost_model import CostModel, Profile, expected_tokens
+from draftlab.latency.machine_state import device_name
+from draftlab.latency.predict import StepCosts, Workload, expected_time, step_costs, steps, workload_of
+from draftlab.latency.profiler import Grid, LatencyCurves, measure
 from draftlab.model import checkpoint, llama
 from draftlab.model.llama import Llama
-from draftlab.results.score import Generation, Latency, per_prompt
+from draftlab.results.score import Generation, Latency, median_timings
 
 TARGET = "tiny"
 DRAFTS = {"12x128": 60, "3x256": 60, "6x192": 60, "2x256": 0, "4x192": 0}  # layers x width -> steps of distillation
 KS = (1, 2, 3, 4, 6)
 PROMPT = 64
-Timed = TypeVar("Timed", bound=Latency)
+Timing = TypeVar("Timing", bound=Latency)
 
 
 def main(
@@ -58,7 +59,7 @@ def main(
     contexts = [PROMPT, PROMPT + new_tokens + max(KS)]
     widths = sorted({1, 2, *(k + 1 for k in KS)})
     grid = Grid(widths=widths, batches=[1], contexts=contexts, prompts=[PROMPT, PROMPT + 1], repeats=repeats)
-    curves: list[dict[str, Curves]] = []
+    curves: list[dict[str, LatencyCurves]] = []
     runs: dict[Arm, list[Generation]] = {}
     wrote: list[list[int]] = []
     for number in range(rounds):
@@ -93,18 +94,18 @@ def _draft(name: str, folder: Path) -> Path:
     return distilled
 
 
-def _cost(name: str, model: Llama, rounds: list[Curves]) -> Cost:
+def _cost(name: str, model: Llama, rounds: list[LatencyCurves]) -> CostModel:
     """Medians of each round, averaged."""
     profile = Profile(
         kind="measured", name=name, sha256=None, shape=model.shape, device=device_name(model.device), dtype="float32",
-        mode="eager", threads=1, bandwidth_gbs=1, matrix_tflops={}, command="", versions={}, created="",
-        forward=_mean([r.forward for r in rounds]), again=_mean([r.again for r in rounds]),
+        mode="eager", threads=1, bandwidth_gbs=1, matmul_tflops={}, command="", versions={}, created="",
+        forward=_mean([r.forward for r in rounds]), steady=_mean([r.steady for r in rounds]),
         prefill=_mean([r.prefill for r in rounds]), host=_mean([r.host for r in rounds]),
     )  # fmt: skip
-    return Cost.of(profile)
+    return CostModel.of(profile)
 
 
-def _mean(rounds: Sequence[Sequence[Timed]]) -> list[Timed]:
+def _mean(rounds: Sequence[Sequence[Timing]]) -> list[Timing]:
     return [
         each[0].model_copy(update={"median_ms": statistics.mean(one.median_ms for one in each)})
         for each in zip(*rounds, strict=True)
@@ -114,7 +115,7 @@ def _mean(rounds: Sequence[Sequence[Timed]]) -> list[Timed]:
 def _rows(
     name: str,
     draft: Llama,
-    costs: dict[str, Cost],
+    costs: dict[str, CostModel],
     texts: list[list[int]],
     wrote: list[list[int]],
     runs: dict[Arm, list[Generation]],
@@ -122,46 +123,46 @@ def _rows(
     pairs = [(np.array(p), np.array(w)) for p, w in zip(texts, wrote, strict=True)]
     looked = look(draft, pairs, draft.shape.vocab, Warp())
     accepted = [chances(one.log_q, np.zeros(len(one.log_q)))[1:] for one in looked]  # the first comes with the prefill
-    work = replayed(accepted, [PROMPT] * len(accepted))
-    paid = prices(costs[name], costs[TARGET], work, max(KS), 1)
+    work = workload_of(accepted, [PROMPT] * len(accepted))
+    paid = step_costs(costs[name], costs[TARGET], work, max(KS), 1)
     found = predicting.predict(costs[name], costs[TARGET], work, KS)
     kept = float(np.concatenate(accepted).mean())
     return [_row(name, row, paid, work, kept, runs) for row in found.rows]
 
 
 def _row(
-    name: str, row: predicting.Row, paid: Prices, work: Workload, kept: float, runs: dict[Arm, list[Generation]]
+    name: str, row: predicting.Row, paid: StepCosts, work: Workload, kept: float, runs: dict[Arm, list[Generation]]
 ) -> dict[str, object]:
     """predicted, and what would have been without one part of the model."""
-    measured = intervals.speedup(([per_prompt(runs[name, row.k])], per_prompt(runs[PLAIN])))
+    measured = intervals.speedup(([median_timings(runs[name, row.k])], median_timings(runs[PLAIN])))
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
-        "without_turns": replace(paid, settling=0 * paid.settling),
+        "without_turns": replace(paid, warmup=0 * paid.warmup),
         "without_catching_up": replace(paid, catch_up=0 * paid.catch_up),
         "without_draft_prefill": replace(paid, draft_prefill=0 * paid.draft_prefill),
         "without_host": replace(paid, host=0 * paid.host),
         "without_growth": _at_middle(paid, work),
     }
-    independent = expected_length(kept, row.k) / row.length.value
+    independent = expected_tokens(kept, row.k) / row.tokens_per_pass.value
     return {
         "draft": name,
         "steps_distilled": DRAFTS[name],
         "k": row.k,
-        "acceptance_length": row.length.value,
+        "acceptance_length": row.tokens_per_pass.value,
         "steps_predicted_over_counted": float(steps(work, row.k).begun.sum() / counted),
         "measured": measured.value,
         "measured_interval": [measured.low, measured.high],
         "predicted": row.speedup.value,
         "error": row.speedup.value / measured.value - 1,
         "others": {
-            "closed_form": row.closed_speedup / measured.value - 1,
-            "closed_form_independent": row.closed_speedup * independent / measured.value - 1,
+            "closed_form": row.closed_form_speedup / measured.value - 1,
+            "closed_form_independent": row.closed_form_speedup * independent / measured.value - 1,
             **{what: _speedup(prices, work, row.k) / measured.value - 1 for what, prices in less.items()},
         },
     }
 
 
-def _at_middle(paid: Prices, work: Workload) -> Prices:
+def _at_middle(paid: StepCosts, work: Workload) -> StepCosts:
     """Every pass at the cost that it has half way through the texts."""
     at = int(work.texts.lengths.mean() / 2)
     flat = {name: np.full_like(getattr(paid, name), getattr(paid, name)[at]) for name in ("draft", "catch_up")}
@@ -169,8 +170,8 @@ def _at_middle(paid: Prices, work: Workload) -> Prices:
     return replace(paid, verify=verify, **flat)
 
 
-def _speedup(paid: Prices, work: Workload, k: int) -> float:
-    plain, drafted = (float(spend(paid, work.prompts, steps(work, n)).total.sum()) for n in (0, k))
+def _speedup(paid: StepCosts, work: Workload, k: int) -> float:
+    plain, drafted = (float(expected_time(paid, work.prompt_tokens, steps(work, n)).total.sum()) for n in (0, k))
     return plain / drafted
 
 

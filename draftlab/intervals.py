@@ -16,8 +16,8 @@ SAMPLES = 2000
 AT_ONCE = 100  # samples in memory
 SPLITS = 20
 
-Timed = tuple[int, float]  # tokens and the seconds that they took
-Arm = tuple[Sequence[Sequence[Timed]], Sequence[Timed]]  # with drafts, of each K and prompt [K, R]; without, [R]
+Timing = tuple[int, float]  # tokens and the seconds that they took
+Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]  # with drafts, of each K and prompt [K, R]; without, [R]
 Item = TypeVar("Item")
 
 
@@ -40,24 +40,24 @@ def bootstrap(items: Sequence[Item], of: Callable[[Sequence[Item]], float]) -> I
     return Interval(value=of(items), low=low, high=high, n=len(items))
 
 
-def rate(timed: Sequence[Timed]) -> float:
+def tokens_per_second(timed: Sequence[Timing]) -> float:
     """Tokens per second, sums over sums; 0 where nothing was timed."""
     seconds = sum(seconds for _, seconds in timed)
     return sum(tokens for tokens, _ in timed) / seconds if seconds else 0.0
 
 
-def typical(repeats: Sequence[Timed]) -> Timed:
+def median_repeat(repeats: Sequence[Timing]) -> Timing:
     """The repeat of median time per token, the lower of two middle ones: a stall of the machine is not the draft's."""
     return sorted(repeats, key=_pace)[(len(repeats) - 1) // 2]
 
 
-def spread(repeats: Sequence[Timed]) -> float:
+def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
     """The slowest repeat over the fastest, per token; 1 where nothing was timed."""
     paces = [_pace(one) for one in repeats]
     return max(paces) / min(paces) if min(paces) > 0 else 1.0
 
 
-def speedup(arm: Arm) -> Interval:
+def speedup(arm: Timings) -> Interval:
     """Tokens per second with drafts over those without: a ratio of sums over prompts.
 
     With several K the prompts are split in halves, SPLITS times, and each half counts at the K that is fastest on the
@@ -66,12 +66,12 @@ def speedup(arm: Arm) -> Interval:
     return _interval(_gains(arm, seed=0), [arm])
 
 
-def over(first: Arm, second: Arm, *, paired: bool) -> Interval:
+def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
     """The first speed-up over the second. paired: of the same prompts, which are drawn for both together."""
     return _interval(_gains(first, seed=0) / _gains(second, seed=0 if paired else 1), [first, second])
 
 
-def _interval(values: "np.ndarray", arms: Sequence[Arm]) -> Interval:
+def _interval(values: "np.ndarray", arms: Sequence[Timings]) -> Interval:
     """values: of all prompts, then of each sample, [1 + S]."""
     import numpy as np
 
@@ -80,7 +80,7 @@ def _interval(values: "np.ndarray", arms: Sequence[Arm]) -> Interval:
     return Interval(value=float(values[0]), low=float(low), high=float(high), n=n)
 
 
-def _gains(arm: Arm, seed: int) -> "np.ndarray":
+def _gains(arm: Timings, seed: int) -> "np.ndarray":
     """The speed-up over all prompts, then that of each sample, [1 + S]; nan where no prompt in it was timed."""
     import numpy as np
 
@@ -109,6 +109,6 @@ def _chosen(timed: "np.ndarray", counts: "np.ndarray") -> "np.ndarray":
     return np.take_along_axis(sums, best, 3).sum((1, 2, 3))
 
 
-def _pace(timed: Timed) -> float:
+def _pace(timed: Timing) -> float:
     """Seconds per token; 0 where the prefill wrote all."""
     return timed[1] / timed[0] if timed[0] else 0.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftlab.intervals import Interval
-from draftlab.results.score import Acceptance, summary
+from draftlab.results.score import Acceptance, acceptance_from_counts
 
 ROWS = 1024  # texts walked at once: what is worked on stays in the processor's cache
 DRAWN = 50  # bootstrap samples at once
@@ -40,7 +40,7 @@ class Counts:
 
     def acceptance(self) -> Acceptance:
         """Over all texts."""
-        return summary(
+        return acceptance_from_counts(
             reached=self.reached.sum(0).tolist(),
             eligible=self.examined.sum(0).tolist(),
             drafted=float(self.drafted.sum()),

@@ -19,8 +19,8 @@ from draftlab.engine.rejection_rules import LOSSY, rule_named
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Mode
-from draftlab.latency.machine_state import environment, warn_if_loaded
-from draftlab.latency.profiler import device_name, measure_latency, steady_clock
+from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
+from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub, llama, memory
 from draftlab.model.hf_decoder import Decoder, HFDecoder, context_of, in_mode, load, vocab_of
 from draftlab.model.llama import Llama
@@ -167,8 +167,8 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
         _check_context({name: model.context for name, model in asked.items()}, plan, max(way.ks))
     tasks = {name: _tasks(loaded.model(path), path, wanted) for name, path in directories.items()}
     assisted = {name: _assisted(models[""], models[name], name, plan, wanted) for name in plan.drafts}
-    here = environment()
-    warn_if_loaded(here)
+    here = read_environment()
+    warn_if_busy(here)
     known = {
         name: Model(
             name=hub.called(path),
@@ -176,7 +176,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             shape=model.shape if isinstance(model := models[name], Llama) else None,
             latency=[],
             tasks=tasks[name],
-            hosted=isinstance(model, HFDecoder),
+            via_transformers=isinstance(model, HFDecoder),
         )
         for name, path in directories.items()
     } | {
@@ -186,7 +186,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
             shape=way.model.shape if isinstance(way.model, Llama) else None,
             latency=[],
             tasks=[],
-            hosted=isinstance(way.model, HFDecoder),
+            via_transformers=isinstance(way.model, HFDecoder),
         )
         for name, way in ways.items()
     }
@@ -324,7 +324,7 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
             prompts_sha256=plan.prompts.sha256,
             prompts=len(plan.prompts.rows),
             prompt_tokens=plan.prompts.tokens,
-            max_new_tokens=plan.max_new_tokens,
+            max_tokens=plan.max_new_tokens,
             repeats=plan.repeats,
             context=_context(plan),
             seed=plan.seed,

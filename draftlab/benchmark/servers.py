@@ -14,9 +14,9 @@ from draftlab.benchmark.throughput import distinct_ngrams
 from draftlab.console import note, progress
 from draftlab.engine.generate import Clock
 from draftlab.errors import UserError
-from draftlab.latency.machine_state import environment, warm_up, warn_if_loaded
+from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.model import checkpoint, hub
-from draftlab.results.score import Conditions, Counters, Model, Prompt, Score, Served
+from draftlab.results.score import Conditions, Counters, Model, Prompt, Score, ServedGeneration
 from draftlab.servers.adapters import Sampling
 from draftlab.servers.client import Server, spec_decode
 from draftlab.target_outputs.logprob_sources import same_ids
@@ -43,7 +43,7 @@ class Plan:
 class Measured:
     """What one server did. tokens: of the first repeat."""
 
-    runs: list[Served]
+    runs: list[ServedGeneration]
     tokens: list[list[int]]
     counters: Counters | None  # None: it did not speculate
     cached: float  # tokens of prompts that it took from its cache
@@ -58,8 +58,8 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     """
     for server in (plan.plain, plan.speculative):
         same_ids(server, plan.tokenizer)
-    here = environment()
-    warn_if_loaded(here)
+    here = read_environment()
+    warn_if_busy(here)
     with progress("decode", len(plan.prompts.rows) * plan.repeats) as advance:
         plain, speculative = measure(plan, lambda done: advance(done, "2 servers each"))
     found = _score(plan, plain, speculative).model_copy(update={"environment": here})
@@ -93,14 +93,14 @@ def measure(plan: Plan, advance: Callable[[int], None], clock: Clock = time.perf
         if not warm_up(lambda server=server: ask(server, spare)[1]):
             note(f"{server.http.url} does not become steady: its times vary by more than a tenth")
     before = [_page(server) for server in arms]
-    runs: tuple[list[Served], ...] = ([], [])
+    runs: tuple[list[ServedGeneration], ...] = ([], [])
     tokens: tuple[list[list[int]], ...] = ([], [])
     counted: tuple[list[Counters], ...] = ([], [])
     for turn in range(plan.repeats * len(prompts)):
         repeat, index = divmod(turn, len(prompts))
         for arm in (1, 0) if (repeat + index) % 2 else (0, 1):
             ids, seconds, counters = ask(arms[arm], prompts[index])
-            runs[arm].append(Served(prompt=index, tokens=len(ids), seconds=seconds))
+            runs[arm].append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
             counted[arm].extend([counters] if counters is not None else [])
             if repeat == 0:
                 tokens[arm].append(ids)
@@ -121,17 +121,17 @@ def check_role(server: Server, drafted: bool, should: bool) -> None:
         raise UserError(f"{server.http.url} drafts, too; --server is the target alone")
 
 
-def check_alone(runs: list[Served], counters: Counters, url: str) -> None:
+def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> None:
     """The tokens that came are the first ones of each answer, one of each step, and those accepted.
 
     Raises:
         UserError: the counters grew by more than that, or less, than our requests explain.
     """
     tokens = sum(r.tokens for r in runs)
-    most = len(runs) + counters.steps + sum(counters.accepted)
+    most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
     if not tokens <= most <= tokens + len(runs) * (counters.k + 1):  # the end of a text cuts its last step
         raise UserError(
-            f"{url} counted {counters.steps:.0f} steps that make {most:.0f} tokens, and {tokens} came: "
+            f"{url} counted {counters.num_drafts:.0f} steps that make {most:.0f} tokens, and {tokens} came: "
             "it served others meanwhile; have it to yourself"
         )
 
@@ -156,7 +156,7 @@ def _score(plan: Plan, plain: Measured, speculative: Measured) -> Score:
             device=f"{server.kind} {server.version}".strip(), dtype="as served", mode="served", threads=None,
             temperature=plan.sampling.temperature, top_k=plan.sampling.top_k, top_p=plan.sampling.top_p,
             data=plan.prompts.source, prompts_sha256=plan.prompts.sha256,
-            prompts=len(plan.prompts.rows), prompt_tokens=plan.prompts.tokens, max_new_tokens=plan.sampling.max_tokens,
+            prompts=len(plan.prompts.rows), prompt_tokens=plan.prompts.tokens, max_tokens=plan.sampling.max_tokens,
             repeats=plan.repeats, context=None, seed=plan.sampling.seed,
         ),
         prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in plan.prompts.rows],
@@ -180,11 +180,15 @@ def _counters(answers: list[Counters], before: Mapping[str, float], after: Mappi
     """From the answers where they hold them, else from the metrics; None where nothing was drafted."""
     if not answers:
         return spec_decode(before, after)
-    deepest = max(len(c.accepted) for c in answers)
+    accepted = [c.num_accepted_tokens_per_pos for c in answers]
+    deepest = max(map(len, accepted))
     return Counters(
-        steps=sum(c.steps for c in answers),
-        drafted=sum(c.drafted for c in answers),
-        accepted=[sum(c.accepted[i] for c in answers if i < len(c.accepted)) for i in range(deepest)],
+        num_drafts=sum(c.num_drafts for c in answers),
+        num_draft_tokens=sum(c.num_draft_tokens for c in answers),
+        num_accepted_tokens_per_pos=[
+            sum(c.num_accepted_tokens_per_pos[i] for c in answers if i < len(c.num_accepted_tokens_per_pos))
+            for i in range(deepest)
+        ],
     )
 
 

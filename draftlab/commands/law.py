@@ -26,7 +26,7 @@ from draftlab.model.shape import parse_numbers
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftlab.latency.scaling_law import Law
+    from draftlab.latency.scaling_law import ScalingLaw
 
 
 def law(
@@ -52,7 +52,7 @@ def law(
 ) -> Outcome:
     """Fit latency as a function of layers, width and bytes on this machine, from a few shapes with random weights."""
     arguments, began = recorded(locals())
-    from draftlab.latency.scaling_law import FEWEST, law_shapes, law_sizes, read_law
+    from draftlab.latency.scaling_law import MIN_PROFILES, default_grid, grid_shapes, read_law
 
     if profiles is not None:
         return _shown(profiles, read_law(profiles), plot)
@@ -61,10 +61,12 @@ def law(
 
     space = workspace.load()
     name, have = shape_of(source or space.source)
-    depths, across = law_sizes(have)
-    shapes = law_shapes(have, parse_numbers(layers) if layers else depths, parse_numbers(widths) if widths else across)
-    if len(shapes) < FEWEST:
-        raise UserError(f"{len(shapes)} shapes do not make a law; give at least {FEWEST} by --layers and --widths")
+    depths, across = default_grid(have)
+    shapes = grid_shapes(have, parse_numbers(layers) if layers else depths, parse_numbers(widths) if widths else across)
+    if len(shapes) < MIN_PROFILES:
+        raise UserError(
+            f"{len(shapes)} shapes do not make a law; give at least {MIN_PROFILES} by --layers and --widths"
+        )
     out = out or space.runs / f"law-{name}"
     checkpoint.check_free(out, force=force)
     device = checkpoint.resolve_device(space.device)
@@ -88,7 +90,7 @@ def law(
     return _shown(out, read_law(out), plot)
 
 
-def _shown(folder: Path, found: "Law", plot: Path | None) -> Outcome:
+def _shown(folder: Path, found: "ScalingLaw", plot: Path | None) -> Outcome:
     if plot is not None:
         _plot(plot, found)
     errors = {p.name: float(e) for p, e in zip(found.profiles, found.held_out, strict=True)}
@@ -100,7 +102,7 @@ def _shown(folder: Path, found: "Law", plot: Path | None) -> Outcome:
     return Outcome(path=folder, show=[_table(found), found.verdict(), str(folder)], data=data)
 
 
-def _table(found: "Law") -> "Table":
+def _table(found: "ScalingLaw") -> "Table":
     """Each shape as measured, as fitted, and as predicted from the others."""
     first = found.profiles[0]
     table = table_of(
@@ -114,7 +116,7 @@ def _table(found: "Law") -> "Table":
     return table
 
 
-def _plot(path: Path, found: "Law") -> None:
+def _plot(path: Path, found: "ScalingLaw") -> None:
     from draftlab.results.plots import Panel, save_figure
 
     points: dict[str, list[tuple[float, float]]] = {}

@@ -255,20 +255,20 @@ def _described(directory: Path) -> str:
 def _scored(
     scores: "list[Score]", out: Path, min_speedup: float | None, min_acceptance_length: float | None
 ) -> Outcome:
-    from draftlab.results.cautions import cautions
-    from draftlab.results.compare import category_rows, category_table, measured, prompt_rows, rank, words
+    from draftlab.results.compare import candidate_of, category_rows, category_table, prompt_rows, rank, verdict_lines
     from draftlab.results.report import json_rows, score_table
+    from draftlab.results.warnings import score_warnings
 
     bars = min_speedup, min_acceptance_length
     missed = []
     for s in scores:
         longest = max(s.acceptance(k).mean_acceptance_length for k in s.speculative)
-        missed += _missed(s.name, s.changed, s.gain.value, longest, *bars)
+        missed += _missed(s.name, s.output_differs, s.best_k_speedup.value, longest, *bars)
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
-    warnings = [f"warning: {text}" for text in cautions(scores)]
+    warnings = [f"warning: {text}" for text in score_warnings(scores)]
     several = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
-    ranking = words(rank([measured(s) for s in scores])) if several else []
-    kinds = [category_table(s) for s in scores if s.categories]
+    ranking = verdict_lines(rank([candidate_of(s) for s in scores])) if several else []
+    kinds = [category_table(s) for s in scores if s.prompts_by_category]
     data = {
         "scores": json_rows(scores),
         "categories": {s.name: category_rows(s) for s in scores},
@@ -353,14 +353,16 @@ def compare(
 ) -> Outcome:
     """Rank drafts by scores or predictions, and say which cannot be told apart."""
     from draftlab.results import compare as comparing
-    from draftlab.results.cautions import cautions
+    from draftlab.results.warnings import score_warnings
 
     places = comparing.rank(comparing.read_candidates(scores or [workspace.load().runs]))
     best = places[0].candidate
     measured = [p.candidate.score for p in places if p.candidate.score is not None]
-    warnings = [f"warning: {text}" for text in (cautions(measured) if measured else [])]
-    missed = _missed(best.name, best.changed, best.speedup.value, best.length, min_speedup, min_acceptance_length)
-    show = [comparing.comparison(places), *comparing.words(places), *warnings]
+    warnings = [f"warning: {text}" for text in (score_warnings(measured) if measured else [])]
+    missed = _missed(
+        best.name, best.output_differs, best.speedup.value, best.tokens_per_pass, min_speedup, min_acceptance_length
+    )
+    show = [comparing.comparison(places), *comparing.verdict_lines(places), *warnings]
     return Outcome(path=None, show=show, data={"ranking": [comparing.as_dict(p) for p in places]}, missed=missed)
 
 

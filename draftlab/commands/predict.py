@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from draftlab.intervals import Interval
-    from draftlab.latency.cost_model import Cost, Point, Profile
+    from draftlab.latency.cost_model import CostModel, Point, Profile
     from draftlab.latency.predict import Prediction, Workload
     from draftlab.results.score import Latency
 
@@ -125,7 +125,7 @@ def predict(
 ) -> Outcome:
     """Predict the speed-up of a pair for every K, from acceptance and profiles that may come from other machines."""
     from draftlab.latency import predict as predicting
-    from draftlab.latency.cost_model import Cost, parse_profile
+    from draftlab.latency.cost_model import CostModel, parse_profile
 
     ks, batches, contexts = parse_numbers(k), parse_numbers(batch), parse_numbers(context) if context else []
     works = _workloads(replay, score, alpha, acceptance_length, max_new_tokens)
@@ -136,14 +136,14 @@ def predict(
     works *= len(draft_profile) // len(works)
     longest = max([_longest(work, prompt) for work in works for prompt in contexts or [None]]) + max(ks)
 
-    def cost(spec: str) -> Cost:
+    def cost(spec: str) -> CostModel:
         profile = _by_law(spec) or parse_profile(
             spec, widths=range(1, max(ks) + 2), batches=sorted(batches), longest=longest
         )
-        return Cost.of(profile, extrapolate=extrapolate)
+        return CostModel.of(profile, extrapolate=extrapolate)
 
     target, drafts = cost(target_profile), [cost(spec) for spec in draft_profile]
-    here = [predicting.at_context(work, contexts[0]) for work in works] if contexts else works
+    here = [predicting.with_prompt_tokens(work, contexts[0]) for work in works] if contexts else works
     found = [predicting.predict(d, target, work, ks, batches[0]) for d, work in zip(drafts, here, strict=True)]
     show: list[object] = [_k_table(found[0])] if len(found) == 1 else [_draft_table(found)]
     where = [_best_rows(d, target, work, ks, batches, contexts) for d, work in zip(drafts, works, strict=True)]
@@ -186,11 +186,11 @@ def _workloads(
     if replay:
         from draftlab.acceptance.replay import read_replay
 
-        return [predicting.of_replay(read_replay(path)) for path in replay]
+        return [predicting.workload_of_replay(read_replay(path)) for path in replay]
     if score:
         from draftlab.results.score import read_score
 
-        return [predicting.of_score(read_score(path)) for path in score]
+        return [predicting.workload_of_score(read_score(path)) for path in score]
     if length is not None:
         value, _, k = length.partition("@")
         try:
@@ -198,23 +198,23 @@ def _workloads(
         except ValueError:
             raise UserError(f"--acceptance-length {length!r}: write the length and its K, as 2.8@4") from None
     assert alpha is not None
-    return [predicting.assumed(alpha, tokens=tokens, prompt_tokens=ASSUMED_PROMPT)]
+    return [predicting.constant_workload(alpha, tokens=tokens, prompt_tokens=ASSUMED_PROMPT)]
 
 
 def _longest(work: "Workload", prompt: int | None) -> int:
-    prompts = work.prompts if prompt is None else 0 * work.prompts + prompt
+    prompts = work.prompt_tokens if prompt is None else 0 * work.prompt_tokens + prompt
     return int((prompts + work.texts.lengths).max())
 
 
 def _best_rows(
-    draft: "Cost", target: "Cost", work: "Workload", ks: list[int], batches: list[int], contexts: list[int]
+    draft: "CostModel", target: "CostModel", work: "Workload", ks: list[int], batches: list[int], contexts: list[int]
 ) -> list[dict[str, float | int | None]]:
     """The best K for every batch and context."""
     from draftlab.latency import predict as predicting
 
     rows: list[dict[str, float | int | None]] = []
     for count, prompt in product(batches, contexts or [None]):
-        there = work if prompt is None else predicting.at_context(work, prompt)
+        there = work if prompt is None else predicting.with_prompt_tokens(work, prompt)
         best, speedup, rate = predicting.best_k(draft, target, there, ks, count)
         found = {"batch": count, "prompt_tokens": prompt, "k": best, "speedup": speedup, "tokens_per_second": rate}
         rows.append(found)
@@ -224,7 +224,7 @@ def _best_rows(
 def _as_dict(prediction: "Prediction") -> dict[str, object]:
     rows = [
         asdict(row)
-        | {"length": row.length.model_dump(), "speedup": row.speedup.model_dump()}
+        | {"length": row.tokens_per_pass.model_dump(), "speedup": row.speedup.model_dump()}
         | {"break_even_length": row.break_even_length}
         for row in prediction.rows
     ]
@@ -233,25 +233,25 @@ def _as_dict(prediction: "Prediction") -> dict[str, object]:
 
 def _profile_table(profile: "Profile") -> "Table":
     """Milliseconds by tokens fed, and how near a pass over one token comes to what memory allows."""
-    from draftlab.latency.cost_model import BYTES, read_weights
+    from draftlab.latency.cost_model import BYTES, active_params
 
     contexts = sorted({p.context for p in profile.forward})
     heads = ("rows", "tokens", *(f"behind {c}" for c in contexts))
     table = table_of(f"{profile.describe()}: milliseconds (quartiles)", heads)
     for batch in sorted({p.batch for p in profile.forward}):
-        settled = max(p.behind for p in profile.again)
+        settled = max(p.after for p in profile.steady)
         lines: list[tuple[str, Sequence[Point]]] = [
-            ("1 again", [p for p in profile.again if (p.behind, p.batch) == (settled, batch)])
+            ("1 again", [p for p in profile.steady if (p.after, p.batch) == (settled, batch)])
         ]
         for width in sorted({p.width for p in profile.forward}):
             lines.append((str(width), [p for p in profile.forward if (p.width, p.batch) == (width, batch)]))
         for name, points in lines:
             cells = [_ms(p) for p in sorted(points, key=lambda p: p.context)]
             table.add_row(str(batch), name, *cells)
-    one = min(profile.again, key=lambda p: (p.batch, p.context, -p.behind)).median_ms
-    weights = read_weights(profile.shape) * BYTES[profile.dtype] if profile.shape else 0
+    one = min(profile.steady, key=lambda p: (p.batch, p.context, -p.after)).median_ms
+    weights = active_params(profile.shape) * BYTES[profile.dtype] if profile.shape else 0
     reached = f"One token again reads its weights at {weights / 1e6 / one:.3g} GB/s; " if weights else ""
-    products = ", ".join(f"{name} {value:.3g}" for name, value in profile.matrix_tflops.items())
+    products = ", ".join(f"{name} {value:.3g}" for name, value in profile.matmul_tflops.items())
     table.caption = (
         f"{reached}a matrix-vector product gets {profile.bandwidth_gbs:.3g} GB/s, large products {products} TFLOP/s. "
         + "Prompts: "
@@ -273,7 +273,7 @@ def _k_table(prediction: "Prediction") -> "Table":
         best = row is prediction.best
         split = ", ".join(f"{100 * row.split[name]:.0f}" for name in ("draft", "verify", "host"))
         cells = (
-            f"* {row.k}" if best else str(row.k), f"{row.length.value:.2f}", f"{row.break_even_length:.2f}",
+            f"* {row.k}" if best else str(row.k), f"{row.tokens_per_pass.value:.2f}", f"{row.break_even_length:.2f}",
             f"{row.tokens_per_second:.4g}", _spread(row.speedup), f"{row.free_draft:.2f}",
             f"{row.perfect_draft:.2f}", split,
         )  # fmt: skip
@@ -282,7 +282,7 @@ def _k_table(prediction: "Prediction") -> "Table":
     table.caption = (
         f"Without a draft {prediction.plain_tokens_per_second:.4g} tok/s. Tokens per target pass, its own included. "
         f"Free: drafting takes no time; perfect: all is accepted. At K = {best.k} the closed form with "
-        f"c = {prediction.c:.3f} and beta = {best.beta:.2f} gives {best.closed_speedup:.2f}. "
+        f"c = {prediction.c:.3f} and beta = {best.beta:.2f} gives {best.closed_form_speedup:.2f}. "
         "Intervals over texts, without the spread of latencies."
     )
     return table
@@ -290,17 +290,17 @@ def _k_table(prediction: "Prediction") -> "Table":
 
 def _draft_table(predictions: "list[Prediction]") -> "Table":
     """One row per draft at its best K, and what each would need to be as fast as the fastest."""
-    from draftlab.latency.predict import needed_length
+    from draftlab.latency.predict import required_length
 
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     heads = ("draft", "c", "K", "tokens\nper pass", "tok/s", "speed-up\n95% interval", "needed to\nbe fastest")
     table = table_of(f"Predicted with {fastest.target}, {_rows(fastest.batch)}", heads)
     for p in predictions:
-        needed = needed_length(p, fastest.best.speedup.value)
+        needed = required_length(p, fastest.best.speedup.value)
         words = "cannot" if needed is None else f"{needed[1]:.2f} at K = {needed[0]}"
         row, best = p.best, p is fastest
         cells = (
-            f"* {p.name}" if best else p.name, f"{p.c:.3f}", str(row.k), f"{row.length.value:.2f}",
+            f"* {p.name}" if best else p.name, f"{p.c:.3f}", str(row.k), f"{row.tokens_per_pass.value:.2f}",
             f"{row.tokens_per_second:.4g}", _spread(row.speedup), "" if best else words,
         )  # fmt: skip
         table.add_row(*cells, style="bold green" if best else None)

@@ -42,8 +42,8 @@ from draftlab.search.schedule import KEPT, Confirmed, Rung, Search, Trial, read_
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftlab.latency.cost_model import Cost
-    from draftlab.latency.scaling_law import Law
+    from draftlab.latency.cost_model import CostModel
+    from draftlab.latency.scaling_law import ScalingLaw
 
 CALIBRATION_TOKENS = 8192
 SEQ_LEN = 256
@@ -158,8 +158,8 @@ def _shapes(have: Shape, depths: list[int], widths: str | None, params: str | No
 class Prices:
     """What passes cost: the target's as measured, any draft's by the law."""
 
-    law: "Law"
-    target: "Cost"
+    law: "ScalingLaw"
+    target: "CostModel"
     target_ms: float
 
 
@@ -184,7 +184,7 @@ class Work:
         """Profiles of the target and, unless there is one, a law: both at the contexts of the texts."""
         import numpy as np
 
-        from draftlab.latency.cost_model import Cost, read_profile
+        from draftlab.latency.cost_model import CostModel, read_profile
         from draftlab.latency.scaling_law import read_law
 
         contexts = f"16,{PROMPT_TOKENS + NEW_TOKENS + max(self.ks)}"
@@ -197,7 +197,7 @@ class Work:
                 f"{law} was measured {other.mode} in {other.dtype}; this search runs {mine['mode']} in {mine['dtype']}"
             )
         made = self._once("profile", profile, models=[self.target], k=max(self.ks), **here)
-        measured = Cost.of(read_profile(made), extrapolate=True)
+        measured = CostModel.of(read_profile(made), extrapolate=True)
         target_ms = float(measured.forward_ms(1, 1, np.array(known.context)))
         return Prices(law=known, target=measured, target_ms=target_ms)
 
@@ -238,7 +238,7 @@ class Work:
 
     def confirm(self, found: Search) -> Search:
         """The leaders measured beside each other, the fastest first."""
-        from draftlab.results.compare import measured, rank
+        from draftlab.results.compare import candidate_of, rank
         from draftlab.results.score import read_score
 
         last = found.rungs[-1]
@@ -249,12 +249,12 @@ class Work:
             prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, repeats=1, tasks="none",
             seed=self.seed + 1, **self.running,
         )  # fmt: skip
-        places = rank([measured(read_score(made / name)) for name in last.names])
+        places = rank([candidate_of(read_score(made / name)) for name in last.names])
         fastest = [
             Confirmed(
-                name=place.candidate.name, k=place.candidate.k, length=place.candidate.length,
+                name=place.candidate.name, k=place.candidate.k, length=place.candidate.tokens_per_pass,
                 tokens_per_second=place.candidate.tokens_per_second, gain=place.candidate.speedup,
-                against_fastest=place.behind, changed=place.candidate.changed,
+                against_fastest=place.ratio_to_fastest, changed=place.candidate.output_differs,
             )
             for place in places
         ]  # fmt: skip
@@ -268,8 +268,8 @@ class Work:
         """Make one candidate, replay it, price it."""
         from draftlab.acceptance.expected import chain
         from draftlab.acceptance.replay import read_replay
-        from draftlab.latency.cost_model import Cost
-        from draftlab.latency.predict import best_k, of_replay, with_chances
+        from draftlab.latency.cost_model import CostModel
+        from draftlab.latency.predict import best_k, with_chances, workload_of_replay
 
         number, steps, shape = len(found.rungs) - 1, found.rungs[-1].steps, found.shapes[name]
         texts = self._once(
@@ -283,8 +283,8 @@ class Work:
             f"replay-{number}/{name}", trace.replay, directory=texts, draft=[str(draft)], k="1",
             dtype=self.running["dtype"],
         )  # fmt: skip
-        cost = Cost.of(priced.law.profile(shape, name), extrapolate=True)
-        work = of_replay(read_replay(replayed / name))
+        cost = CostModel.of(priced.law.profile(shape, name), extrapolate=True)
+        work = workload_of_replay(read_replay(replayed / name))
         hoped = with_chances(work, 1 - HOPED[min(number, 2)] * (1 - work.texts.chances))
         k, speedup, rate = best_k(cost, priced.target, hoped, self.ks, 1)
         return Trial(

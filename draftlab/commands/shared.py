@@ -18,7 +18,7 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftlab.latency.scaling_law import Law
+    from draftlab.latency.scaling_law import ScalingLaw
     from draftlab.model.shape import Shape
     from draftlab.servers.client import Server
 
@@ -149,7 +149,7 @@ def shape_of(name: str) -> "tuple[str, Shape]":
     return prunable_shape(name)
 
 
-def find_law(folder: Path | None, *, needed: bool) -> "Law | None":
+def find_law(folder: Path | None, *, needed: bool) -> "ScalingLaw | None":
     """The law in folder, or the newest one of this workspace; None where there is none and none is needed.
 
     Raises:

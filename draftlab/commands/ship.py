@@ -143,11 +143,10 @@ def env() -> Outcome:
     import torch
 
     from draftlab import provenance
-    from draftlab.latency.machine_state import environment
-    from draftlab.latency.profiler import device_name
+    from draftlab.latency.machine_state import device_name, read_environment
     from draftlab.model import checkpoint
 
-    space, here = workspace.load(), environment()
+    space, here = workspace.load(), read_environment()
     device = checkpoint.resolve_device(space.device)
     facts: dict[str, object] = {
         **provenance.versions(),

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftlab.results.cautions import cautions
 from draftlab.results.score import Score
+from draftlab.results.warnings import score_warnings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Card:
         lines = ["## Measured", ""]
         for score in self.scores:
             k, c = score.best_k, score.conditions
-            speed, took = score.gain, score.acceptance(k)
+            speed, took = score.best_k_speedup, score.acceptance(k)
             lines += [
                 f"* {score.tokens_per_pass(k):.2f} tokens per target pass, {took.draft_acceptance_rate:.0%} of what "
                 f"is drafted accepted, {speed.value:.2f}x the speed of no draft ({speed.low:.2f} to {speed.high:.2f}) "
@@ -49,7 +49,7 @@ class Card:
                 f"{score.created[:10]}.",
                 f"  `{score.command}`",
             ]
-        lines += [f"* {text}." for text in cautions(self.scores)] if self.scores else []
+        lines += [f"* {text}." for text in score_warnings(self.scores)] if self.scores else []
         if self.held_out is not None:
             before, after = self.held_out
             lines.append(

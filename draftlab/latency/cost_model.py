@@ -47,10 +47,10 @@ class Point(Latency):
     context: NonNegativeInt
 
 
-class Again(Point):
+class SteadyPoint(Point):
     """T(1, batch, context) behind so many like passes."""
 
-    behind: PositiveInt
+    after: PositiveInt
 
 
 class Profile(_File):
@@ -66,11 +66,13 @@ class Profile(_File):
     mode: Mode
     threads: int | None
     forward: list[Point] = Field(min_length=1)  # behind other work, as draft and target take turns; a full grid
-    again: list[Again]  # one token behind 1, 2, ... like passes, and behind many: other work is forgotten by then
+    steady: list[
+        SteadyPoint
+    ]  # one token behind 1, 2, ... like passes, and behind many: other work is forgotten by then
     prefill: list[Latency] = Field(min_length=1)  # by length of the prompt, one row
     host: list[Latency] = Field(min_length=1)  # beside the pass, by tokens judged: sampling, accepting, bookkeeping
     bandwidth_gbs: PositiveFloat  # what could be had at best: measured in the same run, or assumed
-    matrix_tflops: dict[str, PositiveFloat]  # by dtype, likewise
+    matmul_tflops: dict[str, PositiveFloat]  # by dtype, likewise
     command: str
     versions: dict[str, str]
     created: str
@@ -78,12 +80,12 @@ class Profile(_File):
     @model_validator(mode="after")
     def _is_a_grid(self) -> "Profile":
         found = sorted((p.width, p.batch, p.context) for p in self.forward)
-        again = sorted((p.behind, p.batch, p.context) for p in self.again)
-        for what, grid in (("forward", found), ("again", again)):
+        again = sorted((p.after, p.batch, p.context) for p in self.steady)
+        for what, grid in (("forward", found), ("steady", again)):
             axes = [sorted(set(column)) for column in zip(*grid, strict=True)]
             if not grid or grid != list(itertools.product(*axes)) or axes[0][0] != 1:
                 raise ValueError(f"{what} must hold every combination of batch and context once for 1 and what follows")
-        behind = sorted({p.behind for p in self.again})
+        behind = sorted({p.after for p in self.steady})
         if behind[:-1] != list(range(1, len(behind))):
             raise ValueError(f"again is behind {behind} passes; all but the last must be 1, 2, 3 and so on")
         if {at[1:] for at in found} != {at[1:] for at in again} or min(p.width for p in self.host) != 1:
@@ -125,7 +127,7 @@ class Device(_File):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class CostModel:
     """The curves of a profile, linear between its points; outside them a UserError.
 
     extrapolate: the last two widths, contexts and lengths are continued instead; never the batch.
@@ -136,24 +138,24 @@ class Cost:
     batches: np.ndarray
     contexts: np.ndarray
     grid: np.ndarray  # [W, B, L] ms
-    again: np.ndarray  # [N, B, L] ms, behind 1, ... N - 1 like passes, and behind many
+    steady: np.ndarray  # [N, B, L] ms, behind 1, ... N - 1 like passes, and behind many
     prefill: tuple[np.ndarray, np.ndarray]  # lengths, ms
     host: tuple[np.ndarray, np.ndarray]  # widths, ms
     extrapolate: bool
 
     @staticmethod
-    def of(profile: Profile, *, extrapolate: bool = False) -> "Cost":
+    def of(profile: Profile, *, extrapolate: bool = False) -> "CostModel":
         axes = [np.unique([getattr(p, name) for p in profile.forward]) for name in ("width", "batch", "context")]
         sizes = [len(axis) for axis in axes[1:]]
         forward = sorted(profile.forward, key=lambda p: (p.width, p.batch, p.context))
-        again = sorted(profile.again, key=lambda p: (p.behind, p.batch, p.context))
-        return Cost(
+        again = sorted(profile.steady, key=lambda p: (p.after, p.batch, p.context))
+        return CostModel(
             profile=profile,
             widths=axes[0],
             batches=axes[1],
             contexts=axes[2],
             grid=np.array([p.median_ms for p in forward]).reshape(-1, *sizes),
-            again=np.array([p.median_ms for p in again]).reshape(-1, *sizes),
+            steady=np.array([p.median_ms for p in again]).reshape(-1, *sizes),
             prefill=_curve(profile.prefill),
             host=_curve(profile.host),
             extrapolate=extrapolate,
@@ -163,14 +165,17 @@ class Cost:
         """T(width, batch, L) of every L in contexts, behind other work."""
         return self._over(self._along("width", self.widths, self.grid, np.array(width)), batch, contexts)
 
-    def again_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
+    def steady_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
         """T(1, batch, L) of every L in contexts, where only like passes run: plain decoding."""
-        return self._over(self.again[-1], batch, contexts)
+        return self._over(self.steady[-1], batch, contexts)
 
-    def settling_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """What the first, second, ... pass over one token behind other work takes beyond again_ms, [N, L]."""
-        each = [self.forward_ms(1, batch, contexts), *(self._over(plane, batch, contexts) for plane in self.again[:-1])]
-        return np.stack(each) - self.again_ms(batch, contexts)
+    def warmup_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
+        """What the first, second, ... pass over one token behind other work takes beyond steady_ms, [N, L]."""
+        each = [
+            self.forward_ms(1, batch, contexts),
+            *(self._over(plane, batch, contexts) for plane in self.steady[:-1]),
+        ]
+        return np.stack(each) - self.steady_ms(batch, contexts)
 
     def prefill_ms(self, lengths: np.ndarray) -> np.ndarray:
         """One row's pass over its prompt."""
@@ -215,7 +220,7 @@ class Experts:
         return self.count * (1 - (1 - self.active / self.count) ** tokens)
 
 
-def expected_length(alpha: float, k: int) -> float:
+def expected_tokens(alpha: float, k: int) -> float:
     """Tokens per target pass when each draft token is accepted independently.
 
     (1 - alpha^(k + 1)) / (1 - alpha), Leviathan et al. 2023, eq. 1. alpha = 1 gives k + 1.
@@ -224,7 +229,7 @@ def expected_length(alpha: float, k: int) -> float:
 
 
 def alpha_for(length: float, k: int) -> float:
-    """The alpha that expected_length turns into length.
+    """The alpha that expected_tokens turns into length.
 
     Raises:
         UserError: no alpha from 0 to 1 does.
@@ -234,7 +239,7 @@ def alpha_for(length: float, k: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_length(middle, k) < length else (low, middle)
+        low, high = (middle, high) if expected_tokens(middle, k) < length else (low, middle)
     return (low + high) / 2
 
 
@@ -243,7 +248,7 @@ def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) ->
     return k * c + beta + host
 
 
-def closed_speedup(length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
+def closed_form_speedup(length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
     """length tokens for the price of a step, against one for a target pass: no growing context, no ends of texts."""
     return length / break_even_length(k, c, beta, host)
 
@@ -268,7 +273,7 @@ def analytic(
     for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
         if value not in known:
             raise UserError(f"{device.name} has no {what} {value!r}; it has {', '.join(known)}")
-    weights = read_weights(shape, experts.count) + (0 if shape.tied else shape.vocab * shape.hidden)
+    weights = active_params(shape, experts.count) + (0 if shape.tied else shape.vocab * shape.hidden)
     cached = max(batches) * (max(contexts) + max(widths)) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     need, room = (weights * BYTES[dtype] + cached) / 1e9, device.count * device.memory_gb
     if need > room:
@@ -299,18 +304,18 @@ def analytic(
         mode=mode,
         threads=None,
         forward=forward,
-        again=[Again(**point.model_dump(), behind=1) for point in forward if point.width == 1],
+        steady=[SteadyPoint(**point.model_dump(), after=1) for point in forward if point.width == 1],
         prefill=[computed(c, pass_ms(c, 1, 0)) for c in contexts if c > 0],
         host=[computed(w, device.modes[mode].step_ms) for w in widths],
         bandwidth_gbs=device.bandwidth_gbs * device.count,
-        matrix_tflops={dtype: device.tflops[dtype] * device.count},
+        matmul_tflops={dtype: device.tflops[dtype] * device.count},
         command="",
         versions={},
         created="",
     )
 
 
-def read_weights(shape: Shape, experts: float = 1) -> float:
+def active_params(shape: Shape, experts: float = 1) -> float:
     """Weights that a pass reads: not the embedding, unless it is the head too; of the MLPs as many as are touched."""
     matrices = shape.params() - (0 if shape.tied else shape.vocab * shape.hidden)
     return matrices + (experts - 1) * 3 * shape.hidden * shape.ffn * shape.layers
@@ -392,8 +397,8 @@ def _device_ms(
     """The slower of reading and computing, for weights and for attention; then what every layer costs besides."""
     tokens, count = width * batch, device.count
     read_per_ms, done_per_ms = device.bandwidth_gbs * 1e6 * count, device.tflops[dtype] * 1e9 * count
-    weights = read_weights(shape, experts.touched(tokens)) * BYTES[dtype]
-    products = 2 * tokens * read_weights(shape, experts.active)
+    weights = active_params(shape, experts.touched(tokens)) * BYTES[dtype]
+    products = 2 * tokens * active_params(shape, experts.active)
     cached = batch * (context + width) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     attention = 4 * tokens * (context + width) * shape.layers * shape.sizes["q"]
     parts = ((weights, products), (cached, attention))

@@ -6,14 +6,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from draftlab.console import note
+from draftlab.engine.generate import Clock, clock_for
 from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # least and most before anything counts
 ALIKE = 0.1  # two times in a row that differ by less are steady
 
 
-def environment() -> Environment:
+def read_environment() -> Environment:
     """The machine as it is now; takes half a second, in which it watches what others do."""
     info = _text("/proc/cpuinfo").splitlines()
     names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
@@ -27,8 +30,8 @@ def environment() -> Environment:
     )
 
 
-def warn_if_loaded(found: Environment) -> None:
-    if found.loaded:
+def warn_if_busy(found: Environment) -> None:
+    if found.busy:
         note(
             f"other work keeps {found.busy_cores:.1f} of {found.cores} cores busy: times here are worth little, "
             "though ratios of interleaved arms suffer less"
@@ -44,6 +47,19 @@ def warm_up(run: Callable[[], float]) -> bool:
             return False
         times.append(run())
     return True
+
+
+def steady_clock(device: torch.device) -> Clock:
+    """Of one CPU thread its CPU seconds, which other work on the machine lengthens less; else the wall's."""
+    return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), device.type)
 
 
 def _busy_cores(seconds: float = 0.5) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from draftlab.acceptance.expected import Texts, chain, intervals, texts_of, visits
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
-from draftlab.latency.cost_model import Cost, alpha_for, closed_speedup
+from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedup
 from draftlab.results.score import Generation, Score
 
 if TYPE_CHECKING:  # needs torch
@@ -25,7 +25,7 @@ class Workload:
     """What is decoded: texts with their chances, and the length of each prompt, [R]."""
 
     texts: Texts
-    prompts: np.ndarray
+    prompt_tokens: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,12 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
+class StepCosts:
     """Milliseconds of a pair at one batch, by context; contexts count from first."""
 
     first: int
     draft: np.ndarray  # [C] one draft pass over one token behind another, and drawing from it
-    settling: np.ndarray  # [N, C] more for the first N passes of a step, behind the target's
+    warmup: np.ndarray  # [N, C] more for the first N passes of a step, behind the target's
     catch_up: np.ndarray  # [C] more if the first one takes two tokens
     draft_prefill: np.ndarray  # [R] more for the draft's very first pass, over the prompt
     verify: np.ndarray  # [K + 1, C] the target's pass, by tokens drafted
@@ -51,7 +51,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class TimeSplit:
     """Milliseconds of each text, [R]."""
 
     draft: np.ndarray
@@ -68,11 +68,11 @@ class Row:
     """One K. Lengths are tokens per target pass, the target's own included."""
 
     k: int
-    length: Interval
+    tokens_per_pass: Interval
     speedup: Interval  # over texts; what the latencies' own spread adds is not in it
     tokens_per_second: float
     beta: float
-    closed_speedup: float  # by the closed form at the middle of the texts: a sanity line
+    closed_form_speedup: float  # by the closed form at the middle of the texts: a sanity line
     free_draft: float  # speed-up if drafting took no time
     perfect_draft: float  # speed-up if everything were accepted
     split: dict[str, float]  # shares of the time: draft, verify, host
@@ -80,7 +80,7 @@ class Row:
     @property
     def break_even_length(self) -> float:
         """What a step costs in plain tokens."""
-        return self.length.value / self.speedup.value
+        return self.tokens_per_pass.value / self.speedup.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,22 +102,24 @@ class Prediction:
         return max(self.rows, key=lambda row: row.speedup.value)
 
 
-def assumed(alpha: float, *, tokens: int, prompt_tokens: int) -> Workload:
+def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workload:
     """One text of which every token is accepted with the same chance; its first comes with the prefill."""
-    return Workload(texts=texts_of([np.full(tokens - 1, alpha)]), prompts=np.array([prompt_tokens]))
+    return Workload(texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens]))
 
 
-def replayed(chances: list[np.ndarray], prompts: Sequence[int], limits: Sequence[int] | None = None) -> Workload:
+def workload_of(chances: list[np.ndarray], prompts: Sequence[int], limits: Sequence[int] | None = None) -> Workload:
     """limits: tokens behind the first at which decoding would have stopped; left out: each text was cut there."""
-    return Workload(texts=texts_of(chances, None if limits is None else np.array(limits)), prompts=np.array(prompts))
+    return Workload(
+        texts=texts_of(chances, None if limits is None else np.array(limits)), prompt_tokens=np.array(prompts)
+    )
 
 
-def of_replay(replay: "Replay") -> Workload:
+def workload_of_replay(replay: "Replay") -> Workload:
     """What a draft would have been accepted for on a trace."""
-    return Workload(texts=replay.padded(), prompts=np.array([text.prompt_tokens for text in replay.texts]))
+    return Workload(texts=replay.padded(), prompt_tokens=np.array([text.prompt_tokens for text in replay.texts]))
 
 
-def of_score(score: Score) -> Workload:
+def workload_of_score(score: Score) -> Workload:
     """What a score saw: a token was accepted or not. Tokens that the target added behind a full acceptance were never
     proposed; they get the share accepted in the last place of the largest K, of those that reached it.
 
@@ -138,12 +140,12 @@ def of_score(score: Score) -> Workload:
             old = seen.setdefault(generation.prompt, row)
             old[np.isnan(old)] = row[np.isnan(old)]
     chances = [np.nan_to_num(seen[prompt], nan=unseen) for prompt in sorted(seen)]
-    limit = score.conditions.max_new_tokens - 1
+    limit = score.conditions.max_tokens - 1
     lengths = [score.prompts[i].tokens if score.prompts else score.conditions.prompt_tokens or 0 for i in sorted(seen)]
-    return replayed(chances, lengths, [limit] * len(chances))
+    return workload_of(chances, lengths, [limit] * len(chances))
 
 
-def predict(draft: Cost, target: Cost, work: Workload, ks: Sequence[int], batch: int = 1) -> Prediction:
+def predict(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1) -> Prediction:
     """What each K would give.
 
     Raises:
@@ -151,15 +153,15 @@ def predict(draft: Cost, target: Cost, work: Workload, ks: Sequence[int], batch:
     """
     if not work.texts.lengths.any():
         raise UserError("no text goes on behind its first token, which comes with the prefill: nothing to predict from")
-    paid = prices(draft, target, work, max(ks), batch)
-    plain = spend(paid, work.prompts, steps(work, 0)).total
+    paid = step_costs(draft, target, work, max(ks), batch)
+    plain = expected_time(paid, work.prompt_tokens, steps(work, 0)).total
     tokens = float(work.texts.lengths.sum())
-    middle = int((work.prompts + work.texts.lengths / 2).mean())
+    middle = int((work.prompt_tokens + work.texts.lengths / 2).mean())
     at = middle - paid.first
     free = _drafting(paid, 0)
     taken = {k: steps(work, k) for k in ks}
     perfect = with_chances(work, np.ones_like(work.texts.chances))
-    found = {k: spend(paid, work.prompts, taken[k]) for k in ks}
+    found = {k: expected_time(paid, work.prompt_tokens, taken[k]) for k in ks}
     counts = [chain(work.texts, k) for k in ks]
     lengths = intervals(np.stack([c.steps + c.accepted for c in counts], 1), np.stack([c.steps for c in counts], 1))
     times = np.stack([s.total for s in found.values()], 1)
@@ -170,19 +172,19 @@ def predict(draft: Cost, target: Cost, work: Workload, ks: Sequence[int], batch:
         spent = float(found[k].total.sum())
         return Row(
             k=k,
-            length=length,
+            tokens_per_pass=length,
             speedup=speedup,
             tokens_per_second=1e3 * batch * tokens / spent,
             beta=float(paid.verify[k, at] / paid.verify[0, at]),
-            closed_speedup=closed_speedup(
+            closed_form_speedup=closed_form_speedup(
                 length.value,
                 k,
                 c=float(paid.draft[at] / unit),
                 beta=float(paid.verify[k, at] / unit),
                 host=float(paid.host[k] / unit),
             ),
-            free_draft=float(plain.sum() / spend(free, work.prompts, taken[k]).total.sum()),
-            perfect_draft=float(plain.sum() / spend(paid, work.prompts, steps(perfect, k)).total.sum()),
+            free_draft=float(plain.sum() / expected_time(free, work.prompt_tokens, taken[k]).total.sum()),
+            perfect_draft=float(plain.sum() / expected_time(paid, work.prompt_tokens, steps(perfect, k)).total.sum()),
             split={name: float(getattr(found[k], name).sum() / spent) for name in ("draft", "verify", "host")},
         )
 
@@ -191,7 +193,7 @@ def predict(draft: Cost, target: Cost, work: Workload, ks: Sequence[int], batch:
         draft=draft.profile.describe(),
         target=target.profile.describe(),
         batch=batch,
-        c=float(draft.again_ms(batch, np.array(middle)) / paid.verify[0, at]),
+        c=float(draft.steady_ms(batch, np.array(middle)) / paid.verify[0, at]),
         plain_tokens_per_second=1e3 * batch * tokens / float(plain.sum()),
         rows=[row(k, a, b) for k, a, b in zip(ks, lengths, speedups, strict=True)],
         halved=_halved(paid, work, taken, float(plain.sum())),
@@ -199,19 +201,19 @@ def predict(draft: Cost, target: Cost, work: Workload, ks: Sequence[int], batch:
     )
 
 
-def prices(draft: Cost, target: Cost, work: Workload, k: int, batch: int) -> Prices:
-    """Curves read off once for every context that occurs."""
-    first = int(work.prompts.min())
-    contexts = np.arange(first, int((work.prompts + work.texts.lengths).max()) + k)
+def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int) -> StepCosts:
+    """LatencyCurves read off once for every context that occurs."""
+    first = int(work.prompt_tokens.min())
+    contexts = np.arange(first, int((work.prompt_tokens + work.texts.lengths).max()) + k)
     one, two = (draft.forward_ms(width, batch, contexts) for width in (1, 2))
-    return Prices(
+    return StepCosts(
         first=first,
-        draft=draft.again_ms(batch, contexts) + draft.host_ms(1),
-        settling=draft.settling_ms(batch, contexts),
+        draft=draft.steady_ms(batch, contexts) + draft.host_ms(1),
+        warmup=draft.warmup_ms(batch, contexts),
         catch_up=np.concatenate([two[:1], two[:-1]]) - one,  # two tokens begin one earlier
-        draft_prefill=batch * draft.prefill_ms(work.prompts + 1) - one[work.prompts - first],
+        draft_prefill=batch * draft.prefill_ms(work.prompt_tokens + 1) - one[work.prompt_tokens - first],
         verify=np.stack(
-            [target.again_ms(batch, contexts), *(target.forward_ms(j + 1, batch, contexts) for j in range(1, k + 1))]
+            [target.steady_ms(batch, contexts), *(target.forward_ms(j + 1, batch, contexts) for j in range(1, k + 1))]
         ),
         host=np.array([target.host_ms(j + 1) for j in range(k + 1)]),
     )
@@ -232,15 +234,15 @@ def steps(work: Workload, k: int) -> Steps:
     return Steps(begun=begun, drafted=drafted, behind=behind)
 
 
-def spend(paid: Prices, prompts: np.ndarray, taken: Steps) -> Spent:
+def expected_time(paid: StepCosts, prompts: np.ndarray, taken: Steps) -> TimeSplit:
     """Expected time of every text, [R]."""
     drafted, n = taken.drafted, taken.drafted.shape[1]
     at = np.minimum(prompts[:, None] - paid.first + np.arange(n), len(paid.draft) - len(paid.host))
     until = np.concatenate([[0.0], np.cumsum(paid.draft)])
     drafting = taken.begun * (until[at + drafted] - until[at]) + taken.behind * paid.catch_up[at]
-    for j, more in enumerate(paid.settling):
+    for j, more in enumerate(paid.warmup):
         drafting += taken.begun * (drafted > j) * more[np.minimum(at + j, len(more) - 1)]
-    return Spent(
+    return TimeSplit(
         draft=drafting.sum(1) + np.where(drafted[:, 0] > 0, paid.draft_prefill, 0.0),
         verify=(taken.begun * paid.verify[drafted, at]).sum(1),
         host=(taken.begun * paid.host[drafted]).sum(1),
@@ -252,21 +254,23 @@ def with_chances(work: Workload, chances: np.ndarray) -> Workload:
     return replace(work, texts=replace(work.texts, chances=chances))
 
 
-def at_context(work: Workload, prompt_tokens: int) -> Workload:
+def with_prompt_tokens(work: Workload, prompt_tokens: int) -> Workload:
     """The same texts behind prompts of another length."""
-    return replace(work, prompts=np.full_like(work.prompts, prompt_tokens))
+    return replace(work, prompt_tokens=np.full_like(work.prompt_tokens, prompt_tokens))
 
 
-def best_k(draft: Cost, target: Cost, work: Workload, ks: Sequence[int], batch: int) -> tuple[int, float, float]:
+def best_k(
+    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int
+) -> tuple[int, float, float]:
     """The fastest K, its speed-up, and tokens per second of the whole batch."""
-    paid = prices(draft, target, work, max(ks), batch)
-    plain, *rest = (float(spend(paid, work.prompts, steps(work, k)).total.sum()) for k in (0, *ks))
+    paid = step_costs(draft, target, work, max(ks), batch)
+    plain, *rest = (float(expected_time(paid, work.prompt_tokens, steps(work, k)).total.sum()) for k in (0, *ks))
     total = dict(zip(ks, rest, strict=True))
     k = min(ks, key=lambda k: total[k])
     return k, plain / total[k], 1e3 * batch * float(work.texts.lengths.sum()) / total[k]
 
 
-def needed_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
+def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
     """The K at which this draft would have to be accepted least to give speedup, and that acceptance length.
 
     None: not even a perfect draft at this price gets there.
@@ -288,8 +292,8 @@ def verdict(prediction: Prediction) -> str:
     first = max(prediction.halved, key=lambda name: prediction.halved[name])
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (
-        f"{opening}, by prediction. K = {row.k} gives {gain.value:.2f}x ({spread}): {row.length.value:.2f} tokens per "
-        f"target pass, break-even {row.break_even_length:.2f}. Halving one loss would give: {halves}. "
+        f"{opening}, by prediction. K = {row.k} gives {gain.value:.2f}x ({spread}): "
+        f"{row.tokens_per_pass.value:.2f} tokens per target pass, break-even {row.break_even_length:.2f}. Halving one loss would give: {halves}. "
         f"So {REMEDIES[first]}."
     )
 
@@ -308,14 +312,14 @@ REMEDIES = {
 }
 
 
-def _drafting(paid: Prices, share: float) -> Prices:
+def _drafting(paid: StepCosts, share: float) -> StepCosts:
     """The same pair if drafting took this share of its time."""
     return replace(
-        paid, **{name: share * getattr(paid, name) for name in ("draft", "settling", "catch_up", "draft_prefill")}
+        paid, **{name: share * getattr(paid, name) for name in ("draft", "warmup", "catch_up", "draft_prefill")}
     )
 
 
-def _halved(paid: Prices, work: Workload, taken: dict[int, Steps], plain: float) -> dict[str, float]:
+def _halved(paid: StepCosts, work: Workload, taken: dict[int, Steps], plain: float) -> dict[str, float]:
     """Best speed-up over plain decoding as it is, if half of one loss were gone."""
     likelier = with_chances(work, (1 + work.texts.chances) / 2)
     cases = {
@@ -325,7 +329,9 @@ def _halved(paid: Prices, work: Workload, taken: dict[int, Steps], plain: float)
         "host": (replace(paid, host=paid.host / 2), taken),
     }
     return {
-        name: max(plain / float(spend(prices, work.prompts, each).total.sum()) for each in all_steps.values())
+        name: max(
+            plain / float(expected_time(prices, work.prompt_tokens, each).total.sum()) for each in all_steps.values()
+        )
         for name, (prices, all_steps) in cases.items()
     }
 
@@ -342,9 +348,9 @@ def _outcomes(generation: Generation) -> np.ndarray:
     return row
 
 
-def _notes(draft: Cost, target: Cost, work: Workload, k: int, batch: int) -> list[str]:
-    first, last = int(work.prompts.min()), int(work.prompts.max())
-    contexts = first, int((work.prompts + work.texts.lengths).max()) + k - 1
+def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int) -> list[str]:
+    first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
+    contexts = first, int((work.prompt_tokens + work.texts.lengths).max()) + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)
     for cost, width in ((draft, 2), (target, k + 1)):
         notes += cost.beyond("width", 1, width) + cost.beyond("context", *contexts)

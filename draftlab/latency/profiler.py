@@ -5,7 +5,6 @@ B rows, T new tokens, V vocab. Weights may be random: what a pass costs does not
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,7 +19,8 @@ from draftlab import provenance
 from draftlab.console import note, progress, pulse
 from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, speculative
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import Again, Mode, Point, Profile, read_weights, write_profile
+from draftlab.latency.cost_model import Mode, Point, Profile, SteadyPoint, active_params, write_profile
+from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.model import checkpoint, llama, memory
 from draftlab.model.hf_decoder import Decoder, HFDecoder, KVCache, check_mode, in_mode, load
 from draftlab.model.llama import Llama
@@ -56,11 +56,11 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
+class LatencyCurves:
     """What was measured of one model: fields of a cost.Profile."""
 
     forward: list[Point]
-    again: list[Again]
+    steady: list[SteadyPoint]
     prefill: list[Latency]
     host: list[Latency]
 
@@ -148,7 +148,7 @@ def run(
             models, plan.grid, mode=plan.mode, clock=steady_clock(plan.device), advance=lambda done: advance(done, "")
         )
     dtypes = {plan.dtype, torch.float32, torch.bfloat16}
-    most = {checkpoint.dtype_name(dtype): matrix_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
+    most = {checkpoint.dtype_name(dtype): matmul_tflops(dtype, plan.device) for dtype in sorted(dtypes, key=str)}
     profiles = [_profile(name, model, curves[name], most, plan) for name, model in models.items()]
     with checkpoint.new_directory(out, force=force) as work:
         for profile in profiles:
@@ -172,11 +172,6 @@ def check_memory(plan: Plan) -> None:
     memory.check_fits(needed_bytes(plan), plan.device, "--dtype bfloat16, --device-map auto, or fewer --batch")
 
 
-def steady_clock(device: torch.device) -> Clock:
-    """Of one CPU thread its CPU seconds, which other work on the machine lengthens less; else the wall's."""
-    return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
-
-
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
     """A model of that shape with random weights."""
     frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
@@ -190,7 +185,7 @@ def measure(
     mode: Mode,
     clock: Clock,
     advance: Callable[[int], None] = lambda rounds: None,
-) -> dict[str, Curves]:
+) -> dict[str, LatencyCurves]:
     """The curves of each model. advance: rounds done, of grid.repeats.
 
     Raises:
@@ -204,7 +199,7 @@ def measure(
         tasks |= {(name, *at, 0): (other, run) for at, run in each.items()}
         ones = [(at, run) for at, run in each.items() if at[0] == 1]
         tasks |= {(name, *at, n): (_lead(other, run, n), run) for n in AGAIN for at, run in ones}
-    times = in_turns(tasks, repeats=grid.repeats, clock=clock, advance=advance)
+    times = time_interleaved(tasks, repeats=grid.repeats, clock=clock, advance=advance)
 
     def point(name: str, width: int, batch: int, context: int, behind: int) -> Point:
         found = latency(width, times[name, width, batch, context, behind])
@@ -212,9 +207,9 @@ def measure(
 
     places = list(itertools.product(grid.batches, grid.contexts))
     return {
-        name: Curves(
+        name: LatencyCurves(
             forward=[point(name, w, *at, 0) for w in grid.widths for at in places],
-            again=[Again(**point(name, 1, *at, n).model_dump(), behind=n) for n in AGAIN for at in places],
+            steady=[SteadyPoint(**point(name, 1, *at, n).model_dump(), after=n) for n in AGAIN for at in places],
             prefill=[latency(length, times[name, length, 1, 0, 0]) for length in grid.prompts],
             host=[latency(width, host_times(model, width, grid, clock)) for width in grid.widths],
         )
@@ -242,11 +237,11 @@ def measure_latency(
         for name, model in models.items()
         for at, run in _passes(in_mode(model, mode), grid)
     }
-    times = in_turns(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
+    times = time_interleaved(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
     return {name: [latency(width, times[name, width, batch, context]) for width in widths] for name in models}
 
 
-def in_turns(
+def time_interleaved(
     tasks: Mapping[Key, tuple[Task, Task]],
     *,
     repeats: int,
@@ -312,7 +307,7 @@ def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> flo
     return size / 1e6 / _best_ms(run, device)
 
 
-def matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:
+def matmul_tflops(dtype: torch.dtype, device: torch.device) -> float:
     """Of one large square product."""
     side = SQUARE[device.type]
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -326,17 +321,9 @@ def latency(width: int, times: list[float]) -> Latency:
     return Latency(width=width, median_ms=ordered[n // 2], low_ms=ordered[n // 4], high_ms=ordered[3 * n // 4], n=n)
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), device.type)
-
-
-def _profile(name: str, model: Decoder, curves: Curves, most: dict[str, float], plan: Plan) -> Profile:
+def _profile(name: str, model: Decoder, curves: LatencyCurves, most: dict[str, float], plan: Plan) -> Profile:
     subject, shape = plan.subjects[name], model.shape if isinstance(model, Llama) else None
-    weights = int(read_weights(shape)) if shape else weight_bytes(model) // plan.dtype.itemsize
+    weights = int(active_params(shape)) if shape else weight_bytes(model) // plan.dtype.itemsize
     return Profile(
         kind="measured",
         name=name,
@@ -347,11 +334,11 @@ def _profile(name: str, model: Decoder, curves: Curves, most: dict[str, float], 
         mode=plan.mode,
         threads=torch.get_num_threads() if plan.device.type == "cpu" else None,
         forward=curves.forward,
-        again=curves.again,
+        steady=curves.steady,
         prefill=curves.prefill,
         host=curves.host,
         bandwidth_gbs=bandwidth_gbs(weights, plan.dtype, plan.device),
-        matrix_tflops=most,
+        matmul_tflops=most,
         command=plan.command,
         versions=provenance.versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import BYTES, Profile, read_profile, read_weights
+from draftlab.latency.cost_model import BYTES, Profile, active_params, read_profile
 from draftlab.model.families import shape_name, unbounded
 from draftlab.model.shape import Shape, fewest_kv_heads, resolve
 from draftlab.results.score import Latency
 
 OVERLAPS = (1.0, 1.5, 2.0, 3.0, 6.0)
-FEWEST = 6  # profiles: one more than there are numbers to fit
+MIN_PROFILES = 6  # profiles: one more than there are numbers to fit
 ITERATIONS = 60
 TERMS = 4  # a, b, c, d
 
@@ -43,7 +43,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
+class ScalingLaw:
     """Profiles of one device, dtype and mode with the same grid, and what follows from them."""
 
     profiles: list[Profile]
@@ -80,7 +80,7 @@ class Law:
     def profile(self, shape: Shape, name: str) -> Profile:
         """What a profile of shape would hold, every number of it fitted."""
         first = self.profiles[0]
-        lists = {part: self._fitted(part, shape) for part in ("forward", "again", "prefill", "host")}
+        lists = {part: self._fitted(part, shape) for part in ("forward", "steady", "prefill", "host")}
         fields = {"kind": "fitted", "name": name, "sha256": None, "shape": shape, "command": "", "created": ""}
         return Profile.model_validate(first.model_dump() | fields | lists)
 
@@ -137,14 +137,14 @@ class Law:
         return [point.model_dump() for point in points]
 
 
-def law_of(profiles: Sequence[Profile]) -> Law:
+def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
     """Profiles made into a law.
 
     Raises:
         UserError: too few of them, or of different devices, dtypes, modes or grids.
     """
-    if len(profiles) < FEWEST:
-        raise UserError(f"a latency law needs profiles of at least {FEWEST} shapes, these are {len(profiles)}")
+    if len(profiles) < MIN_PROFILES:
+        raise UserError(f"a latency law needs profiles of at least {MIN_PROFILES} shapes, these are {len(profiles)}")
     for name in ("device", "dtype", "mode", "threads"):
         values = sorted({str(getattr(p, name)) for p in profiles})
         if len(values) > 1:
@@ -156,10 +156,10 @@ def law_of(profiles: Sequence[Profile]) -> Law:
     if len(known) < len(profiles):
         other = next(p.name for p in profiles if p.shape is None)
         raise UserError(f"a latency law is of shapes, and the profile {other} is of a model that transformers ran")
-    return Law(profiles=[profiles[i] for *_, i in sorted(known)])
+    return ScalingLaw(profiles=[profiles[i] for *_, i in sorted(known)])
 
 
-def read_law(folder: Path) -> Law:
+def read_law(folder: Path) -> ScalingLaw:
     """The law of all profiles in a folder, as ``draftlab law`` or ``draftlab profile`` writes them.
 
     Raises:
@@ -167,7 +167,7 @@ def read_law(folder: Path) -> Law:
     """
     if not folder.is_dir():
         raise UserError(f"no folder of profiles at {folder}; draftlab law measures one")
-    return law_of([read_profile(file) for file in sorted(folder.glob("*.yaml"))])
+    return fit_law([read_profile(file) for file in sorted(folder.glob("*.yaml"))])
 
 
 def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> Curve:
@@ -176,13 +176,13 @@ def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> Cu
     return min((_fit(features, times, p) for p in OVERLAPS), key=lambda curve: curve.misfit)
 
 
-def law_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> dict[str, Shape]:
+def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> dict[str, Shape]:
     """Every combination, in the proportions of source, by name."""
     shapes = [resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)]
     return {shape_name(s): s for s in shapes}
 
 
-def law_sizes(source: Shape) -> tuple[list[int], list[int]]:
+def default_grid(source: Shape) -> tuple[list[int], list[int]]:
     """Depths and widths that span what can be cut from source."""
     depths = {max(1, source.layers // n) for n in (1, 2, 4)} | {1}
     heads = {max(1, source.heads // n) for n in (1, 2, 4)}
@@ -192,7 +192,7 @@ def law_sizes(source: Shape) -> tuple[list[int], list[int]]:
 
 
 def _features(shapes: Sequence[Shape], bytes_per_weight: int) -> np.ndarray:
-    return np.array([[1, s.layers, read_weights(s) * bytes_per_weight, s.layers * s.hidden] for s in shapes])
+    return np.array([[1, s.layers, active_params(s) * bytes_per_weight, s.layers * s.hidden] for s in shapes])
 
 
 def _passes(features: np.ndarray, terms: np.ndarray, overlap: float) -> np.ndarray:

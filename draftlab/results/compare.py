@@ -14,7 +14,7 @@ from rich.text import Text
 from draftlab import intervals
 from draftlab.errors import UserError
 from draftlab.files import validation_text
-from draftlab.intervals import Arm, Interval, bootstrap
+from draftlab.intervals import Interval, Timings, bootstrap
 from draftlab.results.report import terminal_table
 from draftlab.results.score import Score, TaskResult, read_score
 
@@ -30,7 +30,7 @@ class _Read(BaseModel):
 
 class _Row(_Read):
     k: int
-    length: Interval
+    tokens_per_pass: Interval
     speedup: Interval
     tokens_per_second: float
 
@@ -52,18 +52,18 @@ class Candidate:
     name: str
     target: str
     k: int
-    length: float  # tokens per target pass
+    tokens_per_pass: float
     tokens_per_second: float
     speedup: Interval
     score: Score | None
 
     @property
-    def changed(self) -> bool:
-        return self.score is not None and self.score.changed
+    def output_differs(self) -> bool:
+        return self.score is not None and self.score.output_differs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paired:
+class PairedTest:
     """One task, two drafts, the same items. p: McNemar's exact test, of items that are right or wrong; else None."""
 
     task: str
@@ -74,22 +74,22 @@ class Paired:
     p: float | None
 
     @property
-    def told_apart(self) -> bool:
+    def significant(self) -> bool:
         return self.p < SURE if self.p is not None else not self.difference.low <= 0 <= self.difference.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Ranked:
     """A candidate among others. behind: its speed-up over the fastest's; None: the fastest, or nothing to draw from."""
 
     candidate: Candidate
-    behind: Interval | None
+    ratio_to_fastest: Interval | None
     paired: bool  # on the same prompts
-    tasks: list[Paired]
+    tasks: list[PairedTest]
 
     @property
-    def told_apart(self) -> bool | None:
-        return None if self.behind is None or self.behind.n < 2 else self.behind.high < 1
+    def significant(self) -> bool | None:
+        return None if self.ratio_to_fastest is None or self.ratio_to_fastest.n < 2 else self.ratio_to_fastest.high < 1
 
 
 def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
@@ -106,21 +106,21 @@ def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
     return [c if names.count(c.name) == 1 else replace(c, name=f"{c.name} in {file.parent}") for c, file in found]
 
 
-def measured(score: Score) -> Candidate:
+def candidate_of(score: Score) -> Candidate:
     """A score at its best K."""
     k = score.best_k
     return Candidate(
         name=score.name,
         target=score.target.name,
         k=k,
-        length=score.tokens_per_pass(k),
+        tokens_per_pass=score.tokens_per_pass(k),
         tokens_per_second=score.output_tps(k),
-        speedup=score.gain,
+        speedup=score.best_k_speedup,
         score=score,
     )
 
 
-def rank(candidates: Sequence[Candidate]) -> list[Place]:
+def rank(candidates: Sequence[Candidate]) -> list[Ranked]:
     """Fastest first, but one that changed the output behind all that did not.
 
     Raises:
@@ -129,24 +129,27 @@ def rank(candidates: Sequence[Candidate]) -> list[Place]:
     targets = sorted({c.target for c in candidates})
     if len(targets) > 1:
         raise UserError(f"these are drafts of different targets, which do not compare: {', '.join(targets)}")
-    fastest, *others = sorted(candidates, key=lambda c: (c.changed, -c.speedup.value))
-    return [Place(candidate=fastest, behind=None, paired=True, tasks=[]), *(_place(c, fastest) for c in others)]
+    fastest, *others = sorted(candidates, key=lambda c: (c.output_differs, -c.speedup.value))
+    return [
+        Ranked(candidate=fastest, ratio_to_fastest=None, paired=True, tasks=[]),
+        *(_place(c, fastest) for c in others),
+    ]
 
 
 def same_prompts(a: Score, b: Score) -> bool:
     facts = (
-        "data", "prompts_sha256", "prompts", "prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p",
+        "data", "prompts_sha256", "prompts", "prompt_tokens", "max_tokens", "temperature", "top_k", "top_p",
         "min_p", "seed",
     )  # fmt: skip
     return all(getattr(a.conditions, name) == getattr(b.conditions, name) for name in facts)
 
 
-def over(a: Score, b: Score) -> Interval:
+def speedup_ratio(a: Score, b: Score) -> Interval:
     """Speed-up of a over that of b, each at a K chosen on other prompts; drawn together where their prompts agree."""
-    return intervals.over(_arm(a), _arm(b), paired=same_prompts(a, b))
+    return intervals.speedup_ratio(_arm(a), _arm(b), paired=same_prompts(a, b))
 
 
-def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[Paired]:
+def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
     """Of every metric that both have of the same items."""
     other = {(r.task, r.metric): r for r in b}
     pairs = [(r, other[r.task, r.metric]) for r in a if (r.task, r.metric) in other]
@@ -163,9 +166,9 @@ def mcnemar(won: int, lost: int) -> float:
 def category_rows(score: Score) -> list[dict[str, Any]]:
     """The best K by kind of prompt; None where the answers are of one token, which tells nothing about speed."""
     rows = []
-    for name, prompts in score.categories.items():
+    for name, prompts in score.prompts_by_category.items():
         facts = _part(score, prompts)
-        gain = score.part(prompts).speedup(score.best_k) if facts["speedup"] is not None else None
+        gain = score.subset(prompts).speedup(score.best_k) if facts["speedup"] is not None else None
         interval = {"speedup_low": gain and gain.low, "speedup_high": gain and gain.high}
         rows.append({"category": name, "prompts": len(prompts)} | facts | interval)
     return rows
@@ -187,7 +190,7 @@ def prompt_rows(score: Score) -> list[dict[str, Any]]:
     return [{"prompt": i, "category": kind} | _part(score, [i]) for i, kind in enumerate(kinds)]
 
 
-def words(places: Sequence[Place]) -> list[str]:
+def verdict_lines(places: Sequence[Ranked]) -> list[str]:
     """What the ranking says, one line each."""
     first = places[0].candidate
     kind = "measured" if first.score else "predicted"
@@ -197,15 +200,15 @@ def words(places: Sequence[Place]) -> list[str]:
         said = [f"No draft is fastest: even {first.name}, the best of them, has {_ratio(gain)} of its speed {at}."]
     elif gain.low <= 1:
         said = [f"No draft here is clearly faster than none: {first.name} comes nearest, {_ratio(gain)} {at}."]
-    if first.changed:
+    if first.output_differs:
         said = [_no_gain(first)]
     for place in places[1:]:
-        name, ratio = place.candidate.name, place.behind
-        if place.candidate.changed:
+        name, ratio = place.candidate.name, place.ratio_to_fastest
+        if place.candidate.output_differs:
             said.append(_no_gain(place.candidate))
         elif ratio is None or ratio.n < 2:
             said.append(f"{name}: no interval between a prediction, or one prompt, and another.")
-        elif place.told_apart:
+        elif place.significant:
             said.append(f"{name} is slower: {_ratio(ratio)} of it.")
         else:
             said.append(f"{name} cannot be told apart from it: {_ratio(ratio)} of its speed-up.")
@@ -213,10 +216,10 @@ def words(places: Sequence[Place]) -> list[str]:
     return said
 
 
-def comparison(places: Sequence[Place]) -> Table:
+def comparison(places: Sequence[Ranked]) -> Table:
     """One row per candidate, the fastest first and marked."""
     none = ["no draft", "–", "1.00", f"{undrafted(places[0].candidate):.4g}", "1.00x", "", "–"]
-    at = sum(not place.candidate.changed and place.candidate.speedup.value > 1 for place in places)
+    at = sum(not place.candidate.output_differs and place.candidate.speedup.value > 1 for place in places)
     rows = [_row(place) for place in places]
     table = terminal_table(HEADS, [*rows[:at], none, *rows[at:]], best=0, flexible=0)
     table.caption = Text(
@@ -232,17 +235,17 @@ def undrafted(c: Candidate) -> float:
     return c.score.output_tps(0) if c.score else c.tokens_per_second / c.speedup.value
 
 
-def as_dict(place: Place) -> dict[str, Any]:
+def as_dict(place: Ranked) -> dict[str, Any]:
     c = place.candidate
-    tasks = [asdict(t) | {"difference": t.difference.model_dump(), "told_apart": t.told_apart} for t in place.tasks]
+    tasks = [asdict(t) | {"difference": t.difference.model_dump(), "significant": t.significant} for t in place.tasks]
     return {
         "draft": c.name, "target": c.target, "measured": c.score is not None, "k": c.k,
-        "mean_acceptance_length": c.score.acceptance(c.k).mean_acceptance_length if c.score else c.length,
-        "tokens_per_target_pass": c.length, "tokens_per_second": c.tokens_per_second,
+        "mean_acceptance_length": c.score.acceptance(c.k).mean_acceptance_length if c.score else c.tokens_per_pass,
+        "tokens_per_target_pass": c.tokens_per_pass, "tokens_per_second": c.tokens_per_second,
         "plain_tokens_per_second": undrafted(c),
-        "speedup": c.speedup.model_dump(), "identical": not c.changed,
-        "against_fastest": place.behind and place.behind.model_dump(), "same_prompts": place.paired,
-        "told_apart": place.told_apart,
+        "speedup": c.speedup.model_dump(), "identical": not c.output_differs,
+        "against_fastest": place.ratio_to_fastest and place.ratio_to_fastest.model_dump(), "same_prompts": place.paired,
+        "significant": place.significant,
         "tasks": tasks, "categories": category_rows(c.score) if c.score else [],
     }  # fmt: skip
 
@@ -258,7 +261,7 @@ def _read_file(file: Path) -> list[Candidate]:
         content = None
     if isinstance(content, dict) and "predictions" in content:
         return _predicted(file, content)
-    return [measured(read_score(file))]
+    return [candidate_of(read_score(file))]
 
 
 def _predicted(file: Path, content: Any) -> list[Candidate]:
@@ -271,30 +274,36 @@ def _predicted(file: Path, content: Any) -> list[Candidate]:
         row = max(prediction.rows, key=lambda row: row.speedup.value)
         found.append(
             Candidate(
-                name=prediction.name, target=prediction.target.partition(" on ")[0], k=row.k, length=row.length.value,
+                name=prediction.name, target=prediction.target.partition(" on ")[0], k=row.k,
+                tokens_per_pass=row.tokens_per_pass.value,
                 tokens_per_second=row.tokens_per_second, speedup=row.speedup, score=None,
             )
         )  # fmt: skip
     return found
 
 
-def _place(candidate: Candidate, fastest: Candidate) -> Place:
+def _place(candidate: Candidate, fastest: Candidate) -> Ranked:
     ours, theirs = candidate.score, fastest.score
     if ours is None or theirs is None:
-        return Place(candidate=candidate, behind=None, paired=False, tasks=[])
+        return Ranked(candidate=candidate, ratio_to_fastest=None, paired=False, tasks=[])
     tests = paired_tests(ours.draft.tasks, theirs.draft.tasks)
-    return Place(candidate=candidate, behind=over(ours, theirs), paired=same_prompts(ours, theirs), tasks=tests)
+    return Ranked(
+        candidate=candidate,
+        ratio_to_fastest=speedup_ratio(ours, theirs),
+        paired=same_prompts(ours, theirs),
+        tasks=tests,
+    )
 
 
-def _row(place: Place) -> list[str]:
+def _row(place: Ranked) -> list[str]:
     c = place.candidate
     gain = f"{c.speedup.value:.2f}x" + (f"\n{c.speedup.low:.2f}-{c.speedup.high:.2f}" if c.speedup.n > 1 else "")
     accuracy = [r.value for r in c.score.draft.tasks if r.metric == "acc"] if c.score else []
-    mark = "~ " if place.told_apart is False else ""
+    mark = "~ " if place.significant is False else ""
     return [
         mark + c.name + ("" if c.score else " (predicted)"),
-        str(c.k), f"{c.length:.2f}", f"{c.tokens_per_second:.4g}", gain,
-        "" if place.behind is None else _ratio(place.behind).replace(" (", "\n("),
+        str(c.k), f"{c.tokens_per_pass:.2f}", f"{c.tokens_per_second:.4g}", gain,
+        "" if place.ratio_to_fastest is None else _ratio(place.ratio_to_fastest).replace(" (", "\n("),
         f"{accuracy[0]:.3f}" if accuracy else "–",
     ]  # fmt: skip
 
@@ -303,16 +312,16 @@ def _ratio(value: Interval) -> str:
     return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})" if value.n > 1 else f"{value.value:.2f}"
 
 
-def _arm(score: Score) -> Arm:
-    return score.arm(score.speculative)
+def _arm(score: Score) -> Timings:
+    return score.timings(score.speculative)
 
 
-def _paired(a: TaskResult, b: TaskResult) -> Paired:
+def _paired(a: TaskResult, b: TaskResult) -> PairedTest:
     differences = [x - y for x, y in zip(a.items, b.items, strict=True)]
     sign = 1 if a.higher_is_better else -1
     won, lost = (sum(sign * side * d > 0 for d in differences) for side in (1, -1))
     binary = set(a.items) | set(b.items) <= {0.0, 1.0}
-    return Paired(
+    return PairedTest(
         task=a.task,
         metric=a.metric,
         difference=bootstrap(differences, lambda drawn: sum(drawn) / len(drawn)),
@@ -324,7 +333,7 @@ def _paired(a: TaskResult, b: TaskResult) -> Paired:
 
 def _part(score: Score, prompts: list[int]) -> dict[str, Any]:
     """What the best K does for some prompts."""
-    k, part = score.best_k, score.part(prompts)
+    k, part = score.best_k, score.subset(prompts)
     timed, steps = part.output_tps(0) > 0 and part.output_tps(k) > 0, bool(part.generations(k))
     return {
         "k": k,
@@ -343,10 +352,10 @@ def _category_cells(row: dict[str, Any]) -> list[str]:
     return [length, f"{row['output_tps']:.4g}", f"{row['speedup']:.2f}x{spread}"]
 
 
-def _task_words(test: Paired, name: str, other: str) -> str:
+def _task_words(test: PairedTest, name: str, other: str) -> str:
     differ = f"{test.difference.value:+.3f} ({test.difference.low:+.3f} to {test.difference.high:+.3f})"
     how = f"McNemar p = {test.p:.2g}" if test.p is not None else "paired bootstrap"
-    verdict = "differs" if test.told_apart else "cannot be told apart"
+    verdict = "differs" if test.significant else "cannot be told apart"
     return (
         f"{test.task}, {test.metric}: {name} {verdict} from {other}: {differ}, better on {test.won} and worse on "
         f"{test.lost} of {test.difference.n} items, {how}"

@@ -40,12 +40,12 @@ class Entry:
     score: Score
     rank: int  # 0 is the fastest
     k: int
-    gain: Interval  # speed-up of a K chosen on other prompts
-    gains: dict[int, Interval]  # by K; {} where they are not shown
+    best_k_speedup: Interval  # speed-up of a K chosen on other prompts
+    speedups: dict[int, Interval]  # by K; {} where they are not shown
     accuracy: TaskResult | None
 
     @property
-    def length(self) -> float:
+    def tokens_per_pass(self) -> float:
         return self.score.tokens_per_pass(self.k)
 
     @property
@@ -86,7 +86,7 @@ def save_figure(path: Path, panels: Sequence[Panel]) -> None:
     """
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"a figure is written as .svg or .png, and this is {path}")
-    figure = figure_of(panels)
+    figure = draw_panels(panels)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with rc_context({"svg.hashsalt": path.name}):
@@ -95,7 +95,7 @@ def save_figure(path: Path, panels: Sequence[Panel]) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def figure_of(panels: Sequence[Panel]) -> Figure:
+def draw_panels(panels: Sequence[Panel]) -> Figure:
     """Panels side by side."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
@@ -117,13 +117,13 @@ def plot_speedup(entries: list[Entry]) -> Markup:
     def draw(ax: Axes) -> None:
         ax.axhline(1, color="black", linewidth=1, linestyle="--")
         for entry in entries:
-            ks, gains = list(entry.gains), list(entry.gains.values())
+            ks, gains = list(entry.speedups), list(entry.speedups.values())
             low, high = [g.low for g in gains], [g.high for g in gains]
             ax.plot(ks, [g.value for g in gains], color=entry.colour, marker=entry.marker)
             ax.fill_between(ks, low, high, color=entry.colour, alpha=0.15, linewidth=0)
             if len(ks) == 1:  # a band over one K has no width
                 ax.vlines(ks, low, high, color=entry.colour)
-        ks = sorted({k for e in entries for k in e.gains})
+        ks = sorted({k for e in entries for k in e.speedups})
         ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up", xticks=ks, xlim=(ks[0] - 0.5, ks[-1] + 0.5))
 
     return _svg(draw, "Speed-up against K")
@@ -159,7 +159,7 @@ def plot_latency(entries: list[Entry]) -> Markup | None:
 def plot_accuracy(entries: list[Entry]) -> Markup | None:
     """None where no draft has an accuracy."""
     scored = [(e, e.accuracy) for e in entries if e.accuracy]
-    xs, ys = [a.value for _, a in scored], [e.length for e, _ in scored]
+    xs, ys = [a.value for _, a in scored], [e.tokens_per_pass for e, _ in scored]
     errors = [a.stderr or 0.0 for _, a in scored]
 
     def draw(ax: Axes) -> None:
@@ -186,7 +186,7 @@ def plot_positions(entries: list[Entry]) -> Markup:
 
 def plot_time(entries: list[Entry]) -> Markup | None:
     """None where it is not known of any draft: servers do not say."""
-    entries = [e for e in entries if e.score.time_split(e.k)]
+    entries = [e for e in entries if e.score.time_shares(e.k)]
     if not entries:
         return None
     rows = range(len(entries))
@@ -195,11 +195,11 @@ def plot_time(entries: list[Entry]) -> Markup | None:
     def draw(ax: Axes) -> None:
         left = [0.0] * len(entries)
         for phase, colour in PHASES.items():
-            widths = [ms * e.score.time_split(e.k)[phase] for ms, e in zip(step_ms, entries, strict=True)]
+            widths = [ms * e.score.time_shares(e.k)[phase] for ms, e in zip(step_ms, entries, strict=True)]
             ax.barh(rows, widths, left=left, height=0.4, color=colour, label=phase)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for row, entry in enumerate(entries):
-            ax.text(0, row - 0.28, f"{entry.label}, K = {entry.k}: {entry.length:.2f} tokens", va="bottom")
+            ax.text(0, row - 0.28, f"{entry.label}, K = {entry.k}: {entry.tokens_per_pass:.2f} tokens", va="bottom")
         ax.set(xlabel="ms per step", xlim=(0, 1.05 * max(step_ms)), ylim=(len(entries) - 0.7, -0.8), yticks=[])
         ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PHASES), frameon=False)
 

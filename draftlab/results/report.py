@@ -15,9 +15,9 @@ from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.model.shape import Shape, count_text
 from draftlab.results import plots
-from draftlab.results.cautions import cautions
 from draftlab.results.plots import Entry
 from draftlab.results.score import Latency, Model, Score, TaskResult
+from draftlab.results.warnings import score_warnings
 
 BOARD_HEADS = (
     "draft",
@@ -67,7 +67,7 @@ def score_table(scores: list[Score]) -> Table:
     table.caption = Text(
         f"* fastest, each at its best K, {decoding}. c: one draft pass over one target pass. plain: tok/s without a "
         f"draft. Speed-up: of a K chosen on other prompts, 95% bootstrap interval over prompts, "
-        f"n = {_span([e.gain.n for e in entries])}. KV bytes: "
+        f"n = {_span([e.best_k_speedup.n for e in entries])}. KV bytes: "
         "per token." + (f" acc: {task}." if task else "")
     )
     return table
@@ -76,9 +76,11 @@ def score_table(scores: list[Score]) -> Table:
 def k_table(score: Score) -> Table:
     """One row per K of one draft, the best marked."""
     entry = _entry(score, 0, None, every_k=True)
-    best = list(entry.gains).index(entry.k)
+    best = list(entry.speedups).index(entry.k)
     table = terminal_table(K_HEADS, _k_rows(entry), best=best, flexible=len(K_HEADS) - 1)
-    table.caption = Text(f"{score.name}. * fastest K. Intervals: 95% bootstrap over prompts, n = {entry.gain.n}.")
+    table.caption = Text(
+        f"{score.name}. * fastest K. Intervals: 95% bootstrap over prompts, n = {entry.best_k_speedup.n}."
+    )
     return table
 
 
@@ -124,7 +126,7 @@ def markdown(scores: list[Score]) -> str:
         _plain(_answer(entries)),
         _markdown_table(_board_heads(scores), [_board_row(e) for e in entries]),
         "\n".join(f"- **{_plain(e.score.name)}**: {e.score.verdict()}" for e in entries),
-        "\n".join(f"- Warning: {_plain(text)}" for text in cautions(scores)),
+        "\n".join(f"- Warning: {_plain(text)}" for text in score_warnings(scores)),
         _markdown_table(["condition", "value"], _conditions([e.score for e in entries])),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -139,7 +141,7 @@ def html(scores: list[Score], command: str) -> str:
     page = environment.get_template("report.html.j2").render(
         targets=sorted({s.target.name for s in scores}),
         answer=_answer(entries),
-        cautions=cautions(scores),
+        warnings=score_warnings(scores),
         entries=entries,
         board=(_board_heads(scores), [_board_row(e) for e in entries]),
         plots=plots,
@@ -157,7 +159,7 @@ def json_rows(scores: list[Score]) -> list[dict[str, Any]]:
     """One flat row per draft and K, in the order given; metrics have vLLM's names."""
     task = _accuracy_task(scores)
     entries = [_entry(score, 0, task, every_k=True) for score in scores]
-    return [_json_row(entry, k) for entry in entries for k in entry.gains]
+    return [_json_row(entry, k) for entry in entries for k in entry.speedups]
 
 
 def _rank(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
@@ -166,7 +168,7 @@ def _rank(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
         raise UserError("no scores to report; make one with draftlab score")
     task = _accuracy_task(scores)
     entries = [_entry(score, 0, task, every_k) for score in scores]
-    ordered = sorted(entries, key=lambda e: (not e.score.changed, e.gain.value), reverse=True)
+    ordered = sorted(entries, key=lambda e: (not e.score.output_differs, e.best_k_speedup.value), reverse=True)
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered)]
 
 
@@ -174,7 +176,9 @@ def _entry(score: Score, rank: int, task: str | None, every_k: bool) -> Entry:
     """Takes the speed-ups once: the bootstrap is not free."""
     gains = {k: score.speedup(k) for k in sorted(score.speculative)} if every_k else {}
     accuracy = _accuracy(score.draft, task)
-    return Entry(score=score, rank=rank, k=score.best_k, gain=score.gain, gains=gains, accuracy=accuracy)
+    return Entry(
+        score=score, rank=rank, k=score.best_k, best_k_speedup=score.best_k_speedup, speedups=gains, accuracy=accuracy
+    )
 
 
 def _accuracy_task(scores: Sequence[Score]) -> str | None:
@@ -189,8 +193,8 @@ def _accuracy(model: Model, task: str | None) -> TaskResult | None:
 def _answer(entries: list[Entry]) -> str:
     """Which draft is fastest, by how much, what limits it, and whether the runner-up is really behind."""
     best, *others = entries
-    name, target, gain = best.score.name, best.score.target.name, best.gain
-    if best.score.changed:
+    name, target, gain = best.score.name, best.score.target.name, best.best_k_speedup
+    if best.score.output_differs:
         lead = f"No draft here leaves the output of {target} what it is, so no speed-up counts."
     elif gain.low > 1:
         lead = f"With {name} as its draft, {target} writes {gain.value:.2f} times as many tokens per second as alone."
@@ -200,7 +204,7 @@ def _answer(entries: list[Entry]) -> str:
         lead = f"No draft here makes {target} clearly faster; {name} comes nearest."
     parts = [lead, best.score.verdict()]
     if others:
-        second = others[0].gain
+        second = others[0].best_k_speedup
         near = "; the two intervals overlap, so this run does not tell them apart" if second.high >= gain.low else ""
         parts.append(f"Next of {len(entries)} drafts is {others[0].score.name} at {_gain_text(second)}{near}.")
     return " ".join(parts)
@@ -221,10 +225,10 @@ def _board_row(entry: Entry) -> list[str]:
         _ratio_text(score.cost_ratio),
         str(entry.k),
         f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
-        f"{entry.length:.2f}",
+        f"{entry.tokens_per_pass:.2f}",
         _digits(score.output_tps(0)),
         _digits(score.output_tps(entry.k)),
-        _gain_text(entry.gain),
+        _gain_text(entry.best_k_speedup),
         _task_text(accuracy) if accuracy else "–",
         "–" if kv is None else f"{kv:,}",
     ]
@@ -232,15 +236,15 @@ def _board_row(entry: Entry) -> list[str]:
 
 def _terminal_row(entry: Entry) -> list[str]:
     """The leaderboard's cells in half the width: two lines each, as in their heads, and no quartiles."""
-    score, shape, gain = entry.score, entry.score.draft.shape, entry.gain
+    score, shape, gain = entry.score, entry.score.draft.shape, entry.best_k_speedup
     interval = f"{gain.low:.2f}-{gain.high:.2f}" if gain.n > 1 else "n = 1"
-    step, kv = score.draft_step_ms, _kv_bytes(score)
+    step, kv = score.draft_ms, _kv_bytes(score)
     return [
         f"{score.name}\n{shape.layers}x{shape.hidden}, {count_text(shape.params())}" if shape else score.name,
         "–" if step is None else f"{_digits(step)}\n{_ratio_text(score.cost_ratio)}",
         str(entry.k),
         f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
-        f"{entry.length:.2f}",
+        f"{entry.tokens_per_pass:.2f}",
         f"{_digits(score.output_tps(entry.k))}\n{_digits(score.output_tps(0))}",
         f"{gain.value:.2f}x\n{interval}",
         f"{entry.accuracy.value:.3f}" if entry.accuracy else "–",
@@ -250,8 +254,8 @@ def _terminal_row(entry: Entry) -> list[str]:
 
 def _k_rows(entry: Entry) -> Rows:
     rows = []
-    for k, gain in entry.gains.items():
-        acceptance, split = entry.score.acceptance(k), entry.score.time_split(k)
+    for k, gain in entry.speedups.items():
+        acceptance, split = entry.score.acceptance(k), entry.score.time_shares(k)
         rows.append(
             [
                 str(k),
@@ -268,7 +272,7 @@ def _k_rows(entry: Entry) -> Rows:
 
 
 def _json_row(entry: Entry, k: int) -> dict[str, Any]:
-    score, shape, gain, accuracy = entry.score, entry.score.draft.shape, entry.gains[k], entry.accuracy
+    score, shape, gain, accuracy = entry.score, entry.score.draft.shape, entry.speedups[k], entry.accuracy
     return {
         "draft": score.name,
         "target": score.target.name,
@@ -276,7 +280,7 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "hidden": shape and shape.hidden,
         "params": shape and shape.params(),
         "kv_bytes_per_token": _kv_bytes(score),
-        "draft_ms": score.draft_step_ms,
+        "draft_ms": score.draft_ms,
         "cost_ratio": score.cost_ratio,
         "num_speculative_tokens": k,
         "best": k == entry.k,
@@ -286,13 +290,13 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "speedup_low": gain.low,
         "speedup_high": gain.high,
         "speedup_n": gain.n,
-        "best_k_speedup": entry.gain.value,
-        "best_k_speedup_low": entry.gain.low,
-        "best_k_speedup_high": entry.gain.high,
+        "best_k_speedup": entry.best_k_speedup.value,
+        "best_k_speedup_low": entry.best_k_speedup.low,
+        "best_k_speedup_high": entry.best_k_speedup.high,
         "output_tps": score.output_tps(k),
         "plain_output_tps": score.output_tps(0),
         "break_even_length": score.break_even_length(k),
-        **{f"{phase}_share": score.time_split(k).get(phase) for phase in plots.PHASES},
+        **{f"{phase}_share": score.time_shares(k).get(phase) for phase in plots.PHASES},
         "accuracy_task": accuracy and accuracy.task,
         "accuracy": accuracy and accuracy.value,
         "accuracy_stderr": accuracy and accuracy.stderr,
@@ -316,7 +320,7 @@ def _models(score: Score) -> Rows:
         for model in (score.draft, score.target)
     )
     rows = [[name, draft.get(name, "–"), target.get(name, "–")] for name in dict.fromkeys([*draft, *target])]
-    return rows + [[f"{r.task}, {r.metric}, with the draft", "–", _task_text(r)] for r in score.assisted]
+    return rows + [[f"{r.task}, {r.metric}, with the draft", "–", _task_text(r)] for r in score.speculative_tasks]
 
 
 def _conditions(scores: Sequence[Score]) -> Rows:

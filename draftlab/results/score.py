@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from draftlab import intervals
 from draftlab.errors import UserError
 from draftlab.files import validation_text
-from draftlab.intervals import Arm, Interval, Timed
+from draftlab.intervals import Interval, Timing, Timings
 from draftlab.model.shape import Shape
 
 STALLED = 1.5  # one repeat of a prompt over another: the machine did something else
@@ -54,12 +54,12 @@ class Generation(_Frozen):
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
     @property
-    def timed(self) -> Timed:
+    def timing(self) -> Timing:
         """Tokens after the prefill's, and the seconds that they took."""
         return self.tokens - 1, self.decode_seconds
 
 
-class Served(_Frozen):
+class ServedGeneration(_Frozen):
     """One prompt decoded once by a server, seen from outside: steps, and prefill apart from decoding, are not known."""
 
     prompt: int
@@ -67,30 +67,36 @@ class Served(_Frozen):
     seconds: float  # from request to answer
 
     @property
-    def timed(self) -> Timed:
+    def timing(self) -> Timing:
         """All tokens, and all seconds, the prefill's among them."""
         return self.tokens, self.seconds
 
 
-Decoded = Generation | Served
+AnyGeneration = Generation | ServedGeneration
 
 
 class Counters(_Frozen):
     """What a server's speculative counters grew by, over all generations at one K."""
 
-    steps: float = Field(gt=0)
-    drafted: float
-    accepted: list[float]  # at each place, 1 ... K; the last ones may be left out where they are 0
+    num_drafts: float = Field(gt=0)
+    num_draft_tokens: float
+    num_accepted_tokens_per_pos: list[float]  # at each place, 1 ... K; the last ones may be left out where they are 0
 
     @property
     def k(self) -> int:
-        return max(len(self.accepted), math.ceil(self.drafted / self.steps))
+        return max(len(self.num_accepted_tokens_per_pos), math.ceil(self.num_draft_tokens / self.num_drafts))
 
     @property
     def acceptance(self) -> "Acceptance":
         """Every step is taken to have drafted K tokens; how many the end of a text cut is not known."""
-        reached = [self.steps, *self.accepted, *[0.0] * (self.k - len(self.accepted))]
-        return summary(reached=reached, eligible=reached[:-1], drafted=self.drafted, truncated=None)
+        reached = [
+            self.num_drafts,
+            *self.num_accepted_tokens_per_pos,
+            *[0.0] * (self.k - len(self.num_accepted_tokens_per_pos)),
+        ]
+        return acceptance_from_counts(
+            reached=reached, eligible=reached[:-1], drafted=self.num_draft_tokens, truncated=None
+        )
 
 
 class Acceptance(_Frozen):
@@ -139,7 +145,7 @@ class Model(_Frozen):
     shape: Shape | None
     latency: list[Latency]  # by width, from one token on; none: not measured
     tasks: list[TaskResult]
-    hosted: bool = False  # transformers ran it: draftlab's own decoder does not know its architecture
+    via_transformers: bool = False  # transformers ran it: draftlab's own decoder does not know its architecture
 
 
 class Prompt(_Frozen):
@@ -160,7 +166,7 @@ class Environment(_Frozen):
     driver: str | None  # of NVIDIA's devices
 
     @property
-    def loaded(self) -> bool:
+    def busy(self) -> bool:
         return self.busy_cores > LOADED * self.cores
 
 
@@ -176,7 +182,7 @@ class Conditions(_Frozen):
     prompts_sha256: str | None = None
     prompts: int
     prompt_tokens: int | None  # prompts were cut to this; None: whole
-    max_new_tokens: int
+    max_tokens: int
     repeats: int
     context: int | None  # cached tokens at which latency was measured
     seed: int
@@ -209,9 +215,11 @@ class Score(_Frozen):
     conditions: Conditions
     environment: Environment | None = None
     prompts: list[Prompt] = []
-    assisted: list[TaskResult] = []  # generation tasks of the target with this draft, through the speculative engine
-    plain: list[Generation] | list[Served]
-    speculative: dict[int, list[Generation] | list[Served]] = Field(min_length=1)  # by K
+    speculative_tasks: list[
+        TaskResult
+    ] = []  # generation tasks of the target with this draft, through the speculative engine
+    plain: list[Generation] | list[ServedGeneration]
+    speculative: dict[int, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # by K
     counters: dict[int, Counters] = {}  # by K, where a server decoded
     identical: bool | None  # greedy: speculative tokens equal plain ones; None when sampling
     distinct_4grams: float  # of the target's output; low means a repetition loop, which flatters every draft
@@ -224,7 +232,7 @@ class Score(_Frozen):
         prompts = sorted(g.prompt for g in self.plain)
         if any(sorted(g.prompt for g in runs) != prompts for runs in self.speculative.values()):
             raise ValueError("plain and speculative decoding hold different prompts")
-        if not all(any(g.timed[0] for g in runs) for runs in (self.plain, *self.speculative.values())):
+        if not all(any(g.timing[0] for g in runs) for runs in (self.plain, *self.speculative.values())):
             raise ValueError("no text goes on behind its first token: nothing was timed")
         if self.served and set(self.counters) != set(self.speculative):
             raise ValueError("what a server decoded comes with its counters, for every K")
@@ -232,15 +240,15 @@ class Score(_Frozen):
 
     @property
     def served(self) -> bool:
-        """Decoded by servers."""
-        return any(isinstance(g, Served) for g in self.plain)
+        """AnyGeneration by servers."""
+        return any(isinstance(g, ServedGeneration) for g in self.plain)
 
     def generations(self, k: int) -> list[Generation]:
         """Step by step; [] where a server decoded, which does not say."""
         return [g for g in self.speculative[k] if isinstance(g, Generation)]
 
     def acceptance(self, k: int) -> Acceptance:
-        return self.counters[k].acceptance if k in self.counters else acceptance(self.generations(k), k)
+        return self.counters[k].acceptance if k in self.counters else count_acceptance(self.generations(k), k)
 
     def tokens_per_pass(self, k: int) -> float:
         """Over all target passes but prefills; acceptance leaves out those that had no draft. The same where servers
@@ -248,46 +256,46 @@ class Score(_Frozen):
         steps = [emitted for g in self.generations(k) for emitted in g.emitted]
         return sum(steps) / len(steps) if steps else self.acceptance(k).mean_acceptance_length
 
-    def undrafted(self, k: int) -> float:
+    def share_without_draft(self, k: int) -> float:
         """Share of target passes that had no draft: nothing was found, or one token was left to write."""
         steps = [drafted for g in self.generations(k) for drafted in g.drafted]
         return steps.count(0) / len(steps) if steps else 0.0
 
-    def arm(self, ks: Collection[int]) -> Arm:
+    def timings(self, ks: Collection[int]) -> Timings:
         """What prompts took at each of ks, and without a draft."""
-        return [per_prompt(self.speculative[k]) for k in ks], per_prompt(self.plain)
+        return [median_timings(self.speculative[k]) for k in ks], median_timings(self.plain)
 
     def speedup(self, k: int) -> Interval:
         """Tokens per second, speculative over plain: ratio of sums over prompts, each at its typical repeat; the
         prefill is left out of both unless servers decoded."""
-        return intervals.speedup(self.arm([k]))
+        return intervals.speedup(self.timings([k]))
 
     @property
-    def gain(self) -> Interval:
+    def best_k_speedup(self) -> Interval:
         """The speed-up of a K that was chosen on other prompts than those it is timed on: what best_k can promise."""
-        return intervals.speedup(self.arm(self.speculative))
+        return intervals.speedup(self.timings(self.speculative))
 
     @property
     def stalls(self) -> tuple[int, float]:
         """Prompts of which one repeat took over STALLED times as long as another, in some way; and the worst ratio."""
-        arms = [repeats(runs) for runs in (self.plain, *self.speculative.values())]
-        worst = [max(map(intervals.spread, ways)) for ways in zip(*arms, strict=True)]
+        arms = [timings_by_prompt(runs) for runs in (self.plain, *self.speculative.values())]
+        worst = [max(map(intervals.slowest_over_fastest, ways)) for ways in zip(*arms, strict=True)]
         return sum(one > STALLED for one in worst), max(worst)
 
-    def part(self, prompts: Collection[int]) -> "Score":
+    def subset(self, prompts: Collection[int]) -> "Score":
         """The same score over some of its prompts. Counters of servers are of all prompts together and are left out."""
         speculative = {k: [g for g in runs if g.prompt in prompts] for k, runs in self.speculative.items()}
         plain = [g for g in self.plain if g.prompt in prompts]
         return self.model_copy(update={"plain": plain, "speculative": speculative, "counters": {}})
 
     @property
-    def categories(self) -> dict[str, list[int]]:
+    def prompts_by_category(self) -> dict[str, list[int]]:
         """Prompts by what their set calls them; {} where it does not."""
         named = sorted({p.category for p in self.prompts if p.category})
         return {name: [i for i, p in enumerate(self.prompts) if p.category == name] for name in named}
 
     @property
-    def changed(self) -> bool:
+    def output_differs(self) -> bool:
         """What was written is not the target's own, so that no speed-up counts."""
         return self.conditions.lossy or self.identical is False
 
@@ -300,9 +308,9 @@ class Score(_Frozen):
 
     def output_tps(self, k: int) -> float:
         """Tokens per second after the prefill, or with it where servers decoded; K = 0 is plain decoding."""
-        return intervals.rate(per_prompt(self.speculative[k] if k else self.plain))
+        return intervals.tokens_per_second(median_timings(self.speculative[k] if k else self.plain))
 
-    def time_split(self, k: int) -> dict[str, float]:
+    def time_shares(self, k: int) -> dict[str, float]:
         """Shares of decode time: drafting, verifying, host (accepting, sampling, bookkeeping); {} where unknown."""
         runs = [g for g in (self.speculative[k] if k else self.plain) if isinstance(g, Generation)]
         total = sum(g.decode_seconds for g in runs)
@@ -317,14 +325,14 @@ class Score(_Frozen):
         )
 
     @property
-    def draft_step_ms(self) -> float | None:
+    def draft_ms(self) -> float | None:
         """Median time of one draft pass over one token, where it was measured."""
         return self.draft.latency[0].median_ms if self.draft.latency else None
 
     @property
     def cost_ratio(self) -> float | None:
         """c: one draft pass over one target pass."""
-        step = self.draft_step_ms
+        step = self.draft_ms
         return step / self.target.latency[0].median_ms if step is not None and self.target.latency else None
 
     def break_even_length(self, k: int) -> float:
@@ -334,7 +342,7 @@ class Score(_Frozen):
     def verdict(self) -> str:
         """One sentence: what it gains, and what holds it back most."""
         k = self.best_k
-        speedup, length = self.gain, self.tokens_per_pass(k)
+        speedup, length = self.best_k_speedup, self.tokens_per_pass(k)
         spread = f"{speedup.low:.2f} to {speedup.high:.2f}" if speedup.n > 1 else "n = 1"
         gain = (
             f"K = {k} gives {speedup.value:.2f}x ({spread}): {length:.2f} tokens per target pass, "
@@ -344,12 +352,12 @@ class Score(_Frozen):
             gain = "No clear difference. " + gain
         else:
             gain = ("Faster. " if speedup.low > 1 else "Slower than no draft. ") + gain
-        if self.changed:
+        if self.output_differs:
             gain = f"{'LOSSY: not' if self.conditions.lossy else 'Not'} the target's own output. {gain}"
-        return f"{gain}; {self._limit(k)}." if self.time_split(k) else f"{gain}."
+        return f"{gain}; {self._limit(k)}." if self.time_shares(k) else f"{gain}."
 
     def _limit(self, k: int) -> str:
-        split = self.time_split(k)
+        split = self.time_shares(k)
         remedy = {
             "draft": "a cheaper draft would help most, and depth is what costs",
             "verify": "more accepted tokens would help most",
@@ -360,7 +368,7 @@ class Score(_Frozen):
         return f"{doing} takes {split[phase]:.0%} of the time: {remedy[phase]}"
 
 
-def acceptance(generations: list[Generation], k: int) -> Acceptance:
+def count_acceptance(generations: list[Generation], k: int) -> Acceptance:
     """Counts over the steps that drafted something; the self-checks of the metrics hold by construction or raise.
 
     Raises:
@@ -369,7 +377,7 @@ def acceptance(generations: list[Generation], k: int) -> Acceptance:
     steps = [(d, a, e) for g in generations for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True) if d > 0]
     if any(not 0 <= a <= d <= k or not 1 <= e <= a + 1 for d, a, e in steps):
         raise ValueError(f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1")
-    return summary(
+    return acceptance_from_counts(
         reached=[sum(a >= i for _, a, _ in steps) for i in range(k + 1)],
         eligible=[sum(a >= i - 1 and d >= i for d, a, _ in steps) for i in range(1, k + 1)],
         drafted=sum(d for d, _, _ in steps),
@@ -377,7 +385,7 @@ def acceptance(generations: list[Generation], k: int) -> Acceptance:
     )
 
 
-def summary(
+def acceptance_from_counts(
     *, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float | None
 ) -> Acceptance:
     """From counts over the steps that drafted something, live ones or expected ones.
@@ -420,14 +428,14 @@ def read_score(path: Path) -> Score:
     return read_json(Score, path, "score.json")
 
 
-def repeats(decoded: Sequence[Decoded]) -> list[list[Timed]]:
+def timings_by_prompt(decoded: Sequence[AnyGeneration]) -> list[list[Timing]]:
     """Tokens and seconds of every repeat, in the order of the prompts."""
-    found: dict[int, list[Timed]] = {}
+    found: dict[int, list[Timing]] = {}
     for g in decoded:
-        found.setdefault(g.prompt, []).append(g.timed)
+        found.setdefault(g.prompt, []).append(g.timing)
     return [found[prompt] for prompt in sorted(found)]
 
 
-def per_prompt(decoded: Sequence[Decoded]) -> list[Timed]:
+def median_timings(decoded: Sequence[AnyGeneration]) -> list[Timing]:
     """Tokens and seconds of each prompt's typical repeat."""
-    return [intervals.typical(one) for one in repeats(decoded)]
+    return [intervals.median_repeat(one) for one in timings_by_prompt(decoded)]

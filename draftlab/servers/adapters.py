@@ -167,7 +167,11 @@ class SGLang:
             return None
         histogram = found["spec_correct_drafts_histogram"]  # steps by accepted tokens
         accepted = [float(sum(histogram[i:])) for i in range(1, len(histogram))]
-        return Counters(steps=found["spec_verify_ct"], drafted=found["spec_num_proposed_drafts"], accepted=accepted)
+        return Counters(
+            num_drafts=found["spec_verify_ct"],
+            num_draft_tokens=found["spec_num_proposed_drafts"],
+            num_accepted_tokens_per_pos=accepted,
+        )
 
     def look(self, ids: list[int], k: int) -> dict[str, Any]:
         asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}

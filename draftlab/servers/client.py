@@ -275,7 +275,11 @@ def spec_decode(before: Mapping[str, float], after: Mapping[str, float]) -> Coun
     for series, value in grown("num_accepted_tokens_per_pos").items():
         place = int(series.partition('position="')[2].partition('"')[0])
         by_place[place] = by_place.get(place, 0.0) + value
-    return Counters(steps=steps, drafted=drafted, accepted=[by_place[place] for place in sorted(by_place)])
+    return Counters(
+        num_drafts=steps,
+        num_draft_tokens=drafted,
+        num_accepted_tokens_per_pos=[by_place[place] for place in sorted(by_place)],
+    )
 
 
 def _message(answer: httpx.Response) -> str:

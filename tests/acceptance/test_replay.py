@@ -31,7 +31,7 @@ from draftlab.engine.verify import Warp, distribution, verify
 from draftlab.errors import UserError
 from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
-from draftlab.results.score import Acceptance, Generation, acceptance
+from draftlab.results.score import Acceptance, Generation, count_acceptance
 
 KS = range(1, 9)
 chance_lists = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6)
@@ -68,7 +68,7 @@ def live_acceptance(steps: list[One], k: int, n: int) -> Acceptance:
         accepted=[s.accepted for s in kept], emitted=[s.emitted for s in kept],
         prefill_seconds=0.0, draft_seconds=0.0, verify_seconds=0.0, host_seconds=0.0,
     )  # fmt: skip
-    return acceptance([found], k).model_copy(update={"num_draft_tokens": sum(s.drafted for s in kept)})
+    return count_acceptance([found], k).model_copy(update={"num_draft_tokens": sum(s.drafted for s in kept)})
 
 
 def near(found: Acceptance, wanted: dict[str, object]) -> None:
@@ -425,7 +425,7 @@ def test_greedy_replay_is_live_speculation_step_by_step(pair):
             assert [len(s.tokens) for s in steps[1:]] == emitted.tolist()
             assert [s.accepted for s in steps[1:]] == (emitted - 1).tolist()
             generations.append(of_steps(number, steps))
-        assert chain(texts_of(kept), k).acceptance() == acceptance(generations, k)
+        assert chain(texts_of(kept), k).acceptance() == count_acceptance(generations, k)
 
 
 def of_steps(prompt: int, steps: list[Step]) -> Generation:

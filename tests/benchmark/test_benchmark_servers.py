@@ -20,7 +20,7 @@ from draftlab.data import prompts
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
-from draftlab.results.score import Counters, Served, read_score
+from draftlab.results.score import Counters, ServedGeneration, read_score
 from draftlab.servers.adapters import SGLang
 
 K, NEW = 3, 9  # the first token comes with the prefill; the others are two steps of K + 1
@@ -77,9 +77,11 @@ def test_a_draft_that_is_the_target_is_accepted_whole_by_the_counters(space, sta
     assert (row["identical"], row["draft_share"], row["n_truncated_steps"]) == (True, None, None)
     found = read_score(space / "runs/score-served")
     assert [p.category for p in found.prompts] == ["code", "chat"]
-    assert all(g.timed == (NEW, g.seconds) for g in (*found.plain, *found.speculative[K]) if isinstance(g, Served))
+    assert all(
+        g.timing == (NEW, g.seconds) for g in (*found.plain, *found.speculative[K]) if isinstance(g, ServedGeneration)
+    )
     runs = (found.plain, found.speculative[K])  # of two repeats the faster one counts
-    times = [sum(min(g.timed[1] for g in of if g.prompt == prompt) for prompt in (0, 1)) for of in runs]
+    times = [sum(min(g.timing[1] for g in of if g.prompt == prompt) for prompt in (0, 1)) for of in runs]
     assert row["speedup"] == pytest.approx(times[0] / times[1])
     assert found.generations(K) == []
     record = provenance.read_record(space / "runs/score-served")
@@ -119,8 +121,8 @@ def test_a_server_of_another_vocabulary_is_refused(space, started):
 @pytest.mark.parametrize(("steps", "fine"), [(10, True), (13, True), (9, False), (40, False)])
 def test_counters_that_others_moved_are_refused(steps, fine):
     """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1."""
-    runs = [Served(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
-    counters = Counters(steps=steps, drafted=3.0 * steps, accepted=[12.0, 9.0, 7.0])
+    runs = [ServedGeneration(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
+    counters = Counters(num_drafts=steps, num_draft_tokens=3.0 * steps, num_accepted_tokens_per_pos=[12.0, 9.0, 7.0])
     if fine:
         check_alone(runs, counters, "http://here")
         return
@@ -132,7 +134,7 @@ def test_sglangs_counters_are_in_its_answers():
     """By the source of 0.5.23: three steps of 4 drafted tokens accepted 0, 2 and 2."""
     meta = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": [1, 0, 2]}
     found = SGLang().counters({"meta_info": meta})
-    assert found == Counters(steps=3, drafted=12, accepted=[2.0, 2.0])
+    assert found == Counters(num_drafts=3, num_draft_tokens=12, num_accepted_tokens_per_pos=[2.0, 2.0])
     assert (found.k, found.acceptance.mean_acceptance_length) == (4, pytest.approx(1 + 4 / 3))
     assert found.acceptance.acceptance_histogram == [1, 0, 2, 0, 0]
     assert SGLang().counters({"meta_info": {}}) is None

@@ -17,8 +17,8 @@ from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.checkpoint import load_model, load_tokenizer
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.results.cautions import cautions
 from draftlab.results.score import TaskResult
+from draftlab.results.warnings import score_warnings
 
 TASK = """
 task: goes_on
@@ -134,6 +134,6 @@ def test_a_target_that_transformers_runs_writes_one_prompt_at_a_time(pair, answe
 def test_a_score_that_differs_with_the_draft_is_a_warning():
     target = model("target", 12, 20.0, [ACC])
     lower = TaskResult(task=ACC.task, metric="acc", value=0.6, stderr=None, higher_is_better=True)
-    assert cautions([change(score(), target=target, assisted=[ACC])]) == []
-    (found,) = cautions([change(score(), target=target, assisted=[lower])])
+    assert score_warnings([change(score(), target=target, speculative_tasks=[ACC])]) == []
+    (found,) = score_warnings([change(score(), target=target, speculative_tasks=[lower])])
     assert "scores 0.600 with it on py_choice, acc, 0.612 alone: not lossless" in found

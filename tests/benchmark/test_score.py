@@ -10,7 +10,7 @@ from draftlab.benchmark.throughput import PLAIN, distinct_ngrams, measure_throug
 from draftlab.engine.generate import Sampling
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import llama
-from draftlab.results.score import acceptance
+from draftlab.results.score import count_acceptance
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
 
@@ -64,7 +64,7 @@ def test_counters_reconcile_with_emitted_tokens(measured):
 
 
 def test_a_draft_that_is_the_target_accepts_everything(measured):
-    found = acceptance(measured.generations["same", 4], 4)
+    found = count_acceptance(measured.generations["same", 4], 4)
     assert found.draft_acceptance_rate == 1
     assert [len(g.drafted) for g in measured.generations["same", 4]] == [4] * 6  # 16 tokens after the first: 5 5 5 1
 

@@ -29,7 +29,11 @@ def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, dra
     call(*SCORE, *tasks, "--out", "here")
     call(*SCORE, *tasks, "--out", "spread", "--device-map", "map.json")
     here, spread = (read_score(space / out / draft.name) for out in ("here", "spread"))
-    assert (here.target.hosted, spread.target.hosted, spread.draft.hosted) == (False, True, False)
+    assert (here.target.via_transformers, spread.target.via_transformers, spread.draft.via_transformers) == (
+        False,
+        True,
+        False,
+    )
     assert [g.tokens for g in spread.plain] == [g.tokens for g in here.plain]
     assert {k: spread.acceptance(k) for k in (1, 2)} == {k: here.acceptance(k) for k in (1, 2)}
     values = [[task.value for task in one.target.tasks] for one in (here, spread)]

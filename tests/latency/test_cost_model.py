@@ -9,17 +9,17 @@ import yaml
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import (
-    Again,
-    Cost,
+    CostModel,
     Experts,
     Point,
     Profile,
+    SteadyPoint,
     alpha_for,
     analytic,
     break_even_length,
-    closed_speedup,
+    closed_form_speedup,
     devices,
-    expected_length,
+    expected_tokens,
     parse_profile,
     read_profile,
     write_profile,
@@ -40,9 +40,9 @@ def point(width: int, batch: int, context: int) -> Point:
     return Point(**latency(width, width + 10 * batch + context / 16).model_dump(), batch=batch, context=context)
 
 
-def again(point: Point, behind: int) -> Again:
+def again(point: Point, behind: int) -> SteadyPoint:
     """1 ms sooner behind each like pass."""
-    return Again(**point.model_dump() | {"median_ms": point.median_ms - behind}, behind=behind)
+    return SteadyPoint(**point.model_dump() | {"median_ms": point.median_ms - behind}, after=behind)
 
 
 @pytest.fixture
@@ -51,21 +51,21 @@ def profile() -> Profile:
     forward = [point(w, b, c) for w in WIDTHS for b in BATCHES for c in CONTEXTS]
     return Profile(
         kind="measured", name="m", sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
-        forward=forward, again=[again(p, n) for n in (1, 2) for p in forward if p.width == 1],
+        forward=forward, steady=[again(p, n) for n in (1, 2) for p in forward if p.width == 1],
         prefill=[latency(16, 5), latency(64, 9)], host=[latency(1, 0.1), latency(5, 0.5)],
-        bandwidth_gbs=10, matrix_tflops={"float32": 0.1}, command="draftlab profile m", versions={}, created="",
+        bandwidth_gbs=10, matmul_tflops={"float32": 0.1}, command="draftlab profile m", versions={}, created="",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("c", "k"), [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
 def test_best_k_is_that_of_online_speculative_decodings_cost_model(c, k):
-    assert max(range(1, 33), key=lambda k: closed_speedup(expected_length(0.6, k), k, c)) == k
+    assert max(range(1, 33), key=lambda k: closed_form_speedup(expected_tokens(0.6, k), k, c)) == k
 
 
 def test_break_even_beta_and_experts_are_those_that_were_published():
     """Both from the review that papers.md cites in section 1.7."""
-    length = expected_length(2 / 3, 5)
-    assert closed_speedup(length, 5, c=0.01, beta=2.69) == pytest.approx(1, abs=2e-3)
+    length = expected_tokens(2 / 3, 5)
+    assert closed_form_speedup(length, 5, c=0.01, beta=2.69) == pytest.approx(1, abs=2e-3)
     assert break_even_length(5, 0.01, 2.69) == pytest.approx(length, abs=5e-3)
     mixtral = Experts(count=8, active=2)
     assert mixtral.touched(1) == 2
@@ -75,8 +75,8 @@ def test_break_even_beta_and_experts_are_those_that_were_published():
 
 @pytest.mark.parametrize(("alpha", "k", "length"), [(0.5, 1, 1.5), (0.7, 4, 2.77), (0.8, 6, 3.95), (0.9, 8, 6.13)])
 def test_expected_length_and_its_inverse(alpha, k, length):
-    assert expected_length(alpha, k) == pytest.approx(length, abs=5e-3)
-    assert alpha_for(expected_length(alpha, k), k) == pytest.approx(alpha)
+    assert expected_tokens(alpha, k) == pytest.approx(length, abs=5e-3)
+    assert alpha_for(expected_tokens(alpha, k), k) == pytest.approx(alpha)
 
 
 @pytest.mark.parametrize("length", [0.9, 5.1])
@@ -86,11 +86,11 @@ def test_an_acceptance_length_that_cannot_be_is_refused(length):
 
 
 def test_curves_are_linear_between_their_points(profile):
-    cost = Cost.of(profile)
+    cost = CostModel.of(profile)
     contexts = np.array([16, 20, 64])
     assert cost.forward_ms(3, 2, contexts) == pytest.approx(3 + 20 + contexts / 16)
-    assert cost.again_ms(3, contexts) == pytest.approx(1 + 30 + contexts / 16 - 2)
-    assert cost.settling_ms(3, contexts) == pytest.approx(np.array([[2.0] * 3, [1.0] * 3]))
+    assert cost.steady_ms(3, contexts) == pytest.approx(1 + 30 + contexts / 16 - 2)
+    assert cost.warmup_ms(3, contexts) == pytest.approx(np.array([[2.0] * 3, [1.0] * 3]))
     assert cost.prefill_ms(np.array([40])) == pytest.approx([7])
     assert cost.host_ms(3) == pytest.approx(0.3)
 
@@ -98,11 +98,11 @@ def test_curves_are_linear_between_their_points(profile):
 @pytest.mark.parametrize(("width", "batch", "context"), [(6, 1, 16), (1, 5, 16), (1, 1, 15), (1, 1, 65)])
 def test_nothing_is_extrapolated_unasked(profile, width, batch, context):
     with pytest.raises(UserError, match=r"outside the profile of m \(\d+ to \d+\)"):
-        Cost.of(profile).forward_ms(width, batch, np.array([context]))
+        CostModel.of(profile).forward_ms(width, batch, np.array([context]))
 
 
 def test_extrapolation_continues_widths_and_contexts_but_no_batch(profile):
-    cost = Cost.of(profile, extrapolate=True)
+    cost = CostModel.of(profile, extrapolate=True)
     assert cost.forward_ms(8, 1, np.array([96])) == pytest.approx([8 + 10 + 6])
     assert cost.beyond("width", 1, 8) == ["m: width 1 to 8 is extrapolated from 1 to 5"]
     assert cost.beyond("context", 8, 64) == ["m: context 8 to 64 is extrapolated from 16 to 64"]
@@ -139,13 +139,13 @@ def test_a_grid_with_a_hole_is_refused(profile, tmp_path):
     file.write_text(yaml.safe_dump(fields | {"forward": fields["forward"][:-1]}))
     with pytest.raises(UserError, match="forward must hold every combination"):
         read_profile(file)
-    gap = [entry for entry in fields["again"] if entry["behind"] == 1] + [
-        entry | {"behind": n} for n in (3, 5) for entry in fields["again"] if entry["behind"] == 2
+    gap = [entry for entry in fields["steady"] if entry["behind"] == 1] + [
+        entry | {"behind": n} for n in (3, 5) for entry in fields["steady"] if entry["behind"] == 2
     ]
-    file.write_text(yaml.safe_dump(fields | {"again": gap}))
+    file.write_text(yaml.safe_dump(fields | {"steady": gap}))
     with pytest.raises(UserError, match="again is behind"):
         read_profile(file)
-    file.write_text(yaml.safe_dump(fields | {"again": fields["again"][1:]}))
+    file.write_text(yaml.safe_dump(fields | {"steady": fields["steady"][1:]}))
     with pytest.raises(UserError, match="again must hold every combination"):
         read_profile(file)
 
@@ -158,7 +158,7 @@ def test_a_folder_of_profiles_is_not_one(profile, tmp_path):
 
 
 def computed(spec: str, width: int = 1, longest: int = 200) -> float:
-    cost = Cost.of(parse_profile(spec, widths=range(1, 10), batches=[1], longest=longest))
+    cost = CostModel.of(parse_profile(spec, widths=range(1, 10), batches=[1], longest=longest))
     return float(cost.forward_ms(width, 1, np.array(0)))
 
 
@@ -200,7 +200,9 @@ def test_wide_passes_turn_from_reading_to_computing():
     one, many = (computed("llama-65b@h200,graphs", width) for width in (1, 9))
     assert many / one < 1.01
     spec = "llama-65b@4xa100-80gb,graphs"
-    wide = Cost.of(parse_profile(spec, widths=[1, 1024], batches=[1], longest=200)).forward_ms(1024, 1, np.array(0))
+    wide = CostModel.of(parse_profile(spec, widths=[1, 1024], batches=[1], longest=200)).forward_ms(
+        1024, 1, np.array(0)
+    )
     assert wide > 2 * 65e9 * 1024 / (4 * 312e12) * 1e3
 
 

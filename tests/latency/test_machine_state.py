@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftlab.latency.machine_state import environment, warm_up, warn_if_loaded
+from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.results.score import Environment
 
 
@@ -32,12 +32,12 @@ def test_it_is_run_until_two_times_in_a_row_are_alike(times, expected):
 @pytest.mark.parametrize(("busy", "warned"), [(0.1, False), (2.0, False), (2.1, True), (4.0, True)])
 def test_other_work_on_more_than_half_of_the_cores_is_said(busy, warned, capsys):
     found = Environment(system="s", processor="p", cores=4, busy_cores=busy, governor=None, driver=None)
-    warn_if_loaded(found)
+    warn_if_busy(found)
     assert (f"{busy:.1f} of 4 cores busy" in capsys.readouterr().err) == warned
 
 
 def test_the_machine_is_described():
-    found = environment()
+    found = read_environment()
     assert found.cores == os.cpu_count()
     assert 0 <= found.busy_cores <= found.cores + 0.5
     assert found.system

@@ -18,20 +18,20 @@ from draftlab.cli import app
 from draftlab.engine.generate import ModelDrafter, Sampling, Step, plain, speculative
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import Again, Cost, Point, Profile, expected_length, write_profile
+from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, expected_tokens, write_profile
 from draftlab.latency.predict import (
     Workload,
-    assumed,
-    at_context,
     best_k,
-    needed_length,
-    of_score,
+    constant_workload,
+    expected_time,
     predict,
-    prices,
-    replayed,
-    spend,
+    required_length,
+    step_costs,
     steps,
     verdict,
+    with_prompt_tokens,
+    workload_of,
+    workload_of_score,
 )
 from draftlab.model import llama
 from draftlab.results.score import Conditions, Generation, Model, Score
@@ -64,14 +64,14 @@ def profile(name: str, of: Law, host: list = FREE_HOST, batches: tuple[int, ...]
     return Profile(
         kind="measured", name=name, sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
         forward=[point(w, *at, 0) for w in range(1, 10) for at in places],
-        again=[Again(**point(1, *at, n).model_dump(), behind=n) for n in range(1, SETTLED + 1) for at in places],
+        steady=[SteadyPoint(**point(1, *at, n).model_dump(), after=n) for n in range(1, SETTLED + 1) for at in places],
         prefill=[latency(n, of(n, 0, 0)) for n in (1, 100)], host=host, bandwidth_gbs=10,
-        matrix_tflops={"float32": 0.1}, command="", versions={}, created="",
+        matmul_tflops={"float32": 0.1}, command="", versions={}, created="",
     )  # fmt: skip
 
 
-def pair(draft: Law = DRAFT, target: Law = TARGET, host: list = FREE_HOST) -> tuple[Cost, Cost]:
-    return Cost.of(profile("draft", draft, host)), Cost.of(profile("target", target, host))
+def pair(draft: Law = DRAFT, target: Law = TARGET, host: list = FREE_HOST) -> tuple[CostModel, CostModel]:
+    return CostModel.of(profile("draft", draft, host)), CostModel.of(profile("target", target, host))
 
 
 class Meter:
@@ -124,18 +124,18 @@ def ran(tmp_path):
         (np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, runs[0], strict=True)
     ]
     chances = [(one.rank == 0).astype(float)[1:] for one in look(draft, texts, 307, Warp())]
-    return runs, replayed(chances, [len(p) for p in PROMPTS])
+    return runs, workload_of(chances, [len(p) for p in PROMPTS])
 
 
 def test_predicted_time_is_the_engines_on_a_metered_clock(ran):
     """With catching up, the draft's prefill, growing contexts, short last steps and the turns between models."""
     runs, work = ran
     draft, target = pair()
-    paid = prices(draft, target, work, max(KS), 1)
+    paid = step_costs(draft, target, work, max(KS), 1)
     accepted = sum(s.accepted for run in runs[1] for s in run)
     assert 5 < accepted < 100  # else nothing below is tried
     for k in (0, *KS):
-        spent = spend(paid, work.prompts, steps(work, k))
+        spent = expected_time(paid, work.prompt_tokens, steps(work, k))
         for i, run in enumerate(runs[k]):
             decode = run[1:]
             assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in decode), rel=1e-9)
@@ -157,7 +157,7 @@ def test_ignoring_growth_turns_or_catching_up_would_be_seen(ran):
     """The test above can fail: each of these is worth more than it allows."""
     _, work = ran
     exact = {row.k: row.speedup.value for row in predict(*pair(), work, KS).rows}
-    flat = {row.k: row.closed_speedup for row in predict(*pair(), work, KS).rows}
+    flat = {row.k: row.closed_form_speedup for row in predict(*pair(), work, KS).rows}
     still = pair(law(0.8, 0.1, 0.004, 0.0), law(4.0, 0.5, 0.02, 0.0))
     turnless = {row.k: row.speedup.value for row in predict(*still, work, KS).rows}
     assert all(abs(turnless[k] / exact[k] - 1) > 0.02 for k in KS)
@@ -167,29 +167,29 @@ def test_ignoring_growth_turns_or_catching_up_would_be_seen(ran):
 def test_a_text_that_ends_by_itself_drafts_past_its_end(ran):
     _, work = ran
     lengths = work.texts.lengths
-    ended = Workload(texts=dataclasses.replace(work.texts, limits=lengths + 20), prompts=work.prompts)
-    paid = prices(*pair(), ended, 5, 1)
-    cut, free = (spend(paid, work.prompts, steps(w, 5)).draft.sum() for w in (work, ended))
+    ended = Workload(texts=dataclasses.replace(work.texts, limits=lengths + 20), prompt_tokens=work.prompt_tokens)
+    paid = step_costs(*pair(), ended, 5, 1)
+    cut, free = (expected_time(paid, work.prompt_tokens, steps(w, 5)).draft.sum() for w in (work, ended))
     assert free > cut
 
 
 def test_texts_of_one_token_predict_nothing():
     with pytest.raises(UserError, match="nothing to predict"):
-        predict(*pair(), replayed([np.array([])], [5]), KS)
+        predict(*pair(), workload_of([np.array([])], [5]), KS)
 
 
 def test_closed_form_agrees_where_nothing_grows():
     costs = pair(law(0.1, 0.0, 0.0, 0.0), law(10.0, 0.0, 0.0, 0.0))
-    found = predict(*costs, assumed(0.7, tokens=81, prompt_tokens=10), [1, 4, 8])
+    found = predict(*costs, constant_workload(0.7, tokens=81, prompt_tokens=10), [1, 4, 8])
     for row in found.rows:
-        assert row.length.value == pytest.approx(expected_length(0.7, row.k), rel=0.03)  # the ends are short
-        assert row.speedup.value == pytest.approx(row.closed_speedup, rel=0.03)
+        assert row.tokens_per_pass.value == pytest.approx(expected_tokens(0.7, row.k), rel=0.03)  # the ends are short
+        assert row.speedup.value == pytest.approx(row.closed_form_speedup, rel=0.03)
         assert row.beta == 1
     assert found.c == pytest.approx(0.01)
 
 
 def test_host_time_counts_per_drafted_token_and_per_step():
-    work = assumed(0.6, tokens=60, prompt_tokens=10)
+    work = constant_workload(0.6, tokens=60, prompt_tokens=10)
     free, dear = (predict(*pair(host=host), work, [4]) for host in (FREE_HOST, [latency(1, 0.4), latency(9, 1.2)]))
     passes = work.texts.lengths.sum() / free.rows[0].length.value
     more = 1e3 * 59 * (1 / dear.rows[0].tokens_per_second - 1 / free.rows[0].tokens_per_second)
@@ -198,7 +198,7 @@ def test_host_time_counts_per_drafted_token_and_per_step():
 
 
 def test_bounds_enclose_every_k():
-    found = predict(*pair(), assumed(0.6, tokens=80, prompt_tokens=10), range(1, 9))
+    found = predict(*pair(), constant_workload(0.6, tokens=80, prompt_tokens=10), range(1, 9))
     for row in found.rows:
         assert row.free_draft > row.speedup.value < row.perfect_draft
         assert row.perfect_draft < row.k + 1
@@ -206,8 +206,8 @@ def test_bounds_enclose_every_k():
 
 
 def test_a_batch_is_as_fast_as_its_rows_together():
-    slow, fast = (Cost.of(profile("m", TARGET, batches=(1, 8))), Cost.of(profile("d", DRAFT, batches=(1, 8))))
-    work = assumed(0.6, tokens=40, prompt_tokens=10)
+    slow, fast = (CostModel.of(profile("m", TARGET, batches=(1, 8))), CostModel.of(profile("d", DRAFT, batches=(1, 8))))
+    work = constant_workload(0.6, tokens=40, prompt_tokens=10)
     one, eight = (predict(fast, slow, work, [2], batch) for batch in (1, 8))
     assert eight.rows[0].tokens_per_second == pytest.approx(
         one.rows[0].tokens_per_second
@@ -216,7 +216,7 @@ def test_a_batch_is_as_fast_as_its_rows_together():
 
 
 def test_best_k_falls_where_verification_is_dear():
-    work = assumed(0.8, tokens=60, prompt_tokens=10)
+    work = constant_workload(0.8, tokens=60, prompt_tokens=10)
     cheap, dear = (best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9), 1) for extra in (0.05, 1.0))
     assert cheap[0] > dear[0]
     assert cheap[1] > dear[1]
@@ -224,23 +224,23 @@ def test_best_k_falls_where_verification_is_dear():
 
 def test_longer_contexts_change_the_ratio():
     heavy = law(4.0, 0.5, 0.0, 0.0), law(4.0, 0.5, 0.4, 0.0)
-    work = assumed(0.7, tokens=20, prompt_tokens=10)
-    short, long = (predict(*pair(*heavy), at_context(work, n), [3]).rows[0].speedup.value for n in (10, 70))
+    work = constant_workload(0.7, tokens=20, prompt_tokens=10)
+    short, long = (predict(*pair(*heavy), with_prompt_tokens(work, n), [3]).rows[0].speedup.value for n in (10, 70))
     assert long > short
 
 
 def test_what_a_slower_draft_would_need_is_what_makes_it_as_fast():
-    work = assumed(0.6, tokens=80, prompt_tokens=8)
+    work = constant_workload(0.6, tokens=80, prompt_tokens=8)
     fast = predict(*pair(), work, KS)
     dearer = law(1.4, 0.1, 0.004, 0.3)
     slow = predict(*pair(dearer), work, KS)
-    k, length = needed_length(slow, fast.best.speedup.value) or (0, 0.0)
-    alpha = next(a for a in np.linspace(0.6, 1, 4001) if expected_length(a, k) >= length)
-    again = predict(*pair(dearer), assumed(alpha, tokens=80, prompt_tokens=8), KS)
+    k, length = required_length(slow, fast.best.speedup.value) or (0, 0.0)
+    alpha = next(a for a in np.linspace(0.6, 1, 4001) if expected_tokens(a, k) >= length)
+    again = predict(*pair(dearer), constant_workload(alpha, tokens=80, prompt_tokens=8), KS)
     assert next(row for row in again.rows if row.k == k).speedup.value == pytest.approx(
         fast.best.speedup.value, rel=0.02
     )
-    assert needed_length(predict(*pair(law(9, 0, 0, 0)), work, KS), fast.best.speedup.value) is None
+    assert required_length(predict(*pair(law(9, 0, 0, 0)), work, KS), fast.best.speedup.value) is None
 
 
 QUICK, BUSY = law(0.1, 0.0, 0.0, 0.0), [latency(1, 0.0), latency(9, 20.0)]
@@ -256,8 +256,8 @@ QUICK, BUSY = law(0.1, 0.0, 0.0, 0.0), [latency(1, 0.0), latency(9, 20.0)]
     ],
 )
 def test_the_verdict_names_what_limits_the_pair(draft, target, host, alpha, opening, limit):
-    costs = Cost.of(profile("draft", draft)), Cost.of(profile("target", target, host))
-    words = verdict(predict(*costs, assumed(alpha, tokens=60, prompt_tokens=10), range(1, 5)))
+    costs = CostModel.of(profile("draft", draft)), CostModel.of(profile("target", target, host))
+    words = verdict(predict(*costs, constant_workload(alpha, tokens=60, prompt_tokens=10), range(1, 5)))
     assert words.startswith(opening), words
     assert limit in words, words
 
@@ -267,7 +267,7 @@ def score_of(runs: dict[int, list[list[Step]]]) -> Score:
     model = Model(name="m", sha256="", shape=SHAPE, latency=[latency(1, 1.0)], tasks=[])
     conditions = Conditions(
         device="here", dtype="float32", mode="eager", threads=1, temperature=0, data="", prompts=3, prompt_tokens=6,
-        max_new_tokens=NEW, repeats=1, context=20, seed=0,
+        max_tokens=NEW, repeats=1, context=20, seed=0,
     )  # fmt: skip
     return Score(
         name="d", target=model, draft=model, conditions=conditions, plain=generations[0],
@@ -287,12 +287,14 @@ def _generation(prompt: int, run: list[Step]) -> Generation:
 def test_a_score_gives_back_the_steps_that_it_counted(ran):
     runs, work = ran
     score = score_of(runs)
-    found = of_score(score)
+    found = workload_of_score(score)
     known = (found.texts.chances == 0) | (found.texts.chances == 1)
     assert (found.texts.chances[known] == work.texts.chances[known]).all()
     for k in KS:
         assert steps(found, k).begun.sum() == pytest.approx(sum(len(run) - 1 for run in runs[k]), rel=0.02)
-    alone = of_score(score.model_copy(update={"identical": None}))  # of the largest K only, as where it samples
+    alone = workload_of_score(
+        score.model_copy(update={"identical": None})
+    )  # of the largest K only, as where it samples
     assert steps(alone, 5).begun.sum() == sum(len(run) - 1 for run in runs[5])
 
 
@@ -329,7 +331,7 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
             number=i, category="", prompt_tokens=int(prompt), stop="length", chances=[0.0, *row],
             ranks=[0] * (len(row) + 1), top=[1.0] * (len(row) + 1), distinct_4grams=1, longest_repeat=0,
         )
-        for i, (prompt, row) in enumerate(zip(work.prompts, work.texts.chances.tolist(), strict=True))
+        for i, (prompt, row) in enumerate(zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True))
     ]  # fmt: skip
     decoding = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=NEW, eos_ids=[])
     replay = Replay(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from draftlab import workspace
 from draftlab.cli import app
 from draftlab.engine.generate import clock_for
-from draftlab.latency.cost_model import Cost, read_profile
+from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.profiler import (
     AGAIN,
     WARM_ROUNDS,
@@ -18,10 +18,10 @@ from draftlab.latency.profiler import (
     RandomWeights,
     bandwidth_gbs,
     host_times,
-    in_turns,
-    matrix_tflops,
+    matmul_tflops,
     measure,
     random_model,
+    time_interleaved,
 )
 from draftlab.model import llama
 from draftlab.model.shape import Shape, write_shape_file
@@ -53,12 +53,12 @@ def test_every_point_of_the_grid_is_measured():
         assert [(p.width, p.batch, p.context) for p in curves.forward] == [
             (w, b, c) for w in GRID.widths for b in GRID.batches for c in GRID.contexts
         ]
-        assert [(p.behind, p.width, p.batch, p.context) for p in curves.again] == [
+        assert [(p.after, p.width, p.batch, p.context) for p in curves.steady] == [
             (n, 1, b, c) for n in AGAIN for b in GRID.batches for c in GRID.contexts
         ]
         assert [p.width for p in curves.prefill] == [8, 20]
         assert [p.width for p in curves.host] == [1, 2, 3]
-        every = [*curves.forward, *curves.again, *curves.prefill, *curves.host]
+        every = [*curves.forward, *curves.steady, *curves.prefill, *curves.host]
         assert all(0 < p.low_ms <= p.median_ms <= p.high_ms and p.n == GRID.repeats for p in every)
 
 
@@ -91,7 +91,7 @@ def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
         return run
 
     tasks = {"a": (costs("lead", 5), costs("a", 1, first=100)), "b": (costs("lead", 7), costs("b", 2))}
-    times = in_turns(tasks, repeats=3, clock=lambda: now[0])
+    times = time_interleaved(tasks, repeats=3, clock=lambda: now[0])
     assert times == {"a": [1000.0] * 3, "b": [2000.0] * 3}
     assert all(calls[i] == "lead" for i in range(0, len(calls), 2))
     order = calls[1::2]
@@ -110,9 +110,9 @@ def test_host_time_leaves_the_pass_out():
 def test_ceilings_are_positive_and_bound_a_pass():
     model = random_model(SHAPE, torch.float32, CPU, 64)
     weights = SHAPE.params() - SHAPE.vocab * SHAPE.hidden
-    again = measure({"m": model}, GRID, mode="eager", clock=clock_for(CPU))["m"].again[0]
+    again = measure({"m": model}, GRID, mode="eager", clock=clock_for(CPU))["m"].steady[0]
     assert weights * 4 / 1e6 / again.median_ms < bandwidth_gbs(weights, torch.float32, CPU)
-    assert matrix_tflops(torch.float32, CPU) > 1e-3
+    assert matmul_tflops(torch.float32, CPU) > 1e-3
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_captured_passes_are_measured():
     cuda = torch.device("cuda")
     model = random_model(SHAPE, torch.bfloat16, cuda, 64)
     eager, graphs = (measure({"m": model}, GRID, mode=m, clock=clock_for(cuda))["m"] for m in ("eager", "graphs"))
-    assert graphs.again[0].median_ms < eager.again[0].median_ms
+    assert graphs.steady[0].median_ms < eager.steady[0].median_ms
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_profiling_as_typed_a_checkpoint_beside_a_shape(space, tmp_path):
     assert found["small"].shape == SHAPE
     typed = f"draftlab profile --k 2 --batch 1 --context 8,16 --repeats 3 --mode eager --threads 1 {space} small.yaml"
     assert found["llama"].command == typed
-    assert Cost.of(found["llama"]).widths.tolist() == [1, 2, 3]
+    assert CostModel.of(found["llama"]).widths.tolist() == [1, 2, 3]
     assert json.loads((out / "draftlab.json").read_text())["command"] == "profile"
     assert "--force" in call(space, "small.yaml", *SMALL, code=1).stderr
     printed = json.loads(call(space, "small.yaml", *SMALL, "--force", "--json").stdout)

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from draftlab import workspace
 from draftlab.cli import app
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import Again, Cost, Point, Profile, write_profile
-from draftlab.latency.scaling_law import fit, law_of, law_shapes, law_sizes, read_law
+from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, write_profile
+from draftlab.latency.scaling_law import default_grid, fit, fit_law, grid_shapes, read_law
 from draftlab.model.families import presets, unbounded, widths_folder
 from draftlab.model.shape import Shape, check, check_within
 
 TINY = presets(widths_folder())["tiny-16x256"]
-SHAPES = list(law_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
+SHAPES = list(grid_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
 TERMS = np.array([0.3, 0.08, 1e-7, 1e-4])  # ms: of a pass, of a layer, of a byte, of a layer and dimension
 
 
@@ -38,9 +38,9 @@ def profile_of(shape: Shape, overlap: float = 1.0, factor: float = 1.0, **change
     fields = {
         "kind": "measured", "name": f"{shape.layers}x{shape.hidden}", "sha256": None, "shape": shape, "device": "here",
         "dtype": "float32", "mode": "eager", "threads": 1, "forward": points,
-        "again": [Again(**p.model_dump(), behind=1) for p in points if p.width == 1],
+        "steady": [SteadyPoint(**p.model_dump(), after=1) for p in points if p.width == 1],
         "prefill": [latency(16, 5 * ms), latency(64, 9 * ms)], "host": [latency(1, 0.1), latency(2, 0.2)],
-        "bandwidth_gbs": 10, "matrix_tflops": {"float32": 0.1}, "command": "", "versions": {}, "created": "",
+        "bandwidth_gbs": 10, "matmul_tflops": {"float32": 0.1}, "command": "", "versions": {}, "created": "",
     }  # fmt: skip
     return Profile.model_validate(fields | changes)
 
@@ -56,18 +56,18 @@ def test_a_known_law_is_found_back(overlap):
 
 def test_noise_of_five_percent_stays_below_eight_held_out():
     rng = np.random.default_rng(0)
-    law = law_of([profile_of(s, 1.5, rng.lognormal(0, 0.05)) for s in SHAPES])
+    law = fit_law([profile_of(s, 1.5, rng.lognormal(0, 0.05)) for s in SHAPES])
     assert np.abs(law.held_out).mean() < 0.08
 
 
 def test_times_without_a_law_are_not_predicted():
     rng = np.random.default_rng(0)
-    law = law_of([profile_of(s, factor=rng.lognormal(0, 1.0)) for s in SHAPES])
+    law = fit_law([profile_of(s, factor=rng.lognormal(0, 1.0)) for s in SHAPES])
     assert np.abs(law.held_out).mean() > 0.3
 
 
 def test_where_reading_outweighs_issuing_is_where_it_was_put():
-    law = law_of([profile_of(s) for s in SHAPES])
+    law = fit_law([profile_of(s) for s in SHAPES])
     for layers in (1, 8):
         width = law.crossing(layers)
         assert width is not None
@@ -76,16 +76,16 @@ def test_where_reading_outweighs_issuing_is_where_it_was_put():
 
 
 def _wide(layers: int, width: int) -> Shape:
-    return next(iter(law_shapes(unbounded(TINY), [layers], [width]).values()))
+    return next(iter(grid_shapes(unbounded(TINY), [layers], [width]).values()))
 
 
 def test_a_fitted_profile_predicts_like_a_measured_one():
-    law = law_of([profile_of(s) for s in SHAPES])
+    law = fit_law([profile_of(s) for s in SHAPES])
     shape = SHAPES[5]
-    fitted, measured = Cost.of(law.profile(shape, "x")), Cost.of(profile_of(shape))
+    fitted, measured = CostModel.of(law.profile(shape, "x")), CostModel.of(profile_of(shape))
     at = np.array([16, 30, 64])
     assert fitted.forward_ms(2, 1, at) == pytest.approx(measured.forward_ms(2, 1, at), rel=1e-2)
-    assert fitted.again_ms(1, at) == pytest.approx(measured.again_ms(1, at), rel=1e-2)
+    assert fitted.steady_ms(1, at) == pytest.approx(measured.steady_ms(1, at), rel=1e-2)
     assert fitted.prefill_ms(at) == pytest.approx(measured.prefill_ms(at), rel=1e-2)
     assert fitted.host_ms(2) == pytest.approx(0.2, rel=1e-2)
     assert fitted.profile.kind == "fitted"
@@ -94,7 +94,7 @@ def test_a_fitted_profile_predicts_like_a_measured_one():
 @pytest.mark.parametrize("name", ["tiny-16x256", "llama-7b", "llama-3.1-8b"])
 def test_the_shapes_to_measure_can_be_cut_and_are_enough(name):
     source = presets(widths_folder())[name]
-    shapes = law_shapes(source, *law_sizes(source))
+    shapes = grid_shapes(source, *default_grid(source))
     assert len(shapes) >= 9
     for shape in shapes.values():
         check(shape)
@@ -111,7 +111,7 @@ def test_the_shapes_to_measure_can_be_cut_and_are_enough(name):
 )
 def test_what_is_no_law_is_said_in_a_line(profiles, complaint):
     with pytest.raises(UserError, match=complaint):
-        law_of(profiles())
+        fit_law(profiles())
 
 
 @pytest.fixture

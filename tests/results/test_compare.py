@@ -11,22 +11,21 @@ from typer.testing import CliRunner
 
 from draftlab.cli import app
 from draftlab.errors import UserError
-from draftlab.results.cautions import cautions
 from draftlab.results.compare import (
     as_dict,
     category_rows,
     category_table,
     comparison,
     mcnemar,
-    over,
     paired_tests,
     prompt_rows,
     rank,
     read_candidates,
-    words,
+    verdict_lines,
 )
 from draftlab.results.report import html, json_rows
-from draftlab.results.score import Counters, Environment, Generation, Prompt, Score, Served, TaskResult
+from draftlab.results.score import Counters, Environment, Generation, Prompt, Score, ServedGeneration, TaskResult
+from draftlab.results.warnings import score_warnings
 
 
 def at(name: str, seconds: list[float]) -> Score:
@@ -48,21 +47,21 @@ def test_drafts_that_differ_by_the_same_share_everywhere_are_told_apart_by_pairi
     fast, slow = at("fast", seconds), at("slow", [1.05 * s for s in seconds])
     places = rank(read_candidates(kept(tmp_path, slow, fast)))
     assert [p.candidate.name for p in places] == ["fast", "slow"]
-    (behind,) = [p.behind for p in places if p.behind is not None]
+    (behind,) = [p.ratio_to_fastest for p in places if p.ratio_to_fastest is not None]
     assert behind.value == pytest.approx(1 / 1.05)
     assert (behind.low, behind.high) == (pytest.approx(1 / 1.05), pytest.approx(1 / 1.05))
     assert slow.speedup(4).high > fast.speedup(4).low
-    assert words(places)[1] == "slow is slower: 0.95 (0.95 to 0.95) of it."
+    assert verdict_lines(places)[1] == "slow is slower: 0.95 (0.95 to 0.95) of it."
     other = conditioned(slow, prompts_sha256="others")
     apart = rank(read_candidates(kept(tmp_path / "o", fast, other)))[1]
-    assert (apart.paired, apart.told_apart) == (False, False)
+    assert (apart.paired, apart.significant) == (False, False)
 
 
 def test_a_difference_that_prompts_do_not_agree_on_is_not_told_apart(tmp_path):
     fast, noisy = at("even", [0.2] * PROMPTS), at("noisy", [0.12, 0.3] * (PROMPTS // 2))
     places = rank(read_candidates(kept(tmp_path, fast, noisy)))
-    assert places[1].told_apart is False
-    assert "cannot be told apart from it" in words(places)[1]
+    assert places[1].significant is False
+    assert "cannot be told apart from it" in verdict_lines(places)[1]
     assert "~ noisy" in rendered(comparison(places), 80)
 
 
@@ -71,23 +70,25 @@ def test_plain_decoding_of_two_runs_is_taken_out():
     one, slower = [0.2] * PROMPTS, [0.4] * PROMPTS
     here, there = at("a", one), at("b", slower)
     doubled = [plain(g.prompt, 2 * g.decode_seconds) for g in UNEVEN]
-    assert over(here, change(there, plain=doubled)).value == pytest.approx(1)
+    assert speedup_ratio(here, change(there, plain=doubled)).value == pytest.approx(1)
 
 
 def test_a_draft_that_changed_the_output_is_last_whatever_its_speed(tmp_path):
     wrong = change(at("wrong", [0.05] * PROMPTS), identical=False)
     places = rank(read_candidates(kept(tmp_path, wrong, at("right", [0.2] * PROMPTS))))
     assert [p.candidate.name for p in places] == ["right", "wrong"]
-    assert "wrong changed the output" in words(places)[1]
+    assert "wrong changed the output" in verdict_lines(places)[1]
 
 
 def test_a_draft_under_a_lossy_rule_is_last_and_not_called_the_fastest(tmp_path):
     lossy = conditioned(at("lossy", [0.05] * PROMPTS), temperature=1, rule="lenient", lossy=True)
     places = rank(read_candidates(kept(tmp_path, lossy, at("right", [0.2] * PROMPTS))))
     assert [p.candidate.name for p in places] == ["right", "lossy"]
-    assert "lossy changed the output" in words(places)[1]
+    assert "lossy changed the output" in verdict_lines(places)[1]
     alone = rank(read_candidates([tmp_path / "lossy"]))
-    assert words(alone) == [f"lossy changed the output: its speed-up of {lossy.speedup_value(4):.2f}x does not count."]
+    assert verdict_lines(alone) == [
+        f"lossy changed the output: its speed-up of {lossy.speedup_value(4):.2f}x does not count."
+    ]
     assert as_dict(alone[0])["identical"] is False
 
 
@@ -112,9 +113,9 @@ def test_items_are_compared_in_pairs():
     (found,) = paired_tests([result([1, 1, 1, 0, 1, 0])], [result([1, 0, 0, 0, 0, 1])])
     assert (found.won, found.lost, found.difference.value) == (3, 1, pytest.approx(2 / 6))
     assert found.p == pytest.approx(0.625)
-    assert not found.told_apart
+    assert not found.significant
     (lower,) = paired_tests([result([2.0, 3.0], "loss", False)], [result([2.5, 3.5], "loss", False)])
-    assert (lower.p, lower.won, lower.told_apart) == (None, 2, True)
+    assert (lower.p, lower.won, lower.significant) == (None, 2, True)
     assert paired_tests([result([1, 0])], [result([1, 0, 1])]) == []  # other items
 
 
@@ -136,8 +137,8 @@ def test_predictions_stand_beside_scores_and_are_called_so(tmp_path):
     said = {"predictions": [{"name": "wide, graphs", "target": "target on 4 x A100, float16", "rows": [row]}]}
     (tmp_path / "predicted.json").write_text(json.dumps(said))
     places = rank(read_candidates([tmp_path / "predicted.json", *kept(tmp_path, score("a"))]))
-    assert [(p.candidate.name, p.told_apart) for p in places] == [("wide, graphs", None), ("a", None)]
-    assert words(places)[0] == "wide, graphs is fastest: 3.00x at K = 5 (predicted)."
+    assert [(p.candidate.name, p.significant) for p in places] == [("wide, graphs", None), ("a", None)]
+    assert verdict_lines(places)[0] == "wide, graphs is fastest: 3.00x at K = 5 (predicted)."
     (tmp_path / "predicted.json").write_text('{"predictions": [{}]}')
     with pytest.raises(UserError, match="is not what predict --json prints"):
         read_candidates([tmp_path / "predicted.json"])
@@ -158,9 +159,9 @@ def test_the_command_ranks_and_keeps_the_bar(tmp_path):
 
 
 def test_a_served_score_stands_beside_a_local_one(tmp_path):
-    whole = [Served(prompt=i, tokens=16, seconds=0.6) for i in range(PROMPTS)]
-    fast = [Served(prompt=i, tokens=16, seconds=0.3) for i in range(PROMPTS)]
-    counters = {4: Counters(steps=40, drafted=160, accepted=[32, 24, 16, 8])}
+    whole = [ServedGeneration(prompt=i, tokens=16, seconds=0.6) for i in range(PROMPTS)]
+    fast = [ServedGeneration(prompt=i, tokens=16, seconds=0.3) for i in range(PROMPTS)]
+    counters = {4: Counters(num_drafts=40, num_draft_tokens=160, num_accepted_tokens_per_pos=[32, 24, 16, 8])}
     served = change(score("served"), plain=whole, speculative={4: fast}, counters=counters)
     again = Score.model_validate_json(served.model_dump_json())
     assert again == served
@@ -181,13 +182,13 @@ def test_a_slow_down_is_not_praised(tmp_path):
     slow = at("slow", [1.5 * s for s in plain_seconds])
     even = at("even", [s * (0.8, 1.3)[i % 2] for i, s in enumerate(plain_seconds)])
     places = rank(read_candidates(kept(tmp_path, slow)))
-    assert words(places) == [
+    assert verdict_lines(places) == [
         "No draft is fastest: even slow, the best of them, has 0.67 (0.67 to 0.67) of its speed at K = 4 (measured)."
     ]
     table = rendered(comparison(places), 100)
     assert table.index("* no draft") < table.index("slow")
     both = rank(read_candidates(kept(tmp_path / "o", slow, even)))
-    assert words(both)[0].startswith("No draft here is clearly faster than none: even comes nearest")
+    assert verdict_lines(both)[0].startswith("No draft here is clearly faster than none: even comes nearest")
 
 
 def test_no_draft_has_its_place(tmp_path):
@@ -211,14 +212,14 @@ def test_a_kind_of_prompt_that_is_answered_with_its_end_has_no_speed(tmp_path):
     assert category_rows(one)[0]["speedup"] is not None
     assert prompt_rows(one)[0]["output_tps"] is None
     assert "–" in rendered(category_table(one), 80)
-    assert any("1 of 8 prompts were answered with one token" in text for text in cautions([one]))
+    assert any("1 of 8 prompts were answered with one token" in text for text in score_warnings([one]))
 
 
 def test_stalls_and_a_busy_machine_are_said_on_the_page():
     base = at("draft", [0.2] * PROMPTS)
-    assert not [text for text in cautions([base]) if "busy" in text]
+    assert not [text for text in score_warnings([base]) if "busy" in text]
     again = [plain(g.prompt, (8 if g.prompt == 2 else 1) * g.decode_seconds) for g in base.plain]
-    said = cautions([change(base, plain=[*base.plain, *again])])
+    said = score_warnings([change(base, plain=[*base.plain, *again])])
     assert any("1 of 8 prompts took over 1.5 times as long in one repeat as in another, up to 8.0" in t for t in said)
     busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
-    assert any("other work kept 1.5 of 2 cores busy" in t for t in cautions([change(base, environment=busy)]))
+    assert any("other work kept 1.5 of 2 cores busy" in t for t in score_warnings([change(base, environment=busy)]))

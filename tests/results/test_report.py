@@ -11,9 +11,9 @@ from rich.table import Table
 
 from draftlab.errors import UserError
 from draftlab.model.shape import Shape
-from draftlab.results.cautions import cautions
 from draftlab.results.report import html, json_rows, k_table, markdown, score_table
 from draftlab.results.score import Conditions, Generation, Latency, Model, Score, TaskResult
+from draftlab.results.warnings import score_warnings
 
 PROMPTS = 8
 ACC = TaskResult(task="py_choice", metric="acc", value=0.612, stderr=0.014, higher_is_better=True)
@@ -27,7 +27,7 @@ CONDITIONS = Conditions(
     data="standard library",
     prompts=PROMPTS,
     prompt_tokens=32,
-    max_new_tokens=16,
+    max_tokens=16,
     repeats=1,
     context=64,
     seed=0,
@@ -207,7 +207,7 @@ def test_a_lossy_rule_is_said_everywhere_and_never_the_fastest():
     assert [row["draft"] for row in rows] == ["true", "typ"]
     assert lossy.verdict().startswith("LOSSY: not the target's own output. ")
     assert "rule typical (LOSSY)" in caption(lossy)
-    assert "LOSSY" in cautions([lossy])[0]
+    assert "LOSSY" in score_warnings([lossy])[0]
     assert markdown([lossy]).startswith("No draft here leaves the output of target what it is")
 
 
@@ -228,7 +228,7 @@ def test_the_table_says_how_tokens_were_chosen(how, text):
 
 
 def test_sampling_is_no_fault():
-    assert cautions([change(score(), identical=None)]) == []
+    assert score_warnings([change(score(), identical=None)]) == []
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("faulty", "text"), FAULTS, ids=["lossy", "loop", "few", "cut"])
 def test_each_fault_gives_its_own_warning_everywhere(faulty: Score, text: str):
-    (found,) = cautions([faulty])
+    (found,) = score_warnings([faulty])
     assert found.startswith("wide: ")
     assert text in found
     assert f"- Warning: {found}" in markdown([faulty])
@@ -390,14 +390,14 @@ def test_each_fault_gives_its_own_warning_everywhere(faulty: Score, text: str):
     ids=["plain", "4-grams", "prompts", "cuts"],
 )
 def test_no_warning_up_to_the_bar(sound: Score):
-    assert cautions([sound]) == []
+    assert score_warnings([sound]) == []
     assert "Warning" not in markdown([sound])
     assert "Read with care" not in html([sound], command="")
 
 
 def test_unequal_conditions_are_named():
-    others = [score("a"), conditioned(score("b"), threads=4, max_new_tokens=64)]
-    assert cautions(others) == [
+    others = [score("a"), conditioned(score("b"), threads=4, max_tokens=64)]
+    assert score_warnings(others) == [
         "the drafts were measured with different threads, max new tokens: their speed-ups do not compare"
     ]
     assert "| threads | 1 (a); 4 (b) |" in markdown(others)
@@ -405,7 +405,9 @@ def test_unequal_conditions_are_named():
 
 
 def test_unequal_targets_are_named():
-    assert "different target" in cautions([score("a"), change(score("b"), target=model("other", 13, 20.0, []))])[0]
+    assert (
+        "different target" in score_warnings([score("a"), change(score("b"), target=model("other", 13, 20.0, []))])[0]
+    )
 
 
 def test_json_has_a_flat_row_for_each_draft_and_k():

@@ -9,7 +9,7 @@ from test_report import score
 
 from draftlab import intervals
 from draftlab.errors import UserError
-from draftlab.results.score import Generation, Score, acceptance, per_prompt, read_score
+from draftlab.results.score import Generation, Score, count_acceptance, median_timings, read_score
 
 
 def generation(prompt=0, drafted=(), accepted=(), emitted=None, seconds=1.0) -> Generation:
@@ -28,12 +28,12 @@ def generation(prompt=0, drafted=(), accepted=(), emitted=None, seconds=1.0) -> 
 
 
 def speedup(fast: list[Generation], slow: list[Generation]) -> intervals.Interval:
-    return intervals.speedup(([per_prompt(fast)], per_prompt(slow)))
+    return intervals.speedup(([median_timings(fast)], median_timings(slow)))
 
 
 def test_acceptance_of_a_hand_counted_run():
     """K = 3. Steps: 3 of 3, 0 of 3, 1 of 3, 2 of 2 (the end was near), and one step without a draft."""
-    found = acceptance([generation(drafted=[3, 3, 3, 2, 0], accepted=[3, 0, 1, 2, 0])], 3)
+    found = count_acceptance([generation(drafted=[3, 3, 3, 2, 0], accepted=[3, 0, 1, 2, 0])], 3)
     assert found.num_spec_steps == 4
     assert found.num_draft_tokens == 11
     assert found.num_accepted_draft_tokens == 6
@@ -51,7 +51,7 @@ steps = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)).map(lambda t: (
 @given(steps)
 @settings(max_examples=60, deadline=None)
 def test_self_checks_of_the_metrics_hold(run):
-    found = acceptance([generation(drafted=[d for d, _ in run], accepted=[a for _, a in run])], 5)
+    found = count_acceptance([generation(drafted=[d for d, _ in run], accepted=[a for _, a in run])], 5)
     assert 1 <= found.mean_acceptance_length <= 6
     assert found.mean_acceptance_length == pytest.approx(1 + sum(found.per_position_acceptance))
     assert sum(found.acceptance_histogram) == found.num_spec_steps
@@ -59,7 +59,7 @@ def test_self_checks_of_the_metrics_hold(run):
 
 
 def test_a_step_cut_by_the_end_counts_and_is_named():
-    found = acceptance([generation(drafted=[4], accepted=[4], emitted=[2])], 4)
+    found = count_acceptance([generation(drafted=[4], accepted=[4], emitted=[2])], 4)
     assert found.n_truncated_steps == 1
     assert found.mean_acceptance_length == 5
 
@@ -67,7 +67,7 @@ def test_a_step_cut_by_the_end_counts_and_is_named():
 @pytest.mark.parametrize(("drafted", "accepted"), [([2], [3]), ([5], [0])])
 def test_contradictions_are_refused(drafted, accepted):
     with pytest.raises(ValueError, match="accepted > drafted"):
-        acceptance([generation(drafted=drafted, accepted=accepted)], 4)
+        count_acceptance([generation(drafted=drafted, accepted=accepted)], 4)
 
 
 def test_speed_up_is_a_ratio_of_sums_without_the_prefill():
@@ -98,7 +98,7 @@ def test_noise_alone_makes_no_speed_up():
         slow = [(10, 10.0)] * 12
         arms = [[(10, rng.uniform(6, 14)) for _ in slow] for _ in range(6)]
         found.append(intervals.speedup((arms, slow)))
-        itself.append(max(intervals.rate(arm) / intervals.rate(slow) for arm in arms))
+        itself.append(max(intervals.tokens_per_second(arm) / intervals.tokens_per_second(slow) for arm in arms))
     assert sum(itself) / 12 > 1.08
     assert sum(one.value for one in found) / 12 == pytest.approx(1, abs=0.04)
     assert sum(one.low < 1 < one.high for one in found) >= 11
@@ -132,7 +132,7 @@ def test_a_stall_in_one_repeat_is_not_the_drafts():
     fast = [generation(0, [3], [3], seconds=2)] * 3
     assert speedup(fast, slow).value == pytest.approx(2)
     assert speedup(fast[:2], slow[:2]).value == pytest.approx(2)
-    assert intervals.spread([g.timed for g in slow]) == pytest.approx(10)
+    assert intervals.slowest_over_fastest([g.timing for g in slow]) == pytest.approx(10)
 
 
 def test_an_interval_narrows_with_prompts():

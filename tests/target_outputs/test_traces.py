@@ -27,7 +27,7 @@ from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hf_decoder
 from draftlab.model.llama import load
-from draftlab.results.score import Generation, acceptance
+from draftlab.results.score import Generation, count_acceptance
 from draftlab.servers.client import Server
 from draftlab.target_outputs import sources, traces
 from draftlab.target_outputs.sources import About, LocalWriter, PaperTrace, Prompts, ServedWriter, file_prompts
@@ -439,7 +439,7 @@ def test_a_replayed_trace_is_live_speculation(models, greedy_trace):
     assert found.texts[0].chances == pytest.approx([float(r == 0) for r in found.texts[0].ranks])
     prompts = [t.prompt.tolist() for t in greedy_trace.texts]
     for k in (1, 2, 5):
-        wanted = acceptance(live(models["target"], models["draft"], prompts, k, Sampling(max_new_tokens=24)), k)
+        wanted = count_acceptance(live(models["target"], models["draft"], prompts, k, Sampling(max_new_tokens=24)), k)
         assert found.counts(Drafting(k=k)).acceptance() == wanted
         assert 0.2 < wanted.draft_acceptance_rate < 0.95
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from draftlab.results.score import STALLED, Score, per_prompt
+from draftlab.results.score import STALLED, Score, median_timings
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
 MUCH = 0.1  # of the steps
 
 
-def cautions(scores: Sequence[Score]) -> list[str]:
+def score_warnings(scores: Sequence[Score]) -> list[str]:
     """What a reader must know before trusting the numbers, each naming its drafts."""
     whose: dict[str, list[str]] = {}
     for score in scores:
@@ -43,13 +43,13 @@ def _cautions_of(score: Score) -> list[str]:
     if prompts < FEW_PROMPTS:
         found.append(f"number of prompts: {prompts}; below {FEW_PROMPTS} the interval means little")
     for model in (score.target, score.draft):
-        if model.hosted:
+        if model.via_transformers:
             found.append(f"transformers ran {model.name}, whose architecture the engine does not know: not its speed")
     if score.conditions.lossy:
         found.append(f"LOSSY: rule {score.conditions.rule} changes what is written; no speed-up counts as the target's")
     if score.served:
         found.append("servers decoded it: times are whole requests, prefill and transport included")
-    if score.environment is not None and score.environment.loaded:
+    if score.environment is not None and score.environment.busy:
         busy, cores = score.environment.busy_cores, score.environment.cores
         found.append(f"other work kept {busy:.1f} of {cores} cores busy when it began: times are worth little")
     stalled, worst = score.stalls
@@ -58,11 +58,13 @@ def _cautions_of(score: Score) -> list[str]:
             f"{stalled} of {prompts} prompts took over {STALLED:g} times as long in one repeat as in another, up to "
             f"{worst:.1f} times: the machine was busy; each prompt counts by its median repeat"
         )
-    short = sum(not tokens for tokens, _ in per_prompt(score.plain))
+    short = sum(not tokens for tokens, _ in median_timings(score.plain))
     if short:
         found.append(f"{short} of {prompts} prompts were answered with one token, which tells nothing about speed")
-    if score.undrafted(k) > MUCH:
-        found.append(f"{score.undrafted(k):.0%} of target passes at K = {k} had no draft; the rate is of the others")
+    if score.share_without_draft(k) > MUCH:
+        found.append(
+            f"{score.share_without_draft(k):.0%} of target passes at K = {k} had no draft; the rate is of the others"
+        )
     if cut is not None and cut > MUCH * steps:
         found.append(
             f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
@@ -74,5 +76,5 @@ def _cautions_of(score: Score) -> list[str]:
 def _differing_tasks(score: Score) -> list[tuple[str, str, float, float]]:
     """Generation tasks that the target scores otherwise with the draft: task, metric, alone, with it."""
     alone = {(r.task, r.metric): r.value for r in score.target.tasks}
-    pairs = [(r.task, r.metric, alone.get((r.task, r.metric)), r.value) for r in score.assisted]
+    pairs = [(r.task, r.metric, alone.get((r.task, r.metric)), r.value) for r in score.speculative_tasks]
     return [(task, metric, a, b) for task, metric, a, b in pairs if a is not None and a != b]

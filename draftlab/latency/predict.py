@@ -293,7 +293,8 @@ def verdict(prediction: Prediction) -> str:
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (
         f"{opening}, by prediction. K = {row.k} gives {gain.value:.2f}x ({spread}): "
-        f"{row.tokens_per_pass.value:.2f} tokens per target pass, break-even {row.break_even_length:.2f}. Halving one loss would give: {halves}. "
+        f"{row.tokens_per_pass.value:.2f} tokens per target pass, break-even {row.break_even_length:.2f}. "
+        f"Halving one loss would give: {halves}. "
         f"So {REMEDIES[first]}."
     )
 

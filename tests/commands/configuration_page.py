@@ -43,7 +43,9 @@ def section(command: Command) -> str:
 def row(command: Command, name: str, field: Any) -> str:
     flag = command.config.flag(name)
     spelled = f"`{name}`" if flag == "--" + name.replace("_", "-") else f"`{name}` (`{flag}`)"
-    return f"| {spelled} | {values(field)} | {default(field)} | {(field.description or '').replace('|', chr(92) + '|')} |"
+    return (
+        f"| {spelled} | {values(field)} | {default(field)} | {(field.description or '').replace('|', chr(92) + '|')} |"
+    )
 
 
 def values(field: Any) -> str:

@@ -21,6 +21,7 @@ from draftlab.results.compare import (
     prompt_rows,
     rank,
     read_candidates,
+    speedup_ratio,
     verdict_lines,
 )
 from draftlab.results.report import html, json_rows

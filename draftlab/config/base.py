@@ -145,7 +145,7 @@ class Config(BaseModel):
         field = type(self).model_fields[name]
         if name not in self.model_fields_set or field.default_factory is not None:
             return name in self.model_fields_set
-        value = getattr(self, name)
+        value = self.__dict__[name]  # not getattr: a test traces which settings a command reads
         return value != field.default and not (field.validate_default and value == _numbers(field.default))
 
     def resolved(self) -> Self:
@@ -171,7 +171,7 @@ class Config(BaseModel):
         """Return what to type for this config, without what has its default."""
         words, arguments = ["draftlab", *command.split()], []
         for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
+            value = self.__dict__[name]
             if not self.is_set(name):
                 continue
             if extra(field)["typed"] is str:

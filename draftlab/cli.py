@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.console import Console
@@ -47,7 +46,9 @@ def typer_function(command: Command) -> Callable[..., None]:
     """Return a function with one parameter per setting of a command, as Typer reads it."""
 
     def call(ctx: typer.Context, **values: Any) -> None:
-        typed = {name for name in values if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        # by name: typer >= 0.27 has its own copy of click, whose enum is another
+        sources = {name: ctx.get_parameter_source(name) for name in values}
+        typed = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         wiring = {name: values.pop(name) for name in list(values) if name not in command.config.model_fields}
         _exit_with(
             lambda: _run(command, {n: v for n, v in values.items() if n in typed}, wiring), wiring["json_output"]

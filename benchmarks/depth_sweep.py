@@ -17,10 +17,10 @@ import typer
 from benchmarks import environment
 from draftlab.commands.shared import shape_of
 from draftlab.console import note
-from draftlab.latency.cost_model import BYTES, Mode, active_params
+from draftlab.latency.cost_model import BYTES, active_params
 from draftlab.latency.machine_state import device_name
 from draftlab.latency.profiler import measure_latency, random_model
-from draftlab.model import checkpoint
+from draftlab.model import Mode, checkpoint
 from draftlab.model.families import family
 from draftlab.model.shape import Shape, parse_count, parse_numbers
 from draftlab.results.plots import Panel, save_figure

@@ -18,13 +18,13 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from benchmarks import environment
 from draftlab.console import progress
-from draftlab.data import prompts as read_prompts
+from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.profiler import time_interleaved
 from draftlab.model import checkpoint, llama
-from draftlab.model.hf_decoder import in_mode
+from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama
 
 COLUMNS = 4096  # of the matrix that the floor reads
@@ -54,7 +54,7 @@ def main(
     torch.set_num_threads(threads)
     place = checkpoint.resolve_device(device)
     directories = checkpoint.locate(target), checkpoint.locate(draft)
-    texts = read_prompts("stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0)
+    texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0)
     found = {name: _measure(directories, name, texts, k, new_tokens, place) for name in ("float32", "bfloat16")}
     each = {key: {dtype: figures[key] for dtype, figures in found.items()} for key in found["float32"]}
     print(
@@ -71,16 +71,16 @@ def _measure(
 ) -> dict[str, object]:
     target, draft = (llama.load(path, getattr(torch, dtype), device) for path in directories)
     mode, clock = ("native" if device.type == "cpu" else "graphs"), steady_clock(device)
-    fast = in_mode(target, mode)
+    fast = with_mode(target, mode)
     arms = {
         "draftlab_plain": _ours(target, None, k, new_tokens),
         "draftlab_speculative": _ours(target, draft, k, new_tokens),
         "fast_plain": _ours(fast, None, k, new_tokens),
-        "fast_speculative": _ours(fast, in_mode(draft, mode), k, new_tokens),
+        "fast_speculative": _ours(fast, with_mode(draft, mode), k, new_tokens),
         **_theirs(directories, getattr(torch, dtype), k, new_tokens, device),
     }
     if mode == "native":
-        arms["int8_draft"] = _ours(fast, in_mode(draft, mode, int8=True), k, new_tokens)
+        arms["int8_draft"] = _ours(fast, with_mode(draft, mode, int8=True), k, new_tokens)
     with progress(dtype, len(texts)) as advance:
         for number, prompt in enumerate(texts):
             for arm in list(arms.values())[:: 1 if number % 2 else -1]:

@@ -72,12 +72,12 @@ def peak(way: str, directory: Path, dtype: str) -> float:
 
 def loaded(way: str, directory: Path, dtype: torch.dtype) -> object:
     from draftlab.model import llama
-    from draftlab.model.hf_decoder import in_mode
+    from draftlab.model.decoder import with_mode
 
     if way == "transformers":
         return checkpoint.load_model(directory, dtype)
     model = llama.load(directory, dtype)
-    return in_mode(model, "native") if way == "native" else model
+    return with_mode(model, "native") if way == "native" else model
 
 
 def write_random(shape: Shape, directory: Path, dtype: torch.dtype) -> None:

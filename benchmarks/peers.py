@@ -19,12 +19,12 @@ import typer
 import draftlab
 from benchmarks import environment
 from draftlab.console import note
-from draftlab.data import prompts as read_prompts
+from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.errors import UserError
 from draftlab.export import gguf
 from draftlab.model import checkpoint, llama
-from draftlab.model.hf_decoder import in_mode
+from draftlab.model.decoder import with_mode
 
 INSIDE = Path(__file__).parent / "inside_peers.py"
 VLLM = {
@@ -59,7 +59,7 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     pair = checkpoint.locate(target), checkpoint.locate(draft)
-    texts = read_prompts("stdlib", checkpoint.load_tokenizer(pair[0]), count=prompts + 1, length=64, seed=0)
+    texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(pair[0]), count=prompts + 1, length=64, seed=0)
     asked = {"k": k, "prompts": texts, "new_tokens": new_tokens, "dtype": dtype}
     found: dict[str, Answer] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,7 @@ def _models(peer: str, paths: list[str], drafted: bool) -> dict[str, object]:
 def _ours(
     pair: tuple[Path, Path], drafted: bool, dtype: str, texts: list[list[int]], k: int, new_tokens: int
 ) -> Answer:
-    target, draft = (in_mode(llama.load(path, getattr(torch, dtype)), "native") for path in pair)
+    target, draft = (with_mode(llama.load(path, getattr(torch, dtype)), "native") for path in pair)
     drafter, sampling = ModelDrafter(draft) if drafted else None, Sampling(max_new_tokens=new_tokens)
 
     def decode(prompt: list[int]) -> list[list[int]]:

@@ -25,7 +25,7 @@ from draftlab.benchmark.throughput import PLAIN, Arm, measure_throughput
 from draftlab.commands.prune import prune
 from draftlab.commands.train import distill
 from draftlab.console import note
-from draftlab.data import prompts as read_prompts
+from draftlab.data import heldout_prompts
 from draftlab.engine.generate import Sampling
 from draftlab.engine.verify import Warp
 from draftlab.latency import predict as predicting
@@ -55,7 +55,7 @@ def main(
     target = llama.load(checkpoint.locate(TARGET), torch.float32)
     drafts = {name: llama.load(_draft(name, folder), torch.float32) for name in DRAFTS}
     tokenizer = checkpoint.load_tokenizer(checkpoint.locate(TARGET))
-    texts = read_prompts("stdlib", tokenizer, count=rounds * prompts, length=PROMPT, seed=0)
+    texts = heldout_prompts("stdlib", tokenizer, count=rounds * prompts, length=PROMPT, seed=0)
     contexts = [PROMPT, PROMPT + new_tokens + max(KS)]
     widths = sorted({1, 2, *(k + 1 for k in KS)})
     grid = Grid(widths=widths, batches=[1], contexts=contexts, prompts=[PROMPT, PROMPT + 1], repeats=repeats)

@@ -20,7 +20,7 @@ from benchmarks import environment
 from draftlab.acceptance.expected import chain, chances, texts_of, visits
 from draftlab.acceptance.token_logprobs import look
 from draftlab.console import progress
-from draftlab.data import prompts as read_prompts
+from draftlab.data import heldout_prompts
 from draftlab.engine.batch_generate import Writing, write
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.engine.verify import Warp
@@ -84,7 +84,7 @@ def main(
 
 def _written(target: Path, count: int, prompt_tokens: int, new_tokens: int) -> Texts:
     tokenizer = checkpoint.load_tokenizer(target)
-    given = read_prompts("stdlib", tokenizer, count=count, length=prompt_tokens, seed=0)
+    given = heldout_prompts("stdlib", tokenizer, count=count, length=prompt_tokens, seed=0)
     found = write(llama.load(target, torch.float32), given, Writing(max_new_tokens=new_tokens, rows=16))
     return [(prompt, one.ids.tolist()) for prompt, one in zip(given, found, strict=True)]
 

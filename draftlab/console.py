@@ -32,7 +32,7 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def pulse(what: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
+def heartbeat(what: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
     """Say every so many seconds that work of unknown length goes on; the yielded function counts its steps.
 
     It speaks where stderr is now, also while that is sent elsewhere.
@@ -58,7 +58,7 @@ def pulse(what: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def waiting(text: str, seconds: float = 3.0) -> Iterator[None]:
+def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
     """Say what is being done where the block takes longer than that."""
     timer = threading.Timer(seconds, note, [text])
     timer.daemon = True

@@ -104,7 +104,7 @@ def tokenize(docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: in
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class TopLogprobs:
     """A target's k most probable tokens at each position: ids, log-probabilities [B, T, k], log tail mass [B, T]."""
 
     ids: np.ndarray
@@ -116,17 +116,17 @@ class Listed:
 class Batch:
     """Token ids [B, T + 1] and mask [B, T]: 1 where the token after this position is trained on or scored.
 
-    listed: what a target thought of these positions, where that was kept.
+    top_logprobs: what a target thought of these positions, where that was kept.
     """
 
     ids: np.ndarray
     mask: np.ndarray
-    listed: Listed | None = None
+    top_logprobs: TopLogprobs | None = None
 
     def rows(self, which: slice) -> "Batch":
-        held = self.listed
-        listed = None if held is None else Listed(held.ids[which], held.log_p[which], held.tail[which])
-        return Batch(self.ids[which], self.mask[which], listed)
+        held = self.top_logprobs
+        top_logprobs = None if held is None else TopLogprobs(held.ids[which], held.log_p[which], held.tail[which])
+        return Batch(self.ids[which], self.mask[which], top_logprobs)
 
     def split(self, rows: int) -> "list[Batch]":
         """Parts of at most rows rows."""
@@ -149,17 +149,17 @@ class Batch:
         return [self._picked(rows, int(lengths[rows[0]])) for rows in parts]
 
     def _picked(self, rows: list[int], length: int) -> "Batch":
-        held = self.listed
+        held = self.top_logprobs
         cut = (rows, slice(0, length))
-        listed = None if held is None else Listed(held.ids[cut], held.log_p[cut], held.tail[cut])
-        return Batch(self.ids[rows, : length + 1], self.mask[cut], listed)
+        top_logprobs = None if held is None else TopLogprobs(held.ids[cut], held.log_p[cut], held.tail[cut])
+        return Batch(self.ids[rows, : length + 1], self.mask[cut], top_logprobs)
 
-    def part(self, index: int, count: int) -> "Batch":
+    def shard(self, index: int, count: int) -> "Batch":
         """Every count-th row from index on: one process's share; with fewer rows than that, one that does not count."""
         if index < len(self.ids):
             return self.rows(slice(index, None, count))
         spare = self.rows(slice(0, 1))
-        return Batch(spare.ids, np.zeros_like(spare.mask), spare.listed)
+        return Batch(spare.ids, np.zeros_like(spare.mask), spare.top_logprobs)
 
 
 def text_batch(rows: list[np.ndarray]) -> Batch:
@@ -219,7 +219,7 @@ class DynamicBatches:
     phases: list[tuple[int, dict[str, float], dict[str, int]]]  # from this step on: weights; rows read before
 
     @classmethod
-    def of(
+    def start(
         cls, base: TokenBatches, heldout: dict[str, list[Batch]], reference: dict[str, float], every: int
     ) -> "DynamicBatches":
         return cls(base, heldout, reference, every, [(0, base.weights, dict.fromkeys(base.weights, 0))])
@@ -272,13 +272,13 @@ class HeldOut:
         """Of all windows, [N, T + 1]."""
         return np.concatenate([batch.ids for batch in self.batches])
 
-    def spread(self, count: int) -> "HeldOut":
+    def subset(self, count: int) -> "HeldOut":
         """Return so many of the windows, evenly over all, or all if there are no more; in one batch."""
         ids = self.ids
         count = min(count, len(ids))
         return HeldOut([text_batch([ids[i * len(ids) // count] for i in range(count)])], self.bytes_per_token)
 
-    def of(self, rows: int) -> "HeldOut":
+    def batched(self, rows: int) -> "HeldOut":
         """Return the same windows in batches of rows."""
         return HeldOut([part for batch in self.batches for part in batch.split(rows)], self.bytes_per_token)
 
@@ -304,7 +304,9 @@ def open_heldout(spec: str, tokenizer: PreTrainedTokenizerBase, *, rows: int, se
     return HeldOut(batches, sum(len(d.text.encode()) for d in docs) / len(stream))
 
 
-def prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int) -> list[list[int]]:
+def heldout_prompts(
+    spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
+) -> list[list[int]]:
     """Prompts of exactly length tokens, each the start of a held-out document or, when these run out, of a later part.
 
     Raises:

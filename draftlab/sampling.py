@@ -18,6 +18,7 @@ class SamplingParams:
     max_tokens: int = 128
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
     @property
     def unmodified(self) -> bool:

@@ -74,7 +74,7 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
             fully_shard(layer, mesh=mesh)
         fully_shard(step, mesh=mesh)
         assert all(isinstance(p, DTensor) for p in step.parameters())
-        rows = rows.part(dist.get_rank(), processes)
+        rows = rows.shard(dist.get_rank(), processes)
     target = build("mistral", seed=2)
     if sharded:
         shard_by_layer(target)

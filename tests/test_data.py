@@ -93,7 +93,7 @@ def test_heldout_windows_predict_every_token_but_one(tokenizer, tmp_path):
 
 
 def test_prompts_have_the_length_asked_for_and_differ_by_seed(tokenizer):
-    first, again, other = (data.prompts("stdlib", tokenizer, count=5, length=24, seed=s) for s in (0, 0, 1))
+    first, again, other = (data.heldout_prompts("stdlib", tokenizer, count=5, length=24, seed=s) for s in (0, 0, 1))
     assert first == again != other
     assert {len(p) for p in first} == {24}
 
@@ -126,7 +126,7 @@ def test_json_lines_are_read_with_any_text_column(tmp_path):
 def dynamic(rows: int = 8) -> DynamicBatches:
     streams = {name: np.arange(2000, dtype=np.uint32) + start for name, start in (("a", 0), ("b", 10_000))}
     base = TokenBatches(streams, {"a": 0.5, "b": 0.5}, rows=rows, seq_len=10, seed=0)
-    return DynamicBatches.of(base, {}, {"a": 1.0, "b": 1.0}, every=2)
+    return DynamicBatches.start(base, {}, {"a": 1.0, "b": 1.0}, every=2)
 
 
 def counts(batch: Batch) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from draftlab.acceptance.token_logprobs import Looked, look
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
-from draftlab.model import checkpoint, hf_decoder
+from draftlab.model import checkpoint, decoder
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.results.score import Acceptance, read_json
 from draftlab.target_outputs.traces import DEGENERATE, Decoding, Repeats, Stop, Text, Trace, repeats
@@ -192,7 +192,7 @@ def check(trace: Trace, draft: Path, plan: Plan) -> int:
 def replay_draft(trace: Trace, draft: Path, plan: Plan, advance: Callable[[int, str], None]) -> Replay:
     """One pass of the draft over every text of the trace."""
     vocab = check(trace, draft, plan)
-    model = hf_decoder.load(draft, plan.dtype, plan.device)
+    model = decoder.load(draft, plan.dtype, plan.device)
     warp = _draft_warp(trace.manifest.decoding, plan)
     pairs = [(t.prompt, t.ids) for t in trace.texts]
     found = look(model, pairs, vocab, warp, lambda done: advance(done, "texts"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
-from draftlab.model.hf_decoder import Decoder, read
+from draftlab.model.decoder import Decoder, forward_uncached
 
 LOGITS = 1 << 25  # elements of logits in one pass over several texts: wider ones gain nothing
 PER_LOGIT = 16  # bytes at the peak: as the model gives them, in fp32, and what is made of them
@@ -73,7 +73,7 @@ def parts(model: Decoder, ids: Tensor, first: int, most: int) -> Iterator[tuple[
     rows, width = ids.shape
     step = max(1, most // rows)
     if width - first <= step:
-        yield first, read(model, ids, width - first)
+        yield first, forward_uncached(model, ids, width - first)
         return
     cache = model.new_cache(rows, width)
     if first:

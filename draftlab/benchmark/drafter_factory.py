@@ -26,10 +26,9 @@ from draftlab.engine.drafters.ngram import LONGEST_MATCH, LookupDrafter, NgramDr
 from draftlab.engine.drafters.tree import Siblings, TreeDrafter, fastest, full
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, plain, written
 from draftlab.errors import UserError, did_you_mean
-from draftlab.latency.cost_model import Mode
 from draftlab.latency.profiler import measure_latency
-from draftlab.model import checkpoint, hub
-from draftlab.model.hf_decoder import Decoder, in_mode
+from draftlab.model import Mode, checkpoint, hub
+from draftlab.model.decoder import Decoder, with_mode
 from draftlab.model.llama import Llama
 
 CORPUS = {"order": 4, "tokens": 2_000_000, "data": ""}  # of an n-gram model; data: the workspace's
@@ -260,9 +259,9 @@ class DrafterFactory:
     def _skipping(self, spec: Spec) -> Llama:
         target, named = _own(spec, self.target), _numbers(spec, "layers", "+")
         if named:
-            return in_mode(skipping(target, named), self.mode)
+            return with_mode(skipping(target, named), self.mode)
         layers = target.shape.layers
-        few = {"all": target, "one": in_mode(skipping(target, [0]), self.mode)}
+        few = {"all": target, "one": with_mode(skipping(target, [0]), self.mode)}
         ms = self._ms(few, [1])
         each = (ms["all"][0] - ms["one"][0]) / (layers - 1)
         found: Kept = max(
@@ -273,7 +272,7 @@ class DrafterFactory:
             f"{spec.text}: keeps {len(found.layers)} of {layers} layers, layers={'+'.join(map(str, found.layers))}; "
             f"by replay {found.tokens_per_pass:.2f} tokens per pass at K = {found.k}, speed-up {found.speedup:.2f}"
         )
-        return in_mode(skipping(target, found.layers), self.mode)
+        return with_mode(skipping(target, found.layers), self.mode)
 
     def _parents(self, spec: Spec, model: Llama) -> tuple[int, ...]:
         target, widths = _own(spec, self.target), _numbers(spec, "widths", "x")

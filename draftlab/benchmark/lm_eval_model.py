@@ -19,7 +19,8 @@ from draftlab.benchmark.code_tasks import NEXT_LINE
 from draftlab.engine.generate import Drafter, Sampling, speculative
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.hf_decoder import Decoder, HFDecoder, read, vocab_of, widened
+from draftlab.model.decoder import Decoder, forward_uncached, model_vocab_size
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 
 if TYPE_CHECKING:  # takes seconds to import
@@ -78,7 +79,7 @@ def language_model(
 
         def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
             beat()
-            return read(model, inps, last=0)
+            return forward_uncached(model, inps, last=0)
 
         def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **how: Any) -> Tensor:
             beat()
@@ -92,7 +93,7 @@ def language_model(
             new = (write or alone)(prompts, sampling, stop)
             return torch.cat([context.cpu(), _padded(new, self.tokenizer.pad_token_id)], 1)  # [B, T + N]
 
-    alone = writer(model, None, 0, tokenizer, checkpoint.end_ids(directory))
+    alone = writer(model, None, 0, tokenizer, checkpoint.eos_token_ids(directory))
     return _around(Engine, model, directory, tokenizer)
 
 
@@ -114,7 +115,7 @@ def code_model(
     class Code(hflm):
         def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
             beat()
-            return read(model, inps, last=0)
+            return forward_uncached(model, inps, last=0)
 
         def loglikelihood(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             groups = itertools.groupby((request.arguments for request in requests), key=lambda pair: pair[0])
@@ -141,7 +142,7 @@ def continuation_log_probs(
     cache = model.new_cache(1, len(prefix) + max(map(len, ids)) - 1)
     model.forward(head[None, :-1], cache, last=1)
     rows = pad_sequence([torch.cat([head[-1:], i[:-1]]) for i in ids], batch_first=True)  # [N, T]
-    log_probs = model.forward(rows, widened(cache, len(ids))).float().log_softmax(-1)  # [N, T, V]
+    log_probs = model.forward(rows, cache.expand(len(ids))).float().log_softmax(-1)  # [N, T, V]
     return [_chosen(row[: len(i)], i) for row, i in zip(log_probs, ids, strict=True)]
 
 
@@ -166,11 +167,11 @@ def _around(kind: Any, model: Decoder, directory: Path, tokenizer: PreTrainedTok
     shown = (
         model.model
         if isinstance(model, HFDecoder)
-        else checkpoint.skeleton(checkpoint.read_config(directory), torch.float32)
+        else checkpoint.meta_model(checkpoint.read_config(directory), torch.float32)
     )
     lm = kind(shown, tokenizer=tokenizer, **how)
     lm._device, lm._max_length = model.device, min(lm.max_length, model.context)
-    lm.batch_size_per_gpu = rows_within(lm.max_length, vocab_of(model) or len(tokenizer))
+    lm.batch_size_per_gpu = rows_within(lm.max_length, model_vocab_size(model) or len(tokenizer))
     return lm
 
 

@@ -19,10 +19,10 @@ import torch
 
 from draftlab.benchmark.code_tasks import OWN_TASKS, own_tasks
 from draftlab.benchmark.lm_eval_model import Write, code_model, language_model
-from draftlab.console import pulse
+from draftlab.console import heartbeat
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.checkpoint import load_tokenizer
-from draftlab.model.hf_decoder import Decoder
+from draftlab.model.decoder import Decoder
 from draftlab.results.score import TaskResult
 
 if TYPE_CHECKING:  # lm-eval takes seconds to import, and who scores without tasks does not need it
@@ -85,7 +85,7 @@ def evaluate_tasks(
         write: what writes the answers of generation tasks, instead of the model alone.
     """
     tokenizer, results = load_tokenizer(directory), list[TaskResult]()
-    with pulse(f"lm-eval on {directory.name}") as beat, _quiet(), _seeded(tasks.seed):
+    with heartbeat(f"lm-eval on {directory.name}") as beat, _quiet(), _seeded(tasks.seed):
         if tasks.own["tasks"]:
             lm = code_model(model, directory, tokenizer, min(context, model.context), beat)
             results += _evaluate(lm, tasks.own, tasks.limit, tasks.seed)

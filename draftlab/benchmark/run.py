@@ -13,18 +13,19 @@ from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun, Spec,
 from draftlab.benchmark.lm_eval_model import whole_head, writer
 from draftlab.benchmark.lm_eval_tasks import Tasks, check_tasks, evaluate_tasks, prepare
 from draftlab.benchmark.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
-from draftlab.console import note, progress, pulse
+from draftlab.console import heartbeat, note, progress
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.engine.rejection_rules import LOSSY, rule_named
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import Mode
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
 from draftlab.latency.profiler import measure_latency
-from draftlab.model import checkpoint, hub, llama, memory
-from draftlab.model.hf_decoder import Decoder, HFDecoder, context_of, in_mode, load, vocab_of
+from draftlab.model import Mode, checkpoint, hub, llama, memory
+from draftlab.model.checkpoint import max_model_len
+from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
-from draftlab.model.size import size_of
+from draftlab.model.size import read_size
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.target_outputs.sources import Prompts
 
@@ -85,7 +86,7 @@ def check(plan: Plan) -> None:
         raise UserError("--device-map has transformers run the target: take --mode eager --batch 1")
     if plan.draft_int8 and plan.mode != "native":
         raise UserError(f"--draft-int8 computes in mode native, not {plan.mode}")
-    contexts = {name: context_of(path) for name, path in {"": plan.target, **plan.drafts}.items()}
+    contexts = {name: max_model_len(path) for name, path in {"": plan.target, **plan.drafts}.items()}
     _check_context(contexts, plan, max(plan.ks))
     check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
 
@@ -100,7 +101,7 @@ def _check_drafter(spec: Spec, plan: Plan, layers: int | None, vocab: int) -> No
 def check_memory(plan: Plan) -> None:
     """Raises UserError: weights, caches and logits do not fit what is free; what accelerate spreads is not counted."""
     paths = dict.fromkeys([plan.target, *plan.drafts.values(), *_drafter_paths(plan)])
-    sizes = {path: size_of(path) for path in paths if plan.device_map is None or path != plan.target}
+    sizes = {path: read_size(path) for path in paths if plan.device_map is None or path != plan.target}
     width, texts = plan.dtype.itemsize, max(plan.batches) * (plan.prompts.longest + plan.max_new_tokens + max(plan.ks))
     passes = max(max(plan.batches) * (max(plan.ks) + 1), plan.prompts.longest)
     needs: dict[str, float] = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
@@ -127,7 +128,7 @@ class Loaded:
         """As it is loaded."""
         if directory not in self._models:
             plan = self.plan
-            note(f"loading {hub.called(directory)}")
+            note(f"loading {hub.checkpoint_name(directory)}")
             spread = plan.device_map if directory == plan.target else None
             model = load(directory, plan.dtype, plan.device, spread)
             if isinstance(model, HFDecoder) and (plan.mode != "eager" or list(plan.batches) != [1]):
@@ -141,7 +142,7 @@ class Loaded:
         """As the run's mode computes it."""
         if (directory, int8) not in self._running:
             model = self.model(directory)
-            made = in_mode(model, self.plan.mode, int8) if isinstance(model, Llama) else model
+            made = with_mode(model, self.plan.mode, int8) if isinstance(model, Llama) else model
             self._running[directory, int8] = made
         return self._running[directory, int8]
 
@@ -171,7 +172,7 @@ def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, 
     warn_if_busy(here)
     known = {
         name: Model(
-            name=hub.called(path),
+            name=hub.checkpoint_name(path),
             sha256=provenance.fingerprint(path),
             shape=model.shape if isinstance(model := models[name], Llama) else None,
             latency=[],
@@ -212,7 +213,7 @@ def _latency(models: dict[str, Decoder], plan: Plan, batch: int) -> dict[str, li
         return {}
     widths = [1, *(k + 1 for k in plan.ks)]
     note(f"latency of {len(own)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
-    with pulse("latency"):
+    with heartbeat("latency"):
         return measure_latency(
             own, widths=widths, context=_context(plan), passes=LATENCY_PASSES, batch=batch,
             clock=steady_clock(plan.device),
@@ -245,7 +246,7 @@ def file_name(spec: Spec) -> str:
 def _layers(target: Path) -> int | None:
     """None: transformers would have to run it."""
     try:
-        return llama.check(target).layers
+        return llama.check_supported(target).layers
     except UserError:
         return None
 
@@ -255,7 +256,7 @@ def _sampling(plan: Plan) -> Sampling:
         **asdict(plan.warp),
         max_new_tokens=plan.max_new_tokens,
         seed=plan.seed,
-        eos_ids=checkpoint.end_ids(plan.target),
+        eos_ids=checkpoint.eos_token_ids(plan.target),
     )
 
 
@@ -288,7 +289,7 @@ def _prepared(plan: Plan) -> Tasks:
 def _tasks(model: Decoder, directory: Path, wanted: Tasks) -> list[TaskResult]:
     if not len(wanted):
         return []
-    note(f"lm-eval on {hub.called(directory)}")
+    note(f"lm-eval on {hub.checkpoint_name(directory)}")
     return evaluate_tasks(whole_head(model, directory), directory, wanted)
 
 
@@ -296,9 +297,9 @@ def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan, wanted: Ta
     """Generation tasks of the target with the draft, at the largest K."""
     if not len(wanted.written):
         return []
-    note(f"lm-eval on {hub.called(plan.target)} with {name}: {', '.join(wanted.written.registered['tasks'])}")
-    tokenizer, ends = checkpoint.load_tokenizer(plan.target), checkpoint.end_ids(plan.target)
-    write = writer(target, ModelDrafter(draft, vocab_of(target)), max(plan.ks), tokenizer, ends)
+    note(f"lm-eval on {hub.checkpoint_name(plan.target)} with {name}: {', '.join(wanted.written.registered['tasks'])}")
+    tokenizer, ends = checkpoint.load_tokenizer(plan.target), checkpoint.eos_token_ids(plan.target)
+    write = writer(target, ModelDrafter(draft, model_vocab_size(target)), max(plan.ks), tokenizer, ends)
     return evaluate_tasks(target, plan.target, wanted.written, write=write)
 
 

@@ -17,8 +17,8 @@ from draftlab.errors import UserError
 from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.model import checkpoint, hub
 from draftlab.results.score import Conditions, Counters, Model, Prompt, Score, ServedGeneration
-from draftlab.servers.adapters import Sampling
-from draftlab.servers.client import Server, spec_decode
+from draftlab.sampling import SamplingParams
+from draftlab.servers.client import Server, spec_decode_counters
 from draftlab.target_outputs.logprob_sources import same_ids
 from draftlab.target_outputs.sources import Prompts
 
@@ -34,7 +34,7 @@ class Plan:
     tokenizer: Path
     draft: str
     prompts: Prompts
-    sampling: Sampling
+    sampling: SamplingParams
     repeats: int
     command: str
 
@@ -82,7 +82,7 @@ def measure(plan: Plan, advance: Callable[[int], None], clock: Clock = time.perf
 
     def ask(server: Server, prompt: list[int]) -> tuple[list[int], float, Counters | None]:
         start = clock()
-        ids, counters = server.write(prompt, plan.sampling)
+        ids, counters = server.generate_ids(prompt, plan.sampling)
         return ids, clock() - start, counters
 
     for server, drafts in zip(arms, (False, True), strict=True):
@@ -179,7 +179,7 @@ def _page(server: Server) -> dict[str, float]:
 def _counters(answers: list[Counters], before: Mapping[str, float], after: Mapping[str, float]) -> Counters | None:
     """From the answers where they hold them, else from the metrics; None where nothing was drafted."""
     if not answers:
-        return spec_decode(before, after)
+        return spec_decode_counters(before, after)
     accepted = [c.num_accepted_tokens_per_pos for c in answers]
     deepest = max(map(len, accepted))
     return Counters(
@@ -202,4 +202,4 @@ def _model(place: Path, name: str) -> Model:
     if not (place / "config.json").is_file() or not any(place.glob("*.safetensors")):
         return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
     shape, digest = checkpoint.read_shape(place), provenance.fingerprint(place)
-    return Model(name=hub.called(place), sha256=digest, shape=shape, latency=[], tasks=[])
+    return Model(name=hub.checkpoint_name(place), sha256=digest, shape=shape, latency=[], tasks=[])

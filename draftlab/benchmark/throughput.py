@@ -12,7 +12,7 @@ from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, Ste
 from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import warm_up
-from draftlab.model.hf_decoder import Decoder, vocab_of
+from draftlab.model.decoder import Decoder, model_vocab_size
 from draftlab.results.score import Generation
 
 Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
@@ -49,7 +49,9 @@ def measure_throughput(
     Raises:
         UserError: no text goes on behind its first token.
     """
-    ways = {name: (ModelDrafter(model, vocab_of(target)), ks) for name, model in drafts.items()} | dict(drafters or {})
+    ways = {name: (ModelDrafter(model, model_vocab_size(target)), ks) for name, model in drafts.items()} | dict(
+        drafters or {}
+    )
     arms = [PLAIN, *((name, k) for name, (_, counts) in ways.items() for k in counts)]
     proposing = {name: drafter for name, (drafter, _) in ways.items()}
     decode = _decoder(target, proposing, sampling, clock or clock_for(target.device), rule)

@@ -24,7 +24,7 @@ from draftlab.commands.shared import (
     plan,
     recorded,
 )
-from draftlab.console import waiting
+from draftlab.console import note_if_slow
 from draftlab.errors import UserError
 from draftlab.model import hub
 
@@ -67,10 +67,10 @@ def build(
     if traffic is None:
         hub.check_data(data or space.data)
 
-    with waiting("cache build: loading torch and transformers"):
+    with note_if_slow("cache build: loading torch and transformers"):
         from draftlab import provenance
         from draftlab.model import checkpoint
-        from draftlab.model.size import size_of
+        from draftlab.model.size import read_size
         from draftlab.model.tokenizer import known_ids
         from draftlab.target_outputs import cache, logprob_sources
 
@@ -78,7 +78,7 @@ def build(
         raise UserError(f"--server {server} and --traffic {traffic} are two sources; leave out one")
     if traffic is None and text == "target" and prompt_tokens > seq_len:
         raise UserError(f"--prompt-tokens {prompt_tokens} leaves nothing to write in sequences of {seq_len}")
-    out = out or space.runs / f"cache-{traffic.stem if traffic else hub.called(directory)}"
+    out = out or space.runs / f"cache-{traffic.stem if traffic else hub.checkpoint_name(directory)}"
     k = min(k, known_ids(directory) if (directory / "config.json").is_file() else logprob_sources.vocab_of(directory))
     if traffic is not None:
         log = cache.Traffic.open(traffic, vocab=logprob_sources.vocab_of(directory), seq_len=seq_len, k=k)
@@ -90,7 +90,7 @@ def build(
     if dry_run and server is not None:
         return plan(out, _disk(sequences, seq_len, k, temperatures=1))
     if dry_run:
-        flops = sequences * seq_len * size_of(directory).flops_per_token(seq_len // 2)
+        flops = sequences * seq_len * read_size(directory).flops_per_token(seq_len // 2)
         facts = _disk(sequences, seq_len, k, temperatures=len(logprob_sources.TEMPERATURES))
         return plan(out, facts | {"compute": f"{flops / 1e12:,.3g} TFLOP"})
     how = cache.Building(

@@ -31,7 +31,7 @@ from draftlab.commands.shared import (
     recorded,
     rounded_drafts,
 )
-from draftlab.console import waiting
+from draftlab.console import note_if_slow
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.shape import parse_numbers
@@ -129,19 +129,19 @@ def score(
     place = place or hub.locate(target or space.target, weights=not (served_here or dry_run))
     text = data or space.data if prompt_file else hub.check_data(data or space.data)
 
-    with waiting("loading torch and transformers"):
+    with note_if_slow("loading torch and transformers"):
         from draftlab.benchmark import drafter_factory, run, servers
         from draftlab.benchmark.code_tasks import OWN_TASKS
         from draftlab.engine.drafters import medusa
         from draftlab.engine.verify import Warp
         from draftlab.model import checkpoint
-        from draftlab.model.hf_decoder import chosen_mode
+        from draftlab.model.decoder import resolve_mode
         from draftlab.model.tokenizer import common_vocabulary
-        from draftlab.servers.adapters import Sampling
+        from draftlab.sampling import SamplingParams
         from draftlab.target_outputs import sources
 
     def chosen() -> "Prompts":
-        with waiting(f"reading prompts of {prompt_file or text}"):
+        with note_if_slow(f"reading prompts of {prompt_file or text}"):
             reader = checkpoint.load_tokenizer(place)
             return sources.chosen(prompt_file, text, reader, prompts, prompt_tokens, seed)
 
@@ -161,7 +161,9 @@ def score(
         plain, speculative = _servers(server, speculative_server, api_key_file)
         asking = servers.Plan(
             plain=plain, speculative=speculative, tokenizer=place, draft=_called(draft), prompts=chosen(),
-            sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+            sampling=SamplingParams(
+                max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            ),
             repeats=repeats, command=command_line("score", arguments),
         )  # fmt: skip
         if dry_run:
@@ -210,7 +212,7 @@ def score(
         command=command_line("score", arguments),
         mode="eager"
         if mode == "auto" and device_map
-        else chosen_mode(mode, device, weights, [] if dry_run else [place, *given.values(), *named]),
+        else resolve_mode(mode, device, weights, [] if dry_run else [place, *given.values(), *named]),
         draft_int8=draft_int8,
         batches=parse_numbers(batch),
         drafters=specs,
@@ -247,7 +249,7 @@ def _described(directory: Path) -> str:
     from draftlab.model import llama
 
     try:
-        return llama.check(directory).describe()
+        return llama.check_supported(directory).describe()
     except UserError as error:
         return f"{error}; transformers runs it"
 
@@ -372,7 +374,7 @@ def _by_name(given: list[str], weights: bool) -> dict[str, Path]:
 
     parts = [parse_quantized_name(name) for name in given]
     found = [(hub.locate(base, weights), kind) for base, kind in parts]
-    named = {hub.called(path) + (f"@{kind}" if kind else ""): path for path, kind in found}
+    named = {hub.checkpoint_name(path) + (f"@{kind}" if kind else ""): path for path, kind in found}
     if len(named) < len(given):
         raise UserError("two drafts have the same directory name; rename one: " + ", ".join(given))
     return named

@@ -63,8 +63,8 @@ def medusa(
     from draftlab.files import claim_state, state_directory
     from draftlab.model import checkpoint, llama
 
-    shape = llama.check(place)  # the engine drafts with what the heads read
-    out = out or space.runs / f"medusa-{hub.called(place)}"
+    shape = llama.check_supported(place)  # the engine drafts with what the heads read
+    out = out or space.runs / f"medusa-{hub.checkpoint_name(place)}"
     checkpoint.check_free(out, force=force)
     if dry_run:
         weights = heads * shape.hidden**2

@@ -101,7 +101,7 @@ def prune(
     from draftlab.prune.refit import Fit
 
     have = checkpoint.planned_shape(cut_from) if isinstance(cut_from, Path) else cut_from
-    wanted, preset = families.wanted_shape(
+    wanted, preset = families.requested_shape(
         have,
         layers=layers,
         hidden=width,

@@ -36,7 +36,7 @@ from draftlab.commands.train import distill
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.model import hub
-from draftlab.model.shape import Shape, count_text, parse_count, parse_numbers, resolve
+from draftlab.model.shape import Shape, format_count, parse_count, parse_numbers, resolve
 from draftlab.search.schedule import KEPT, Confirmed, Rung, Search, Trial, read_search, write_search
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def search(
     from draftlab import provenance
     from draftlab.files import claim_state, state_directory
     from draftlab.model import checkpoint
-    from draftlab.model.hf_decoder import check_mode
-    from draftlab.model.size import size_of
+    from draftlab.model.decoder import check_mode
+    from draftlab.model.size import read_size
     from draftlab.model.tokenizer import common_vocabulary
     from draftlab.search.schedule import default_depths
 
@@ -110,11 +110,11 @@ def search(
     check_mode(mode, device, weights)
     running = {"dtype": checkpoint.dtype_name(weights), "mode": mode, "threads": threads}
     given = dict(map(shape_of, against or []))
-    out = out or space.runs / f"search-{hub.called(origin)}"
+    out = out or space.runs / f"search-{hub.checkpoint_name(origin)}"
     checkpoint.check_free(out, force=force)
     if dry_run:
         tried = [f"{shape.layers} x {shape.hidden}" for shape in shapes]
-        facts = {"target": size_of(whose).describe(), "source": have.describe(), "try": ", ".join(tried)}
+        facts = {"target": read_size(whose).describe(), "source": have.describe(), "try": ", ".join(tried)}
         return plan(out, facts | {"compare with": ", ".join(given) or "nothing", "minutes": minutes})
     state = state_directory(out)
     inputs = {"source": provenance.fingerprint(origin), "target": provenance.fingerprint(whose)}
@@ -348,7 +348,7 @@ def _rung_table(found: Search) -> "Table":
             cell = f"{one.gain.value:.2f}x ({one.gain.low:.2f} to {one.gain.high:.2f})" if one else ""
             best = one is not None and one is found.winner
             table.add_row(
-                f"* {trial.name}" if best else trial.name, count_text(found.shapes[trial.name].params()),
+                f"* {trial.name}" if best else trial.name, format_count(found.shapes[trial.name].params()),
                 f"{trial.draft_ms:.3g}", str(rung.steps), str(trial.k), f"{trial.length:.2f}", f"{trial.speedup:.2f}x",
                 cell, style="bold green" if best else None,
             )  # fmt: skip

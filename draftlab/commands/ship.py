@@ -27,7 +27,7 @@ def check(
     draft_dir = hub.locate(draft or newest_draft(space))
     target_dir = hub.locate(target or space.target, weights=False)
 
-    from draftlab.data import prompts
+    from draftlab.data import heldout_prompts
     from draftlab.export import compatibility as checking
     from draftlab.model import checkpoint
 
@@ -35,11 +35,11 @@ def check(
     if not files_only:
         device = checkpoint.resolve_device(space.device)
         reader = checkpoint.load_tokenizer(draft_dir)
-        texts = prompts(hub.check_data(data or space.data), reader, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
+        texts = heldout_prompts(hub.check_data(data or space.data), reader, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
         found += checking.runs(draft_dir, texts, checkpoint.resolve_dtype("auto", device), device)
     bad = sum(one.level == "bad" for one in found)
     rows = [{"about": f.about, "level": f.level, "text": f.text, "fix": f.fix} for f in found]
-    missed = [f"{bad} finding{'s' * (bad > 1)} to fix before {hub.called(draft_dir)} is served"] if bad else []
+    missed = [f"{bad} finding{'s' * (bad > 1)} to fix before {hub.checkpoint_name(draft_dir)} is served"] if bad else []
     return Outcome(
         path=draft_dir, show=[f.line() for f in found], data={"findings": rows, "fits": not bad}, missed=missed
     )  # fmt: skip
@@ -61,7 +61,7 @@ def trim(
 
     space = workspace.load()
     place = hub.locate(draft or newest_draft(space))
-    out = out or space.runs / f"trim-{hub.called(place)}-{keep}"
+    out = out or space.runs / f"trim-{hub.checkpoint_name(place)}-{keep}"
     checkpoint.check_free(out, force=force)
     texts = [text.ids for text in read_trace(trace).texts]
     special = [i for i in checkpoint.special_ids(checkpoint.load_tokenizer(place)).values() if i is not None]
@@ -112,7 +112,7 @@ def export(
 
     place = hub.locate(draft or newest_draft(space))
     checkpoint.check(place)
-    out = out or space.runs / f"export-{hub.called(place)}-{kind if to in ('gguf', 'llama.cpp') else to}"
+    out = out or space.runs / f"export-{hub.checkpoint_name(place)}-{kind if to in ('gguf', 'llama.cpp') else to}"
     checkpoint.check_free(out, force=force)
     device = checkpoint.resolve_device(space.device)
     planned = run.Plan(

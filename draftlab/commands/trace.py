@@ -28,7 +28,7 @@ from draftlab.commands.shared import (
     plan,
     recorded,
 )
-from draftlab.console import waiting
+from draftlab.console import note_if_slow
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.shape import parse_numbers
@@ -80,11 +80,11 @@ def record(
     if prompt_file is None:
         hub.check_data(data or space.data)
 
-    with waiting("trace record: loading torch and transformers"):
+    with note_if_slow("trace record: loading torch and transformers"):
         from draftlab import provenance
         from draftlab.engine.batch_generate import check_room, load_writer
         from draftlab.model import checkpoint
-        from draftlab.model.hf_decoder import context_of
+        from draftlab.model.checkpoint import max_model_len
         from draftlab.model.tokenizer import known_ids
         from draftlab.target_outputs import sources
         from draftlab.target_outputs.traces import Decoding
@@ -99,9 +99,9 @@ def record(
         given = sources.data_prompts(source, reader, count, length, seed)
     how = Decoding(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens,
-        eos_ids=checkpoint.end_ids(place),
+        eos_ids=checkpoint.eos_token_ids(place),
     )  # fmt: skip
-    out = out or space.runs / f"trace-{hub.called(place)}"
+    out = out or space.runs / f"trace-{hub.checkpoint_name(place)}"
     if dry_run:
         tokens = len(given.rows) * max_new_tokens
         facts = {"prompts": len(given.rows), "tokens": f"at most {tokens:,}", "decoding": how.words()}
@@ -111,11 +111,11 @@ def record(
         manifest = sources.run(out, served.about(), lambda: served, given, how, top=top, tokenizer_from=place)
     else:
         checkpoint.check(place)
-        check_room(given.longest, max_new_tokens, context_of(place))
+        check_room(given.longest, max_new_tokens, max_model_len(place))
         device = checkpoint.resolve_device(space.device)
         weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
         about = sources.About(
-            target=hub.called(place), target_sha256=provenance.fingerprint(place), written_by="draftlab",
+            target=hub.checkpoint_name(place), target_sha256=provenance.fingerprint(place), written_by="draftlab",
             dtype=checkpoint.dtype_name(weights), rows=rows, logprobs="sampled",
         )  # fmt: skip
 
@@ -147,7 +147,7 @@ def from_paper(
 
     reader = checkpoint.load_tokenizer(tokenizer)
     given = sources.file_prompts(prompt_file, reader, prompts, None)
-    eos = checkpoint.end_ids(tokenizer)
+    eos = checkpoint.eos_token_ids(tokenizer)
     paper = sources.PaperTrace(file, given.rows, prompts, vocab_of(tokenizer), eos)
     how = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=paper.longest, eos_ids=eos)
     about = sources.About(
@@ -221,7 +221,7 @@ def replay(
     space = workspace.load()
     trace = read_trace(directory) if category is None else read_trace(directory).of_category(category)
     names = draft or [str(newest_draft(space))]
-    drafts = {hub.called(place): place for place in map(hub.locate, names)}
+    drafts = {hub.checkpoint_name(place): place for place in map(hub.locate, names)}
     if len(drafts) < len(names):
         raise UserError(f"two drafts have the same directory name; rename one: {', '.join(names)}")
     out = out or space.runs / f"replay-{directory.name}"

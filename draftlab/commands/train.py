@@ -43,7 +43,7 @@ from draftlab.commands.shared import (
     plan,
     recorded,
 )
-from draftlab.console import note, waiting
+from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError
 from draftlab.model import hub
 
@@ -94,7 +94,7 @@ def train(
     from draftlab.distill.trainer import Settings, TrainingSetup
     from draftlab.model import checkpoint
     from draftlab.model.shape import read_shape_file
-    from draftlab.model.size import size_of, training_cost
+    from draftlab.model.size import read_size, training_cost
 
     check_trackers(tuple(track or ()))
     distributed.check(optimizer=optimizer)
@@ -103,7 +103,7 @@ def train(
     check_length(source if model else None, seq_len)
     if source is not None and model is not None:
         tok, config = checkpoint.load_tokenizer(source), checkpoint.read_config(source)
-        start = size_of(source)
+        start = read_size(source)
     elif shape is not None and source is not None:
         tok, start = checkpoint.load_tokenizer(source), read_shape_file(shape)
         config = checkpoint.llama_config(start, context=context, **checkpoint.special_ids(tok))
@@ -244,7 +244,7 @@ def distill(
     arguments, began = recorded(locals())
     if cache is None and online is None:
         hub.check_data(data or workspace.load().data)  # before torch is imported
-    with waiting("distill: loading torch and transformers"):
+    with note_if_slow("distill: loading torch and transformers"):
         from draftlab.distill import checkpointer, distributed, run
         from draftlab.distill.losses import parse_loss
         from draftlab.distill.on_policy import parse_texts
@@ -255,7 +255,7 @@ def distill(
         from draftlab.distill.trainer import Settings
         from draftlab.distill.training_setup import Reading, cached_lesson, served_teacher, target_lesson
         from draftlab.model import checkpoint
-        from draftlab.model.size import size_of, training_cost
+        from draftlab.model.size import read_size, training_cost
         from draftlab.model.tokenizer import common_vocabulary
 
     space = workspace.load()
@@ -285,7 +285,7 @@ def distill(
     target_dir = hub.locate(target or space.target, weights=not dry_run) if needed else None
     reference = hub.locate(select_with, weights=not dry_run) if select_with else None
     from_data = data or space.data if cache else hub.check_data(data or space.data)
-    out = out or space.runs / f"distill-{hub.called(source).removeprefix('prune-')}"
+    out = out or space.runs / f"distill-{hub.checkpoint_name(source).removeprefix('prune-')}"
     checkpoint.check_free(out, force=force)
     for place in (source, target_dir) if cache is None else ():
         check_length(place, seq_len)
@@ -294,7 +294,7 @@ def distill(
     if reference is not None:
         common_vocabulary(source, reference)
     if dry_run:
-        small, teaching = size_of(source), size_of(target_dir) if target_dir else None
+        small, teaching = read_size(source), read_size(target_dir) if target_dir else None
         cost = training_cost(small, teaching, tokens=steps * rows * seq_len, seq_len=seq_len)
         return plan(out, {"draft": small.describe(), "target": teaching.describe() if teaching else "none"} | cost)
     for place in (source, target_dir, reference):
@@ -344,10 +344,10 @@ def check_rate(lr: float) -> None:
 
 def check_length(place: Path | None, seq_len: int) -> None:
     """Raises UserError: sequences longer than a checkpoint's context."""
-    from draftlab.model.hf_decoder import context_of
+    from draftlab.model.checkpoint import max_model_len
 
-    if place is not None and seq_len > context_of(place):
-        raise UserError(f"--seq-len {seq_len}: {place} reads at most {context_of(place)} tokens")
+    if place is not None and seq_len > max_model_len(place):
+        raise UserError(f"--seq-len {seq_len}: {place} reads at most {max_model_len(place)} tokens")
 
 
 def _tokenizer_place(name: str | None) -> Path | None:

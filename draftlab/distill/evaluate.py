@@ -16,7 +16,8 @@ from draftlab.distill.on_policy import GeneratedRows
 from draftlab.engine import batch_generate as writing
 from draftlab.engine.batch_generate import Writing
 from draftlab.engine.verify import Warp
-from draftlab.model.hf_decoder import Decoder, HFDecoder
+from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
 
 KS = tuple(range(1, 9))
 

@@ -28,4 +28,4 @@ def furthest_behind(batch: Batch, draft: Tensor, reference: Tensor, keep: float)
     dropped = counted[np.argsort(-gap, kind="stable")[round(keep * len(counted)) :]]
     mask = batch.mask.copy()
     mask.flat[dropped] = 0
-    return Batch(batch.ids, mask, batch.listed)
+    return Batch(batch.ids, mask, batch.top_logprobs)

@@ -106,10 +106,10 @@ class CachedTeacher:
         Raises:
             ValueError: a batch that does not come from a cache.
         """
-        if batch.listed is None:
+        if batch.top_logprobs is None:
             raise ValueError("the batch carries nothing of a target")
         counted = batch.mask > 0
-        listed = (batch.listed.ids, batch.listed.log_p, batch.listed.tail)
+        listed = (batch.top_logprobs.ids, batch.top_logprobs.log_p, batch.top_logprobs.tail)
         return TopK(*(torch.from_numpy(array[counted]) for array in listed))
 
 
@@ -140,7 +140,7 @@ def look_through(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.n
     counted = batch.mask > 0
     ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]  # what comes later decides nothing
     asked = [number for number, end in enumerate(ends) if end]
-    found = server.look([batch.ids[number, : ends[number] + 1].tolist() for number in asked], k)
+    found = server.prompt_logprobs([batch.ids[number, : ends[number] + 1].tolist() for number in asked], k)
     ids, log_p, came = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)], [np.empty(0, np.float32)]
     for number, row in zip(asked, found, strict=True):
         here = counted[number, : ends[number]]

@@ -325,7 +325,7 @@ def evaluate(
     totals, tokens = torch.zeros(6, dtype=torch.float64), 0
     with torch.no_grad():
         for batch in heldout:  # split by rows: under FSDP every process takes part in every forward
-            share = batch.part(accelerator.process_index, accelerator.num_processes)
+            share = batch.shard(accelerator.process_index, accelerator.num_processes)
             totals += _sums(accelerator, step_module, teacher, share).double().cpu()
             tokens += int(share.mask.sum())
     step_module.train()
@@ -364,7 +364,7 @@ def _step(
     accelerator.unwrap_model(step_module).begin(step / settings.steps)
     # parts are made before they are shared out, so that every process takes part in as many passes
     parts = batches.batch(step).packed(settings.micro_tokens * accelerator.num_processes)
-    shares = [choose(p.part(accelerator.process_index, accelerator.num_processes), teacher) for p in parts]
+    shares = [choose(p.shard(accelerator.process_index, accelerator.num_processes), teacher) for p in parts]
     tokens = int(_total(accelerator, torch.tensor(sum(int(share.mask.sum()) for share in shares))))
     rate = schedule(step, settings)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):

@@ -24,7 +24,8 @@ from draftlab.distill.trainer import DistillStep, TrainingSetup
 from draftlab.engine.batch_generate import Writing, load_writer, write
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.hf_decoder import Decoder, context_of
+from draftlab.model.checkpoint import max_model_len
+from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import check_embeds, known_ids
 from draftlab.model.weights import Weights
 from draftlab.servers.client import Server
@@ -85,7 +86,7 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
         UserError: another tokenizer, or it cannot look at text.
     """
     same_ids(server, draft)
-    if not server.looks:
+    if not server.supports_prompt_logprobs:
         raise UserError(f"{server.kind} does not score given text; build a cache, or use vLLM or SGLang")
     return ServedTeacher(server, k, vocab_of(draft))
 
@@ -109,23 +110,23 @@ def target_lesson(
     heldout = open_heldout(how.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
     data: Batches = open_batches(how.data, tokenizer, steps=how.steps, seed=how.seed, **sizes)
     if how.reweigh_every and target is not None:
-        note(f"loading {hub.called(target)} for its loss on each source")
+        note(f"loading {hub.checkpoint_name(target)} for its loss on each source")
         reference = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], how.device, how.device_map).eval()
         data = reweighing(data, reference, tokenizer, how.reweigh_every)
         del reference
     known = known_ids(*(model for model in (draft, target) if model))
     author = None if target is None else Author(target, how, known)
     length = Replayed.of(author, draft, heldout, how, state) if local and author else None
-    batches = _mixed(how, data, checkpoint.end_ids(target or draft), known, student, author, state)
+    batches = _mixed(how, data, checkpoint.eos_token_ids(target or draft), known, student, author, state)
     del author  # and the target with it, before it is loaded as a teacher
     if target is None or not how.compared:
         return TrainingSetup(teacher=served if how.compared else None, batches=batches, heldout=heldout)
     operations = 2 * (Weights(target).parameters + student.num_parameters())
-    note(f"loading {hub.called(target)} as teacher in {how.dtype}")
+    note(f"loading {hub.checkpoint_name(target)} as teacher in {how.dtype}")
     teacher = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], device_map=how.device_map)
-    spread = heldout.spread(affordable(HELDOUT_ROWS, operations * how.seq_len, how.device))
+    spread = heldout.subset(affordable(HELDOUT_ROWS, operations * how.seq_len, how.device))
     rows = max(1, min(how.rows, positions(checkpoint.vocab_size(target), how.memory) // how.seq_len))
-    return TrainingSetup(teacher=teacher, batches=batches, heldout=spread.of(rows), length=length)
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=spread.batched(rows), length=length)
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
@@ -148,8 +149,8 @@ class Author:
 
     def writing(self, length: int, temperature: float) -> Writing:
         return Writing(
-            max_new_tokens=length, temperature=temperature, seed=self.how.seed, ends=checkpoint.end_ids(self.target),
-            known=self.known, memory=self.how.memory,
+            max_new_tokens=length, temperature=temperature, seed=self.how.seed,
+            ends=checkpoint.eos_token_ids(self.target), known=self.known, memory=self.how.memory,
         )  # fmt: skip
 
 
@@ -164,7 +165,7 @@ class Replayed:
     @classmethod
     def of(cls, author: Author, draft: Path, heldout: HeldOut, how: Reading, state: Path) -> "Replayed | None":
         """None where every text of the target ends with its first token: there is nothing to draft."""
-        context = min(context_of(author.target), context_of(draft))
+        context = min(max_model_len(author.target), max_model_len(draft))
         prompt = min(REPLAYED_PROMPT, context // 2)
         settings = author.writing(min(REPLAYED_LENGTH, context - prompt), how.serve_temperature)
         operations = 2 * Weights(author.target).parameters * (prompt + settings.max_new_tokens)
@@ -258,7 +259,7 @@ def reweighing(
         for name in batches.weights
     }
     losses = {name: _cross_entropy(reference, b) for name, b in heldout.items()}
-    return DynamicBatches.of(batches, heldout, losses, every)
+    return DynamicBatches.start(batches, heldout, losses, every)
 
 
 @torch.inference_mode()

@@ -36,7 +36,7 @@ def resize(directory: Path, vocab: int) -> str | None:
 
 def _rows_of_ids(config: dict[str, object]) -> set[str]:
     """Return the names that embedding and head can have in the files, which may leave out the base model's."""
-    model = checkpoint.skeleton(config, torch.float32)
+    model = checkpoint.meta_model(config, torch.float32)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     mine = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
     names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in mine}

@@ -17,7 +17,8 @@ from draftlab.console import note
 from draftlab.engine.verify import Warp, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.hf_decoder import Decoder, HFDecoder, in_mode, load, vocab_of
+from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 
 Stop = Literal["length", "eos"]
@@ -71,15 +72,15 @@ def load_writer(
 ) -> Decoder:
     """Return the checkpoint as what writes fastest here: the engine, compiled on a CPU; or transformers.
 
-    dtype: None is checkpoint.computed_dtype's.
+    dtype: None is checkpoint.compute_dtype's.
     """
-    dtype = dtype or checkpoint.computed_dtype(directory, device)
-    note(f"loading {hub.called(directory)} in {checkpoint.dtype_name(dtype)}")
+    dtype = dtype or checkpoint.compute_dtype(directory, device)
+    note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")
     model = load(directory, dtype, device, device_map)
     if not isinstance(model, Llama) or device.type != "cpu" or dtype == torch.float16:
         return model
     try:
-        return in_mode(model, "native")
+        return with_mode(model, "native")
     except UserError as error:
         note(f"{error}; text is written in mode eager")
         return model
@@ -133,7 +134,7 @@ def _groups(model: Decoder, prompts: Sequence[Sequence[int]], how: Writing) -> I
 
 def rows_in(model: Decoder, length: int, how: Writing) -> int:
     """Return how many texts of that length fit how.memory, at least one and at most how.rows."""
-    each = PER_LOGIT * (vocab_of(model) or 0) + length * _kv_bytes(model)
+    each = PER_LOGIT * (model_vocab_size(model) or 0) + length * _kv_bytes(model)
     return max(1, min(how.rows, int(how.memory * GIGABYTE / each)))
 
 

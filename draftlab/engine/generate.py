@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
 from draftlab.engine.verify import Warp, draw, verify
-from draftlab.model.cuda_graphs import Graphed, chain
-from draftlab.model.hf_decoder import Decoder, feed, vocab_of
+from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
+from draftlab.model.decoder import Decoder, feed, model_vocab_size
 from draftlab.model.llama import Tree
 
 Clock = Callable[[], float]
@@ -122,7 +122,7 @@ class ModelDrafter:
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
-        self.known = vocab_of(model)
+        self.known = model_vocab_size(model)
         self.cache: Any = None
 
     def reset(self, rows: int, capacity: int) -> None:
@@ -133,10 +133,10 @@ class ModelDrafter:
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
         logits, choose = self.behind(texts)[:, -1], Sampler(sampling.warp(), self.vocab)
-        if isinstance(self.model, Graphed):
-            self.drafted, q = self.model.chain(logits, self.cache, uniform, choose)
+        if isinstance(self.model, CudaGraphLlama):
+            self.drafted, q = self.model.draft_chain(logits, self.cache, uniform, choose)
         else:
-            self.drafted, q = chain(logits, uniform, choose, self.following)
+            self.drafted, q = draft_chain(logits, uniform, choose, self.following)
         return Draft(ids=self.drafted, q=q, counts=[count] * len(texts))
 
     def following(self, token: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def speculative(
     while rows.live:
         room, uniform = rows.room(), rows.of(draws)
         count = min(k, max(room)) if prefilled else 0
-        if count and isinstance(target, Graphed):
+        if count and isinstance(target, CudaGraphLlama):
             count = k  # of one shape to the end: what lies beyond a text's limit does not count
         began = clock()
         draft = drafter.propose(rows.texts, count, sampling, uniform[:, :count]) if drafter and count else None
@@ -299,7 +299,7 @@ def _pass(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | No
     ids = torch.cat([last, draft.ids], 1)
     if draft.parents is None:
         return target.forward(ids, cache)
-    return target.forward(ids, cache, tree=Tree.of(draft.parents, ids.device))
+    return target.forward(ids, cache, tree=Tree.from_parents(draft.parents, ids.device))
 
 
 class _Rows:

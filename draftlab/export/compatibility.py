@@ -17,10 +17,11 @@ from draftlab.acceptance import token_logprobs
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import gguf, gguf_tokenizer
-from draftlab.model import checkpoint, hf_decoder
+from draftlab.model import checkpoint, decoder
+from draftlab.model.checkpoint import max_model_len
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape, multiples_near
-from draftlab.model.size import context_size, size_of
+from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds
 
 Runtime = Literal["vllm", "sglang", "llama.cpp", "transformers"]
@@ -61,7 +62,7 @@ class Side:
         check_embeds(path)
         return cls(
             path=path, config=config, tokenizer=checkpoint.load_tokenizer(path), vocab=checkpoint.vocab_size(path),
-            context=context_size(path),
+            context=max_model_len(path, 2048),
         )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def files(draft: Path, target: Path, runtimes: list[Runtime]) -> list[Finding]:
         UserError: one of them cannot be read at all.
     """
     checkpoint.check(draft)
-    mine, its, size = Side.of(draft), Side.of(target), size_of(draft)
+    mine, its, size = Side.of(draft), Side.of(target), read_size(draft)
     shape = size if isinstance(size, Shape) else None
     found = [*_ids(mine, its), *_special(mine, its), *_padding(mine, its), *_template(mine, its)]
     found += [*_context(mine, its), *_weights(draft)]
@@ -97,7 +98,7 @@ def files(draft: Path, target: Path, runtimes: list[Runtime]) -> list[Finding]:
 
 def runs(draft: Path, prompts: list[list[int]], dtype: torch.dtype, device: torch.device) -> list[Finding]:
     """What the draft does: its perplexity on text, and whether it accepts itself. prompts: token ids of text."""
-    model = hf_decoder.load(draft, dtype, device)
+    model = decoder.load(draft, dtype, device)
     vocab = checkpoint.vocab_size(draft)
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
     looked = token_logprobs.look(model, texts, vocab, token_logprobs.Warp(temperature=1.0))
@@ -145,7 +146,7 @@ def _special(mine: Side, its: Side) -> Iterator[Finding]:
                 text=f"{name} is {ours[name]} in the draft and {theirs[name]} in the target",
                 fix=f"copy tokenizer_config.json of {its.path}",
             )  # fmt: skip
-    ends, stops = (checkpoint.end_ids(side.path) for side in (mine, its))
+    ends, stops = (checkpoint.eos_token_ids(side.path) for side in (mine, its))
     if ends != stops:
         yield Finding(
             about="special tokens", level="note",
@@ -310,7 +311,7 @@ def _perplexity(entropy: float, vocab: int) -> Finding:
     return Finding(about="perplexity", level="ok", text=text)
 
 
-def _accepts_itself(model: hf_decoder.Decoder, prompts: list[list[int]]) -> Finding:
+def _accepts_itself(model: decoder.Decoder, prompts: list[list[int]]) -> Finding:
     """As its own target it must accept every token that it drafts; if not, decoding with its cache is wrong."""
     steps = list(speculative(model, ModelDrafter(model), [ids[:16] for ids in prompts], 4, Sampling(max_new_tokens=24)))
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)

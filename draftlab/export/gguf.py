@@ -14,8 +14,8 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.export.gguf_tokenizer import GGUFTokenizer, read_tokenizer
 from draftlab.model import checkpoint
+from draftlab.model.checkpoint import max_model_len
 from draftlab.model.shape import Shape
-from draftlab.model.size import context_size
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of matrices; vectors are always f32
@@ -191,7 +191,7 @@ def _add_words(writer: Any, words: GGUFTokenizer) -> None:
 
 def _context(directory: Path, config: dict[str, object]) -> int:
     """Longest text in tokens; of a model with a sliding window, the window: up to there attention is full."""
-    context, window = context_size(directory), config.get("sliding_window")
+    context, window = max_model_len(directory, 2048), config.get("sliding_window")
     return min(context, window) if isinstance(window, int) and config.get("use_sliding_window", True) else context
 
 

@@ -12,11 +12,12 @@ import torch
 
 from draftlab import provenance
 from draftlab.console import note
-from draftlab.data import prompts as read_prompts
+from draftlab.data import heldout_prompts
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import card, gguf, hf, scripts, verify
 from draftlab.model import checkpoint
-from draftlab.model.size import context_size, size_of
+from draftlab.model.checkpoint import max_model_len
+from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.results.score import Score, read_score
 
@@ -97,7 +98,7 @@ def export(plan: Plan, work: Path, out: Path) -> Made:
             found = _verified(plan, plain, work / file, k)
             lines.append(found.line())
             notes["verified"] = found.line()
-        size, context = size_of(plain).describe(), context_size(plain)
+        size, context = read_size(plain).describe(), max_model_len(plain, 2048)
     script = None
     if plan.to not in ("hf", "gguf"):
         script = scripts.script(plan.to, target=_target_text(plan), k=k, why_k=why_k, gguf=file)
@@ -150,7 +151,7 @@ def _write_gguf(plan: Plan, plain: Path, file: Path) -> list[str]:
 
 def _verified(plan: Plan, plain: Path, file: Path, k: int) -> verify.Agreement:
     reader = checkpoint.load_tokenizer(plan.target)
-    prompts = read_prompts(plan.data, reader, count=plan.prompts, length=PROMPT_TOKENS, seed=0)
+    prompts = heldout_prompts(plan.data, reader, count=plan.prompts, length=PROMPT_TOKENS, seed=0)
     note(f"the target writes {plan.prompts} texts, then the draft is scored here and in {_runtime(plan).name}")
     writing = verify.write_texts(plan.target, prompts, NEW_TOKENS, k, plan.device)
     if not plan.as_gguf:

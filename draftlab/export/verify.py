@@ -22,10 +22,10 @@ from draftlab.acceptance import token_logprobs
 from draftlab.acceptance.expected import ratio_interval
 from draftlab.engine.generate import Sampling, plain, written
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hf_decoder
+from draftlab.model import checkpoint, decoder
 from draftlab.model.sentencepiece import PROBES
-from draftlab.servers import adapters
-from draftlab.servers.client import Server, spec_decode
+from draftlab.sampling import SamplingParams
+from draftlab.servers.client import Server, spec_decode_counters
 
 INSIDE = Path(__file__).parent / "llama_cpp_worker.py"
 START_SECONDS = 600  # of a server
@@ -69,14 +69,14 @@ class Agreement:
 
 def write_texts(target: Path, prompts: list[list[int]], tokens: int, k: int, device: torch.device) -> Writing:
     """In float32, and through an end-of-text token: what counts is that both sides see the same."""
-    model = hf_decoder.load(target, torch.float32, device)
+    model = decoder.load(target, torch.float32, device)
     texts = written(plain(model, prompts, Sampling(max_new_tokens=tokens + k)))
     return Writing(prompts=prompts, texts=texts, tokens=tokens, k=k)
 
 
 def hits(draft: Path, writing: Writing, device: torch.device) -> list[np.ndarray]:
     """Of each text, which tokens are the draft's most probable ones, bool [n]."""
-    model = hf_decoder.load(draft, torch.float32, device)
+    model = decoder.load(draft, torch.float32, device)
     pairs = [(np.array(p), np.array(t)) for p, t in zip(writing.prompts, writing.texts, strict=True)]
     return [
         one.rank == 0 for one in token_logprobs.look(model, pairs, checkpoint.vocab_size(draft), token_logprobs.Warp())
@@ -128,9 +128,9 @@ def in_vllm(binary: Path, draft: Path, target: Path, writing: Writing, ours: lis
     speculative = {"method": "draft_model", "model": str(draft.absolute()), "num_speculative_tokens": writing.k}
     with _vllm(binary, target, speculative) as server:
         before = server.metrics()
-        asked = adapters.Sampling(max_tokens=writing.tokens, temperature=0.0, ignore_eos=True)
+        asked = SamplingParams(max_tokens=writing.tokens, temperature=0.0, ignore_eos=True)
         wrote = [one.ids for one in server.generate(writing.prompts, asked)]
-        counted = spec_decode(before, server.metrics())
+        counted = spec_decode_counters(before, server.metrics())
     if counted is None:
         raise UserError(f"{binary} drafted nothing: its /metrics count no speculative steps")
     same = [a == b for ids, text in zip(wrote, writing.texts, strict=True) for a, b in zip(ids, text, strict=False)]

@@ -27,11 +27,11 @@ from pydantic import (
 
 from draftlab.errors import UserError, did_you_mean
 from draftlab.files import validation_text
+from draftlab.model import Mode
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape, read_shape_file
 from draftlab.results.score import Latency
 
-Mode = Literal["eager", "native", "graphs"]
 EXAMPLE = "llama-65b@4xa100-80gb,graphs"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
 

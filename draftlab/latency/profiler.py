@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab import provenance
-from draftlab.console import note, progress, pulse
+from draftlab.console import heartbeat, note, progress
 from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, speculative
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Mode, Point, Profile, SteadyPoint, active_params, write_profile
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.model import checkpoint, llama, memory
-from draftlab.model.hf_decoder import Decoder, HFDecoder, KVCache, check_mode, in_mode, load
+from draftlab.model.decoder import Decoder, KVCache, check_mode, load, with_mode
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.model.shape import Shape
-from draftlab.model.size import Opaque, size_of
+from draftlab.model.size import ApproximateSize, read_size
 from draftlab.results.score import Latency
 
 WARM_ROUNDS = (3, 12)  # before anything counts: at least, at most
@@ -78,8 +79,8 @@ class Plan:
     command: str
     device_map: str | None = None
 
-    def sizes(self) -> dict[str, Shape | Opaque]:
-        return {n: s if isinstance(s, Shape) else size_of(s) for n, s in self.subjects.items()}
+    def sizes(self) -> dict[str, Shape | ApproximateSize]:
+        return {n: s if isinstance(s, Shape) else read_size(s) for n, s in self.subjects.items()}
 
 
 class RandomWeights(Mapping[str, Tensor]):
@@ -113,7 +114,7 @@ def check(plan: Plan) -> None:
         raise UserError("--device-map has transformers run the models: take --mode eager")
     for name, subject in plan.subjects.items():
         if isinstance(subject, Path) and plan.mode != "eager":
-            llama.check(subject)
+            llama.check_supported(subject)
         if isinstance(subject, Shape) and subject.qk_layernorm:
             raise UserError(
                 f"{name} has q/k norms behind the rotation (qk_layernorm), which the engine does not compute"
@@ -143,7 +144,7 @@ def run(
     busy, cores = os.getloadavg()[0], os.cpu_count() or 1
     if busy > cores:
         note(f"the machine is busy: load {busy:.1f} on {cores} cores; what is measured now is slower and spreads more")
-    with pulse("passes"), progress("rounds", plan.grid.repeats) as advance:
+    with heartbeat("passes"), progress("rounds", plan.grid.repeats) as advance:
         curves = measure(
             models, plan.grid, mode=plan.mode, clock=steady_clock(plan.device), advance=lambda done: advance(done, "")
         )
@@ -191,7 +192,7 @@ def measure(
     Raises:
         UserError: contexts that do not fit a model.
     """
-    models = {name: in_mode(model, mode) if isinstance(model, Llama) else model for name, model in models.items()}
+    models = {name: with_mode(model, mode) if isinstance(model, Llama) else model for name, model in models.items()}
     passes = {name: dict(_passes(model, grid)) for name, model in models.items()}
     tasks: dict[tuple[str, int, int, int, int], tuple[Task, Task]] = {}
     for name, each in passes.items():
@@ -235,7 +236,7 @@ def measure_latency(
     tasks = {
         (name, *at): (_nothing, run)
         for name, model in models.items()
-        for at, run in _passes(in_mode(model, mode), grid)
+        for at, run in _passes(with_mode(model, mode), grid)
     }
     times = time_interleaved(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
     return {name: [latency(width, times[name, width, batch, context]) for width in widths] for name in models}

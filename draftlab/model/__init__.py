@@ -1,1 +1,5 @@
-"""Models: shapes, checkpoints, tokenizers and the decoders that run them."""
+"""Models: shapes and families of shapes, checkpoints, tokenizers, and decoders that run them."""
+
+from typing import Literal
+
+Mode = Literal["eager", "native", "graphs"]  # how a decoder's passes run: torch, compiled C++, CUDA graphs

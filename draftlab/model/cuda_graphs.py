@@ -17,7 +17,9 @@ from draftlab.model.llama import Cache, Llama, Tree
 BUCKET = 256  # S is rounded up to a multiple: what lies behind a row's own length is masked
 WIDE = 64  # a pass over more tokens is bound by arithmetic, not by launches
 
-Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # of logits [B, V] and draws [B]: tokens, and their q
+Sampler = Callable[
+    [Tensor, Tensor], tuple[Tensor, Tensor | None]
+]  # of logits [B, V] and draws [B]: tokens, and their q
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ class _Chain:
     replay: Callable[[], object]
 
 
-class Graphed(Llama):
+class CudaGraphLlama(Llama):
     """A Llama whose narrow passes are replayed. Shares the weights of the model it is made from.
 
     What a pass or a chain gives is overwritten by the next one of its shape.
@@ -87,7 +89,9 @@ class Graphed(Llama):
         return graph.logits
 
     @torch.inference_mode()
-    def chain(self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Choose) -> tuple[Tensor, Tensor | None]:
+    def draft_chain(
+        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler
+    ) -> tuple[Tensor, Tensor | None]:
         """As chain, behind what the cache holds: the K choices and the K - 1 passes between them are one graph.
 
         choose: hashable; equal ones share a graph. Nothing in it may wait for the device.
@@ -105,7 +109,7 @@ class Graphed(Llama):
         cache.used = [used + count - 1 for used in cache.used]
         return graph.drafted
 
-    def _capture_chain(self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Choose, end: int) -> _Chain:
+    def _capture_chain(self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, end: int) -> _Chain:
         used = torch.tensor(cache.used, device=self.device).unsqueeze(1)
         keys, values = cache.keys.detach(), cache.values
         made = _Chain(logits.clone(), used, uniform.clone(), (used, None), lambda: None)
@@ -115,13 +119,13 @@ class Graphed(Llama):
 
             def following(token: Tensor) -> Tensor:
                 nonlocal place
-                found = self.decode(token.unsqueeze(1), keys, values, self.placed(place, 1, end), 1)[:, -1]
+                found = self.decode(token.unsqueeze(1), keys, values, self.attention_metadata(place, 1, end), 1)[:, -1]
                 place = place + 1
                 return found
 
-            made.drafted = chain(made.logits, made.uniform, choose, following)
+            made.drafted = draft_chain(made.logits, made.uniform, choose, following)
 
-        made.replay = captured(run) if self.device.type == "cuda" else run
+        made.replay = capture(run) if self.device.type == "cuda" else run
         return made
 
     def _capture(self, ids: Tensor, cache: Cache, last: int, end: int) -> _Graph:
@@ -132,10 +136,10 @@ class Graphed(Llama):
         )
 
         def run() -> None:
-            place = self.placed(used, ids.shape[1], end)
+            place = self.attention_metadata(used, ids.shape[1], end)
             logits.copy_(self.decode(ids, keys, values, place, last))
 
-        return _Graph(ids, used, logits, captured(run) if self.device.type == "cuda" else run)
+        return _Graph(ids, used, logits, capture(run) if self.device.type == "cuda" else run)
 
 
 def _end(cache: Cache, width: int) -> int:
@@ -146,8 +150,8 @@ def _end(cache: Cache, width: int) -> int:
     return min(cache.capacity, -(-end // BUCKET) * BUCKET)
 
 
-def chain(
-    logits: Tensor, uniform: Tensor, choose: Choose, following: Callable[[Tensor], Tensor]
+def draft_chain(
+    logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Tokens drafted one behind the other, [B, K], and the distributions they were drawn from, [B, K, V], if any.
 
@@ -161,7 +165,7 @@ def chain(
     return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 
-def captured(run: Callable[[], object]) -> Callable[[], object]:
+def capture(run: Callable[[], object]) -> Callable[[], object]:
     """run as one CUDA graph, to be replayed on the tensors that it holds."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from draftlab.errors import UserError
-from draftlab.model.hub import called, locate
-from draftlab.model.shape import Shape, check_within, count_text, fewest_kv_heads, read_shape_file, resolve
+from draftlab.model.hub import checkpoint_name, locate
+from draftlab.model.shape import Shape, check_within, fewest_kv_heads, format_count, read_shape_file, resolve
 
 Budget = Literal["total", "body", "kv", "latency"]
 
@@ -161,7 +161,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name).stem, read_shape_file(Path(name))
     directory = locate(name, weights)
-    return called(directory), directory
+    return checkpoint_name(directory), directory
 
 
 def matching_preset(source: Shape, layers: int, hidden: int, folder: Path) -> tuple[str, Shape] | None:
@@ -185,7 +185,7 @@ def matching_preset(source: Shape, layers: int, hidden: int, folder: Path) -> tu
     return found[0] if found else None
 
 
-def wanted_shape(
+def requested_shape(
     source: Shape,
     *,
     layers: int | None,
@@ -304,7 +304,7 @@ def _reach(source: Shape, layers: int, goal: Goal) -> str:
     low, *_, high = sorted(goal.of(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends)
     if goal.kind == "latency":
         return f"{depth}: {low:.3g} to {high:.3g} ms"
-    return f"{depth}: {count_text(low)} to {count_text(high)}"
+    return f"{depth}: {format_count(low)} to {format_count(high)}"
 
 
 def _amount(goal: Goal) -> str:
@@ -312,4 +312,4 @@ def _amount(goal: Goal) -> str:
         return f"{goal.amount:.0f} bytes of KV cache per token"
     if goal.kind == "latency":
         return f"{goal.amount:.3g} ms for a pass"
-    return f"{count_text(goal.amount)} parameters in {'all' if goal.kind == 'total' else 'the blocks'}"
+    return f"{format_count(goal.amount)} parameters in {'all' if goal.kind == 'total' else 'the blocks'}"

@@ -57,7 +57,7 @@ def importable(name: str) -> Path:
     return _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
 
 
-def called(directory: Path) -> str:
+def checkpoint_name(directory: Path) -> str:
     """Return what a checkpoint's directory is called, which in the hub's cache is not the name of the directory."""
     if directory.parent.name == "snapshots":
         return directory.parent.parent.name.rpartition("--")[2]

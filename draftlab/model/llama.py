@@ -28,13 +28,13 @@ HEAD_IDS = "head_ids.json"  # beside a checkpoint: the ids that its head is comp
 class Cache:
     """Keys and values, [layers, B, K, capacity, C] each; of each row the first ``used`` positions count, [B].
 
-    states: what entered the head at each position, [B, capacity, D], where someone asks for it; keep leaves it alone.
+    hidden_states: input of the head at each position, [B, capacity, D], if set; keep does not reorder it.
     """
 
     keys: Tensor
     values: Tensor
     used: list[int] = field(default_factory=list)
-    states: Tensor | None = None
+    hidden_states: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.used = self.used or [0] * self.keys.shape[1]
@@ -51,6 +51,12 @@ class Cache:
                 held[:, row, :, at:end] = held[:, row, :, [at + i for i in path]]
         self.used[row] = end
 
+    def expand(self, rows: int) -> "Cache":
+        """Return the cache of one row, repeated for several."""
+        layers, _, *size = self.keys.shape
+        keys, values = (cached.expand(layers, rows, *size).contiguous() for cached in (self.keys, self.values))
+        return Cache(keys, values, self.used * rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
@@ -60,7 +66,7 @@ class Tree:
     sees: Tensor
 
     @classmethod
-    def of(cls, parents: Sequence[int], device: torch.device = checkpoint.CPU) -> "Tree":
+    def from_parents(cls, parents: Sequence[int], device: torch.device = checkpoint.CPU) -> "Tree":
         """A root, token 0, and what descends from it: parents[i] is that of token i + 1, and comes before it."""
         sees = torch.eye(len(parents) + 1, dtype=torch.bool)
         for child, parent in enumerate(parents, 1):
@@ -69,7 +75,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AttentionMetadata:
     """Of one pass over rows that stand at one length, or each at its own."""
 
     cos: Tensor  # [T, C] or [B, 1, T, C]
@@ -121,12 +127,12 @@ class Llama:
     def device(self) -> torch.device:
         return self.embed.device
 
-    def trim(self, ids: list[int]) -> None:
+    def trim_head(self, ids: list[int]) -> None:
         """Compute the logits of these ids alone; those of all others are -inf from now on."""
         self.head_ids = torch.tensor(ids, device=self.device)
         self.head = self.head[self.head_ids]
 
-    def whole(self, logits: Tensor) -> Tensor:
+    def expand_logits(self, logits: Tensor) -> Tensor:
         """What the head gives as logits of every id, [..., V]."""
         if self.head_ids is None:
             return logits
@@ -160,12 +166,20 @@ class Llama:
         width = ids.shape[1]
         if max(cache.used) + width > cache.capacity:
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
-        logits = self.decode(ids, cache.keys, cache.values, self._place(cache, width, tree), last, cache.states)
+        logits = self.decode(
+            ids, cache.keys, cache.values, self._metadata(cache, width, tree), last, cache.hidden_states
+        )
         cache.used = [used + width for used in cache.used]
         return logits
 
     def decode(
-        self, ids: Tensor, keys: Tensor, values: Tensor, place: Place, last: int, states: Tensor | None = None
+        self,
+        ids: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        place: AttentionMetadata,
+        last: int,
+        states: Tensor | None = None,
     ) -> Tensor:
         """The pass itself, of ids in their place. states: as in Cache."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
@@ -177,18 +191,18 @@ class Llama:
         x = _rms_norm(x[:, -last:] if states is None else x, self.norm, self.eps)
         if states is not None:
             states[place.slots[0], place.slots[2]] = x
-        return self.whole(F.linear(x[:, -last:], self.head))
+        return self.expand_logits(F.linear(x[:, -last:], self.head))
 
-    def _place(self, cache: Cache, width: int, tree: Tree | None) -> Place:
+    def _metadata(self, cache: Cache, width: int, tree: Tree | None) -> AttentionMetadata:
         end, device = max(cache.used) + width, self.device
         if tree is None and min(cache.used) == max(cache.used):
             began = end - width
             mask = torch.ones(width, end, dtype=torch.bool, device=device).tril(began) if width > 1 else None
             new = slice(began, end)
-            return Place(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end)
-        return self.placed(torch.tensor(cache.used, device=device).unsqueeze(1), width, end, tree)
+            return AttentionMetadata(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end)
+        return self.attention_metadata(torch.tensor(cache.used, device=device).unsqueeze(1), width, end, tree)
 
-    def placed(self, used: Tensor, width: int, end: int, tree: Tree | None = None) -> Place:
+    def attention_metadata(self, used: Tensor, width: int, end: int, tree: Tree | None = None) -> AttentionMetadata:
         """Of width tokens behind used cached ones of each row, [B, 1]; S is end, at least the longest row's."""
         along = torch.arange(width, device=used.device)
         depth = along if tree is None else tree.depth
@@ -198,9 +212,9 @@ class Llama:
         mask = (among | (ahead < 0)).transpose(0, 1).unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
         cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
-        return Place(cos, sin, mask, (rows, slice(None), used + along), end)
+        return AttentionMetadata(cos, sin, mask, (rows, slice(None), used + along), end)
 
-    def _attention(self, block: Block, x: Tensor, keys: Tensor, values: Tensor, place: Place) -> Tensor:
+    def _attention(self, block: Block, x: Tensor, keys: Tensor, values: Tensor, place: AttentionMetadata) -> Tensor:
         s = self.shape
         qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)  # [B, H+2K, T, C]
         qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
@@ -222,7 +236,7 @@ class Llama:
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
 
-def check(directory: Path) -> Shape:
+def check_supported(directory: Path) -> Shape:
     """The shape of a checkpoint that this decoder computes; no weight is read.
 
     Raises:
@@ -232,7 +246,7 @@ def check(directory: Path) -> Shape:
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
-    """The checkpoint as a Llama. Raises as check."""
+    """The checkpoint as a Llama. Raises as check_supported."""
     shape, config, (inv_freq, scale) = _computed(directory)
     context = int(str(config.get("max_position_embeddings", 2048)))
     window = config.get("sliding_window")
@@ -241,12 +255,12 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
     weights = checkpoint.Weights(directory, dtype, device)
     model = Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
     if (directory / HEAD_IDS).is_file():
-        model.trim(_head_ids(directory / HEAD_IDS, shape.vocab))
+        model.trim_head(_head_ids(directory / HEAD_IDS, shape.vocab))
     return model
 
 
 def _computed(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor, float]]:
-    """Shape, config and rotary of what check lets pass."""
+    """Shape, config and rotary of a supported checkpoint."""
     config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:

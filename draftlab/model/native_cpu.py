@@ -57,7 +57,7 @@ class _Pass(Structure):
     )
 
 
-class Native(Llama):
+class NativeLlama(Llama):
     """A Llama on the CPU whose narrow passes run compiled. Shares the weights of the model it is made from."""
 
     def __init__(self, model: Llama, int8: bool = False) -> None:
@@ -85,7 +85,7 @@ class Native(Llama):
         self._model.threads = torch.get_num_threads()
         self._run(ctypes.byref(self._model), ctypes.byref(now))
         cache.used = [used + width for used in cache.used]
-        return self.whole(logits)
+        return self.expand_logits(logits)
 
     def _describe(self) -> _Model:
         s = self.shape

@@ -152,7 +152,7 @@ class Shape(BaseModel):
         head = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads} heads"
         return (
             f"{self.layers} x {self.hidden}, {head} of {self.head_dim}, ffn {self.ffn}, "
-            f"{count_text(self.params())} parameters"
+            f"{format_count(self.params())} parameters"
         )
 
 
@@ -301,8 +301,8 @@ def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) ->
     if abs(solved.params() - params) > 0.01 * params:
         low, high = base, shape.model_copy(update={"ffn": most}).params()
         raise UserError(
-            f"{shape.layers} layers x {shape.hidden} cannot have {count_text(params)} parameters: "
-            f"ffn {multiple_of} to {most} gives {count_text(low)} to {count_text(high)}"
+            f"{shape.layers} layers x {shape.hidden} cannot have {format_count(params)} parameters: "
+            f"ffn {multiple_of} to {most} gives {format_count(low)} to {format_count(high)}"
         )
     return solved
 
@@ -340,7 +340,7 @@ def parse_numbers(text: str) -> list[int]:
     return sorted(numbers)
 
 
-def count_text(count: float) -> str:
+def format_count(count: float) -> str:
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= 0.9995 * scale:  # three digits of 999.5M and more are 1B
             return f"{count / scale:.3g}{unit}"

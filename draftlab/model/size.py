@@ -7,13 +7,11 @@ import torch
 
 from draftlab.errors import OtherArchitecture
 from draftlab.model import checkpoint
-from draftlab.model.shape import Shape, count_text
-
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+from draftlab.model.shape import Shape, format_count
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
+class ApproximateSize:
     """A model that is not LLaMA-like: what transformers builds of its config, which is all that is known of it."""
 
     kind: str
@@ -22,7 +20,7 @@ class Opaque:
     hidden: int
 
     def describe(self) -> str:
-        return f"{self.kind}, {count_text(self.count)} parameters"
+        return f"{self.kind}, {format_count(self.count)} parameters"
 
     def params(self) -> int:
         return self.count
@@ -39,7 +37,7 @@ class Opaque:
         return 2 * self.count
 
 
-def size_of(directory: Path) -> Shape | Opaque:
+def read_size(directory: Path) -> Shape | ApproximateSize:
     """Return the shape of a checkpoint, or its parameters where it is not LLaMA-like.
 
     Raises:
@@ -49,20 +47,13 @@ def size_of(directory: Path) -> Shape | Opaque:
         return checkpoint.planned_shape(directory)
     except OtherArchitecture:
         config = checkpoint.read_config(directory)
-        built = checkpoint.skeleton(config, torch.float32)
+        built = checkpoint.meta_model(config, torch.float32)
         text, count = built.config.get_text_config(), sum(p.numel() for p in built.parameters())
-        return Opaque(str(config.get("model_type")), count, text.num_hidden_layers, text.hidden_size)
-
-
-def context_size(directory: Path) -> int:
-    """Return the length in tokens of the longest text that a checkpoint is made for, 2048 where it does not say."""
-    config = checkpoint.text_config(directory)
-    sizes = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
-    return int(str(sizes[0])) if sizes else 2048
+        return ApproximateSize(str(config.get("model_type")), count, text.num_hidden_layers, text.hidden_size)
 
 
 def training_cost(
-    student: Shape | Opaque, teacher: Shape | Opaque | None, *, tokens: int, seq_len: int
+    student: Shape | ApproximateSize, teacher: Shape | ApproximateSize | None, *, tokens: int, seq_len: int
 ) -> dict[str, str]:
     """What a training run needs, for people: tokens, floating-point operations, memory, disk.
 

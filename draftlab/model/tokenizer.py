@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_tokenizer, vocab_size
-from draftlab.model.hub import called
+from draftlab.model.hub import checkpoint_name
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
 # A word with what is glued to its front; up to three digits; punctuation with the line break and the indentation
@@ -67,7 +67,7 @@ def common_vocabulary(draft: Path, target: Path) -> int:
     first = next((i for i in range(size) if mine.get(i) != its.get(i)), None)
     if first is not None:
         raise UserError(
-            f"draft {called(draft)} and target {called(target)} have different tokenizers: id {first} is "
-            f"{mine.get(first)!r} and {its.get(first)!r}; speculation needs the same vocabulary"
+            f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: "
+            f"id {first} is {mine.get(first)!r} and {its.get(first)!r}; speculation needs the same vocabulary"
         )
     return size

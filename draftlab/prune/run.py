@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def computed(self) -> torch.dtype:
-        return checkpoint.computed_dtype(self.source, self.device)
+        return checkpoint.compute_dtype(self.source, self.device)
 
     @property
     def rotated(self) -> bool:

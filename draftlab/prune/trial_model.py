@@ -31,7 +31,7 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
     Raises:
         UserError: names the tensor.
     """
-    built = {name: tuple(p.shape) for name, p in checkpoint.skeleton(config, torch.float32).named_parameters()}
+    built = {name: tuple(p.shape) for name, p in checkpoint.meta_model(config, torch.float32).named_parameters()}
     for name, axes in shape.axes().items():
         if built.get(name) != shape.dims(axes):
             raise UserError(

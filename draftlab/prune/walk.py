@@ -31,7 +31,7 @@ class Walk:
         resident: bool = False,
     ) -> None:
         self.weights, self.dtype, self.device = weights, dtype, device
-        self.model = checkpoint.skeleton(config, dtype)
+        self.model = checkpoint.meta_model(config, dtype)
         self.decoder = self.model.get_submodule("model")
         self.layers = cast(nn.ModuleList, self.model.get_submodule("model.layers"))
         # granite scales what a layer adds to the stream, and its logits

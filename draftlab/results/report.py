@@ -13,7 +13,7 @@ from rich.text import Text
 
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
-from draftlab.model.shape import Shape, count_text
+from draftlab.model.shape import Shape, format_count
 from draftlab.results import plots
 from draftlab.results.plots import Entry
 from draftlab.results.score import Latency, Model, Score, TaskResult
@@ -102,8 +102,8 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Table
             name,
             f"{s.heads}/{s.kv_heads}",
             str(s.ffn),
-            count_text(s.params()),
-            count_text(s.body_params()),
+            format_count(s.params()),
+            format_count(s.body_params()),
             f"{1 - s.body_params() / s.params():.0%}",
             f"{s.kv_bytes_per_token():,}",
             f"{s.flops_per_token(0) / 1e6:,.1f}",
@@ -220,7 +220,7 @@ def _board_row(entry: Entry) -> list[str]:
     return [
         score.name,
         f"{shape.layers} x {shape.hidden}" if shape else "–",
-        count_text(shape.params()) if shape else "–",
+        format_count(shape.params()) if shape else "–",
         _latency_text(score.draft.latency[0]) if score.draft.latency else "–",
         _ratio_text(score.cost_ratio),
         str(entry.k),
@@ -240,7 +240,7 @@ def _terminal_row(entry: Entry) -> list[str]:
     interval = f"{gain.low:.2f}-{gain.high:.2f}" if gain.n > 1 else "n = 1"
     step, kv = score.draft_ms, _kv_bytes(score)
     return [
-        f"{score.name}\n{shape.layers}x{shape.hidden}, {count_text(shape.params())}" if shape else score.name,
+        f"{score.name}\n{shape.layers}x{shape.hidden}, {format_count(shape.params())}" if shape else score.name,
         "–" if step is None else f"{_digits(step)}\n{_ratio_text(score.cost_ratio)}",
         str(entry.k),
         f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
@@ -248,7 +248,7 @@ def _terminal_row(entry: Entry) -> list[str]:
         f"{_digits(score.output_tps(entry.k))}\n{_digits(score.output_tps(0))}",
         f"{gain.value:.2f}x\n{interval}",
         f"{entry.accuracy.value:.3f}" if entry.accuracy else "–",
-        "–" if kv is None else count_text(kv),
+        "–" if kv is None else format_count(kv),
     ]
 
 

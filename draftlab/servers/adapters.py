@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from draftlab.results.score import Counters
+from draftlab.sampling import SamplingParams
 
 TOKEN_PREFIX = "token_id:"  # how vLLM writes a token when asked for ids
 
@@ -16,19 +17,7 @@ Answer = Any  # JSON of somebody else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How a server writes; temperature 0 is greedy. top_k 0: all tokens. Prompt number i has the seed seed + i."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    ignore_eos: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Completion:
     """What a server wrote after a prompt: n ids, eos included, each with its log-probability and the k likeliest."""
 
     prompt_ids: list[int]
@@ -46,7 +35,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class PromptLogprobs:
     """What a server thinks of the tokens of a text but the first: their log-probabilities and the k likeliest."""
 
     top_ids: list[list[int]]  # [n][k], the most probable first
@@ -54,7 +43,7 @@ class Looked:
     logprobs: list[float]
 
 
-class Dialect(Protocol):
+class Adapter(Protocol):
     """How one kind of server says what it is and writes. path: where; about_path: of a page that tells its version."""
 
     path: str
@@ -64,11 +53,11 @@ class Dialect(Protocol):
         """Version and longest sequence, from that page and the model's card among /v1/models."""
         ...
 
-    def generate(self, prompt: list[int], sampling: Sampling, k: int | None) -> dict[str, Any]:
+    def generate(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         """k None: token ids alone, which costs the server least."""
         ...
 
-    def written(self, prompt: list[int], answer: Answer, k: int) -> Written: ...
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion: ...
 
     def ids(self, answer: Answer) -> list[int]:
         """What was written, eos included."""
@@ -81,12 +70,12 @@ class Dialect(Protocol):
     def tokenize(self, text: str) -> dict[str, Any]: ...
 
 
-class Scoring(Dialect, Protocol):
+class ScoringAdapter(Adapter, Protocol):
     """One that also scores text which it did not write, at the same path."""
 
-    def look(self, ids: list[int], k: int) -> dict[str, Any]: ...
+    def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]: ...
 
-    def looked(self, ids: list[int], answer: Answer, k: int) -> Looked: ...
+    def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs: ...
 
 
 class VLLM:
@@ -98,20 +87,20 @@ class VLLM:
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
         return page.get("version", "unknown"), card.get("max_model_len")
 
-    def generate(self, prompt: list[int], sampling: Sampling, k: int | None) -> dict[str, Any]:
+    def generate(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         # all of them said: what is left out comes from the model's generation_config.json
         fixed = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         asked = {} if k is None else {"logprobs": k, "return_tokens_as_token_ids": True}
         return asdict(sampling) | fixed | asked | {"prompt": prompt, "return_token_ids": True}
 
-    def written(self, prompt: list[int], answer: Answer, k: int) -> Written:
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
         choice = answer["choices"][0]
         found = choice["logprobs"]
         listed = [
             _likeliest(((int(name.removeprefix(TOKEN_PREFIX)), value) for name, value in tokens.items()), k)
             for tokens in (found["top_logprobs"] if k else [])
         ]
-        return _written(prompt, choice["token_ids"], found["token_logprobs"], listed, choice["finish_reason"])
+        return _completion(prompt, choice["token_ids"], found["token_logprobs"], listed, choice["finish_reason"])
 
     def ids(self, answer: Answer) -> list[int]:
         return answer["choices"][0]["token_ids"]
@@ -119,14 +108,14 @@ class VLLM:
     def counters(self, answer: Answer) -> Counters | None:
         return None
 
-    def look(self, ids: list[int], k: int) -> dict[str, Any]:
+    def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
         return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
 
-    def looked(self, ids: list[int], answer: Answer, k: int) -> Looked:
+    def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
         found = answer["choices"][0]["prompt_logprobs"][1:]
         rows = [{int(i): entry["logprob"] for i, entry in row.items()} for row in found]
         came = [row[i] for row, i in zip(rows, ids[1:], strict=True)]
-        return _looked([_likeliest(row.items(), k) for row in rows], came)
+        return _prompt_logprobs([_likeliest(row.items(), k) for row in rows], came)
 
     def tokenize(self, text: str) -> dict[str, Any]:
         return {"prompt": text, "add_special_tokens": False}
@@ -142,7 +131,7 @@ class SGLang:
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
         return page.get("version", "unknown"), card.get("max_model_len")
 
-    def generate(self, prompt: list[int], sampling: Sampling, k: int | None) -> dict[str, Any]:
+    def generate(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         settings = {
             "max_new_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "sampling_seed": sampling.seed, "ignore_eos": sampling.ignore_eos,
@@ -151,12 +140,12 @@ class SGLang:
         asked = {} if k is None else {"return_logprob": True, "top_logprobs_num": k}
         return {"input_ids": prompt, "sampling_params": settings} | asked
 
-    def written(self, prompt: list[int], answer: Answer, k: int) -> Written:
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
         found = answer["meta_info"]
         tops = found["output_top_logprobs"] if k else []
         listed = [_likeliest(((i, value) for value, i, _ in row), k) for row in tops]
         logprobs = [value for value, _, _ in found["output_token_logprobs"]]
-        return _written(prompt, answer["output_ids"], logprobs, listed, found["finish_reason"]["type"])
+        return _completion(prompt, answer["output_ids"], logprobs, listed, found["finish_reason"]["type"])
 
     def ids(self, answer: Answer) -> list[int]:
         return answer["output_ids"]
@@ -173,14 +162,14 @@ class SGLang:
             num_accepted_tokens_per_pos=accepted,
         )
 
-    def look(self, ids: list[int], k: int) -> dict[str, Any]:
+    def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
         asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
         return {"input_ids": ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}} | asked
 
-    def looked(self, ids: list[int], answer: Answer, k: int) -> Looked:
+    def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
         found = answer["meta_info"]
         listed = [_likeliest(((i, value) for value, i, _ in row), k) for row in found["input_top_logprobs"][1:]]
-        return _looked(listed, [value for value, _, _ in found["input_token_logprobs"][1:]])
+        return _prompt_logprobs(listed, [value for value, _, _ in found["input_token_logprobs"][1:]])
 
     def tokenize(self, text: str) -> dict[str, Any]:
         return {"prompt": text, "add_special_tokens": False}
@@ -195,7 +184,7 @@ class LlamaCpp:
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
         return page.get("build_info", "unknown"), page.get("default_generation_settings", {}).get("n_ctx")
 
-    def generate(self, prompt: list[int], sampling: Sampling, k: int | None) -> dict[str, Any]:
+    def generate(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         return {
             "prompt": prompt, "n_predict": sampling.max_tokens, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": sampling.seed,
@@ -203,12 +192,12 @@ class LlamaCpp:
             "n_probs": 0 if k is None else max(1, k), "return_tokens": True,
         }  # fmt: skip
 
-    def written(self, prompt: list[int], answer: Answer, k: int) -> Written:
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
         found = answer["completion_probabilities"]
         listed = [_likeliest(((t["id"], t["logprob"]) for t in token["top_logprobs"]), k) for token in found if k]
         logprobs = [token["logprob"] for token in found]
         reason = {"eos": "stop", "limit": "length"}[answer["stop_type"]]
-        return _written(prompt, answer["tokens"], logprobs, listed, reason)
+        return _completion(prompt, answer["tokens"], logprobs, listed, reason)
 
     def ids(self, answer: Answer) -> list[int]:
         return answer["tokens"]
@@ -220,8 +209,11 @@ class LlamaCpp:
         return {"content": text, "add_special": False}
 
 
-SCORING: dict[str, Scoring] = {"vllm": VLLM(), "sglang": SGLang(), "openai": VLLM()}
-DIALECTS: dict[str, Dialect] = {**SCORING, "llamacpp": LlamaCpp()}  # by owner in /v1/models; openai: all others
+SCORING_ADAPTERS: dict[str, ScoringAdapter] = {"vllm": VLLM(), "sglang": SGLang(), "openai": VLLM()}
+ADAPTERS: dict[str, Adapter] = {
+    **SCORING_ADAPTERS,
+    "llamacpp": LlamaCpp(),
+}  # by owner in /v1/models; openai: all others
 
 
 def _likeliest(found: Iterable[tuple[int, float]], k: int) -> tuple[list[int], list[float]]:
@@ -232,18 +224,18 @@ def _likeliest(found: Iterable[tuple[int, float]], k: int) -> tuple[list[int], l
     return [i for i, _ in first], [value for _, value in first]
 
 
-def _written(
+def _completion(
     prompt: list[int], ids: list[int], logprobs: list[float], listed: list[tuple[list[int], list[float]]], reason: str
-) -> Written:
+) -> Completion:
     if len(logprobs) != len(ids) or (listed and len(listed) != len(ids)):
         raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probabilities and {len(listed)} lists")
     if reason not in ("stop", "length"):
         raise ValueError(f"the text ended by {reason!r}")
     tops, values = [ids for ids, _ in listed], [values for _, values in listed]
-    return Written(
+    return Completion(
         prompt_ids=prompt, ids=ids, logprobs=logprobs, top_ids=tops, top_logprobs=values, finish_reason=reason
     )
 
 
-def _looked(listed: list[tuple[list[int], list[float]]], came: list[float]) -> Looked:
-    return Looked([ids for ids, _ in listed], [values for _, values in listed], came)
+def _prompt_logprobs(listed: list[tuple[list[int], list[float]]], came: list[float]) -> PromptLogprobs:
+    return PromptLogprobs([ids for ids, _ in listed], [values for _, values in listed], came)

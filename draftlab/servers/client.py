@@ -1,6 +1,6 @@
 """A running server as the target: what it writes, what it thinks of text, what it counts. vLLM, SGLang, llama.cpp.
 
-No torch. Servers are spoken to in token ids, never in text: dialect.py has how each kind wants that.
+No torch. Servers are spoken to in token ids, never in text: adapters.py has how each kind wants that.
 """
 
 import math
@@ -14,7 +14,8 @@ import httpx
 
 from draftlab.errors import UserError, did_you_mean
 from draftlab.results.score import Counters
-from draftlab.servers.adapters import DIALECTS, SCORING, Answer, Looked, Sampling, Written
+from draftlab.sampling import SamplingParams
+from draftlab.servers.adapters import ADAPTERS, SCORING_ADAPTERS, Answer, Completion, PromptLogprobs
 
 WORKERS = 8  # requests at a time
 TRIES = 6
@@ -40,7 +41,7 @@ class Probe:
     greedy: bool
 
 
-class Http:
+class HttpClient:
     """Requests to one server, repeated where it is busy or drops the connection.
 
     Raises:
@@ -111,7 +112,7 @@ class Server:
     model: str
     version: str
     max_length: int | None  # tokens of prompt and text together; None where the server does not say
-    http: Http
+    http: HttpClient
     workers: int
 
     @classmethod
@@ -132,7 +133,7 @@ class Server:
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
             raise UserError(f"server {url!r} is not an address; want http://HOST:PORT")
-        http = Http(base, api_key, wait)
+        http = HttpClient(base, api_key, wait)
         listing = http.get("/v1/models", tries=1)
         try:
             cards = {card["id"]: card for card in listing["data"]}
@@ -142,19 +143,19 @@ class Server:
         if name not in cards:
             raise UserError(f"{base} serves no model {name!r}{did_you_mean(name, cards)}")
         owner = cards[name].get("owned_by")
-        kind = owner if owner in DIALECTS else "openai"
-        version, longest = DIALECTS[kind].about(http.page(DIALECTS[kind].about_path), cards[name])
+        kind = owner if owner in ADAPTERS else "openai"
+        version, longest = ADAPTERS[kind].about(http.page(ADAPTERS[kind].about_path), cards[name])
         return cls(kind=kind, model=name, version=version, max_length=longest, http=http, workers=workers)
 
     def describe(self) -> str:
         return f"{self.model} by {self.kind} {self.version} at {self.http.url}"
 
     @property
-    def looks(self) -> bool:
+    def supports_prompt_logprobs(self) -> bool:
         """Whether it can score text that it did not write."""
-        return self.kind in SCORING
+        return self.kind in SCORING_ADAPTERS
 
-    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, *, k: int = 0) -> list[Written]:
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0) -> list[Completion]:
         """What it writes after each prompt, with the k most probable tokens at each place."""
         self._check_length(max(map(len, prompts), default=0) + sampling.max_tokens)
         seeds = range(sampling.seed, sampling.seed + len(prompts))
@@ -162,27 +163,27 @@ class Server:
         jobs = [(prompt, replace(sampling, seed=seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
         return self._each(lambda job: self._generate(job[0], job[1], k), jobs)
 
-    def write(self, prompt: list[int], sampling: Sampling) -> tuple[list[int], Counters | None]:
+    def generate_ids(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], Counters | None]:
         """What it writes after a prompt, at the least cost, and what it says there of its drafts (SGLang)."""
         self._check_length(len(prompt) + sampling.max_tokens)
-        dialect = DIALECTS[self.kind]
-        answer = self._post(dialect.path, dialect.generate(prompt, sampling, None))
-        return self._read(dialect.path, lambda: (dialect.ids(answer), dialect.counters(answer)))
+        adapter = ADAPTERS[self.kind]
+        answer = self._post(adapter.path, adapter.generate(prompt, sampling, None))
+        return self._read(adapter.path, lambda: (adapter.ids(answer), adapter.counters(answer)))
 
-    def look(self, rows: Sequence[list[int]], k: int) -> list[Looked]:
+    def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
         """What it thinks of each text, whoever wrote it, with the k most probable tokens at each place.
 
         Raises:
             UserError: it cannot, or its values are not log-probabilities.
         """
-        if self.kind not in SCORING:
+        if self.kind not in SCORING_ADAPTERS:
             raise UserError(f"{self.http.url} ({self.kind}) does not score text; vLLM and SGLang do")
-        dialect = SCORING[self.kind]
+        adapter = SCORING_ADAPTERS[self.kind]
         self._check_length(max(map(len, rows), default=0) + 1)
 
-        def one(ids: list[int]) -> Looked:
-            answer = self._post(dialect.path, dialect.look(ids, k))
-            found = self._read(dialect.path, lambda: dialect.looked(ids, answer, k))
+        def one(ids: list[int]) -> PromptLogprobs:
+            answer = self._post(adapter.path, adapter.prompt_logprobs_request(ids, k))
+            found = self._read(adapter.path, lambda: adapter.prompt_logprobs(ids, answer, k))
             self._check_probabilities(found)
             return found
 
@@ -190,12 +191,12 @@ class Server:
 
     def probe(self, prompt: list[int]) -> Probe:
         """Ask for one token at two temperatures, and for some greedy ones."""
-        warm, cool = (self._generate(prompt, Sampling(max_tokens=1, temperature=t), PROBED) for t in (1.0, 0.5))
+        warm, cool = (self._generate(prompt, SamplingParams(max_tokens=1, temperature=t), PROBED) for t in (1.0, 0.5))
         at_1, at_half = (dict(zip(w.top_ids[0], w.top_logprobs[0], strict=True)) for w in (warm, cool))
         apart = max(abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys())
         mode = "processed" if apart > 0.05 else "raw"
         logits = sum(map(math.exp, at_1.values())) > 1.01
-        greedy = self._generate(prompt, Sampling(max_tokens=8, temperature=0.0), PROBED)
+        greedy = self._generate(prompt, SamplingParams(max_tokens=8, temperature=0.0), PROBED)
         chosen = zip(greedy.logprobs, greedy.top_logprobs, strict=True)
         return Probe(
             logprobs_mode=f"{mode}_{'logits' if logits else 'logprobs'}",
@@ -204,7 +205,7 @@ class Server:
 
     def tokenize(self, text: str) -> list[int] | None:
         """Its ids of a text, without special tokens; None where it does not say."""
-        body = DIALECTS[self.kind].tokenize(text) | {"model": self.model}
+        body = ADAPTERS[self.kind].tokenize(text) | {"model": self.model}
         answer = self.http.post_if_there("/tokenize", body)
         return None if answer is None else self._read("/tokenize", lambda: list(map(int, answer["tokens"])))
 
@@ -212,10 +213,10 @@ class Server:
         """Every series of its Prometheus page, by name with labels as they are written there."""
         return parse_metrics(self.http.text("/metrics"))
 
-    def _generate(self, prompt: list[int], sampling: Sampling, k: int) -> Written:
-        dialect = DIALECTS[self.kind]
-        answer = self._post(dialect.path, dialect.generate(prompt, sampling, k))
-        return self._read(dialect.path, lambda: dialect.written(prompt, answer, k))
+    def _generate(self, prompt: list[int], sampling: SamplingParams, k: int) -> Completion:
+        adapter = ADAPTERS[self.kind]
+        answer = self._post(adapter.path, adapter.generate(prompt, sampling, k))
+        return self._read(adapter.path, lambda: adapter.completion(prompt, answer, k))
 
     def _post(self, path: str, body: dict[str, Any]) -> Answer:
         return self.http.post(path, body | {"model": self.model})
@@ -243,7 +244,7 @@ class Server:
         if self.max_length is not None and tokens > self.max_length:
             raise UserError(f"{self.http.url} takes {self.max_length} tokens in all, and {tokens} are wanted")
 
-    def _check_probabilities(self, found: Looked) -> None:
+    def _check_probabilities(self, found: PromptLogprobs) -> None:
         if any(max(values, default=0.0) > 1e-3 for values in (found.logprobs, *found.top_logprobs)):
             raise UserError(
                 f"{self.http.url} gives logits where log-probabilities are wanted; start vLLM with "
@@ -257,7 +258,7 @@ def parse_metrics(text: str) -> dict[str, float]:
     return {series: float(value) for series, _, value in lines}
 
 
-def spec_decode(before: Mapping[str, float], after: Mapping[str, float]) -> Counters | None:
+def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]) -> Counters | None:
     """What the counters of vLLM or llama.cpp grew by between two looks at its metrics, over all requests and engines.
 
     None: the server did not speculate in between.

@@ -20,11 +20,11 @@ from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
 from draftlab.console import progress
-from draftlab.data import Batch, HeldOut, Listed, open_batches, open_heldout
+from draftlab.data import Batch, HeldOut, TopLogprobs, open_batches, open_heldout
 from draftlab.errors import UserError
 from draftlab.files import validation_text
 from draftlab.model import checkpoint
-from draftlab.servers.adapters import Sampling
+from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.logprob_sources import Entries, Kept, Origin
 from draftlab.target_outputs.server_log import Traffic
 
@@ -63,7 +63,7 @@ class Manifest(BaseModel):
     data: str
     data_sha256: str | None = None  # of traffic
     text: str  # data: the text itself; target: what the target wrote after its prompts; traffic: what it was asked
-    sampling: Sampling | None = None  # where the target wrote
+    sampling: SamplingParams | None = None  # where the target wrote
     seq_len: int
     seed: int
     planned: int  # sequences of a finished cache
@@ -91,10 +91,10 @@ class Building:
     k: int
     seed: int
 
-    def sampling(self, number: int) -> Sampling:
+    def sampling(self, number: int) -> SamplingParams:
         """How the target writes for shard number; prompt i of it has the seed after i others."""
         seed = (self.seed * 100_003 + number) * 1009 % 2**31
-        return Sampling(max_tokens=self.seq_len + 1 - self.prompt_tokens, temperature=self.temperature, seed=seed)
+        return SamplingParams(max_tokens=self.seq_len + 1 - self.prompt_tokens, temperature=self.temperature, seed=seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +307,7 @@ class CachedBatches:
             logp = logp / self.temperature - lse[..., None]
             listed = np.exp(np.logaddexp.reduce(logp, axis=-1))
             tail = np.log(np.clip(1 - listed, 1e-30, None)).astype(np.float32)
-        listed = Listed(stack("topk_id").astype(np.int64), logp.astype(np.float32), tail)
+        listed = TopLogprobs(stack("topk_id").astype(np.int64), logp.astype(np.float32), tail)
         return Batch(stack("input_ids").astype(np.int64), stack("mask"), listed)
 
 

@@ -23,9 +23,10 @@ from draftlab.distill.teachers import check_ids, log_rest, look_through
 from draftlab.engine.batch_generate import Writing, load_writer, write
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.hf_decoder import Decoder
+from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import known_ids
-from draftlab.servers.adapters import Sampling, Written
+from draftlab.sampling import SamplingParams
+from draftlab.servers.adapters import Completion
 from draftlab.servers.client import Probe, Server
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)
@@ -80,7 +81,7 @@ class Origin(Protocol):
         """Of the tokens that count."""
         ...
 
-    def write(self, prompts: np.ndarray, how: Sampling, k: int) -> Kept:
+    def write(self, prompts: np.ndarray, how: SamplingParams, k: int) -> Kept:
         """Let it continue prompts [R, P] by how.max_tokens; shorter texts are padded."""
         ...
 
@@ -108,7 +109,7 @@ class Local:
 
     def facts(self) -> Facts:
         return Facts(
-            target=hub.called(self.directory), target_sha256=provenance.fingerprint(self.directory),
+            target=hub.checkpoint_name(self.directory), target_sha256=provenance.fingerprint(self.directory),
             vocab=self.vocab, source="hf", logprobs="raw", temperatures=TEMPERATURES,
         )  # fmt: skip
 
@@ -117,10 +118,10 @@ class Local:
         found = [_seen(self.model, rows, self.vocab, most, k) for rows in batch.split(max(1, most // width))]
         return Entries(*(np.concatenate(column) for column in zip(*map(_columns, found), strict=True)))
 
-    def write(self, prompts: np.ndarray, how: Sampling, k: int) -> Kept:
+    def write(self, prompts: np.ndarray, how: SamplingParams, k: int) -> Kept:
         settings = Writing(
             max_new_tokens=how.max_tokens, temperature=how.temperature, seed=how.seed, memory=self.memory,
-            ends=checkpoint.end_ids(self.directory), known=self.vocab,
+            ends=checkpoint.eos_token_ids(self.directory), known=self.vocab,
         )  # fmt: skip
         written = write(self.model, prompts.tolist(), settings)
         batch = GeneratedRows.of(prompts, written, how.max_tokens, len(prompts)).batch(0)
@@ -144,7 +145,7 @@ class Served:
             UserError: another tokenizer, or its log-probabilities are not the model's own at that temperature.
         """
         ids = same_ids(server, directory)
-        if temperature is None and not server.looks:
+        if temperature is None and not server.supports_prompt_logprobs:
             raise UserError(f"{server.kind} does not score given text; use --text target, or vLLM or SGLang")
         probe, url = server.probe(ids), server.http.url
         if probe.logprobs_mode.endswith("logits"):
@@ -171,7 +172,7 @@ class Served:
         except ValueError as error:
             raise UserError(f"{self.server.http.url} contradicts itself: {error}") from None
 
-    def write(self, prompts: np.ndarray, how: Sampling, k: int) -> Kept:
+    def write(self, prompts: np.ndarray, how: SamplingParams, k: int) -> Kept:
         found = self.server.generate(prompts.tolist(), how, k=k)
         try:
             kept = kept_rows(found, prompts.shape[1] + how.max_tokens - 1, k)
@@ -234,7 +235,7 @@ def listed_entries(ids: np.ndarray, log_p: np.ndarray, came: np.ndarray, labels:
     return Entries(ids.astype(np.uint32), log_p.astype(np.float16), log_rest(log_p), settled.astype(np.float16), lse)
 
 
-def kept_rows(found: Sequence[Written], seq_len: int, k: int) -> Kept:
+def kept_rows(found: Sequence[Completion], seq_len: int, k: int) -> Kept:
     """Texts with their prompts as rows of seq_len + 1 tokens, cut or padded; what was written counts.
 
     Raises:

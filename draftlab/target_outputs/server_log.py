@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.files import validation_text
-from draftlab.servers.adapters import Written
+from draftlab.servers.adapters import Completion
 from draftlab.target_outputs.logprob_sources import ROUNDING, Kept, kept_rows
 
 ABOVE_ZERO = 1e-3  # nats that rounding may put a log-probability above 0
@@ -132,13 +132,13 @@ def _contradiction(came: int, logprob: float, ids: list[int], values: list[float
     return None
 
 
-def _sorted(line: _Line) -> Written:
+def _sorted(line: _Line) -> Completion:
     """The most probable first."""
     pairs = [
         sorted(zip(values, ids, strict=True), key=lambda pair: -pair[0])
         for values, ids in zip(line.top_logprobs, line.top_ids, strict=True)
     ]
-    return Written(
+    return Completion(
         prompt_ids=line.prompt_ids, ids=line.ids, logprobs=line.logprobs, top_ids=[[i for _, i in p] for p in pairs],
         top_logprobs=[[v for v, _ in p] for p in pairs], finish_reason=None,
     )  # fmt: skip

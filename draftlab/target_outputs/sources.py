@@ -16,7 +16,8 @@ from draftlab import data, provenance
 from draftlab.console import progress
 from draftlab.engine.batch_generate import Continuation, Writing, write
 from draftlab.errors import UserError
-from draftlab.model.hf_decoder import Decoder
+from draftlab.model.decoder import Decoder
+from draftlab.sampling import SamplingParams
 from draftlab.servers import adapters
 from draftlab.servers.client import Server
 from draftlab.target_outputs.cache import tokenizer_sha
@@ -136,7 +137,7 @@ def chosen(
 
 def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, most: int, tokens: int, seed: int) -> Prompts:
     """Starts of held-out documents, as draftlab score takes them."""
-    rows = [Prompt(ids) for ids in data.prompts(spec, tokenizer, count=most, length=tokens, seed=seed)]
+    rows = [Prompt(ids) for ids in data.heldout_prompts(spec, tokenizer, count=most, length=tokens, seed=seed)]
     digest = hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()
     return Prompts(rows=rows, source=spec, sha256=digest, tokens=tokens)
 
@@ -175,13 +176,13 @@ class ServedWriter:
 
     def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
         how = self.decoding
-        sampling = adapters.Sampling(
+        sampling = SamplingParams(
             max_tokens=how.max_new_tokens, temperature=how.temperature, top_p=how.top_p, top_k=how.top_k,
             seed=how.seed * 1_000_003 + numbers[0] * SHARD_TEXTS,  # the server adds the place in this list
         )  # fmt: skip
         return [self._of(written) for written in self.server.generate(prompts, sampling, k=self.top)]
 
-    def _of(self, written: adapters.Written) -> Continuation:
+    def _of(self, written: adapters.Completion) -> Continuation:
         n, greedy = len(written.ids), self.decoding.temperature == 0
         return Continuation(
             ids=np.array(written.ids),

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.benchmark.servers import check_alone
 from draftlab.cli import app
-from draftlab.data import prompts
+from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, Sampling, speculative
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
@@ -161,7 +161,7 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)["scores"]
     target, small = (llama.load(d, torch.float32) for d in (fp32, draft))
-    texts = prompts("stdlib", checkpoint.load_tokenizer(fp32), count=8, length=32, seed=0)
+    texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(fp32), count=8, length=32, seed=0)
     sampling = Sampling(max_new_tokens=48, eos_ids=(1,))
     steps = [s for text in texts for s in list(speculative(target, ModelDrafter(small), [text], K, sampling))[1:]]
     length = 1 + sum(s.accepted for s in steps) / len(steps)

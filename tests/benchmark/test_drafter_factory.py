@@ -19,7 +19,8 @@ from draftlab.engine.generate import Drafter, Sampling, plain, speculative, writ
 from draftlab.engine.rejection_rules import RULES, match
 from draftlab.errors import UserError
 from draftlab.model import llama
-from draftlab.model.hf_decoder import Decoder, HFDecoder
+from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66]]
 ASKED = [

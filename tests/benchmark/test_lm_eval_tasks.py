@@ -26,12 +26,13 @@ from draftlab.benchmark.code_tasks import LineItem, next_line_items
 from draftlab.benchmark.lm_eval_model import code_model, continuation_log_probs, rows_within, whole_head
 from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
 from draftlab.cli import app
-from draftlab.console import pulse
+from draftlab.console import heartbeat
 from draftlab.data import Document, documents, open_heldout
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.checkpoint import load_model, load_tokenizer
-from draftlab.model.hf_decoder import Decoder, HFDecoder
+from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.tokenizer import train_tokenizer
 from draftlab.results.score import TaskResult
 
@@ -340,7 +341,7 @@ def test_a_model_in_memory_scores_what_hflm_does(
     tasks = prepare(names, limit=None)
     model, tokenizer = loaded(place)
     trimmed = llama.load(place, torch.float32)
-    trimmed.trim(list(range(5, 90)))
+    trimmed.trim_head(list(range(5, 90)))
     with lm_eval_tasks._quiet(), lm_eval_tasks._seeded(0):
         hflm: Any = HFLM
         golden = lm_eval_tasks._evaluate(hflm(model, tokenizer=tokenizer, batch_size=3), tasks.registered, None, 0)
@@ -368,7 +369,7 @@ def test_the_code_tasks_of_a_mixture_are_of_its_first_source(text_dir: Path):
 
 
 def test_evaluating_says_that_it_goes_on(capsys: pytest.CaptureFixture[str]):
-    with pulse("lm-eval", seconds=0.05) as beat, contextlib.redirect_stderr(io.StringIO()):
+    with heartbeat("lm-eval", seconds=0.05) as beat, contextlib.redirect_stderr(io.StringIO()):
         beat()
         time.sleep(0.4)
     said = capsys.readouterr().err.splitlines()

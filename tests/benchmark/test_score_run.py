@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftlab.commands import COMMANDS
-from draftlab.data import Batch, Listed
+from draftlab.data import Batch, TopLogprobs
 from draftlab.distill import pilot as pilots
 from draftlab.distill import run
 from draftlab.distill.checkpointer import BEST, best_weights
@@ -212,15 +212,20 @@ def test_long_rows_go_together_within_the_budget_and_lose_only_their_ends():
     for row, end in enumerate(ends):
         mask[row, :end] = rng.integers(0, 2, end)
         mask[row, max(0, end - 1)] = end > 0
-    listed = Listed(rng.integers(0, 300, (9, 20, 2)), rng.random((9, 20, 2)), rng.random((9, 20)))
+    listed = TopLogprobs(rng.integers(0, 300, (9, 20, 2)), rng.random((9, 20, 2)), rng.random((9, 20)))
     parts = Batch(ids, mask, listed).packed(24)
     assert sum(len(p.ids) for p in parts) == 9
     assert sum(p.mask.sum() for p in parts) == mask.sum()
     for part in parts:
         assert part.mask.size <= 24 or len(part.ids) == 1
         assert part.ids.shape[1] == part.mask.shape[1] + 1
-        assert part.listed.ids.shape[:2] == part.listed.log_p.shape[:2] == part.listed.tail.shape == part.mask.shape
-        for found, marks, tail in zip(part.ids, part.mask, part.listed.tail, strict=True):
+        assert (
+            part.top_logprobs.ids.shape[:2]
+            == part.top_logprobs.log_p.shape[:2]
+            == part.top_logprobs.tail.shape
+            == part.mask.shape
+        )
+        for found, marks, tail in zip(part.ids, part.mask, part.top_logprobs.tail, strict=True):
             row = next(i for i in range(9) if (ids[i, : len(found)] == found).all())
             assert (mask[row, : len(marks)] == marks).all()
             assert mask[row, len(marks) :].sum() == 0

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 from draftlab.acceptance import token_logprobs
 from draftlab.engine.batch_generate import Writing, load_writer, write
 from draftlab.errors import UserError
-from draftlab.model.hf_decoder import Decoder, HFDecoder
+from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import load
-from draftlab.model.native_cpu import Native
+from draftlab.model.native_cpu import NativeLlama
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(3, 12)), list(range(40, 45)), [7], list(range(90, 99)), list(range(200, 212))]
@@ -33,7 +34,7 @@ def opt() -> OPTForCausalLM:
 def models(family_dirs, opt) -> dict[str, Decoder]:
     llama = load(family_dirs["llama"], torch.float32)
     hosted = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32).eval()
-    return {"eager": llama, "native": Native(llama), "hosted": HFDecoder(hosted), "opt": HFDecoder(opt)}
+    return {"eager": llama, "native": NativeLlama(llama), "hosted": HFDecoder(hosted), "opt": HFDecoder(opt)}
 
 
 def transformers_of(name: str, family_dirs, opt) -> Any:
@@ -119,7 +120,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(models):
 
 
 def test_the_engine_writes_where_it_can_and_transformers_elsewhere(family_dirs, opt, tmp_path):
-    assert isinstance(load_writer(family_dirs["qwen3"], torch.float32, CPU), Native)
+    assert isinstance(load_writer(family_dirs["qwen3"], torch.float32, CPU), NativeLlama)
     assert isinstance(load_writer(family_dirs["llama"], torch.bfloat16, CPU, "auto"), HFDecoder)
     opt.save_pretrained(tmp_path)
     assert isinstance(load_writer(tmp_path, torch.float32, CPU), HFDecoder)

@@ -25,9 +25,9 @@ from draftlab.engine.generate import Draft, ModelDrafter, Sampling, plain, specu
 from draftlab.engine.verify import Warp, distribution, draw, verify
 from draftlab.errors import UserError
 from draftlab.model import llama
-from draftlab.model.cuda_graphs import Graphed
+from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.native_cpu import Native
+from draftlab.model.native_cpu import NativeLlama
 
 PROMPT = [0, 17, 44, 101, 9, 250, 31]
 
@@ -288,7 +288,7 @@ def test_eos_anywhere_in_a_block_stops_as_in_plain_decoding(target, at):
 @pytest.mark.parametrize("mode", ["native", "graphs", "hosted", "tree", "lookup"])
 def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, mode):
     (greedy,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=16)))
-    run: Any = {"native": Native, "graphs": Graphed, "hosted": lambda _: HFDecoder(build("llama", 1))}
+    run: Any = {"native": NativeLlama, "graphs": CudaGraphLlama, "hosted": lambda _: HFDecoder(build("llama", 1))}
     model = run[mode](target) if mode in run else target
     drafter = {
         "tree": lambda: TreeDrafter(drafts["noisy"], 307, full([2, 2, 1]), "top"),

@@ -22,7 +22,7 @@ from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.generate import Draft, Sampling, plain, speculative, written
 from draftlab.errors import UserError
 from draftlab.model import llama
-from draftlab.model.cuda_graphs import Graphed
+from draftlab.model.cuda_graphs import CudaGraphLlama
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 HIDDEN, HEADS = 64, 3
@@ -172,7 +172,7 @@ def test_broken_heads_are_refused(trained, family_dirs, tmp_path, file, content,
 
 def test_modes_without_hidden_states_are_refused(target):
     with pytest.raises(UserError, match="mode eager alone"):
-        MedusaDrafter(Graphed(target), random_heads())
+        MedusaDrafter(CudaGraphLlama(target), random_heads())
 
 
 def test_the_drafter_must_be_told_where_the_heads_are():

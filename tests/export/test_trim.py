@@ -12,7 +12,7 @@ from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative,
 from draftlab.errors import UserError
 from draftlab.export import trim
 from draftlab.model import llama
-from draftlab.model.native_cpu import Native
+from draftlab.model.native_cpu import NativeLlama
 
 PROMPTS = [[0, 5, 9, 20], [0, 7, 7, 30, 31]]
 
@@ -38,7 +38,7 @@ def test_logits_of_what_is_kept_are_what_they_were(halved, family_dirs):
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_compiled_passes_have_the_same_logits(halved):
     model, ids = llama.load(halved, torch.float32), torch.tensor([[0, 5, 9]])
-    wanted, found = (m.forward(ids, m.new_cache(1, 3)) for m in (model, Native(model)))
+    wanted, found = (m.forward(ids, m.new_cache(1, 3)) for m in (model, NativeLlama(model)))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 

@@ -182,7 +182,7 @@ def test_several_ids_that_end_a_text_come_along(family_dirs, tmp_path):
     gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
     _change(tmp_path / "a.gguf", tmp_path / "b.gguf", "tokenizer.ggml.eot_token_id", 5)
     draftlab("import", tmp_path / "b.gguf", "--out", tmp_path / "out")
-    assert checkpoint.end_ids(tmp_path / "out") == (1, 5)
+    assert checkpoint.eos_token_ids(tmp_path / "out") == (1, 5)
 
 
 @pytest.fixture

@@ -269,10 +269,10 @@ def test_a_plan_needs_no_weights(family, family_dirs, tmp_path):
 def test_ids_that_end_a_text_come_from_tokenizer_and_every_config(tokenizer_dir, tmp_path):
     for file in tokenizer_dir.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert checkpoint.end_ids(tmp_path) == (1,)
+    assert checkpoint.eos_token_ids(tmp_path) == (1,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     (tmp_path / "config.json").write_text('{"eos_token_id": 4}')
-    assert checkpoint.end_ids(tmp_path) == (1, 4, 7, 9)
+    assert checkpoint.eos_token_ids(tmp_path) == (1, 4, 7, 9)
 
 
 def test_per_layer_lists_are_sliced_to_the_kept_layers(family_dirs):

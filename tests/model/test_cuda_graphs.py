@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from draftlab.engine.generate import ModelDrafter, Sampler, Sampling, plain, speculative, written
 from draftlab.model import llama
-from draftlab.model.cuda_graphs import BUCKET, Graphed
+from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -17,7 +17,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_ragged_speculation_is_the_models(family_dirs, device):
     """Target and draft share their weights, so that nearly all is accepted; each still has a cache of its own."""
     model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
-    graphed, sampling = Graphed(model), Sampling(max_new_tokens=20)
+    graphed, sampling = CudaGraphLlama(model), Sampling(max_new_tokens=20)
     expected = [written(plain(model, [prompt], sampling))[0] for prompt in RAGGED[:3]]
     assert written(plain(graphed, RAGGED[:3], sampling)) == expected
     steps = list(speculative(graphed, ModelDrafter(graphed), RAGGED[:3], 3, sampling))
@@ -27,7 +27,7 @@ def test_ragged_speculation_is_the_models(family_dirs, device):
 
 @DEVICES
 def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs, device):
-    graphed = Graphed(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
+    graphed = CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
     first, second = graphed.new_cache(2, 30), graphed.new_cache(2, 40)
     assert first.keys.data_ptr() != second.keys.data_ptr()
     place = first.keys.data_ptr()
@@ -46,7 +46,7 @@ def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs
 def test_after_a_first_text_no_graph_is_captured_for_the_next(family_dirs, device):
     """Prompts of other lengths, and ends of texts where there is room for fewer tokens than are drafted."""
     model = llama.load(family_dirs["llama"], torch.float32, torch.device(device))
-    target, draft = Graphed(model), Graphed(model)
+    target, draft = CudaGraphLlama(model), CudaGraphLlama(model)
     drafter, made = ModelDrafter(draft), []
     for prompt in RAGGED[:3]:
         for length in (20, 21, 23):
@@ -62,7 +62,7 @@ def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
     """Rows of different lengths, and a head padded beyond the draft's; the second step replays what the first kept."""
     model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
     wider, sampling = model.shape.vocab + 5, Sampling(max_new_tokens=20, **warp)
-    graphed = Graphed(model)
+    graphed = CudaGraphLlama(model)
     drafters = [ModelDrafter(each, wider) for each in (model, graphed)]
     uniform = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1)).to(device)
     for drafter in drafters:
@@ -80,7 +80,7 @@ def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
 
 def test_what_is_captured_never_waits_for_the_device(family_dirs):
     """A tensor without values cannot be waited for; one that is looked at must fail."""
-    graphed = Graphed(llama.load(family_dirs["qwen3"], torch.float32))
+    graphed = CudaGraphLlama(llama.load(family_dirs["qwen3"], torch.float32))
     vocab, uniform = graphed.shape.vocab, torch.rand(3, 4)
 
     def looks(logits, draws):
@@ -91,7 +91,7 @@ def test_what_is_captured_never_waits_for_the_device(family_dirs):
     for _ in range(2):
         graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
     for choose in [*(Sampler(warp.warp(), vocab + 5) for warp in warps), looks]:
-        graphed.chain(torch.randn(3, vocab), cache, uniform, choose)
+        graphed.draft_chain(torch.randn(3, vocab), cache, uniform, choose)
     *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]
     assert len(captured) == 3
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():

@@ -81,7 +81,7 @@ def test_without_weights_configuration_and_tokenizer_alone_are_fetched(served, c
     place = hub.locate("lab/sharded", weights=False)
     assert files(served) == PLAIN
     assert checkpoint.planned_shape(place) == checkpoint.read_shape(family_dirs["llama"])
-    assert checkpoint.end_ids(place) == (1,)
+    assert checkpoint.eos_token_ids(place) == (1,)
 
 
 def test_of_the_weights_only_what_the_index_names_is_fetched(served, cache, family_dirs):

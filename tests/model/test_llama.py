@@ -91,7 +91,7 @@ def test_a_tree_gives_what_each_of_its_paths_gives(family_dirs):
     cache = model.new_cache(2, 64)
     model.forward(IDS[:, :20], cache)
     cache.used = [20, 13]
-    logits = model.forward(tree, cache, tree=Tree.of(parents))
+    logits = model.forward(tree, cache, tree=Tree.from_parents(parents))
     for leaf in range(8):
         path = [leaf]
         while path[0]:
@@ -138,11 +138,11 @@ def test_a_full_cache_is_an_error(family_dirs):
 def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_path, change, said):
     place = tmp_path / "model"
     shutil.copytree(family_dirs["llama"], place)
-    assert llama.check(place) == llama.load(place, torch.float32).shape
+    assert llama.check_supported(place) == llama.load(place, torch.float32).shape
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=said):
-        llama.check(place)
+        llama.check_supported(place)
     plain, words = CliRunner(), ["--target", str(place), "--draft", str(family_dirs["llama"]), "--data", "stdlib"]
     shown = plain.invoke(app, ["score", *words, "--prompts", "1", "--tasks", "none", "--k", "2", "--dry-run"])
     assert said in " ".join(shown.output.split()), shown.output

@@ -18,7 +18,7 @@ from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative,
 from draftlab.errors import UserError
 from draftlab.model import llama, native_cpu
 from draftlab.model.llama import Tree
-from draftlab.model.native_cpu import Native
+from draftlab.model.native_cpu import NativeLlama
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
@@ -34,7 +34,7 @@ def passes(model, rows: list[list[int]], widths: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family, family_dirs):
     theirs = AutoModelForCausalLM.from_pretrained(family_dirs[family], dtype=torch.float32)
-    ours = Native(llama.load(family_dirs[family], torch.float32))
+    ours = NativeLlama(llama.load(family_dirs[family], torch.float32))
     with torch.inference_mode():
         found = passes(ours, IDS.tolist(), [1, 2, 7, 1, 8, 5])
         torch.testing.assert_close(found, theirs(IDS).logits, atol=5e-5, rtol=1e-4)
@@ -48,13 +48,13 @@ def test_bfloat16_weights_are_computed_with_more_exactly_than_torch_does(family_
     tiles = cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
     with torch.inference_mode():
         truth = exact(IDS).logits
-        ours, torchs = ((passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (Native(half), half))
+        ours, torchs = ((passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (NativeLlama(half), half))
     assert ours < (0.7 if tiles else 0.5) * torchs
 
 
 @pytest.mark.parametrize(("dtype", "int8"), KINDS)
 def test_bits_depend_neither_on_width_nor_on_other_rows(family_dirs, dtype, int8):
-    model = Native(llama.load(family_dirs["qwen3"], dtype), int8)
+    model = NativeLlama(llama.load(family_dirs["qwen3"], dtype), int8)
     one = passes(model, IDS[:1].tolist(), [1] * 24)
     for widths in ([3, 1, 8, 2, 5, 5], [12, 12], [24]):
         assert torch.equal(passes(model, IDS[:1].tolist(), widths), one)
@@ -71,12 +71,12 @@ def test_without_avx512_it_is_as_exact(level, family_dirs, monkeypatch):
     is_exact(family_dirs["qwen3"], lambda model, widths: passes(model, IDS[:1].tolist(), widths))
 
 
-def is_exact(directory: Path, run: Callable[[Native, list[int]], torch.Tensor]) -> None:
+def is_exact(directory: Path, run: Callable[[NativeLlama, list[int]], torch.Tensor]) -> None:
     """Logits are torch's, and every width gives the same bits. run: logits of the first text in passes of widths."""
     for dtype, int8 in KINDS:
         model = llama.load(directory, dtype)
-        one = run(Native(model, int8), [1] * 24)
-        assert torch.equal(run(Native(model, int8), [3, 1, 8, 2, 5, 5]), one)
+        one = run(NativeLlama(model, int8), [1] * 24)
+        assert torch.equal(run(NativeLlama(model, int8), [3, 1, 8, 2, 5, 5]), one)
         if (dtype, int8) == (torch.float32, False):
             torch.testing.assert_close(one, passes(model, IDS[:1].tolist(), [24]), atol=5e-5, rtol=1e-4)
 
@@ -92,7 +92,7 @@ def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
     if emulator is None:
         pytest.skip("compiled; no qemu-aarch64-static to run it")
 
-    def run(model: Native, widths: list[int]) -> torch.Tensor:
+    def run(model: NativeLlama, widths: list[int]) -> torch.Tensor:
         told = described(model, IDS[0].tolist(), widths)
         done = subprocess.run([emulator, str(program)], input=told, stdout=subprocess.PIPE, check=True)
         return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(1, 24, -1)
@@ -100,7 +100,7 @@ def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
     is_exact(family_dirs["qwen3"], run)
 
 
-def described(model: Native, ids: list[int], widths: list[int]) -> bytes:
+def described(model: NativeLlama, ids: list[int], widths: list[int]) -> bytes:
     """A model and a text as native_driver.cpp reads them."""
     held = [(t.data_ptr(), t.nbytes) for t in model._held]
     tensors = b"".join(struct.pack("<QQ", *place) + ctypes.string_at(*place) for place in held)
@@ -114,7 +114,7 @@ def described(model: Native, ids: list[int], widths: list[int]) -> bytes:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_no_bits(family_dirs, dtype):
-    model = Native(llama.load(family_dirs["llama"], dtype))
+    model = NativeLlama(llama.load(family_dirs["llama"], dtype))
     alone = passes(model, IDS.tolist(), [4] * 6)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
@@ -132,18 +132,20 @@ def test_int8_is_the_model_with_its_matrices_rounded_by_output(family_dirs):
             if weights.ndim == 2 and "embed" not in name:
                 step = weights.abs().amax(1, keepdim=True) / 127
                 weights.copy_((weights / step).round() * step)
-        ours = passes(Native(llama.load(family_dirs["qwen2"], torch.float32), int8=True), IDS.tolist(), [5, 5, 6, 8])
+        ours = passes(
+            NativeLlama(llama.load(family_dirs["qwen2"], torch.float32), int8=True), IDS.tolist(), [5, 5, 6, 8]
+        )
         torch.testing.assert_close(ours, rounded(IDS).logits, atol=1e-3, rtol=1e-3)
 
 
 def test_trees_behind_rows_of_different_lengths_are_llamas(family_dirs):
     model = llama.load(family_dirs["llama_biases"], torch.float32)
     found = []
-    for each in (model, Native(model)):
+    for each in (model, NativeLlama(model)):
         cache = each.new_cache(2, 40)
         each.forward(IDS[:, :12], cache)
         cache.used = [12, 7]
-        found.append(each.forward(IDS[:, 12:20], cache, last=6, tree=Tree.of((0, 0, 1, 2, 2, 5, 0))))
+        found.append(each.forward(IDS[:, 12:20], cache, last=6, tree=Tree.from_parents((0, 0, 1, 2, 2, 5, 0))))
         assert cache.used == [20, 15]
         found.append(cache.keys[:, 0, :, :20])
     torch.testing.assert_close(found[0], found[2], atol=5e-5, rtol=1e-4)
@@ -153,8 +155,8 @@ def test_trees_behind_rows_of_different_lengths_are_llamas(family_dirs):
 @pytest.mark.parametrize(("dtype", "int8"), KINDS)
 def test_speculation_is_exact_in_every_dtype(family_dirs, dtype, int8):
     """No ties to excuse: where every width gives the same bits, greedy texts are equal, in batches, too."""
-    target = Native(llama.load(family_dirs["llama"], dtype), int8)
-    draft = Native(llama.load(family_dirs["llama"], dtype), not int8)
+    target = NativeLlama(llama.load(family_dirs["llama"], dtype), int8)
+    draft = NativeLlama(llama.load(family_dirs["llama"], dtype), not int8)
     sampling, prompts = Sampling(max_new_tokens=24), [RAGGED[i] for i in (0, 1, 3)]  # together no wide pass
     alone = [written(plain(target, [prompt], sampling))[0] for prompt in prompts]
     assert written(plain(target, prompts, sampling)) == alone
@@ -168,21 +170,23 @@ def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
     model = llama.load(family_dirs["mistral"], torch.float32)
     text = [PROMPT * 8]
     widths = [3, native_cpu.WIDE + 10, 11]
-    torch.testing.assert_close(passes(Native(model), text, widths), passes(model, text, widths), atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        passes(NativeLlama(model), text, widths), passes(model, text, widths), atol=5e-5, rtol=1e-4
+    )
 
 
 def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="float32 and bfloat16 on a CPU, not float16 on cpu"):
-        Native(llama.load(family_dirs["llama"], torch.float16))
+        NativeLlama(llama.load(family_dirs["llama"], torch.float16))
     model = llama.load(family_dirs["llama"], torch.float32)
     with pytest.raises(ValueError, match="24 tokens do not fit a cache of 20"):
-        Native(model).forward(IDS, model.new_cache(2, 20))
+        NativeLlama(model).forward(IDS, model.new_cache(2, 20))
     native_cpu.library.cache_clear()
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="there is no c\\+\\+, g\\+\\+ or clang\\+\\+; take eager"):
-        Native(model)
+        NativeLlama(model)
     monkeypatch.undo()
     (tmp_path / ".cache").write_text("a file")
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=r"cannot use .*; take mode eager"):
-        Native(model)
+        NativeLlama(model)

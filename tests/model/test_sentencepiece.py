@@ -57,7 +57,7 @@ def test_ids_are_those_of_sentencepiece(alone, tmp_path, config):
         ids = tokenizer(text.lstrip(" "))["input_ids"]
         assert ids == [truth.bos_id(), *truth.encode(text.lstrip(" "))]
     assert tokenizer.decode(truth.encode("x   y\n z")) == "x   y\n z"
-    assert checkpoint.end_ids(tmp_path) == (truth.eos_id(),)
+    assert checkpoint.eos_token_ids(tmp_path) == (truth.eos_id(),)
 
 
 def test_a_model_that_transformers_reads_otherwise_is_refused(tmp_path):

@@ -21,8 +21,8 @@ from draftlab.model.shape import (
     Shape,
     check,
     check_within,
-    count_text,
     fewest_kv_heads,
+    format_count,
     parse_count,
     read_shape_file,
     resolve,
@@ -321,7 +321,7 @@ def test_what_is_no_count_is_refused(text):
     [(6_738_415_616, "6.74B"), (999_600_000, "1B"), (154_147_328, "154M"), (350_000, "350k"), (999, "999")],
 )
 def test_count_text(count, text):
-    assert count_text(count) == text
+    assert format_count(count) == text
 
 
 def test_a_written_shape_file_reads_back(tmp_path):

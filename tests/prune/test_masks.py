@@ -60,7 +60,7 @@ def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor,
     weights = dict(model.named_parameters())
     keep = masks.keep()
     folded = Folded({n: t.detach() for n, t in weights.items()}, have, masks.deterministic())
-    small = checkpoint.skeleton(checkpoint.config_for(masks.shape, config, keep.layers), torch.float64)
+    small = checkpoint.meta_model(checkpoint.config_for(masks.shape, config, keep.layers), torch.float64)
     cut = {name: t.detach().double() for name, t in Cut(folded, masks.shape, keep).items()}
     if masks.shape.tied:
         cut["lm_head.weight"] = cut["model.embed_tokens.weight"]
@@ -138,7 +138,7 @@ def test_gradients_of_weights_agree_too(family_dirs):
     gradient = dict(model.named_parameters())[name].grad
     assert gradient is not None
     config = checkpoint.config_for(masks.shape, checkpoint.read_config(family_dirs["qwen3"]), keep.layers)
-    small = checkpoint.skeleton(config, torch.float32)
+    small = checkpoint.meta_model(config, torch.float32)
     folded = Folded({n: t.detach() for n, t in model.named_parameters()}, have, values)
     small.load_state_dict(dict(Cut(folded, masks.shape, keep).items()), assign=True)
     small(IDS).logits.square().mean().backward()

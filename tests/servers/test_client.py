@@ -30,8 +30,9 @@ from draftlab.distill.teachers import LocalTeacher, ServedTeacher
 from draftlab.distill.trainer import DistillStep
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.servers.adapters import Sampling, SGLang, Written
-from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode
+from draftlab.sampling import SamplingParams
+from draftlab.servers.adapters import Completion, SGLang
+from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode_counters
 from draftlab.target_outputs import cache
 from draftlab.target_outputs.cache import Building
 from draftlab.target_outputs.logprob_sources import PROBE_TEXT, Local, Served
@@ -69,7 +70,7 @@ def test_a_server_says_what_it_is(recorded):
 
 
 def test_what_vllm_wrote_is_read_with_its_log_probabilities(recorded, tiny):
-    first, second = recorded.generate([PROMPT, PROMPT[:3]], Sampling(max_tokens=4, temperature=0.0), k=3)
+    first, second = recorded.generate([PROMPT, PROMPT[:3]], SamplingParams(max_tokens=4, temperature=0.0), k=3)
     assert (first.ids, first.finish_reason, first.prompt_ids) == ([372, 309, 293, 653], "length", PROMPT)
     assert first.top_ids == [[372, 456, 701], [309, 572, 5], [293, 546, 405], [653, 1028, 10]]
     for written in (first, second):
@@ -80,7 +81,7 @@ def test_what_vllm_wrote_is_read_with_its_log_probabilities(recorded, tiny):
 
 
 def test_a_sampled_token_has_its_log_probability_without_lists(recorded, tiny):
-    (written,) = recorded.generate([PROMPT], Sampling(max_tokens=4, seed=7))
+    (written,) = recorded.generate([PROMPT], SamplingParams(max_tokens=4, seed=7, temperature=1.0))
     log_p = tiny(PROMPT + written.ids)[len(PROMPT) - 1 : -1].gather(1, torch.tensor(written.ids)[:, None]).squeeze(1)
     torch.testing.assert_close(torch.tensor(written.logprobs), log_p, atol=1e-4, rtol=0)
     assert written.ids[0] == 456  # not the most probable one
@@ -88,7 +89,7 @@ def test_a_sampled_token_has_its_log_probability_without_lists(recorded, tiny):
 
 
 def test_what_vllm_thinks_of_a_text_is_what_transformers_does(recorded, tiny):
-    for ids, looked in zip((PROMPT, PROMPT[:4]), recorded.look([PROMPT, PROMPT[:4]], 3), strict=True):
+    for ids, looked in zip((PROMPT, PROMPT[:4]), recorded.prompt_logprobs([PROMPT, PROMPT[:4]], 3), strict=True):
         log_p = tiny(ids)[:-1]
         assert looked.top_ids == log_p.topk(3).indices.tolist()
         torch.testing.assert_close(torch.tensor(looked.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0)
@@ -120,16 +121,25 @@ def test_a_server_that_samples_at_temperature_0_is_found_out(started):
 
 def test_logits_are_no_log_probabilities(started):
     with pytest.raises(UserError, match="gives logits where log-probabilities are wanted"):
-        Server.connect(started(replay("processed_logits"))).look([PROMPT], 3)
+        Server.connect(started(replay("processed_logits"))).prompt_logprobs([PROMPT], 3)
 
 
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda s: s.look([PROMPT], 65), r"refused \(400\): Requested prompt logprobs of 65, which is greater than"),
-        (lambda s: s.generate([[5000]], Sampling(max_tokens=2)), "Token id 5000 is out of vocabulary"),
-        (lambda s: s.generate([PROMPT], Sampling(max_tokens=2042)), "takes 2048 tokens in all, and 2049 are wanted"),
-        (lambda s: s.look([PROMPT * 300], 3), "takes 2048 tokens in all, and 2101 are wanted"),
+        (
+            lambda s: s.prompt_logprobs([PROMPT], 65),
+            r"refused \(400\): Requested prompt logprobs of 65, which is greater than",
+        ),
+        (
+            lambda s: s.generate([[5000]], SamplingParams(max_tokens=2, temperature=1.0)),
+            "Token id 5000 is out of vocabulary",
+        ),
+        (
+            lambda s: s.generate([PROMPT], SamplingParams(max_tokens=2042, temperature=1.0)),
+            "takes 2048 tokens in all, and 2049 are wanted",
+        ),
+        (lambda s: s.prompt_logprobs([PROMPT * 300], 3), "takes 2048 tokens in all, and 2101 are wanted"),
         (lambda s: s.metrics(), "GET /metrics was not recorded"),
     ],
 )
@@ -187,7 +197,7 @@ def test_a_busy_server_or_a_dropped_connection_is_asked_again(trouble, waits, st
         return replay("raw_logprobs")(method, path, body)
 
     server = Server.connect(started(flaky), wait=waited.append)
-    assert len(server.look([PROMPT], 3)) == 1
+    assert len(server.prompt_logprobs([PROMPT], 3)) == 1
     assert waited == waits
 
 
@@ -199,7 +209,7 @@ def test_a_server_that_stays_busy_is_given_up(started):
 
     server = Server.connect(started(busy), wait=waited.append)
     with pytest.raises(UserError, match=r"no answer from .*503: busy"):
-        server.look([PROMPT], 3)
+        server.prompt_logprobs([PROMPT], 3)
     assert len(waited) == TRIES - 1
     assert max(waited) == 30
 
@@ -209,7 +219,7 @@ def test_a_fault_of_the_server_is_not_repeated(started):
     server = Server.connect(started(observed.of(replay("raw_logprobs"))), wait=lambda _: pytest.fail("waited"))
     observed.paths.clear()
     with pytest.raises(UserError, match=r"refused \(500\).*was not recorded"):
-        server.look([[1, 2, 3]], 3)
+        server.prompt_logprobs([[1, 2, 3]], 3)
     assert len(observed.paths) == 1
 
 
@@ -217,7 +227,7 @@ def test_several_requests_run_at_once_but_no_more_than_asked(started):
     observed = Observed()
     url = started(observed.of(replay("raw_logprobs"), seconds=0.05))
     rows = [PROMPT, PROMPT[:4]] * 6
-    found = Server.connect(url, workers=3).look(rows, 3)
+    found = Server.connect(url, workers=3).prompt_logprobs(rows, 3)
     assert [len(looked.logprobs) for looked in found] == [len(ids) - 1 for ids in rows]  # in order
     assert observed.most == 3
 
@@ -227,7 +237,7 @@ def test_after_a_failure_nothing_more_is_asked(started):
     server = Server.connect(started(observed.of(replay("raw_logprobs"), seconds=0.02)), workers=2)
     observed.paths.clear()
     with pytest.raises(UserError, match="not recorded"):
-        server.look([[1, 2, 3], *[PROMPT] * 50], 3)
+        server.prompt_logprobs([[1, 2, 3], *[PROMPT] * 50], 3)
     assert len(observed.paths) < 10
 
 
@@ -241,9 +251,9 @@ def test_a_server_that_speaks_in_text_only_is_said_to(started):
     server = Server.connect(started(plain))
     assert (server.kind, server.max_length) == ("openai", None)
     with pytest.raises(UserError, match=r"answered without what is needed .*'token_ids'"):
-        server.generate([PROMPT], Sampling(max_tokens=1))
+        server.generate([PROMPT], SamplingParams(max_tokens=1, temperature=1.0))
     with pytest.raises(UserError, match=r"answered without what is needed .*'prompt_logprobs'"):
-        server.look([PROMPT], 2)
+        server.prompt_logprobs([PROMPT], 2)
 
 
 def test_fewer_tokens_than_asked_for_are_noticed(started):
@@ -251,7 +261,7 @@ def test_fewer_tokens_than_asked_for_are_noticed(started):
         return replay("raw_logprobs")(method, path, body | {"prompt_logprobs": 3} if body else body)
 
     with pytest.raises(UserError, match="listed where 5 were asked for"):
-        Server.connect(started(short)).look([PROMPT], 5)
+        Server.connect(started(short)).prompt_logprobs([PROMPT], 5)
 
 
 def sglang(method: str, path: str, body: Any) -> tuple[int, Any]:
@@ -277,18 +287,23 @@ def sglang(method: str, path: str, body: Any) -> tuple[int, Any]:
 
 def test_sglangs_answers_are_read(started):
     server = Server.connect(started(sglang))
-    assert (server.kind, server.version, server.max_length, server.looks) == ("sglang", "0.5.23", 64, True)
-    (written,) = server.generate([[1, 2, 3]], Sampling(max_tokens=2), k=2)
+    assert (server.kind, server.version, server.max_length, server.supports_prompt_logprobs) == (
+        "sglang",
+        "0.5.23",
+        64,
+        True,
+    )
+    (written,) = server.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=1.0), k=2)
     assert (written.ids, written.logprobs, written.finish_reason) == ([7, 8], [-0.5, -1.5], "length")
     assert (written.top_ids, written.top_logprobs[0]) == ([[7, 8], [7, 8]], [-0.5, -1.5])
-    assert server.generate([[1, 2, 3]], Sampling(max_tokens=2))[0].top_ids == []
-    (looked,) = server.look([[4, 5, 7]], 2)
+    assert server.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=1.0))[0].top_ids == []
+    (looked,) = server.prompt_logprobs([[4, 5, 7]], 2)
     assert (looked.logprobs, looked.top_ids) == ([-2.5, -0.5], [[7, 8], [7, 8]])
     assert server.tokenize("x") == [5, 6]
 
 
 def test_sglang_is_told_everything_that_it_would_guess():
-    asked = SGLang().generate([1], Sampling(max_tokens=2, temperature=0.0), 4)
+    asked = SGLang().generate([1], SamplingParams(max_tokens=2, temperature=0.0), 4)
     assert (asked["input_ids"], asked["return_logprob"], asked["top_logprobs_num"]) == ([1], True, 4)
     assert asked["sampling_params"]["top_k"] == -1  # all, as it counts
     assert asked["sampling_params"]["repetition_penalty"] == 1.0
@@ -311,13 +326,18 @@ def llama_cpp(method: str, path: str, body: Any) -> tuple[int, Any]:
 
 def test_llama_cpps_answers_are_read_and_it_scores_no_text(started):
     server = Server.connect(started(llama_cpp))
-    assert (server.kind, server.version, server.max_length, server.looks) == ("llamacpp", "b6700-abc", 64, False)
-    (written,) = server.generate([[1, 2]], Sampling(max_tokens=2), k=2)
+    assert (server.kind, server.version, server.max_length, server.supports_prompt_logprobs) == (
+        "llamacpp",
+        "b6700-abc",
+        64,
+        False,
+    )
+    (written,) = server.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=1.0), k=2)
     assert (written.ids, written.logprobs, written.finish_reason) == ([7, 1], [-0.5, -4.0], "stop")
     assert written.top_ids == [[7, 8], [7, 8]]
     assert server.tokenize("x") == [5, 6]
     with pytest.raises(UserError, match="does not score text; vLLM and SGLang do"):
-        server.look([[1, 2]], 2)
+        server.prompt_logprobs([[1, 2]], 2)
 
 
 def test_metrics_are_series_with_their_labels():
@@ -331,14 +351,14 @@ def test_metrics_are_series_with_their_labels():
 def test_acceptance_is_what_the_counters_grew_by():
     """Counters of a real run: 24 steps drafted 72 tokens, of which 17, 16 and 9 stood at each place."""
     before, after = (parse_metrics(RECORDED["metrics"][name]) for name in ("before", "after"))
-    grown = spec_decode(before, after)
+    grown = spec_decode_counters(before, after)
     found = grown.acceptance
     assert (found.num_spec_steps, found.num_draft_tokens, found.num_accepted_draft_tokens) == (24, 72, 42)
     assert found.mean_acceptance_length == pytest.approx(1 + 42 / 24)
     assert found.per_position_acceptance == pytest.approx([17 / 24, 16 / 24, 9 / 24])
     assert found.acceptance_histogram == [7, 1, 7, 9]
-    assert spec_decode({}, after) == grown  # a server that was asked nothing before
-    assert spec_decode(after, after) is None
+    assert spec_decode_counters({}, after) == grown  # a server that was asked nothing before
+    assert spec_decode_counters(after, after) is None
 
 
 def test_llama_cpps_counters_have_the_same_names():
@@ -347,11 +367,13 @@ def test_llama_cpps_counters_have_the_same_names():
     places = "".join(
         f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}\n' for i, n in ((0, 6), (1, 3))
     )
-    assert spec_decode({}, parse_metrics(text + places)).acceptance.mean_acceptance_length == pytest.approx(1.9)
+    assert spec_decode_counters({}, parse_metrics(text + places)).acceptance.mean_acceptance_length == pytest.approx(
+        1.9
+    )
 
 
 def test_a_line_of_traffic_has_what_was_written():
-    written = Written(
+    written = Completion(
         prompt_ids=[0, 5], ids=[7], logprobs=[-0.5], top_ids=[[7, 8]], top_logprobs=[[-0.5, -1.0]], finish_reason="stop"
     )
     assert json.loads(written.as_json()) == {
@@ -408,7 +430,7 @@ def rows() -> Batch:
 @pytest.mark.vllm
 def test_a_real_vllm_thinks_what_transformers_does(vllm, rows, tiny):
     worst, agree, count = 0.0, 0, 0
-    for ids, looked in zip(rows.ids.tolist(), vllm.look(rows.ids.tolist(), 64), strict=True):
+    for ids, looked in zip(rows.ids.tolist(), vllm.prompt_logprobs(rows.ids.tolist(), 64), strict=True):
         log_p = tiny(ids)[:-1]
         listed = log_p.gather(1, torch.tensor(looked.top_ids))
         worst = max(worst, float((listed - torch.tensor(looked.top_logprobs)).abs().max()))
@@ -427,7 +449,7 @@ def test_a_real_vllm_thinks_what_transformers_does(vllm, rows, tiny):
 def test_a_real_vllm_writes_greedily_what_transformers_finds_most_probable(vllm, rows, tiny):
     assert vllm.probe(PROMPT) == Probe(logprobs_mode="raw_logprobs", greedy=True)
     prompts = rows.ids[:, :16].tolist()
-    for written in vllm.generate(prompts, Sampling(max_tokens=32, temperature=0.0), k=4):
+    for written in vllm.generate(prompts, SamplingParams(max_tokens=32, temperature=0.0), k=4):
         log_p = tiny(written.prompt_ids + written.ids)[15:-1]
         assert log_p.argmax(-1).tolist() == written.ids
         torch.testing.assert_close(torch.tensor(written.top_logprobs), log_p.topk(4).values, atol=1e-3, rtol=0)
@@ -435,13 +457,13 @@ def test_a_real_vllm_writes_greedily_what_transformers_finds_most_probable(vllm,
 
 @pytest.mark.vllm
 def test_a_real_vllm_repeats_what_it_sampled_by_seed_and_ends_at_eos(vllm):
-    how = Sampling(max_tokens=400, temperature=1.3, seed=0)
+    how = SamplingParams(max_tokens=400, temperature=1.3, seed=0)
     first, again = (vllm.generate([[0]] * 4, how) for _ in range(2))
     assert [w.ids for w in first] == [w.ids for w in again]
     assert len({tuple(w.ids) for w in first}) == 4
     assert any(w.finish_reason == "stop" for w in first)
     assert all((w.ids[-1] == 1) == (w.finish_reason == "stop") and 1 not in w.ids[:-1] for w in first)
-    (through,) = vllm.generate([[0]], Sampling(max_tokens=400, temperature=1.3, seed=0, ignore_eos=True))
+    (through,) = vllm.generate([[0]], SamplingParams(max_tokens=400, temperature=1.3, seed=0, ignore_eos=True))
     assert len(through.ids) == 400
 
 

@@ -24,7 +24,7 @@ from draftlab.distill.teachers import CachedTeacher, LocalTeacher, ServedTeacher
 from draftlab.distill.trainer import DistillStep, EvalRecord, Settings, StepRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.servers.adapters import Sampling
+from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import cache
 from draftlab.target_outputs.cache import Building, CachedBatches, open_cache, read_manifest
@@ -71,7 +71,7 @@ def whole(target: Path, batch: Batch) -> torch.Tensor:
 def test_what_is_read_back_is_the_targets_distribution(temperature, made, family_dirs):
     batch = CachedBatches(made, 4, temperature).batch(2)
     listed = CachedTeacher(307).look(batch)
-    log_p = log_probs(whole(family_dirs["llama"], replace(batch, listed=None)), temperature)
+    log_p = log_probs(whole(family_dirs["llama"], replace(batch, top_logprobs=None)), temperature)
     assert torch.equal(listed.ids.sort().values, log_p.topk(8).indices.sort().values)
     torch.testing.assert_close(listed.log_p, log_p.gather(1, listed.ids), atol=8e-3, rtol=1e-3)
     tail = 1 - log_p.gather(1, listed.ids).exp().sum(1)
@@ -213,7 +213,7 @@ def test_what_is_seen_is_the_targets_own_whatever_the_memory(kind, family_dirs, 
         seen = Local(place, CPU, memory=positions * 16 * 307 / 1e9).see(Batch(ids, mask), 8)
         np.testing.assert_allclose(seen.topk_logp.astype(np.float32), log_p.topk(8).values, atol=2e-2)
         np.testing.assert_allclose(seen.tok_logp.astype(np.float32), came, atol=2e-2)
-    batch, seen = Local(place, CPU).write(ids[:, :4], Sampling(max_tokens=17, temperature=1.0, seed=0), 8)
+    batch, seen = Local(place, CPU).write(ids[:, :4], SamplingParams(max_tokens=17, temperature=1.0, seed=0), 8)
     assert np.array_equal(batch.ids[:, :4], ids[:, :4])
     assert len(seen.tok_logp) == batch.mask.sum() > 0
 
@@ -226,7 +226,7 @@ def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, te
 
     class Bare:
         def batch(self, step: int) -> Batch:
-            return replace(batches.batch(step), listed=None)
+            return replace(batches.batch(step), top_logprobs=None)
 
     gentle = replace(SETTINGS, lr=1e-4)
     teacher = checkpoint.load_model(target, torch.float32)
@@ -257,7 +257,7 @@ def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_d
     batches = CachedBatches(made, 4)
     model = build("llama", 3, num_hidden_layers=2)
     teacher = checkpoint.load_model(family_dirs["llama"], torch.float32)
-    bare = replace(batches.batch(0), listed=None)
+    bare = replace(batches.batch(0), top_logprobs=None)
     few, whole = (
         next(iter(train(model, setup(given, batches, [rows]), SETTINGS, tmp_path / name)))
         for name, given, rows in (("a", CachedTeacher(307), batches.batch(0)), ("b", teacher, bare))
@@ -311,7 +311,7 @@ def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, t
 def test_text_that_a_server_wrote_is_kept_with_what_it_thought(small, family_dirs, text, tmp_path):
     keep_served(small, family_dirs["llama"], text, tmp_path / "c", text="target", sequences=12, seq_len=24)
     manifest, shard = read_manifest(tmp_path / "c"), load_file(tmp_path / "c" / "shard-00000.safetensors")
-    assert manifest.sampling == Sampling(max_tokens=21, seed=0)
+    assert manifest.sampling == SamplingParams(max_tokens=21, seed=0, temperature=1.0)
     batch = Batch(shard["input_ids"].astype(np.int64), shard["mask"])
     assert (batch.mask[:, :3] == 0).all()
     for ids, mask in zip(batch.ids, batch.mask, strict=True):
@@ -382,7 +382,7 @@ def test_a_server_is_probed_before_anything_is_built(mode, temperature, message)
 
 
 def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):
-    batch = replace(CachedBatches(made, 4).batch(0), listed=None)
+    batch = replace(CachedBatches(made, 4).batch(0), top_logprobs=None)
     batch = Batch(batch.ids, batch.mask * (np.arange(16) > 4) * (np.arange(16) < 13))
     batch.mask[2] = 0  # a row of which nothing counts
     listed = ServedTeacher(small, 8, 307).look(batch)
@@ -396,7 +396,7 @@ def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):
 
 
 def test_a_token_beyond_the_drafts_vocabulary_is_refused(small, made):
-    batch = replace(CachedBatches(made, 4).batch(0), listed=None)
+    batch = replace(CachedBatches(made, 4).batch(0), top_logprobs=None)
     with pytest.raises(UserError, match=r"lists token \d+, and the vocabulary here has 200 tokens"):
         ServedTeacher(small, 8, 200).look(batch)
 
@@ -411,7 +411,7 @@ def gradient(teacher: TopK, batch: Batch, loss: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", ["fkl", "tvd", "jsd(0.5)"])
 def test_a_step_from_a_server_is_one_from_the_same_list_of_the_target(loss, small, made, family_dirs):
-    batch = replace(CachedBatches(made, 4).batch(0), listed=None)
+    batch = replace(CachedBatches(made, 4).batch(0), top_logprobs=None)
     log_p = whole(family_dirs["llama"], batch)
     values, ids = log_p.topk(8)
     local = TopK(ids, values, log_p.scatter(1, ids, -torch.inf).logsumexp(-1))
@@ -428,7 +428,10 @@ def traffic_file(path: Path, lines: list[dict | str]) -> Path:
 def log(small, tmp_path_factory) -> Path:
     """What a server's log holds of 26 requests, some longer and some shorter than 16 tokens."""
     prompts = [[0, 10 + i, 40 + i, 100 + i][: 2 + i % 3] for i in range(26)]
-    written = [small.generate([p], Sampling(max_tokens=6 + i, seed=i), k=8)[0] for i, p in enumerate(prompts)]
+    written = [
+        small.generate([p], SamplingParams(max_tokens=6 + i, seed=i, temperature=1.0), k=8)[0]
+        for i, p in enumerate(prompts)
+    ]
     return traffic_file(tmp_path_factory.mktemp("log") / "day.jsonl", [w.as_json() for w in written])
 
 
@@ -447,7 +450,7 @@ def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tmp_path
         text = (line["prompt_ids"] + line["ids"])[:17]
         assert row.tolist() == text + [0] * (17 - len(text))
         assert np.flatnonzero(mask).tolist() == list(range(len(line["prompt_ids"]) - 1, len(text) - 1))
-    listed, log_p = CachedTeacher(307).look(batch), whole(target, replace(batch, listed=None))
+    listed, log_p = CachedTeacher(307).look(batch), whole(target, replace(batch, top_logprobs=None))
     torch.testing.assert_close(listed.log_p, log_p.topk(8).values, atol=8e-3, rtol=1e-3)
     assert cache.verify(tmp_path / "c", Local(target, CPU), 0).good
 

@@ -25,7 +25,7 @@ from draftlab.cli import app
 from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hf_decoder
+from draftlab.model import checkpoint, decoder
 from draftlab.model.llama import load
 from draftlab.results.score import Generation, count_acceptance
 from draftlab.servers.client import Server
@@ -97,7 +97,7 @@ def recorded(
     )
 
     def start() -> LocalWriter:
-        return LocalWriter(hf_decoder.load(target, torch.float32, CPU, device_map), how.writing(rows=rows, top=top))
+        return LocalWriter(decoder.load(target, torch.float32, CPU, device_map), how.writing(rows=rows, top=top))
 
     sources.run(out, about, start, prompts, how, top=top, tokenizer_from=target)
     return read_trace(out)

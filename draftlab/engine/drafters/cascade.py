@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampler, Sampling, fit, judge
-from draftlab.model.hf_decoder import Decoder
+from draftlab.model.decoder import Decoder
 
 Unsure = Callable[[Tensor], Tensor]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
 

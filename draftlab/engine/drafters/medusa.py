@@ -55,12 +55,12 @@ class MedusaDrafter:
         self.states = self.target.embed.new_zeros(rows, capacity, self.target.shape.hidden)
 
     def watch(self, cache: Cache) -> None:
-        cache.states = self.states
+        cache.hidden_states = self.states
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
         at = [len(text) - 2 for text in texts]  # the last token was never fed: the one before it predicted it
         hidden = ahead(self.states[torch.arange(len(at)), at], self.heads[:count])  # [B, K, D]
-        logits = self.target.whole(F.linear(hidden, self.target.head))
+        logits = self.target.expand_logits(F.linear(hidden, self.target.head))
         counts = [logits.shape[1]] * len(texts)
         if sampling.temperature == 0:
             return Draft(ids=logits.argmax(-1), q=None, counts=counts)

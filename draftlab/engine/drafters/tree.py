@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftlab.engine.generate import Draft, ModelDrafter, Sampling, fit
 from draftlab.engine.verify import draw
-from draftlab.model.hf_decoder import Decoder
+from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Tree
 
 Siblings = Literal["top", "sampled", "distinct"]
@@ -56,7 +56,7 @@ class TreeDrafter(ModelDrafter):
         if self.known is not None:
             fed = fed.clamp(max=self.known - 1)
         self.cache.used = [len(text) - 1 for text in texts]
-        tree = Tree.of(parents[: len(ids)], self.model.device)
+        tree = Tree.from_parents(parents[: len(ids)], self.model.device)
         return fit(self.model.forward(fed, self.cache, tree=tree), self.vocab)
 
     def _child(

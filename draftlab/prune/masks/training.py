@@ -98,7 +98,7 @@ def _trained(source: Path, weights: Trained, state: Path) -> Mapping[str, Tensor
 
 
 def _computed_dtype(source: Path) -> torch.dtype:
-    return checkpoint.computed_dtype(source, cast(torch.device, process_state().device))
+    return checkpoint.compute_dtype(source, cast(torch.device, process_state().device))
 
 
 def _student(source: Path, how: Learning) -> PreTrainedModel:

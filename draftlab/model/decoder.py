@@ -1,0 +1,144 @@
+"""What decoding needs of a model, and the models that provide it: llama.py's where possible, else transformers'.
+
+B rows, T new tokens, V vocab.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from draftlab.console import note
+from draftlab.errors import UserError
+from draftlab.model import Mode, checkpoint, llama, native_cpu
+from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.native_cpu import NativeLlama
+
+
+class KVCache(Protocol):
+    """A cache of which the first ``used`` positions of each row count. Rolling back is lowering that number."""
+
+    used: list[int]
+
+    def expand(self, rows: int) -> Any:
+        """Return the cache of one row, repeated for several."""
+        ...
+
+
+class Decoder(Protocol):
+    """A model that decodes with a cache; llama.Llama is one."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def context(self) -> int:
+        """Return the longest text in tokens."""
+        ...
+
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        """Return an empty KVCache for rows of at most capacity tokens."""
+        ...
+
+    def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
+        """Append ids [B, T] to the cache; return logits [B, T, V], or those of the last tokens, [B, last, V].
+
+        tree: which of the T tokens follow which; by default each follows the one before.
+        """
+        ...
+
+
+def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:
+    """Load a checkpoint with llama.py if it computes the architecture and no device_map is given, else with
+    transformers.
+    """
+    if device_map is not None:
+        return HFDecoder(checkpoint.load_model(directory, dtype, device, device_map).eval())
+    try:
+        return llama.load(directory, dtype, device)
+    except UserError as error:
+        note(f"{error}; transformers runs it instead")
+    return HFDecoder(checkpoint.load_model(directory, dtype, device).eval())
+
+
+def feed(
+    model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]], known: int | None = None, last: int = 1
+) -> Tensor:
+    """Append to the cache what it lacks of each text, at least its last tokens; return their logits, [B, last, V].
+
+    Cached tokens beyond a text are dropped. All rows are fed as many tokens as the row that lacks most: the end of
+    their text once more, then padding, which the next pass overwrites. known: larger ids are fed as known - 1.
+    """
+    width = max(len(text) - min(used, len(text) - last) for text, used in zip(texts, cache.used, strict=True))
+    starts = [max(0, len(text) - width) for text in texts]
+    rows = [[*text[at : at + width], *[0] * (width - len(text))] for text, at in zip(texts, starts, strict=True)]
+    ids = torch.tensor(rows, device=model.device)  # [B, width]
+    if known is not None:
+        ids.clamp_(max=known - 1)
+    at = [min(width, len(text)) - 1 for text in texts]  # index of each text's last token among those fed
+    cache.used = starts
+    logits = model.forward(ids, cache, last=width - min(at) + last - 1)
+    cache.used = [len(text) for text in texts]
+    if min(at) == width - 1:
+        return logits
+    rows_of = torch.arange(len(texts)).unsqueeze(1)
+    return logits[rows_of, torch.tensor(at).unsqueeze(1) - min(at) + torch.arange(last)]
+
+
+@torch.inference_mode()
+def forward_uncached(model: Decoder, ids: Tensor, last: int) -> Tensor:
+    """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept."""
+    if isinstance(model, HFDecoder):
+        return model.forward_uncached(ids, last)
+    return model.forward(ids, model.new_cache(*ids.shape), last=last)
+
+
+def model_vocab_size(model: Decoder) -> int | None:
+    """Return the width of a model's logits, or None for a decoder that does not tell."""
+    if isinstance(model, llama.Llama):
+        return model.shape.vocab
+    return model.vocab if isinstance(model, HFDecoder) else None
+
+
+def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises UserError: the mode does not run on this device or with this dtype."""
+    if mode == "native":
+        native_cpu.check(device, dtype)
+    if mode == "graphs" and device.type != "cuda":
+        raise UserError(f"mode graphs needs a CUDA device, and this is {device.type}; use eager or native")
+
+
+def resolve_mode(
+    mode: Mode | Literal["auto"], device: torch.device, dtype: torch.dtype, models: Iterable[Path]
+) -> Mode:
+    """Return the mode; auto: graphs on CUDA, native on a CPU, eager with a note where these cannot run the models."""
+    if mode != "auto":
+        return mode
+    try:
+        for directory in models:
+            llama.check_supported(directory)
+        if device.type == "cuda":
+            return "graphs"
+        native_cpu.check(device, dtype)
+        native_cpu.library()
+    except UserError as error:
+        note(f"mode eager: {error}")
+        return "eager"
+    return "native"
+
+
+def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
+    """Return the model with passes that run in a mode. int8: with weights rounded to int8, in mode native.
+
+    Raises:
+        UserError: the mode does not run on this device or with this dtype, or int8 in another mode.
+    """
+    check_mode(mode, model.device, model.embed.dtype)
+    if mode == "native":
+        return NativeLlama(model, int8)
+    if int8:
+        raise UserError(f"int8 weights need mode native, not {mode}")
+    return CudaGraphLlama(model) if mode == "graphs" else model

@@ -89,9 +89,12 @@ class VLLM:
 
     def generate(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         # all of them said: what is left out comes from the model's generation_config.json
-        fixed = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        fixed = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         asked = {} if k is None else {"logprobs": k, "return_tokens_as_token_ids": True}
-        return asdict(sampling) | fixed | asked | {"prompt": prompt, "return_token_ids": True}
+        settings = asdict(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}
+        if not sampling.stop_token_ids:
+            del settings["stop_token_ids"]
+        return settings | fixed | asked | {"prompt": prompt, "return_token_ids": True}
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
         choice = answer["choices"][0]
@@ -135,7 +138,7 @@ class SGLang:
         settings = {
             "max_new_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "sampling_seed": sampling.seed, "ignore_eos": sampling.ignore_eos,
-            "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+            "min_p": sampling.min_p, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         }  # fmt: skip
         asked = {} if k is None else {"return_logprob": True, "top_logprobs_num": k}
         return {"input_ids": prompt, "sampling_params": settings} | asked

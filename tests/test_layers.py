@@ -18,7 +18,7 @@ LAYERS = [
     ["workspace"],
     ["config"],
     ["output"],
-    ["data"],
+    ["data", "prompts"],
     ["results"],
     ["servers"],
     ["engine"],

@@ -12,7 +12,7 @@ from draftlab import provenance
 from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun, Spec, check_rule, check_target
 from draftlab.benchmark.lm_eval_model import whole_head, writer
 from draftlab.benchmark.lm_eval_tasks import Tasks, check_tasks, evaluate_tasks, prepare
-from draftlab.benchmark.throughput import PLAIN, Measured, distinct_ngrams, measure_throughput
+from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.console import heartbeat, note, progress
 from draftlab.engine.generate import ModelDrafter, Sampling
 from draftlab.engine.rejection_rules import LOSSY, rule_named
@@ -26,8 +26,9 @@ from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.model.size import read_size
+from draftlab.prompts import Prompts
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
-from draftlab.target_outputs.sources import Prompts
+from draftlab.target_outputs.repeats import distinct_ngrams
 
 LATENCY_PASSES = 60
 DEFAULT_RULE = "rejection"

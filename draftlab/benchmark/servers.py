@@ -10,17 +10,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from draftlab import provenance
-from draftlab.benchmark.throughput import distinct_ngrams
 from draftlab.console import note, progress
 from draftlab.engine.generate import Clock
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.model import checkpoint, hub
+from draftlab.prompts import Prompts
 from draftlab.results.score import Conditions, Counters, Model, Prompt, Score, ServedGeneration
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 from draftlab.target_outputs.logprob_sources import same_ids
-from draftlab.target_outputs.sources import Prompts
+from draftlab.target_outputs.repeats import distinct_ngrams
 
 PREFIX_HITS = ":prefix_cache_hits_total"  # tokens of prompts, in vLLM
 

@@ -82,13 +82,6 @@ def measure_throughput(
     return Measured(generations=generations, tokens=tokens)
 
 
-def distinct_ngrams(tokens: list[list[int]], n: int) -> float:
-    """Distinct n-grams of each text over all its n-grams, sums over texts; 1 is no repeats."""
-    grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in tokens]
-    total = sum(len(g) for g in grams)
-    return sum(len(set(g)) for g in grams) / total if total else 1.0
-
-
 def _decoder(
     target: Decoder, drafters: Mapping[str, Drafter], sampling: Sampling, clock: Clock, rule: Rule | None
 ) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:

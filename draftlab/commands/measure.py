@@ -39,9 +39,9 @@ from draftlab.model.shape import parse_numbers
 KS, TASK_LIMIT = "1-6", 200
 
 if TYPE_CHECKING:
+    from draftlab.prompts import Prompts
     from draftlab.results.score import Score
     from draftlab.servers.client import Server
-    from draftlab.target_outputs.sources import Prompts
 
 
 def score(
@@ -137,13 +137,13 @@ def score(
         from draftlab.model import checkpoint
         from draftlab.model.decoder import resolve_mode
         from draftlab.model.tokenizer import common_vocabulary
+        from draftlab.prompts import load_prompts
         from draftlab.sampling import SamplingParams
-        from draftlab.target_outputs import sources
 
     def chosen() -> "Prompts":
         with note_if_slow(f"reading prompts of {prompt_file or text}"):
             reader = checkpoint.load_tokenizer(place)
-            return sources.chosen(prompt_file, text, reader, prompts, prompt_tokens, seed)
+            return load_prompts(prompt_file, text, reader, count=prompts, tokens=prompt_tokens, seed=seed)
 
     if served_here:
         if parse_numbers(batch) != [1] or draft_int8 or mode != "eager":

@@ -184,7 +184,7 @@ def _workloads(
     if len(named) != 1:
         raise UserError(f"say once what is accepted: {', '.join(given)}; got {' and '.join(named) or 'none of them'}")
     if replay:
-        from draftlab.acceptance.replay import read_replay
+        from draftlab.target_outputs.replay import read_replay
 
         return [predicting.workload_of_replay(read_replay(path)) for path in replay]
     if score:

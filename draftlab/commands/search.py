@@ -267,9 +267,9 @@ class Work:
     def _trial(self, found: Search, name: str, priced: Prices) -> Trial:
         """Make one candidate, replay it, price it."""
         from draftlab.acceptance.expected import chain
-        from draftlab.acceptance.replay import read_replay
         from draftlab.latency.cost_model import CostModel
         from draftlab.latency.predict import best_k, with_chances, workload_of_replay
+        from draftlab.target_outputs.replay import read_replay
 
         number, steps, shape = len(found.rungs) - 1, found.rungs[-1].steps, found.shapes[name]
         texts = self._once(

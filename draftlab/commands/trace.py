@@ -34,8 +34,8 @@ from draftlab.model import hub
 from draftlab.model.shape import parse_numbers
 
 if TYPE_CHECKING:
-    from draftlab.acceptance.replay import Drafting, Replay, Row
     from draftlab.intervals import Interval
+    from draftlab.target_outputs.replay import Drafting, Replay, Row
     from draftlab.target_outputs.traces import Manifest
 
 TraceDir = Annotated[Path, Argument(help="Directory of the trace.")]
@@ -86,6 +86,7 @@ def record(
         from draftlab.model import checkpoint
         from draftlab.model.checkpoint import max_model_len
         from draftlab.model.tokenizer import known_ids
+        from draftlab.prompts import data_prompts, file_prompts
         from draftlab.target_outputs import sources
         from draftlab.target_outputs.traces import Decoding
 
@@ -93,10 +94,10 @@ def record(
         raise UserError("give prompts one way: --data SOURCE or --prompt-file FILE")
     reader = checkpoint.load_tokenizer(place)
     if prompt_file is not None:
-        given = sources.file_prompts(prompt_file, reader, prompts, prompt_tokens)
+        given = file_prompts(prompt_file, reader, count=prompts, tokens=prompt_tokens)
     else:
         source, count, length = data or space.data, prompts or FROM_DATA, prompt_tokens or FROM_DATA
-        given = sources.data_prompts(source, reader, count, length, seed)
+        given = data_prompts(source, reader, count=count, tokens=length, seed=seed)
     how = Decoding(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens,
         eos_ids=checkpoint.eos_token_ids(place),
@@ -141,12 +142,13 @@ def from_paper(
     arguments, began = recorded(locals())
     from draftlab import provenance
     from draftlab.model import checkpoint
+    from draftlab.prompts import file_prompts
     from draftlab.target_outputs import sources
     from draftlab.target_outputs.logprob_sources import vocab_of
     from draftlab.target_outputs.traces import Decoding
 
     reader = checkpoint.load_tokenizer(tokenizer)
-    given = sources.file_prompts(prompt_file, reader, prompts, None)
+    given = file_prompts(prompt_file, reader, count=prompts)
     eos = checkpoint.eos_token_ids(tokenizer)
     paper = sources.PaperTrace(file, given.rows, prompts, vocab_of(tokenizer), eos)
     how = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=paper.longest, eos_ids=eos)
@@ -161,7 +163,8 @@ def from_paper(
 
 def info(directory: TraceDir) -> Outcome:
     """What a trace holds, and whether its texts are loops."""
-    from draftlab.target_outputs.traces import read_manifest, read_trace, repeats
+    from draftlab.target_outputs.repeats import repeats
+    from draftlab.target_outputs.traces import read_manifest, read_trace
 
     manifest = read_manifest(directory)
     if manifest.texts < manifest.planned:
@@ -212,9 +215,9 @@ def replay(
     """Acceptance of drafts for every K from one pass over a trace; the target is not needed."""
     arguments, began = recorded(locals())
     from draftlab import provenance
-    from draftlab.acceptance.replay import FILE, Plan, check, replay_draft, rows_of
     from draftlab.console import progress
     from draftlab.model import checkpoint
+    from draftlab.target_outputs.replay import FILE, Plan, check, replay_draft, rows_of
     from draftlab.target_outputs.traces import read_trace
 
     ways = _ways(k, tree, confidence, unsure == "keep")
@@ -249,7 +252,7 @@ def replay(
 
 
 def _ways(k: str, tree: str | None, confidence: float | None, keep_unsure: bool) -> "list[Drafting]":
-    from draftlab.acceptance.replay import Drafting
+    from draftlab.target_outputs.replay import Drafting
 
     if tree is None:
         return [Drafting(k=n, confidence=confidence, keep_unsure=keep_unsure) for n in parse_numbers(k)]

@@ -17,7 +17,7 @@ from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedu
 from draftlab.results.score import Generation, Score
 
 if TYPE_CHECKING:  # needs torch
-    from draftlab.acceptance.replay import Replay
+    from draftlab.target_outputs.replay import Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,63 +1,29 @@
 """Where traces come from: prompts, and a target in memory, on a server, or in a file of the paper's scripts."""
 
-import hashlib
-import itertools
-import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from draftlab import data, provenance
+from draftlab import provenance
 from draftlab.console import progress
 from draftlab.engine.batch_generate import Continuation, Writing, write
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder
+from draftlab.prompts import Prompt, Prompts
 from draftlab.sampling import SamplingParams
 from draftlab.servers import adapters
 from draftlab.servers.client import Server
 from draftlab.target_outputs.cache import tokenizer_sha
 from draftlab.target_outputs.logprob_sources import same_ids, vocab_of
-from draftlab.target_outputs.traces import SHARD_TEXTS, Decoding, Manifest, Prompt, Writer, claim, record
+from draftlab.target_outputs.traces import SHARD_TEXTS, Decoding, Manifest, Writer, claim, record
 
-FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each, where nothing else is said
 Logprobs = Literal["sampled", "raw", "none"]
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
-    """Prompts and where they are from. sha256: of the file, or of the token ids of a data source."""
-
-    rows: list[Prompt]
-    source: str
-    sha256: str
-    tokens: int | None  # they were cut to this
-
-    @property
-    def categories(self) -> tuple[str, ...]:
-        return tuple(sorted({p.category for p in self.rows}))
-
-    @property
-    def longest(self) -> int:
-        return max(len(p.ids) for p in self.rows)
-
-    def spread(self, count: int | None) -> "Prompts":
-        """So many of them, evenly over the set, in which kinds follow each other; all if there are no more.
-
-        Raises:
-            UserError: fewer than that.
-        """
-        if count is None:
-            return self
-        if count > len(self.rows):
-            raise UserError(f"{self.source} holds {len(self.rows)} prompts, {count} are wanted")
-        return replace(self, rows=[self.rows[i * len(self.rows) // count] for i in range(count)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,48 +64,6 @@ def run(
     writer = start()
     with progress("trace", len(prompts.rows)) as advance:
         return record(out, manifest, prompts.rows, writer, tokenizer_from, advance)
-
-
-def file_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int | None, tokens: int | None) -> Prompts:
-    """One prompt a JSON line: ``prompt``, the first of ``turns``, or another text column; ``category`` if there is one.
-
-    most: only the first ones. tokens: cut each to its first tokens, which must be there.
-
-    Raises:
-        UserError: no such file, a line without text, an empty prompt, or too few tokens.
-    """
-    rows = []
-    try:
-        with file.open(encoding="utf-8") as stream:
-            lines = list(itertools.islice(stream, most))
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        text, category = _prompt_of(line, f"{file}:{number}")
-        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-        if not ids or (tokens is not None and len(ids) < tokens):
-            wanted = "is empty" if not ids else f"has {len(ids)} tokens, --prompt-tokens wants {tokens}"
-            raise UserError(f"{file}:{number}: the prompt {wanted}")
-        rows.append(Prompt(ids[:tokens], category))
-    if not rows:
-        raise UserError(f"{file} holds no prompts")
-    return Prompts(rows=rows, source=file.name, sha256=provenance.file_sha256(file), tokens=tokens)
-
-
-def chosen(
-    file: Path | None, source: str, tokenizer: PreTrainedTokenizerBase, count: int | None, tokens: int | None, seed: int
-) -> Prompts:
-    """So many prompts evenly over a file (all if count is None), or of a data source (16 of 64 tokens each)."""
-    if file is not None:
-        return file_prompts(file, tokenizer, None, tokens).spread(count)
-    return data_prompts(source, tokenizer, count or FROM_DATA, tokens or FROM_DATA_TOKENS, seed)
-
-
-def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, most: int, tokens: int, seed: int) -> Prompts:
-    """Starts of held-out documents, as draftlab score takes them."""
-    rows = [Prompt(ids) for ids in data.heldout_prompts(spec, tokenizer, count=most, length=tokens, seed=seed)]
-    digest = hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()
-    return Prompts(rows=rows, source=spec, sha256=digest, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +178,3 @@ def _ids(row: str, where: str) -> np.ndarray:
     if ids.min() < 0:
         raise UserError(f"{where}: {ids.min()} is not a token id")
     return ids
-
-
-def _prompt_of(line: str, where: str) -> tuple[str, str]:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg})") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: want an object with the text under prompt")
-    turns = row.get("turns")
-    texts = [row.get("prompt"), turns[0] if isinstance(turns, list) and turns else None]
-    text = next((t for t in [*texts, *(row.get(c) for c in data.TEXT_COLUMNS)] if isinstance(t, str)), None)
-    if text is None:
-        raise UserError(f"{where}: no text; want one of prompt, turns, {', '.join(data.TEXT_COLUMNS)}")
-    return text, str(row.get("category", ""))

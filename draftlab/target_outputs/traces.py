@@ -17,16 +17,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
-from draftlab.benchmark.throughput import distinct_ngrams
 from draftlab.engine.batch_generate import Continuation, Stop, Writing
 from draftlab.engine.verify import Warp
 from draftlab.errors import UserError, did_you_mean
 from draftlab.files import validation_text
 from draftlab.model import checkpoint, saving
+from draftlab.prompts import Prompt
 
 MANIFEST = "manifest.json"
 SHARD_TEXTS = 32  # what a kill loses
-DEGENERATE = 0.5  # distinct 4-grams over all: below it a text is mostly a loop, which flatters every draft
 
 
 class _Frozen(BaseModel):
@@ -104,12 +103,6 @@ class Manifest(_Frozen):
     @property
     def tokens(self) -> int:
         return sum(s.tokens for s in self.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    ids: list[int]
-    category: str = ""
 
 
 class Writer(Protocol):
@@ -246,42 +239,6 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[Text]:
         )
         for i, (ids, log_p, top_ids, top_log_p) in enumerate(tokens)
     ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Repeats:
-    """How repetitive a text is: distinct 4-grams over all, and the longest stretch that also stands earlier in it."""
-
-    distinct_4grams: float
-    longest_repeat: int
-
-    @property
-    def degenerate(self) -> bool:
-        return self.distinct_4grams < DEGENERATE
-
-
-def repeats(texts: Sequence[np.ndarray]) -> list[Repeats]:
-    longest: list[int] = []
-    for start in range(0, len(texts), 512):
-        longest += _longest_repeats(texts[start : start + 512]).tolist()
-    return [Repeats(distinct_ngrams([text.tolist()], 4), length) for text, length in zip(texts, longest, strict=True)]
-
-
-def _longest_repeats(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """[R]; run[r, j]: tokens up to j that equal as many up to the present token i > j."""
-    lengths = np.array([len(t) for t in texts])
-    n = int(lengths.max(initial=0))
-    ids = np.zeros((len(texts), n), dtype=np.int64)
-    for row, text in zip(ids, texts, strict=True):
-        row[: len(text)] = text
-    run, best = np.zeros((len(texts), n), dtype=np.int32), np.zeros(len(texts), dtype=np.int32)
-    for i in range(1, n):
-        same = (ids[:, :i] == ids[:, i : i + 1]) & (lengths > i)[:, None]
-        grown = np.ones((len(texts), i), dtype=np.int32)
-        grown[:, 1:] += run[:, : i - 1]
-        run[:, :i] = grown * same
-        best = np.maximum(best, run[:, :i].max(1))
-    return best
 
 
 def _arrays(

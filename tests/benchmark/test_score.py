@@ -6,11 +6,12 @@ import pytest
 import torch
 from builders import build
 
-from draftlab.benchmark.throughput import PLAIN, distinct_ngrams, measure_throughput
+from draftlab.benchmark.throughput import PLAIN, measure_throughput
 from draftlab.engine.generate import Sampling
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import llama
 from draftlab.results.score import count_acceptance
+from draftlab.target_outputs.repeats import distinct_ngrams
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
 

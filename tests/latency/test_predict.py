@@ -12,7 +12,6 @@ from builders import build
 from test_cost_model import SHAPE, latency
 from typer.testing import CliRunner
 
-from draftlab.acceptance.replay import Replay, ReplayedText
 from draftlab.acceptance.token_logprobs import look
 from draftlab.cli import app
 from draftlab.engine.generate import ModelDrafter, Sampling, Step, plain, speculative
@@ -35,6 +34,7 @@ from draftlab.latency.predict import (
 )
 from draftlab.model import llama
 from draftlab.results.score import Conditions, Generation, Model, Score
+from draftlab.target_outputs.replay import Replay, ReplayedText
 from draftlab.target_outputs.traces import Decoding
 
 KS = (1, 2, 3, 5)

@@ -19,7 +19,6 @@ from transformers import OPTConfig, OPTForCausalLM, TopKLogitsWarper, TopPLogits
 from typer.testing import CliRunner
 
 from draftlab import workspace
-from draftlab.acceptance.replay import Drafting, Plan, check, read_replay, replay_draft, rows_of
 from draftlab.acceptance.token_logprobs import look
 from draftlab.cli import app
 from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative
@@ -27,11 +26,14 @@ from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, decoder
 from draftlab.model.llama import load
+from draftlab.prompts import Prompt, Prompts, file_prompts
 from draftlab.results.score import Generation, count_acceptance
 from draftlab.servers.client import Server
 from draftlab.target_outputs import sources, traces
-from draftlab.target_outputs.sources import About, LocalWriter, PaperTrace, Prompts, ServedWriter, file_prompts
-from draftlab.target_outputs.traces import Decoding, Prompt, Trace, read_trace, repeats
+from draftlab.target_outputs.repeats import repeats
+from draftlab.target_outputs.replay import Drafting, Plan, check, read_replay, replay_draft, rows_of
+from draftlab.target_outputs.sources import About, LocalWriter, PaperTrace, ServedWriter
+from draftlab.target_outputs.traces import Decoding, Trace, read_trace
 
 RUNNER = CliRunner()
 CPU = torch.device("cpu")
@@ -86,7 +88,7 @@ def prompt_file(tmp_path_factory) -> Path:
 
 
 def prompts_of(file: Path, target: Path, most: int | None = None) -> Prompts:
-    return file_prompts(file, checkpoint.load_tokenizer(target), most, None)
+    return file_prompts(file, checkpoint.load_tokenizer(target), count=most)
 
 
 def recorded(
@@ -241,7 +243,7 @@ def test_prompts_are_taken_evenly_over_a_set():
     assert [p.category for p in given.spread(3).rows] == ["a", "b", "c"]
     assert [p.ids for p in given.spread(5).rows] == [[0], [2], [4], [7], [9]]
     assert given.spread(None) == given.spread(12) == given
-    with pytest.raises(UserError, match="holds 12 prompts, 13 are wanted"):
+    with pytest.raises(UserError, match="set has 12 prompts, not 13"):
         given.spread(13)
 
 
@@ -339,10 +341,10 @@ def test_a_manifest_of_something_else_is_refused(tmp_path, manifest):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "holds no prompts"),
+        ("", "has no prompts"),
         ("{", ":1: not JSON"),
-        ("[1]\n", ":1: want an object"),
-        ('{"prompt": "a"}\n{"name": "b"}\n', ":2: no text; want one of prompt, turns"),
+        ("[1]\n", ":1: not a JSON object"),
+        ('{"prompt": "a"}\n{"name": "b"}\n', ":2: no text; .*prompt, turns"),
         ('{"turns": []}\n', ":1: no text"),
     ],
 )
@@ -355,10 +357,10 @@ def test_prompt_files_that_cannot_be_read_say_which_line(tmp_path, models, lines
 
 def test_prompts_are_cut_only_where_they_are_long_enough(prompt_file, models):
     reader = checkpoint.load_tokenizer(models["target"])
-    cut = file_prompts(prompt_file, reader, 1, 4)
-    assert cut.rows[0].ids == file_prompts(prompt_file, reader, 1, None).rows[0].ids[:4]
-    with pytest.raises(UserError, match=r"prompts.jsonl:3: the prompt has \d+ tokens, --prompt-tokens wants 8"):
-        file_prompts(prompt_file, reader, None, 8)
+    cut = file_prompts(prompt_file, reader, count=1, tokens=4)
+    assert cut.rows[0].ids == file_prompts(prompt_file, reader, count=1).rows[0].ids[:4]
+    with pytest.raises(UserError, match=r"prompts.jsonl:3: the prompt has \d+ tokens, .*--prompt-tokens 8"):
+        file_prompts(prompt_file, reader, tokens=8)
 
 
 # the paper's trace files

@@ -24,7 +24,8 @@ from draftlab.intervals import Interval
 from draftlab.model import checkpoint, decoder
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.results.score import Acceptance, read_json
-from draftlab.target_outputs.traces import DEGENERATE, Decoding, Repeats, Stop, Text, Trace, repeats
+from draftlab.target_outputs.repeats import DEGENERATE, Repeats, repeats
+from draftlab.target_outputs.traces import Decoding, Stop, Text, Trace
 
 FILE = "replay.json"
 Rule = Literal["rejection", "match"]

@@ -87,7 +87,7 @@ def file_prompts(
 
 def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int) -> Prompts:
     """Return starts of held-out documents of a data source."""
-    rows = [Prompt(ids) for ids in data.prompts(spec, tokenizer, count=count, length=tokens, seed=seed)]
+    rows = [Prompt(ids) for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)]
     digest = hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()
     return Prompts(rows=rows, source=spec, sha256=digest, tokens=tokens)
 

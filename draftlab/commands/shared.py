@@ -130,11 +130,7 @@ def command_line(command: str, arguments: Mapping[str, object], bare: str = "") 
 def connect(url: str, model: str | None, api_key_file: Path | None) -> "Server":
     from draftlab.servers.client import Server
 
-    try:
-        key = api_key_file.read_text().strip() if api_key_file else None
-    except OSError as error:
-        raise UserError(f"{api_key_file}: {error.strerror}") from None
-    return Server.connect(url, model, key)
+    return Server.connect(url, model, api_key_file)
 
 
 def subject(name: str, weights: bool = False) -> "tuple[str, Path | Shape]":

@@ -86,7 +86,7 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
         UserError: another tokenizer, or it cannot look at text.
     """
     same_ids(server, draft)
-    if not server.supports_prompt_logprobs:
+    if not server.adapter.has_prompt_logprobs:
         raise UserError(f"{server.kind} does not score given text; build a cache, or use vLLM or SGLang")
     return ServedTeacher(server, k, vocab_of(draft))
 

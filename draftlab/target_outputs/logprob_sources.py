@@ -145,7 +145,7 @@ class Served:
             UserError: another tokenizer, or its log-probabilities are not the model's own at that temperature.
         """
         ids = same_ids(server, directory)
-        if temperature is None and not server.supports_prompt_logprobs:
+        if temperature is None and not server.adapter.has_prompt_logprobs:
             raise UserError(f"{server.kind} does not score given text; use --text target, or vLLM or SGLang")
         probe, url = server.probe(ids), server.http.url
         if probe.logprobs_mode.endswith("logits"):

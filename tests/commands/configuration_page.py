@@ -15,12 +15,12 @@ draftlab distill --config distill.yaml --lr 0.002
 draftlab distill --config runs/distill-3x256      # the settings that made an output
 ```
 
-A file holds one `NAME: VALUE` per line. Every output directory holds its settings in `draftlab.json`. Recipes are lists of
-commands with the same names (`draftlab run recipes/quickstart.yaml`). Names that no setting has, values out of range and
-settings that do not go together are errors, said before anything is loaded.
+A file holds one `NAME: VALUE` per line. Every output directory holds its settings in `draftlab.json`. Recipes are lists
+of commands with the same names (`draftlab run recipes/quickstart.yaml`). Unknown names, values out of range and
+settings that do not go together are errors, reported before anything is loaded.
 
-`--help` shows the settings of the upper table of each command; those under "Advanced" work in the same way. This page is
-generated (`make docs`).
+`--help` shows the settings of the first table of each command; those under "Advanced" work in the same way. This page
+is generated (`make docs`).
 """
 
 

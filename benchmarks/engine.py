@@ -19,13 +19,14 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from benchmarks import environment
 from draftlab.console import progress
 from draftlab.data import heldout_prompts
-from draftlab.engine.generate import ModelDrafter, Sampling, speculative
+from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.profiler import time_interleaved
 from draftlab.model import checkpoint, llama
 from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
 
 COLUMNS = 4096  # of the matrix that the floor reads
 Spoken = tuple[list[int], list[int]]  # tokens, and the accepted ones of each step with a draft
@@ -110,10 +111,10 @@ def _measure(
 
 
 def _ours(target: Llama, draft: Llama | None, k: int, new_tokens: int) -> Arm:
-    drafter, sampling = ModelDrafter(draft) if draft else None, Sampling(max_new_tokens=new_tokens)
+    drafter, sampling = ModelDrafter(draft) if draft else None, SamplingParams(max_tokens=new_tokens)
 
     def decode(prompt: list[int]) -> Spoken:
-        steps = list(speculative(target, drafter, [prompt], k if drafter else 0, sampling))
+        steps = list(speculative_decode(target, drafter, [prompt], k if drafter else 0, sampling))
         return [t for step in steps for t in step.tokens], [step.accepted for step in steps if step.drafted]
 
     return Arm(decode)

@@ -20,11 +20,12 @@ import draftlab
 from benchmarks import environment
 from draftlab.console import note
 from draftlab.data import heldout_prompts
-from draftlab.engine.generate import ModelDrafter, Sampling, speculative
+from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.export import gguf
 from draftlab.model import checkpoint, llama
 from draftlab.model.decoder import with_mode
+from draftlab.sampling import SamplingParams
 
 INSIDE = Path(__file__).parent / "inside_peers.py"
 VLLM = {
@@ -86,10 +87,10 @@ def _ours(
     pair: tuple[Path, Path], drafted: bool, dtype: str, texts: list[list[int]], k: int, new_tokens: int
 ) -> Answer:
     target, draft = (with_mode(llama.load(path, getattr(torch, dtype)), "native") for path in pair)
-    drafter, sampling = ModelDrafter(draft) if drafted else None, Sampling(max_new_tokens=new_tokens)
+    drafter, sampling = ModelDrafter(draft) if drafted else None, SamplingParams(max_tokens=new_tokens)
 
     def decode(prompt: list[int]) -> list[list[int]]:
-        return [step.tokens for step in speculative(target, drafter, [prompt], k if drafted else 0, sampling)]
+        return [step.tokens for step in speculative_decode(target, drafter, [prompt], k if drafted else 0, sampling)]
 
     decode(texts[0])  # warms up
     began, wall = time.process_time(), time.perf_counter()

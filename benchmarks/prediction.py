@@ -20,14 +20,12 @@ import typer
 from benchmarks import environment
 from draftlab import intervals
 from draftlab.acceptance.expected import chances
-from draftlab.acceptance.token_logprobs import look
+from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.benchmark.throughput import PLAIN, Arm, measure_throughput
 from draftlab.commands.prune import prune
 from draftlab.commands.train import distill
 from draftlab.console import note
 from draftlab.data import heldout_prompts
-from draftlab.engine.generate import Sampling
-from draftlab.engine.verify import Warp
 from draftlab.latency import predict as predicting
 from draftlab.latency.cost_model import CostModel, Profile, expected_tokens
 from draftlab.latency.machine_state import device_name
@@ -36,6 +34,7 @@ from draftlab.latency.profiler import Grid, LatencyCurves, measure
 from draftlab.model import checkpoint, llama
 from draftlab.model.llama import Llama
 from draftlab.results.score import Generation, Latency, median_timings
+from draftlab.sampling import SamplingParams
 
 TARGET = "tiny"
 DRAFTS = {"12x128": 60, "3x256": 60, "6x192": 60, "2x256": 0, "4x192": 0}  # layers x width -> steps of distillation
@@ -66,7 +65,8 @@ def main(
         curves.append(measure({TARGET: target, **drafts}, grid, mode="eager", clock=time.process_time))
         measured = measure_throughput(
             target, drafts, texts[number * prompts : (number + 1) * prompts], ks=list(KS),
-            sampling=Sampling(max_new_tokens=new_tokens), repeats=1, advance=lambda done: None, clock=time.process_time,
+            sampling=SamplingParams(max_tokens=new_tokens), repeats=1, advance=lambda done: None,
+            clock=time.process_time,
         )  # fmt: skip
         wrote += measured.tokens[PLAIN]
         for arm, found in measured.generations.items():
@@ -121,8 +121,10 @@ def _rows(
     runs: dict[Arm, list[Generation]],
 ) -> list[dict[str, object]]:
     pairs = [(np.array(p), np.array(w)) for p, w in zip(texts, wrote, strict=True)]
-    looked = look(draft, pairs, draft.shape.vocab, Warp())
-    accepted = [chances(one.log_q, np.zeros(len(one.log_q)))[1:] for one in looked]  # the first comes with the prefill
+    looked = score_tokens(draft, pairs, draft.shape.vocab, SamplingParams())
+    accepted = [
+        chances(one.logprobs, np.zeros(len(one.logprobs)))[1:] for one in looked
+    ]  # the first comes with the prefill
     work = workload_of(accepted, [PROMPT] * len(accepted))
     paid = step_costs(costs[name], costs[TARGET], work, max(KS), 1)
     found = predicting.predict(costs[name], costs[TARGET], work, KS)

@@ -18,14 +18,14 @@ import typer
 
 from benchmarks import environment
 from draftlab.acceptance.expected import chain, chances, texts_of, visits
-from draftlab.acceptance.token_logprobs import look
+from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.console import progress
 from draftlab.data import heldout_prompts
-from draftlab.engine.batch_generate import Writing, write
-from draftlab.engine.generate import ModelDrafter, Sampling
-from draftlab.engine.verify import Warp
+from draftlab.engine.batch_generate import BatchSettings, generate_batch
+from draftlab.engine.generate import ModelDrafter
 from draftlab.model import checkpoint, llama
 from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
 
 KS = range(1, 9)
 Texts = list[tuple[list[int], list[int]]]  # prompt and what the target wrote
@@ -85,14 +85,16 @@ def main(
 def _written(target: Path, count: int, prompt_tokens: int, new_tokens: int) -> Texts:
     tokenizer = checkpoint.load_tokenizer(target)
     given = heldout_prompts("stdlib", tokenizer, count=count, length=prompt_tokens, seed=0)
-    found = write(llama.load(target, torch.float32), given, Writing(max_new_tokens=new_tokens, rows=16))
+    found = generate_batch(
+        llama.load(target, torch.float32), given, SamplingParams(max_tokens=new_tokens), BatchSettings(batch_size=16)
+    )
     return [(prompt, one.ids.tolist()) for prompt, one in zip(given, found, strict=True)]
 
 
 def _replay(model: Llama, texts: Texts) -> Accepted:
     pairs = [(np.array(prompt), np.array(text)) for prompt, text in texts]
-    found = look(model, pairs, model.shape.vocab, Warp())
-    kept = texts_of([chances(one.log_q, np.zeros(len(one.log_q)))[1:] for one in found])
+    found = score_tokens(model, pairs, model.shape.vocab, SamplingParams())
+    kept = texts_of([chances(one.logprobs, np.zeros(len(one.logprobs)))[1:] for one in found])
     accepted: Accepted = {}
     for k in KS:
         chain(kept, k).acceptance()
@@ -117,7 +119,9 @@ def _drafted_again(model: Llama, prompt: list[int], text: list[int], k: int, kee
             drafter.cache.used = [0]
         accepted = 0
         if count:
-            drafted = drafter.propose([[*prompt, *text[:at]]], count, Sampling(), torch.zeros(1, count)).ids[0].tolist()
+            drafted = (
+                drafter.propose([[*prompt, *text[:at]]], count, SamplingParams(), torch.zeros(1, count)).ids[0].tolist()
+            )
             while accepted < count and drafted[accepted] == text[at + accepted]:
                 accepted += 1
         found.append(accepted)

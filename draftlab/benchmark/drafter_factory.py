@@ -10,7 +10,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data
-from draftlab.acceptance.token_logprobs import look
+from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.benchmark.layer_search import LayerSet, search_layers
 from draftlab.console import note
 from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.cascade import (
@@ -20,16 +21,17 @@ from draftlab.engine.drafters.cascade import (
     less_sure_than,
     more_entropy_than,
 )
-from draftlab.engine.drafters.layer_skip import Kept, search, skipping
+from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import LONGEST_MATCH, LookupDrafter, NgramDrafter, Ngrams, fits
 from draftlab.engine.drafters.tree import Siblings, TreeDrafter, fastest, full
-from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, plain, written
+from draftlab.engine.generate import Clock, Drafter, ModelDrafter, decode, output_tokens
 from draftlab.errors import UserError, did_you_mean
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import Mode, checkpoint, hub
 from draftlab.model.decoder import Decoder, with_mode
 from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
 
 CORPUS = {"order": 4, "tokens": 2_000_000, "data": ""}  # of an n-gram model; data: the workspace's
 KINDS: dict[str, dict[str, int | float | str]] = {
@@ -171,7 +173,7 @@ class DrafterFactory:
         draft: Path | None,
         *,
         data: str,
-        sampling: Sampling,
+        sampling: SamplingParams,
         ks: list[int],
         mode: Mode,
         clock: Clock,
@@ -252,34 +254,34 @@ class DrafterFactory:
         count, length, new = CALIBRATION
         stream = self._corpus(self.data, 64 * count * length).astype(np.int64)
         prompts = [stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)][:count]
-        sampling = replace(self.sampling, max_new_tokens=new, seed=1)
-        wrote = written(plain(self.target, prompts, sampling))
+        sampling = replace(self.sampling, max_tokens=new, seed=1)
+        wrote = output_tokens(decode(self.target, prompts, sampling))
         return [(np.array(p), np.array(w)) for p, w in zip(prompts, wrote, strict=True)]
 
     def _skipping(self, spec: Spec) -> Llama:
         target, named = _own(spec, self.target), _numbers(spec, "layers", "+")
         if named:
-            return with_mode(skipping(target, named), self.mode)
+            return with_mode(skip_layers(target, named), self.mode)
         layers = target.shape.layers
-        few = {"all": target, "one": with_mode(skipping(target, [0]), self.mode)}
+        few = {"all": target, "one": with_mode(skip_layers(target, [0]), self.mode)}
         ms = self._ms(few, [1])
         each = (ms["all"][0] - ms["one"][0]) / (layers - 1)
-        found: Kept = max(
-            search(target, self.texts, self.sampling, lambda n: (ms["one"][0] + (n - 1) * each) / ms["all"][0]),
+        found: LayerSet = max(
+            search_layers(target, self.texts, self.sampling, lambda n: (ms["one"][0] + (n - 1) * each) / ms["all"][0]),
             key=lambda kept: kept.speedup,
         )
         note(
             f"{spec.text}: keeps {len(found.layers)} of {layers} layers, layers={'+'.join(map(str, found.layers))}; "
             f"by replay {found.tokens_per_pass:.2f} tokens per pass at K = {found.k}, speed-up {found.speedup:.2f}"
         )
-        return with_mode(skipping(target, found.layers), self.mode)
+        return with_mode(skip_layers(target, found.layers), self.mode)
 
     def _parents(self, spec: Spec, model: Llama) -> tuple[int, ...]:
         target, widths = _own(spec, self.target), _numbers(spec, "widths", "x")
         if widths:
             return full(widths)
         nodes = spec.number("nodes")
-        ranks = np.concatenate([one.rank for one in look(model, self.texts, self.vocab, self.sampling)])
+        ranks = np.concatenate([one.ranks for one in score_tokens(model, self.texts, self.vocab, self.sampling)])
         ranked = [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
         wide = sorted({1, 2, 4, 8, nodes + 1})
         ms = self._ms({"draft": model, "target": target}, wide)

@@ -16,12 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.benchmark.code_tasks import NEXT_LINE
-from draftlab.engine.generate import Drafter, Sampling, speculative
+from draftlab.engine.generate import Drafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder, forward_uncached, model_vocab_size
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
 
 if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.instance import Instance
@@ -32,23 +33,28 @@ LOGIT_BYTES = 2e9  # of a batch: logits, and their logarithms in float32
 SAMPLED = {"temperature", "top_k", "top_p"}  # what sampling tasks may say
 GENERATION = SAMPLED | {"do_sample", "attention_mask"}
 
-Write = Callable[[list[list[int]], Sampling, list[str]], list[list[int]]]  # prompts, how, stops -> new tokens
+Write = Callable[[list[list[int]], SamplingParams, list[str]], list[list[int]]]  # prompts, how, stops -> new tokens
 
 
 def writer(
-    target: Decoder, drafter: Drafter | None, k: int, tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...]
+    target: Decoder,
+    drafter: Drafter | None,
+    k: int,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
 ) -> Write:
     """What the target writes with k drafted tokens a step; what transformers runs, one prompt at a time."""
 
-    def write(prompts: list[list[int]], sampling: Sampling, stops: list[str]) -> list[list[int]]:
+    def write(prompts: list[list[int]], sampling: SamplingParams, stops: list[str]) -> list[list[int]]:
         rows = 1 if HFDecoder in (type(target), type(getattr(drafter, "model", None))) else len(prompts)
         batches = (prompts[at : at + rows] for at in range(0, len(prompts), rows))
-        return [text for batch in batches for text in several(batch, replace(sampling, eos_ids=eos_ids), stops)]
+        sampling = replace(sampling, stop_token_ids=stop_token_ids)
+        return [text for batch in batches for text in several(batch, sampling, stops)]
 
-    def several(prompts: list[list[int]], sampling: Sampling, stops: list[str]) -> list[list[int]]:
+    def several(prompts: list[list[int]], sampling: SamplingParams, stops: list[str]) -> list[list[int]]:
         texts: list[list[int]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
-        for step in speculative(target, drafter, prompts, k if drafter else 0, sampling):
+        for step in speculative_decode(target, drafter, prompts, k if drafter else 0, sampling):
             texts[step.row] += step.tokens
             if step.row in going and any(stop in str(tokenizer.decode(texts[step.row])) for stop in stops):
                 going.remove(step.row)
@@ -175,14 +181,14 @@ def _around(kind: Any, model: Decoder, directory: Path, tokenizer: PreTrainedTok
     return lm
 
 
-def _sampling(how: dict[str, Any], new_tokens: int, seed: int) -> Sampling:
+def _sampling(how: dict[str, Any], new_tokens: int, seed: int) -> SamplingParams:
     """Raises UserError: a way of generating that the engine does not have."""
     if odd := sorted(set(how) - GENERATION):
         raise UserError(f"an lm-eval task sets {odd[0]} for its answers; the engine knows {', '.join(sorted(SAMPLED))}")
     if not how.get("do_sample") and not how.get("temperature"):
-        return Sampling(max_new_tokens=new_tokens)
+        return SamplingParams(max_tokens=new_tokens)
     cuts = {"top_k": int(how.get("top_k", 50)), "top_p": float(how.get("top_p", 1.0))}  # transformers' own default
-    return Sampling(temperature=float(how.get("temperature") or 1.0), **cuts, max_new_tokens=new_tokens, seed=seed)
+    return SamplingParams(temperature=float(how.get("temperature") or 1.0), **cuts, max_tokens=new_tokens, seed=seed)
 
 
 def _chosen(log_probs: Tensor, ids: Tensor) -> tuple[float, bool]:

@@ -1,7 +1,7 @@
 """Score drafts against a target: everything in one process, then one score.json per draft."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -14,9 +14,8 @@ from draftlab.benchmark.lm_eval_model import whole_head, writer
 from draftlab.benchmark.lm_eval_tasks import Tasks, check_tasks, evaluate_tasks, prepare
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.console import heartbeat, note, progress
-from draftlab.engine.generate import ModelDrafter, Sampling
+from draftlab.engine.generate import ModelDrafter
 from draftlab.engine.rejection_rules import LOSSY, rule_named
-from draftlab.engine.verify import Warp
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
 from draftlab.latency.profiler import measure_latency
@@ -28,6 +27,7 @@ from draftlab.model.llama import Llama
 from draftlab.model.size import read_size
 from draftlab.prompts import Prompts
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
+from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.repeats import distinct_ngrams
 
 LATENCY_PASSES = 60
@@ -46,7 +46,7 @@ class Plan:
     prompts: Prompts
     max_new_tokens: int
     repeats: int
-    warp: Warp
+    warp: SamplingParams
     tasks: list[str]
     task_limit: int
     dtype: torch.dtype
@@ -81,7 +81,7 @@ def check(plan: Plan) -> None:
         layers, vocab = _layers(plan.target), checkpoint.vocab_size(plan.target)
         for spec in plan.drafters:
             _check_drafter(spec, plan, layers, vocab)
-    if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != Warp()):
+    if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != SamplingParams()):
         note("greedily all rules are one and nothing is cut: --rule, --top-k, --top-p and --min-p need --temperature")
     if plan.device_map is not None and (plan.mode != "eager" or list(plan.batches) != [1]):
         raise UserError("--device-map has transformers run the target: take --mode eager --batch 1")
@@ -252,12 +252,12 @@ def _layers(target: Path) -> int | None:
         return None
 
 
-def _sampling(plan: Plan) -> Sampling:
-    return Sampling(
-        **asdict(plan.warp),
-        max_new_tokens=plan.max_new_tokens,
+def _sampling(plan: Plan) -> SamplingParams:
+    return replace(
+        plan.warp,
+        max_tokens=plan.max_new_tokens,
         seed=plan.seed,
-        eos_ids=checkpoint.eos_token_ids(plan.target),
+        stop_token_ids=checkpoint.eos_token_ids(plan.target),
     )
 
 
@@ -321,7 +321,10 @@ def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, 
             dtype=checkpoint.dtype_name(plan.dtype),
             mode=plan.mode,
             threads=torch.get_num_threads(),
-            **asdict(plan.warp),
+            temperature=plan.warp.temperature,
+            top_k=plan.warp.top_k,
+            top_p=plan.warp.top_p,
+            min_p=plan.warp.min_p,
             data=plan.prompts.source,
             prompts_sha256=plan.prompts.sha256,
             prompts=len(plan.prompts.rows),

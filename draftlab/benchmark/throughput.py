@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from draftlab.console import note
-from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Sampling, Step, clock_for, plain, speculative
+from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Step, clock_for, decode, speculative_decode
 from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import warm_up
 from draftlab.model.decoder import Decoder, model_vocab_size
 from draftlab.results.score import Generation
+from draftlab.sampling import SamplingParams
 
 Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
 PLAIN: Arm = ("", 0)
@@ -33,7 +34,7 @@ def measure_throughput(
     prompts: list[list[int]],
     *,
     ks: list[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     repeats: int,
     advance: Callable[[int], None],
     clock: Clock | None = None,
@@ -54,10 +55,10 @@ def measure_throughput(
     )
     arms = [PLAIN, *((name, k) for name, (_, counts) in ways.items() for k in counts)]
     proposing = {name: drafter for name, (drafter, _) in ways.items()}
-    decode = _decoder(target, proposing, sampling, clock or clock_for(target.device), rule)
+    decode_arm = _decoder(target, proposing, sampling, clock or clock_for(target.device), rule)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     for arm in arms:
-        if not warm_up(lambda arm=arm: _passes_seconds(decode(arm, [prompts[i] for i in groups[0]], groups[0]))):
+        if not warm_up(lambda arm=arm: _passes_seconds(decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))):
             note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not become steady: its times vary")
     generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
@@ -66,7 +67,7 @@ def measure_throughput(
         for number, group in enumerate(groups):
             turned = (repeat + number) % 2
             for arm in reversed(arms) if turned else arms:
-                steps = list(decode(arm, [prompts[i] for i in group], group))
+                steps = list(decode_arm(arm, [prompts[i] for i in group], group))
                 for row, index in enumerate(group):
                     own = [step for step in steps if step.row == row]
                     generations[arm].append(_generation(index, own))
@@ -83,15 +84,15 @@ def measure_throughput(
 
 
 def _decoder(
-    target: Decoder, drafters: Mapping[str, Drafter], sampling: Sampling, clock: Clock, rule: Rule | None
+    target: Decoder, drafters: Mapping[str, Drafter], sampling: SamplingParams, clock: Clock, rule: Rule | None
 ) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
-    def decode(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
+    def decode_arm(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
         name, k = arm
         if arm == PLAIN:
-            return plain(target, prompts, sampling, clock, numbers)
-        return speculative(target, drafters[name], prompts, k, sampling, clock, numbers, rule)
+            return decode(target, prompts, sampling, clock, numbers)
+        return speculative_decode(target, drafters[name], prompts, k, sampling, clock, numbers, rule)
 
-    return decode
+    return decode_arm
 
 
 def _passes_seconds(steps: Iterator[Step]) -> float:

@@ -133,7 +133,6 @@ def score(
         from draftlab.benchmark import drafter_factory, run, servers
         from draftlab.benchmark.code_tasks import OWN_TASKS
         from draftlab.engine.drafters import medusa
-        from draftlab.engine.verify import Warp
         from draftlab.model import checkpoint
         from draftlab.model.decoder import resolve_mode
         from draftlab.model.tokenizer import common_vocabulary
@@ -202,7 +201,7 @@ def score(
         prompts=chosen(),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        warp=Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+        warp=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
         tasks=[] if tasks == "none" else list(OWN_TASKS) if tasks is None else tasks.split(","),
         task_limit=task_limit or TASK_LIMIT,
         dtype=weights,

@@ -82,7 +82,7 @@ def record(
 
     with note_if_slow("trace record: loading torch and transformers"):
         from draftlab import provenance
-        from draftlab.engine.batch_generate import check_room, load_writer
+        from draftlab.engine.batch_generate import BatchSettings, check_context, load_generator
         from draftlab.model import checkpoint
         from draftlab.model.checkpoint import max_model_len
         from draftlab.model.tokenizer import known_ids
@@ -112,7 +112,7 @@ def record(
         manifest = sources.run(out, served.about(), lambda: served, given, how, top=top, tokenizer_from=place)
     else:
         checkpoint.check(place)
-        check_room(given.longest, max_new_tokens, max_model_len(place))
+        check_context(given.longest, max_new_tokens, max_model_len(place))
         device = checkpoint.resolve_device(space.device)
         weights = checkpoint.resolve_dtype(dtype or space.dtype, device)
         about = sources.About(
@@ -121,8 +121,9 @@ def record(
         )  # fmt: skip
 
         def start() -> sources.LocalWriter:
-            model = load_writer(place, weights, device, device_map)
-            return sources.LocalWriter(model, how.writing(known_ids(place), top=top, rows=rows, memory=memory))
+            model = load_generator(place, weights, device, device_map)
+            settings = BatchSettings(vocab=known_ids(place), logprobs=top, batch_size=rows, memory=memory)
+            return sources.LocalWriter(model, how.sampling, settings)
 
         manifest = sources.run(out, about, start, given, how, top=top, tokenizer_from=place)
     inputs = [path for path in (place, prompt_file) if path is not None]

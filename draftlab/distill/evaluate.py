@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import ratio_interval, tokens_per_pass
-from draftlab.acceptance.token_logprobs import Looked, look
+from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
 from draftlab.distill.on_policy import GeneratedRows
-from draftlab.engine import batch_generate as writing
-from draftlab.engine.batch_generate import Writing
-from draftlab.engine.verify import Warp
+from draftlab.engine.batch_generate import BatchSettings, generate_batch
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
+from draftlab.sampling import SamplingParams
 
 KS = tuple(range(1, 9))
 
@@ -45,14 +44,20 @@ class Length:
     gain_low: float  # lower end of after / before
 
 
-def write(writer: Decoder, prompts: np.ndarray, how: Writing, advance: Callable[[int], None]) -> Written:
+def write(
+    writer: Decoder,
+    prompts: np.ndarray,
+    sampling: SamplingParams,
+    settings: BatchSettings,
+    advance: Callable[[int], None],
+) -> Written:
     """Let the target continue prompts [R, P]."""
-    texts = writing.write(writer, prompts.tolist(), how, advance=advance)
-    rows = GeneratedRows.of(prompts, texts, how.max_new_tokens, len(prompts))
-    log_p = np.zeros((len(texts), how.max_new_tokens), dtype=np.float32)
+    texts = generate_batch(writer, prompts.tolist(), sampling, settings, advance=advance)
+    rows = GeneratedRows.of(prompts, texts, sampling.max_tokens, len(prompts))
+    log_p = np.zeros((len(texts), sampling.max_tokens), dtype=np.float32)
     for row, text in zip(log_p, texts, strict=True):
-        row[: len(text.log_p)] = text.log_p
-    return Written(rows.ids, rows.prompt, rows.lengths, log_p, how.temperature)
+        row[: len(text.logprobs)] = text.logprobs
+    return Written(rows.ids, rows.prompt, rows.lengths, log_p, sampling.temperature)
 
 
 def chances(student: PreTrainedModel, written: Written, memory: float = 2.0) -> list[np.ndarray]:
@@ -71,7 +76,7 @@ def replayed(
 ) -> list[np.ndarray]:
     """The same of texts as (prompt, written) ids with the target's log-probabilities of what it wrote."""
     found = _look(student, texts, temperature, memory)
-    return [expected.chances(one.log_q, p)[1:] for one, p in zip(found, log_p, strict=True)]
+    return [expected.chances(one.logprobs, p)[1:] for one, p in zip(found, log_p, strict=True)]
 
 
 def lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[Length]:
@@ -87,10 +92,10 @@ def lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[Length]:
 
 def _look(
     model: PreTrainedModel, texts: list[tuple[np.ndarray, np.ndarray]], temperature: float, memory: float
-) -> list[Looked]:
+) -> list[TokenLogprobs]:
     was_training = model.training
     model.eval()
     vocab = int(model.config.get_text_config().vocab_size)
-    found = look(HFDecoder(model), texts, vocab, Warp(temperature=temperature), memory=memory)
+    found = score_tokens(HFDecoder(model), texts, vocab, SamplingParams(temperature=temperature), memory=memory)
     model.train(was_training)
     return found

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from draftlab.data import Batch, parse_mixture
 from draftlab.distill.checkpointer import process_state
-from draftlab.engine.batch_generate import Continuation, Writing, write
+from draftlab.engine.batch_generate import BatchSettings, Completion, generate_batch
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.hf_decoder import HFDecoder
+from draftlab.sampling import SamplingParams
 
 TEXTS = ("data", "target", "draft")
 
@@ -77,16 +78,18 @@ class StudentText:
 
     def batch(self, step: int) -> Batch:
         given = self.prompts.batch(step).ids
-        how = Writing(
-            max_new_tokens=given.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed, ends=self.ends,
-            known=self.known, rows=len(given), memory=self.memory,
+        sampling = SamplingParams(
+            max_tokens=given.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed,
+            stop_token_ids=self.ends,
         )  # fmt: skip
+        settings = BatchSettings(vocab=self.known, batch_size=len(given), memory=self.memory)
         was_training = self.student.training
         self.student.eval()
         numbers = range(step * len(given), (step + 1) * len(given))
-        written = write(HFDecoder(self.student), given[:, : self.prompt].tolist(), how, numbers=numbers)
+        prompts = given[:, : self.prompt].tolist()
+        written = generate_batch(HFDecoder(self.student), prompts, sampling, settings, numbers=numbers)
         self.student.train(was_training)
-        return GeneratedRows.of(given[:, : self.prompt], written, how.max_new_tokens, len(given)).batch(0)
+        return GeneratedRows.of(given[:, : self.prompt], written, sampling.max_tokens, len(given)).batch(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class GeneratedRows:
     rows: int
 
     @classmethod
-    def of(cls, prompts: np.ndarray, written: Sequence[Continuation], length: int, rows: int) -> "GeneratedRows":
+    def of(cls, prompts: np.ndarray, written: Sequence[Completion], length: int, rows: int) -> "GeneratedRows":
         """prompts: [N, P]. length: most tokens of a text; shorter ones are padded."""
         ids = np.zeros((len(written), prompts.shape[1] + length), dtype=np.uint32)
         ids[:, : prompts.shape[1]] = prompts

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.acceptance.expected import tokens_per_pass
-from draftlab.acceptance.token_logprobs import positions
+from draftlab.acceptance.token_logprobs import max_positions
 from draftlab.console import note, progress
 from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout
 from draftlab.distill import evaluate
@@ -21,13 +21,14 @@ from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches, GeneratedRows, Mixed, StudentText, kept
 from draftlab.distill.teachers import CachedTeacher, ServedTeacher
 from draftlab.distill.trainer import DistillStep, TrainingSetup
-from draftlab.engine.batch_generate import Writing, load_writer, write
+from draftlab.engine.batch_generate import BatchSettings, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import check_embeds, known_ids
 from draftlab.model.weights import Weights
+from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs.cache import open_cache
 from draftlab.target_outputs.logprob_sources import same_ids, vocab_of
@@ -125,7 +126,7 @@ def target_lesson(
     note(f"loading {hub.checkpoint_name(target)} as teacher in {how.dtype}")
     teacher = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], device_map=how.device_map)
     spread = heldout.subset(affordable(HELDOUT_ROWS, operations * how.seq_len, how.device))
-    rows = max(1, min(how.rows, positions(checkpoint.vocab_size(target), how.memory) // how.seq_len))
+    rows = max(1, min(how.rows, max_positions(checkpoint.vocab_size(target), how.memory) // how.seq_len))
     return TrainingSetup(teacher=teacher, batches=batches, heldout=spread.batched(rows), length=length)
 
 
@@ -145,13 +146,15 @@ class Author:
     @cached_property
     def model(self) -> Decoder:
         how = self.how
-        return load_writer(self.target, checkpoint.DTYPES[how.dtype], how.device, how.device_map)
+        return load_generator(self.target, checkpoint.DTYPES[how.dtype], how.device, how.device_map)
 
-    def writing(self, length: int, temperature: float) -> Writing:
-        return Writing(
-            max_new_tokens=length, temperature=temperature, seed=self.how.seed,
-            ends=checkpoint.eos_token_ids(self.target), known=self.known, memory=self.how.memory,
-        )  # fmt: skip
+    def sampling(self, length: int, temperature: float) -> SamplingParams:
+        ends = checkpoint.eos_token_ids(self.target)
+        return SamplingParams(max_tokens=length, temperature=temperature, seed=self.how.seed, stop_token_ids=ends)
+
+    @property
+    def settings(self) -> BatchSettings:
+        return BatchSettings(vocab=self.known, memory=self.how.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +170,13 @@ class Replayed:
         """None where every text of the target ends with its first token: there is nothing to draft."""
         context = min(max_model_len(author.target), max_model_len(draft))
         prompt = min(REPLAYED_PROMPT, context // 2)
-        settings = author.writing(min(REPLAYED_LENGTH, context - prompt), how.serve_temperature)
-        operations = 2 * Weights(author.target).parameters * (prompt + settings.max_new_tokens)
+        sampling = author.sampling(min(REPLAYED_LENGTH, context - prompt), how.serve_temperature)
+        operations = 2 * Weights(author.target).parameters * (prompt + sampling.max_tokens)
         windows = heldout.ids[: affordable(REPLAYED_TEXTS, operations, how.device), :prompt]
 
         def make() -> dict[str, np.ndarray]:
             with progress("the target writes to be drafted for", len(windows)) as advance:
-                found = evaluate.write(author.model, windows, settings, lambda n: advance(n, "texts"))
+                found = evaluate.write(author.model, windows, sampling, author.settings, lambda n: advance(n, "texts"))
             return {"ids": found.ids, "lengths": found.lengths, "log_p": found.log_p}
 
         text = kept(state / "evaluation.safetensors", make)
@@ -234,8 +237,8 @@ def _target_text(data: Batches, author: Author, state: Path, steps: int) -> Gene
     def make() -> dict[str, np.ndarray]:
         prompts = np.concatenate([data.batch(step).ids[:, : how.prompt_tokens] for step in range(steps)])
         with progress("the target writes to be learnt from", len(prompts)) as advance:
-            written = write(
-                author.model, prompts.tolist(), author.writing(length, how.sample_temperature),
+            written = generate_batch(
+                author.model, prompts.tolist(), author.sampling(length, how.sample_temperature), author.settings,
                 advance=lambda n: advance(n, "texts"),
             )  # fmt: skip
         rows = GeneratedRows.of(prompts, written, length, how.rows)

@@ -1,7 +1,7 @@
-"""Text that a model writes after prompts: evaluation, training text, caches and traces all come from here.
+"""Batched generation for evaluation, training text and stored outputs.
 
-B prompts decoded together, P tokens of a prompt, n written ones, k listed, V vocab. Each prompt has random numbers of
-its own, so that what is sampled does not depend on the prompts beside it.
+B prompts decoded together, P tokens of a prompt, n generated tokens, k listed, V vocab. Each prompt has random numbers
+of its own, so what is sampled does not depend on the other prompts of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,63 +14,68 @@ import torch
 from torch import Tensor
 
 from draftlab.console import note
-from draftlab.engine.verify import Warp, draw
+from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
 
-Stop = Literal["length", "eos"]
+FinishReason = Literal["length", "stop"]
 GIGABYTE = 1_000_000_000
-PER_LOGIT = 32  # bytes at the peak of a step that samples: logits, probabilities and their sums in fp64
+BYTES_PER_LOGIT = 32  # at the peak of a step that samples: logits, probabilities and their sums in fp64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Writing(Warp):
-    """How a model writes.
+class BatchSettings:
+    """How prompts share a pass and what is recorded.
 
-    ends: ids that end a text, which belong to it. known: ids from there on are padding, and never written. top: most
-    probable tokens listed at each place. rows: most prompts at once; memory: GB that logits and KV cache may take,
-    which makes them fewer.
+    vocab: ids from there on are padding and never sampled. logprobs: most probable tokens listed at each position.
+    batch_size: most prompts per pass; memory, in GB for logits and KV cache, may lower it.
     """
 
-    max_new_tokens: int
-    seed: int = 0
-    ends: tuple[int, ...] = ()
-    known: int | None = None
-    top: int = 0
-    rows: int = 64
+    vocab: int | None = None
+    logprobs: int = 0
+    batch_size: int = 64
     memory: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
-    """What was written after one prompt. log_p is in the distribution that was sampled from, top_log_p in the raw."""
+class Completion:
+    """Tokens generated after one prompt.
+
+    logprobs are those of the distribution sampled from (greedy: 0), top_logprobs those of the model's own.
+    """
 
     ids: np.ndarray  # [n]
-    log_p: np.ndarray  # [n]
-    stop: Stop
+    logprobs: np.ndarray  # [n]
+    finish_reason: FinishReason
     top_ids: np.ndarray  # [n, k], the most probable first
-    top_log_p: np.ndarray  # [n, k]
+    top_logprobs: np.ndarray  # [n, k]
 
     @classmethod
-    def cut(
-        cls, ids: np.ndarray, log_p: np.ndarray, top_ids: np.ndarray, top_log_p: np.ndarray, ends: tuple[int, ...]
-    ) -> "Continuation":
-        """Return what was written up to the first token that ends a text."""
-        found = np.flatnonzero(np.isin(ids, ends))
-        n = int(found[0]) + 1 if len(found) else len(ids)
+    def truncated(
+        cls,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        top_ids: np.ndarray,
+        top_logprobs: np.ndarray,
+        stop_token_ids: tuple[int, ...],
+    ) -> "Completion":
+        """Return the tokens up to the first stop token, inclusive."""
+        stops = np.flatnonzero(np.isin(ids, stop_token_ids))
+        n = int(stops[0]) + 1 if len(stops) else len(ids)
         return cls(
-            ids=ids[:n], log_p=log_p[:n], top_ids=top_ids[:n], top_log_p=top_log_p[:n],
-            stop="eos" if len(found) else "length",
+            ids=ids[:n], logprobs=logprobs[:n], top_ids=top_ids[:n], top_logprobs=top_logprobs[:n],
+            finish_reason="stop" if len(stops) else "length",
         )  # fmt: skip
 
 
-def load_writer(
+def load_generator(
     directory: Path, dtype: torch.dtype | None, device: torch.device, device_map: str | None = None
 ) -> Decoder:
-    """Return the checkpoint as what writes fastest here: the engine, compiled on a CPU; or transformers.
+    """Load a checkpoint in the mode that generates fastest on the device.
 
     dtype: None is checkpoint.compute_dtype's.
     """
@@ -82,49 +87,55 @@ def load_writer(
     try:
         return with_mode(model, "native")
     except UserError as error:
-        note(f"{error}; text is written in mode eager")
+        note(f"{error}; generating in mode eager")
         return model
 
 
-def write(
+def generate_batch(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
-    how: Writing,
+    sampling: SamplingParams,
+    settings: BatchSettings = BatchSettings(),
     *,
     numbers: Sequence[int] | None = None,
     advance: Callable[[int], None] = lambda done: None,
-) -> list[Continuation]:
-    """Continue each prompt. numbers: of the prompts; with the seed they decide what is sampled. advance: prompts done.
+) -> list[Completion]:
+    """Generate a completion of each prompt.
+
+    numbers: one per prompt; with the seed they decide what is sampled. advance: called with the prompts done.
 
     Raises:
-        UserError: a prompt and its text do not fit the model's context.
+        UserError: a prompt and its completion do not fit the model's context.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
-    check_room(max(map(len, prompts), default=0), how.max_new_tokens, model.context)
-    found: dict[int, Continuation] = {}
-    for group in _groups(model, prompts, how):
-        written = _write(model, [prompts[i] for i in group], [numbers[i] for i in group], how)
-        found |= zip(group, written, strict=True)
-        advance(len(found))
-    return [found[i] for i in range(len(prompts))]
+    check_context(max(map(len, prompts), default=0), sampling.max_tokens, model.context)
+    completions: dict[int, Completion] = {}
+    for group in _groups(model, prompts, sampling.max_tokens, settings):
+        batch = _generate(model, [prompts[i] for i in group], [numbers[i] for i in group], sampling, settings)
+        completions |= zip(group, batch, strict=True)
+        advance(len(completions))
+    return [completions[i] for i in range(len(prompts))]
 
 
-def check_room(longest: int, length: int, context: int) -> None:
-    """Raises UserError: the longest prompt with so many tokens more does not fit a context."""
-    if longest + length > context:
+def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
+    """Raises UserError: the prompt with max_tokens more does not fit the context."""
+    if prompt_tokens + max_tokens > context:
         raise UserError(
-            f"a prompt has {longest} tokens; with {length} more it does not fit the target's context of {context}"
+            f"a prompt has {prompt_tokens} tokens; with {max_tokens} more it does not fit the target's context of "
+            f"{context}"
         )
 
 
-def _groups(model: Decoder, prompts: Sequence[Sequence[int]], how: Writing) -> Iterator[list[int]]:
-    """Which prompts are decoded together, the longest first; transformers' cache wants them of one length."""
+def _groups(
+    model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, settings: BatchSettings
+) -> Iterator[list[int]]:
+    """Yield the prompts of each batch, the longest first; transformers' cache needs prompts of one length."""
     group: list[int] = []
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
         if group:
             longest = len(prompts[group[0]])
-            alike = isinstance(model, Llama) or len(prompts[i]) == longest
-            if not alike or len(group) >= rows_in(model, longest + how.max_new_tokens, how):
+            same_length = isinstance(model, Llama) or len(prompts[i]) == longest
+            if not same_length or len(group) >= batch_size_for(model, longest + max_tokens, settings):
                 yield group
                 group = []
         group.append(i)
@@ -132,14 +143,14 @@ def _groups(model: Decoder, prompts: Sequence[Sequence[int]], how: Writing) -> I
         yield group
 
 
-def rows_in(model: Decoder, length: int, how: Writing) -> int:
-    """Return how many texts of that length fit how.memory, at least one and at most how.rows."""
-    each = PER_LOGIT * (model_vocab_size(model) or 0) + length * _kv_bytes(model)
-    return max(1, min(how.rows, int(how.memory * GIGABYTE / each)))
+def batch_size_for(model: Decoder, length: int, settings: BatchSettings) -> int:
+    """Return how many texts of that length fit the memory, at least one and at most settings.batch_size."""
+    text_bytes = BYTES_PER_LOGIT * (model_vocab_size(model) or 0) + length * _kv_bytes(model)
+    return max(1, min(settings.batch_size, int(settings.memory * GIGABYTE / text_bytes)))
 
 
 def _kv_bytes(model: Decoder) -> int:
-    """Bytes that the KV cache takes for a token; for transformers, of a model without grouped heads."""
+    """Return the bytes of the KV cache per token; for transformers' models an upper bound without grouped heads."""
     if isinstance(model, HFDecoder):
         config = model.model.config.get_text_config()
         return 2 * config.num_hidden_layers * config.hidden_size * model.model.dtype.itemsize
@@ -150,56 +161,61 @@ def _kv_bytes(model: Decoder) -> int:
 
 
 @torch.inference_mode()
-def _write(model: Decoder, prompts: list[Sequence[int]], numbers: list[int], how: Writing) -> list[Continuation]:
+def _generate(
+    model: Decoder,
+    prompts: list[Sequence[int]],
+    numbers: list[int],
+    sampling: SamplingParams,
+    settings: BatchSettings,
+) -> list[Completion]:
     device = model.device
-    cache = model.new_cache(len(prompts), max(map(len, prompts)) + how.max_new_tokens)
-    fed = _prefilled(model, cache, prompts)
-    uniform = torch.stack([_uniform(how, number) for number in numbers]).to(device)  # [B, T]
-    ends = torch.tensor(how.ends, device=device, dtype=torch.long)
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    cache = model.new_cache(len(prompts), max(map(len, prompts)) + sampling.max_tokens)
+    fed = _prefill(model, cache, prompts)
+    uniform = torch.stack([_uniform(sampling, number) for number in numbers]).to(device)  # [B, T]
+    stops = torch.tensor(sampling.stop_token_ids, device=device, dtype=torch.long)
+    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     steps: list[tuple[Tensor, ...]] = []
     for u in uniform.T:
-        logits = model.forward(fed, cache, last=1)[:, -1, : how.known].float()  # [B, V]
-        ids, log_p = _next(logits, how, u)
-        steps.append((ids, log_p, *_listed(logits, how.top)))
+        logits = model.forward(fed, cache, last=1)[:, -1, : settings.vocab].float()  # [B, V]
+        ids, logprobs = _sample(logits, sampling, u)
+        steps.append((ids, logprobs, *_top_logprobs(logits, settings.logprobs)))
         fed = ids.unsqueeze(1)
-        if how.ends:
-            ended |= torch.isin(ids, ends)
-            if ended.all():
+        if sampling.stop_token_ids:
+            stopped |= torch.isin(ids, stops)
+            if stopped.all():
                 break
     columns = [torch.stack(column, 1).cpu().numpy() for column in zip(*steps, strict=True)]
-    return [Continuation.cut(*row, ends=how.ends) for row in zip(*columns, strict=True)]
+    return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in zip(*columns, strict=True)]
 
 
-def _prefilled(model: Decoder, cache: object, prompts: list[Sequence[int]]) -> Tensor:
-    """Return what is fed first: the prompts, or, where their lengths differ, their last tokens behind the rest."""
+def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:
+    """Return the ids to feed first: whole prompts, or, where their lengths differ, the last token of each."""
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if shortest == longest:
         return torch.tensor([list(p) for p in prompts], device=model.device)  # [B, P]
-    held: Any = cache
-    rows = [[*p[:-1], *[0] * (longest - len(p))] for p in prompts]  # what pads a row is overwritten, never read
-    model.forward(torch.tensor(rows, device=model.device), held, last=1)
-    held.used = [len(p) - 1 for p in prompts]
+    rows = [[*p[:-1], *[0] * (longest - len(p))] for p in prompts]  # padding is overwritten, never read
+    model.forward(torch.tensor(rows, device=model.device), cache, last=1)
+    cache.used = [len(p) - 1 for p in prompts]
     return torch.tensor([p[-1:] for p in prompts], device=model.device)  # [B, 1]
 
 
-def _next(logits: Tensor, how: Writing, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its log-probability, [B] each."""
-    if how.temperature == 0:
+def _sample(logits: Tensor, sampling: SamplingParams, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next token of each row and its log-probability, [B] each."""
+    if sampling.temperature == 0:
         ids = logits.argmax(-1)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
-    p = how(logits)
+    p = distribution(logits, sampling)
     ids = draw(p, u)
     return ids, p.gather(1, ids.unsqueeze(1)).squeeze(1).log()
 
 
-def _listed(logits: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    if top == 0:
+def _top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if k == 0:
         return logits.new_empty(len(logits), 0, dtype=torch.long), logits.new_empty(len(logits), 0)
-    listed = torch.log_softmax(logits, -1).topk(top)
-    return listed.indices, listed.values
+    top = torch.log_softmax(logits, -1).topk(k)
+    return top.indices, top.values
 
 
-def _uniform(how: Writing, number: int) -> Tensor:
-    rng = torch.Generator().manual_seed(how.seed * 1_000_003 + number)
-    return torch.rand(how.max_new_tokens, generator=rng)
+def _uniform(sampling: SamplingParams, number: int) -> Tensor:
+    rng = torch.Generator().manual_seed(sampling.seed * 1_000_003 + number)
+    return torch.rand(sampling.max_tokens, generator=rng)

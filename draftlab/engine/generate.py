@@ -1,12 +1,12 @@
-"""Plain and speculative generation with the same engine, and what each step cost.
+"""Plain and speculative decoding with the same engine, and the time of each step.
 
-B rows, K drafted tokens per step, T = K + 1 tokens judged, V vocab. Rows advance at their own pace. Invariant of every
-cache: of each row it holds the tokens emitted so far but the last one, which is fed first in the next pass.
+B rows, K drafted tokens per step, T = K + 1 tokens verified, V vocab. Rows advance at their own pace. Invariant of
+every cache: it holds each row's tokens except the last one, which is fed first in the next pass.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,33 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
-from draftlab.engine.verify import Warp, draw, verify
+from draftlab.engine.verify import distribution, draw, verify
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
 from draftlab.model.decoder import Decoder, feed, model_vocab_size
 from draftlab.model.llama import Tree
+from draftlab.sampling import SamplingParams
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling(Warp):
-    """How target and draft are sampled alike, and for how long. seed makes it repeatable. eos_ids: any ends a text."""
-
-    max_new_tokens: int = 128
-    seed: int = 0
-    eos_ids: tuple[int, ...] = ()
-
-    def warp(self) -> Warp:
-        """How, without how long."""
-        return Warp(**{f.name: getattr(self, f.name) for f in fields(Warp)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One row's part of a target pass and the drafting before it.
+    """One row's share of a target pass and of the drafting before it.
 
-    accepted: drafted tokens among tokens, which are fewer than accepted + 1 only at the end. Seconds are the pass's,
-    divided by the rows that were still decoding: their sums over rows are the time that passed.
+    accepted: drafted tokens among tokens; only the last step of a row may have fewer than accepted + 1 tokens. Seconds
+    are those of the pass divided by the rows still decoding, so that their sum over rows is wall time.
     """
 
     row: int
@@ -54,11 +42,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What a drafter proposes.
+    """Proposed tokens of each row.
 
-    ids: [B, K]. q: the distributions they were drawn from, [B, K, V]; None: each was certain, its q one-hot.
-    counts: how many of each row's tokens count, [B]; 0 is no draft. parents: None is a chain; in a token tree, of each
-    token the number of the one before it, counted from 1, or 0 for the text's last token, a parent before its children.
+    ids: [B, K]. q: the distributions they were drawn from, [B, K, V]; None: deterministic, q is one-hot.
+    counts: valid tokens of each row, [B]; 0 is no draft. parents: None is a chain; in a token tree the number of each
+    token's parent, counted from 1, or 0 for the last token of the text; parents come before their children.
     """
 
     ids: Tensor
@@ -68,96 +56,97 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Proposes tokens. A drafter keeps its own state; it is told the emitted tokens each time it is asked."""
+    """Proposes tokens. A drafter keeps its own state and receives the whole texts at every call."""
 
     def reset(self, rows: int, capacity: int) -> None:
-        """Forget everything; there will be so many texts of at most capacity tokens."""
+        """Drop all state and prepare for texts of at most capacity tokens."""
         ...
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
-        """Up to count tokens to follow each text. uniform: draws in [0, 1), [B, count]; the only randomness to use.
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        """Propose up to count tokens to follow each text.
 
-        Texts that have ended are still there; what is drafted for them is not looked at.
+        uniform: draws in [0, 1), [B, count], the only randomness to use. Finished texts stay in the batch; their
+        drafts are ignored.
         """
         ...
 
 
 @runtime_checkable
-class Watcher(Protocol):
-    """A drafter that reads what the target thinks."""
+class TargetCacheReader(Protocol):
+    """A drafter that reads the target's cache."""
 
-    def watch(self, cache: Any) -> None:
-        """The cache that the target's passes will fill, before the first of them."""
+    def attach(self, cache: Any) -> None:
+        """Receive the cache of the target, before its first pass."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """How a draft model's logits become tokens. vocab: the target's, where the draft's head is padded to another."""
+    """Samples a draft model's tokens. vocab: the target's, where the draft's head is padded to another size."""
 
-    warp: Warp
+    sampling: SamplingParams
     vocab: int | None
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of logits [B, V], the tokens [B] and, if they are sampled, what they were drawn from, [B, target's V]."""
-        logits = fit(logits, self.vocab)
-        if self.warp.temperature == 0:
+        """Return tokens [B] of logits [B, V] and, unless greedy, the distributions they were drawn from, [B, V]."""
+        logits = fit_vocab(logits, self.vocab)
+        if self.sampling.temperature == 0:
             return logits.argmax(-1), None
-        q = self.warp(logits)
+        q = distribution(logits, self.sampling)
         return draw(q, uniform), q
 
 
-def fit(logits: Tensor, vocab: int | None) -> Tensor:
-    """Logits [..., V] over the target's ids: cut or padded with what is never drawn."""
+def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
+    """Cut logits [..., V] to the target's vocabulary, or pad them with -inf."""
     if vocab is None or logits.shape[-1] == vocab:
         return logits
     return F.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
 class ModelDrafter:
-    """A draft model with a cache of its own, rolled back to what was emitted.
+    """A draft model with a KV cache of its own, rolled back to the emitted tokens.
 
     vocab: the target's, where the draft's head is padded to another size.
     """
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
-        self.known = model_vocab_size(model)
+        self.own_vocab = model_vocab_size(model)
         self.cache: Any = None
 
     def reset(self, rows: int, capacity: int) -> None:
-        self.cache = None  # its memory may serve the next one
+        self.cache = None  # frees its memory before the next one is allocated
         self.cache = self.model.new_cache(rows, capacity)
-        self.held: list[list[int]] = [[] for _ in range(rows)]  # what was fed, and self.drafted behind it
+        self.cached: list[list[int]] = [[] for _ in range(rows)]  # tokens fed; those of self.drafted follow them
         self.drafted: Tensor | None = None
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
-        logits, choose = self.behind(texts)[:, -1], Sampler(sampling.warp(), self.vocab)
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        logits, sampler = self.last_logits(texts)[:, -1], Sampler(sampling, self.vocab)
         if isinstance(self.model, CudaGraphLlama):
-            self.drafted, q = self.model.draft_chain(logits, self.cache, uniform, choose)
+            self.drafted, q = self.model.draft_chain(logits, self.cache, uniform, sampler)
         else:
-            self.drafted, q = draft_chain(logits, uniform, choose, self.following)
+            self.drafted, q = draft_chain(logits, uniform, sampler, self.next_logits)
         return Draft(ids=self.drafted, q=q, counts=[count] * len(texts))
 
-    def following(self, token: Tensor) -> Tensor:
-        """Logits behind one more token of each row, [B] -> [B, V]."""
+    def next_logits(self, token: Tensor) -> Tensor:
+        """Append one token to each row, [B], and return the logits that follow, [B, V]."""
         return self.model.forward(token.unsqueeze(1), self.cache, last=1)[:, -1]
 
-    def behind(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
-        """Logits behind the last tokens of each text, [B, last, V]; of what was drafted only what is in it stays."""
+    def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
+        """Roll the cache back to the texts and return the logits of their last tokens, [B, last, V]."""
         drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
         for row, text in enumerate(texts):
-            held = self.held[row] + drafted[row]
+            cached = self.cached[row] + drafted[row]
             agreed = min(self.cache.used[row], len(text))
-            while held[:agreed] != text[:agreed]:
+            while cached[:agreed] != text[:agreed]:
                 agreed -= 1
             self.cache.used[row] = agreed
-        self.held, self.drafted = [list(text) for text in texts], None
-        return feed(self.model, self.cache, texts, self.known, last)
+        self.cached, self.drafted = [list(text) for text in texts], None
+        return feed(self.model, self.cache, texts, self.own_vocab, last)
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Seconds, read after all work queued on device is done."""
+    """Return a clock in seconds that waits for the work queued on the device."""
     if device.type != "cuda":
         return time.perf_counter
 
@@ -168,92 +157,89 @@ def clock_for(device: torch.device) -> Clock:
     return read
 
 
-def plain(
+def decode(
     target: Decoder,
     prompts: Sequence[list[int]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     clock: Clock = time.perf_counter,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[Step]:
-    """One token per row and target pass; otherwise as ``speculative``."""
-    return speculative(target, None, prompts, 0, sampling, clock, numbers)
+    """Decode one token per row and target pass; otherwise as ``speculative_decode``."""
+    return speculative_decode(target, None, prompts, 0, sampling, clock, numbers)
 
 
-def speculative(
+def speculative_decode(
     target: Decoder,
     drafter: Drafter | None,
     prompts: Sequence[list[int]],
     k: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     clock: Clock = time.perf_counter,
     numbers: Sequence[int] | None = None,
     rule: Rule | None = None,
 ) -> Iterator[Step]:
-    """Draft k tokens, verify them in one target pass, emit what stands and one more; lossless.
+    """Draft k tokens, verify them in one target pass, emit the accepted ones and one more; lossless.
 
-    The first pass is the prefill: it emits one token of each row and drafts nothing, as in engines with a separate
-    prefill. After each pass come the steps of the rows that took part; a row that has ended idles until all have.
-    numbers: of each prompt; its random draws depend on the seed, its number and its own text, not on other rows.
-    rule: None is Leviathan's, or of a token tree the recursive one. Greedily all rules are one.
+    The first pass is the prefill: it emits one token per row and drafts nothing, as in engines with a separate
+    prefill. After each pass the steps of the rows in it are yielded; a finished row idles until all are finished.
+    numbers: one per prompt; with the seed they decide a prompt's random draws, whatever the other rows are. rule: None
+    is the rejection rule of Leviathan et al., for token trees the recursive one. With greedy decoding all rules agree.
     """
     rows = _Rows(prompts, sampling)
     capacity = max(rows.limits, default=1) + k
     cache = target.new_cache(len(prompts), capacity)
     if drafter is not None:
         drafter.reset(len(prompts), capacity)
-    if isinstance(drafter, Watcher):
-        drafter.watch(cache)
+    if isinstance(drafter, TargetCacheReader):
+        drafter.attach(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
     prefilled = False
     while rows.live:
-        room, uniform = rows.room(), rows.of(draws)
+        room, uniform = rows.room(), rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
         if count and isinstance(target, CudaGraphLlama):
-            count = k  # of one shape to the end: what lies beyond a text's limit does not count
-        began = clock()
+            count = k  # one shape for every pass: tokens beyond a text's limit do not count
+        start = clock()
         draft = drafter.propose(rows.texts, count, sampling, uniform[:, :count]) if drafter and count else None
-        proposed = clock()
-        logits = _pass(target, cache, rows.texts, draft)
-        verified = clock()
+        drafted_at = clock()
+        logits = _target_logits(target, cache, rows.texts, draft)
+        verified_at = clock()
         drafted = [0] * len(room) if draft is None else [min(pair) for pair in zip(draft.counts, room, strict=True)]
-        emitted = rows.take(judge(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft)
-        ended = clock()
+        emitted = rows.append(verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft)
+        end = clock()
         for row, accepted, tokens in emitted:
             yield Step(
-                row=row,
-                drafted=drafted[row],
-                accepted=accepted,
-                tokens=tokens,
-                draft_seconds=(proposed - began) / len(emitted),
-                verify_seconds=(verified - proposed) / len(emitted),
-                host_seconds=(ended - verified) / len(emitted),
-            )
+                row=row, drafted=drafted[row], accepted=accepted, tokens=tokens,
+                draft_seconds=(drafted_at - start) / len(emitted),
+                verify_seconds=(verified_at - drafted_at) / len(emitted),
+                host_seconds=(end - verified_at) / len(emitted),
+            )  # fmt: skip
         prefilled = True
 
 
-def written(steps: Iterable[Step]) -> list[list[int]]:
-    """The tokens of each row that took part, in the order of rows."""
-    found: dict[int, list[int]] = {}
+def output_tokens(steps: Iterable[Step]) -> list[list[int]]:
+    """Return the tokens of each row, in the order of rows."""
+    tokens: dict[int, list[int]] = {}
     for step in steps:
-        found.setdefault(step.row, []).extend(step.tokens)
-    return [found[row] for row in sorted(found)]
+        tokens.setdefault(step.row, []).extend(step.tokens)
+    return [tokens[row] for row in sorted(tokens)]
 
 
-def judge(
+def verify_batch(
     logits: Tensor,
     draft: Draft | None,
     counts: Sequence[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     uniform: Tensor,
     rule: Rule | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """Of each row: which drafted tokens stand, and the tokens to emit, theirs and one more.
+    """Return for each row the accepted drafted tokens by number, and the tokens to emit: those and one more.
 
     Args:
-        logits: the target's, behind the text's last token and each drafted one, [B, T, V].
-        counts: how many of each row's drafted tokens are looked at, [B].
+        logits: the target's after the text's last token and after each drafted one, [B, T, V].
+        counts: how many of each row's drafted tokens to verify, [B].
         uniform: draws in [0, 1): one for each drafted token, then one for the last token, [B, T].
-        rule: as in speculative.
+        rule: as in speculative_decode.
     """
     parents = range(logits.shape[1] - 1) if draft is None or draft.parents is None else draft.parents
     if sampling.temperature == 0:
@@ -261,38 +247,46 @@ def judge(
         both = best if draft is None else torch.cat([best, draft.ids], 1)
         width = best.shape[1]
         return [
-            _follow(row[:width], row[width:], parents, count)
-            for row, count in zip(both.tolist(), counts, strict=True)  # the one wait for the device in a step
+            _verify_greedy(row[:width], row[width:], parents, count)
+            for row, count in zip(both.tolist(), counts, strict=True)  # the only wait for the device in a step
         ]
-    p = sampling(logits)
-    found = []
-    for row, count in enumerate(counts):
-        told = None if draft is None or draft.q is None else draft.q[row, :count]
-        ids = torch.empty(0, dtype=torch.long, device=p.device) if draft is None else draft.ids[row, :count]
-        if rule is None and isinstance(parents, range):
-            q = F.one_hot(ids, p.shape[-1]).to(p) if told is None else told
-            accepted, rest = verify(p[row, : count + 1], q, ids, uniform[row, :count])
-            path = list(range(accepted))
-        else:
-            tokens = Tokens(ids=ids.tolist(), parents=parents[:count], q=told)
-            path, rest = (rule or recursive)(p[row, : count + 1], tokens, Uniforms(uniform[row]))
-        found.append((path, [*ids[path].tolist(), int(draw(rest, uniform[row, -1]))]))
-    return found
+    p = distribution(logits, sampling)
+    return [
+        _verify_sampled(p[row, : count + 1], draft, row, parents[:count], uniform[row], rule)
+        for row, count in enumerate(counts)
+    ]
 
 
-def _follow(best: list[int], ids: list[int], parents: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-    """The greedy rule: the path of drafted tokens that are what the target says, and the token that it says behind."""
-    at, path, tokens = 0, [], [best[0]]
+def _verify_greedy(best: list[int], ids: list[int], parents: Sequence[int], count: int) -> tuple[list[int], list[int]]:
+    """Follow the path of drafted tokens that equal the target's most probable ones."""
+    node, path, tokens = 0, [], [best[0]]
     for i in range(count):
-        if parents[i] == at and ids[i] == tokens[-1]:
-            at = i + 1
+        if parents[i] == node and ids[i] == tokens[-1]:
+            node = i + 1
             path.append(i)
-            tokens.append(best[at])
+            tokens.append(best[node])
     return path, tokens
 
 
-def _pass(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None) -> Tensor:
-    """The target's logits behind each text, and behind each drafted token, [B, T, V]."""
+def _verify_sampled(
+    p: Tensor, draft: Draft | None, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule | None
+) -> tuple[list[int], list[int]]:
+    """Verify one row of a draft with target probabilities p [count + 1, V]."""
+    count = len(parents)
+    ids = torch.empty(0, dtype=torch.long, device=p.device) if draft is None else draft.ids[row, :count]
+    q = None if draft is None or draft.q is None else draft.q[row, :count]
+    if rule is None and isinstance(parents, range):
+        q = F.one_hot(ids, p.shape[-1]).to(p) if q is None else q
+        accepted, residual = verify(p, q, ids, uniform[:count])
+        path = list(range(accepted))
+    else:
+        tokens = Tokens(ids=ids.tolist(), parents=parents, q=q)
+        path, residual = (rule or recursive)(p, tokens, Uniforms(uniform))
+    return path, [*ids[path].tolist(), int(draw(residual, uniform[-1]))]
+
+
+def _target_logits(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None) -> Tensor:
+    """Return the target's logits after each text and after each drafted token, [B, T, V]."""
     if draft is None:
         return feed(target, cache, texts)
     last = torch.tensor([text[-1:] for text in texts], device=draft.ids.device)
@@ -303,53 +297,53 @@ def _pass(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | No
 
 
 class _Rows:
-    """The texts as they grow, and which of them still do."""
+    """The texts of a batch, and which of them are still growing."""
 
-    def __init__(self, prompts: Sequence[list[int]], sampling: Sampling) -> None:
+    def __init__(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
         self.texts = [list(prompt) for prompt in prompts]
         self.starts = [len(prompt) for prompt in prompts]
-        self.limits = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
-        self.eos_ids = frozenset(sampling.eos_ids)
+        self.limits = [len(prompt) + sampling.max_tokens for prompt in prompts]
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.live = list(range(len(prompts)))
 
     def room(self) -> list[int]:
-        """Most that can be drafted for each; the target adds one itself."""
+        """Return how many tokens may be drafted for each row; the target adds one itself."""
         live = set(self.live)
         return [limit - len(self.texts[row]) - 1 if row in live else 0 for row, limit in enumerate(self.limits)]
 
-    def of(self, draws: Tensor) -> Tensor:
-        """Of draws [B, max_new_tokens, W] those of the place that each text has come to, [B, W]."""
+    def current(self, draws: Tensor) -> Tensor:
+        """Return the draws [B, W] of each row's current position, from draws [B, max_tokens, W]."""
         at = [min(len(text) - start, draws.shape[1] - 1) for text, start in zip(self.texts, self.starts, strict=True)]
         return draws[torch.arange(len(at)), at]
 
-    def take(
-        self, judged: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None
+    def append(
+        self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None
     ) -> list[tuple[int, int, list[int]]]:
-        """Add what stands to the texts and roll the cache back to it: row, accepted and tokens of each live one."""
-        took = []
+        """Append verified tokens, roll the cache back to the texts, and return (row, accepted, tokens) of live rows."""
+        emitted = []
         for row in self.live:
-            path, tokens = judged[row]
-            end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+            path, tokens = verified[row]
+            end = next((i for i, token in enumerate(tokens) if token in self.stop_token_ids), len(tokens))
             tokens = tokens[: end + 1]
             if draft is not None and draft.parents is not None:
                 cache.keep(row, len(self.texts[row]), path[: len(tokens)])
             self.texts[row] += tokens
-            took.append((row, min(len(path), len(tokens)), tokens))
+            emitted.append((row, min(len(path), len(tokens)), tokens))
         cache.used = [len(text) - 1 for text in self.texts]
         self.live = [
             row
             for row in self.live
-            if len(self.texts[row]) < self.limits[row] and self.texts[row][-1] not in self.eos_ids
+            if len(self.texts[row]) < self.limits[row] and self.texts[row][-1] not in self.stop_token_ids
         ]
-        return took
+        return emitted
 
 
-def _draws(sampling: Sampling, numbers: Sequence[int], width: int) -> Tensor:
-    """Of each prompt, draws of its own for each token at which a step may begin, [B, max_new_tokens, width].
+def _draws(sampling: SamplingParams, numbers: Sequence[int], width: int) -> Tensor:
+    """Return uniform draws of each prompt for every position where a step may begin, [B, max_tokens, width].
 
-    A step never looks at another's: a rule that rejects for what stands behind a token may not see the same draw again.
+    Steps never share draws: a rule that rejects because of a later token must not see the same draw twice.
     """
-    found = torch.empty(len(numbers), sampling.max_new_tokens, width)
-    for row, number in zip(found, numbers, strict=True):
+    draws = torch.empty(len(numbers), sampling.max_tokens, width)
+    for row, number in zip(draws, numbers, strict=True):
         row.uniform_(generator=torch.Generator().manual_seed(sampling.seed * 1_000_003 + number))
-    return found
+    return draws

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from draftlab.acceptance import token_logprobs
-from draftlab.engine.generate import ModelDrafter, Sampling, speculative
+from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import gguf, gguf_tokenizer
 from draftlab.model import checkpoint, decoder
@@ -23,6 +23,7 @@ from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape, multiples_near
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds
+from draftlab.sampling import SamplingParams
 
 Runtime = Literal["vllm", "sglang", "llama.cpp", "transformers"]
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -101,8 +102,8 @@ def runs(draft: Path, prompts: list[list[int]], dtype: torch.dtype, device: torc
     model = decoder.load(draft, dtype, device)
     vocab = checkpoint.vocab_size(draft)
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
-    looked = token_logprobs.look(model, texts, vocab, token_logprobs.Warp(temperature=1.0))
-    entropy = -float(np.concatenate([one.log_q for one in looked]).mean())
+    looked = token_logprobs.score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
+    entropy = -float(np.concatenate([one.logprobs for one in looked]).mean())
     return [_perplexity(entropy, vocab), _accepts_itself(model, prompts[:2])]
 
 
@@ -313,7 +314,9 @@ def _perplexity(entropy: float, vocab: int) -> Finding:
 
 def _accepts_itself(model: decoder.Decoder, prompts: list[list[int]]) -> Finding:
     """As its own target it must accept every token that it drafts; if not, decoding with its cache is wrong."""
-    steps = list(speculative(model, ModelDrafter(model), [ids[:16] for ids in prompts], 4, Sampling(max_new_tokens=24)))
+    steps = list(
+        speculative_decode(model, ModelDrafter(model), [ids[:16] for ids in prompts], 4, SamplingParams(max_tokens=24))
+    )
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
     text = f"as its own target it accepts {accepted} of {drafted} tokens"
     if accepted < drafted:

@@ -20,7 +20,7 @@ import torch
 
 from draftlab.acceptance import token_logprobs
 from draftlab.acceptance.expected import ratio_interval
-from draftlab.engine.generate import Sampling, plain, written
+from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, decoder
 from draftlab.model.sentencepiece import PROBES
@@ -70,7 +70,7 @@ class Agreement:
 def write_texts(target: Path, prompts: list[list[int]], tokens: int, k: int, device: torch.device) -> Writing:
     """In float32, and through an end-of-text token: what counts is that both sides see the same."""
     model = decoder.load(target, torch.float32, device)
-    texts = written(plain(model, prompts, Sampling(max_new_tokens=tokens + k)))
+    texts = output_tokens(decode(model, prompts, SamplingParams(max_tokens=tokens + k)))
     return Writing(prompts=prompts, texts=texts, tokens=tokens, k=k)
 
 
@@ -79,7 +79,8 @@ def hits(draft: Path, writing: Writing, device: torch.device) -> list[np.ndarray
     model = decoder.load(draft, torch.float32, device)
     pairs = [(np.array(p), np.array(t)) for p, t in zip(writing.prompts, writing.texts, strict=True)]
     return [
-        one.rank == 0 for one in token_logprobs.look(model, pairs, checkpoint.vocab_size(draft), token_logprobs.Warp())
+        one.ranks == 0
+        for one in token_logprobs.score_tokens(model, pairs, checkpoint.vocab_size(draft), SamplingParams())
     ]
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from draftlab import provenance
 from draftlab.console import heartbeat, note, progress
-from draftlab.engine.generate import Clock, Draft, Sampling, clock_for, plain, speculative
+from draftlab.engine.generate import Clock, Draft, clock_for, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Mode, Point, Profile, SteadyPoint, active_params, write_profile
 from draftlab.latency.machine_state import device_name, steady_clock
@@ -28,6 +28,7 @@ from draftlab.model.llama import Llama
 from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.results.score import Latency
+from draftlab.sampling import SamplingParams
 
 WARM_ROUNDS = (3, 12)  # before anything counts: at least, at most
 STEADY = 0.05  # warm is a round that takes as long as the one before, within this share
@@ -281,9 +282,11 @@ def time_interleaved(
 def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
     """Milliseconds that the engine takes beside the passes of a step which judges width tokens, one row, greedily."""
     k, most = width - 1, (grid.repeats + 2) * width  # if all that is drafted stands
-    sampling = Sampling(max_new_tokens=min(most, model.context - width))
+    sampling = SamplingParams(max_tokens=min(most, model.context - width))
     steps = (
-        speculative(model, Echo(model.device), [[1]], k, sampling, clock) if k else plain(model, [[1]], sampling, clock)
+        speculative_decode(model, Echo(model.device), [[1]], k, sampling, clock)
+        if k
+        else decode(model, [[1]], sampling, clock)
     )
     return [1e3 * step.host_seconds for step in itertools.islice(steps, 1, grid.repeats + 1) if step.drafted == k]
 
@@ -297,7 +300,7 @@ class Echo:
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         ids = torch.tensor([text[-1:] * count for text in texts], device=self.device)
         return Draft(ids=ids, q=None, counts=[count] * len(texts))
 

@@ -4,7 +4,7 @@ R rows, T tokens, n of them that count, P prompt tokens, k listed tokens, V voca
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from draftlab import provenance
-from draftlab.acceptance.token_logprobs import parts, positions
+from draftlab.acceptance.token_logprobs import logits_in_parts, max_positions
 from draftlab.console import note
 from draftlab.data import Batch
 from draftlab.distill.fused_loss import Dense
 from draftlab.distill.on_policy import GeneratedRows
 from draftlab.distill.teachers import check_ids, log_rest, look_through
-from draftlab.engine.batch_generate import Writing, load_writer, write
+from draftlab.engine.batch_generate import BatchSettings, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
@@ -101,7 +101,7 @@ class Local:
 
     @cached_property
     def model(self) -> Decoder:
-        return load_writer(self.directory, self.dtype, self.device, self.device_map)
+        return load_generator(self.directory, self.dtype, self.device, self.device_map)
 
     @cached_property
     def vocab(self) -> int:
@@ -114,16 +114,14 @@ class Local:
         )  # fmt: skip
 
     def see(self, batch: Batch, k: int) -> Entries:
-        most, width = positions(checkpoint.vocab_size(self.directory), self.memory), batch.mask.shape[1]
+        most, width = max_positions(checkpoint.vocab_size(self.directory), self.memory), batch.mask.shape[1]
         found = [_seen(self.model, rows, self.vocab, most, k) for rows in batch.split(max(1, most // width))]
         return Entries(*(np.concatenate(column) for column in zip(*map(_columns, found), strict=True)))
 
     def write(self, prompts: np.ndarray, how: SamplingParams, k: int) -> Kept:
-        settings = Writing(
-            max_new_tokens=how.max_tokens, temperature=how.temperature, seed=how.seed, memory=self.memory,
-            ends=checkpoint.eos_token_ids(self.directory), known=self.vocab,
-        )  # fmt: skip
-        written = write(self.model, prompts.tolist(), settings)
+        sampling = replace(how, stop_token_ids=checkpoint.eos_token_ids(self.directory))
+        settings = BatchSettings(vocab=self.vocab, memory=self.memory)
+        written = generate_batch(self.model, prompts.tolist(), sampling, settings)
         batch = GeneratedRows.of(prompts, written, how.max_tokens, len(prompts)).batch(0)
         return batch, self.see(batch, k)
 
@@ -189,7 +187,7 @@ def _seen(model: Decoder, batch: Batch, vocab: int, most: int, k: int) -> Entrie
     found = [Entries.none(k)]
     if len(where):
         first, end = int(where[0]), int(where[-1]) + 1  # what comes later decides nothing
-        for at, logits in parts(model, ids[:, :end], first, most):
+        for at, logits in logits_in_parts(model, ids[:, :end], first, most):
             here = slice(at, at + logits.shape[1])
             rows = torch.from_numpy(counted[:, here]).to(logits.device)
             labels = torch.from_numpy(batch.ids[:, 1:][:, here][counted[:, here]]).to(logits.device)
@@ -203,7 +201,7 @@ def _columns(one: Entries) -> tuple[np.ndarray, ...]:
 
 def entries(teacher: Dense, labels: Tensor, k: int, rows: int = 256) -> Entries:
     """From the target's hidden states of n positions and the tokens that came, [n]."""
-    parts: list[list[np.ndarray]] = []
+    logits_in_parts: list[list[np.ndarray]] = []
     for start in range(0, len(labels), rows):
         log_p = teacher.log_probs(slice(start, start + rows), 1.0)  # [c, V]
         values, ids = log_p.topk(k)
@@ -211,8 +209,8 @@ def entries(teacher: Dense, labels: Tensor, k: int, rows: int = 256) -> Entries:
         came = log_p.gather(1, labels[start : start + rows, None]).squeeze(1)
         lse = torch.stack([(log_p / t).logsumexp(-1) for t in TEMPERATURES], 1)
         columns = (ids.int(), values.half(), tail, came.half(), lse)
-        parts.append([c.cpu().numpy() for c in columns])
-    joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        logits_in_parts.append([c.cpu().numpy() for c in columns])
+    joined = [np.concatenate(column) for column in zip(*logits_in_parts, strict=True)]
     return Entries(joined[0].astype(np.uint32), *joined[1:])
 
 

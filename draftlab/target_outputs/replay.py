@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from draftlab import provenance
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import Counts, Texts
-from draftlab.acceptance.token_logprobs import Looked, look
-from draftlab.engine.verify import Warp
+from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.model import checkpoint, decoder
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.results.score import Acceptance, read_json
+from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.repeats import DEGENERATE, Repeats, repeats
 from draftlab.target_outputs.traces import Decoding, Stop, Text, Trace
 
@@ -196,11 +196,11 @@ def replay_draft(trace: Trace, draft: Path, plan: Plan, advance: Callable[[int, 
     model = decoder.load(draft, plan.dtype, plan.device)
     warp = _draft_warp(trace.manifest.decoding, plan)
     pairs = [(t.prompt, t.ids) for t in trace.texts]
-    found = look(model, pairs, vocab, warp, lambda done: advance(done, "texts"))
+    found = score_tokens(model, pairs, vocab, warp, lambda done: advance(done, "texts"))
     certain = plan.rule == "match" or trace.manifest.decoding.temperature == 0
     loops = repeats([t.ids for t in trace.texts])
     texts = [
-        _replayed(text, expected.chances(one.log_q, np.zeros(len(text.ids)) if certain else text.log_p), one, loop)
+        _replayed(text, expected.chances(one.logprobs, np.zeros(len(text.ids)) if certain else text.log_p), one, loop)
         for text, one, loop in zip(trace.texts, found, loops, strict=True)
     ]
     manifest = trace.manifest
@@ -250,23 +250,23 @@ def _row(group: str, counts: Counts, which: np.ndarray, way: Drafting) -> Row:
     )  # fmt: skip
 
 
-def _replayed(text: Text, chances: np.ndarray, one: Looked, loop: Repeats) -> ReplayedText:
+def _replayed(text: Text, chances: np.ndarray, one: TokenLogprobs, loop: Repeats) -> ReplayedText:
     return ReplayedText(
         number=text.number,
         category=text.category,
         prompt_tokens=len(text.prompt),
         stop=text.stop,
         chances=np.round(chances, 8).tolist(),
-        ranks=one.rank.tolist(),
-        top=np.round(one.top.astype(np.float64), 8).tolist(),
+        ranks=one.ranks.tolist(),
+        top=np.round(one.max_probs.astype(np.float64), 8).tolist(),
         distinct_4grams=loop.distinct_4grams,
         longest_repeat=loop.longest_repeat,
     )
 
 
-def _draft_warp(how: Decoding, plan: Plan) -> Warp:
+def _draft_warp(how: Decoding, plan: Plan) -> SamplingParams:
     own = how.temperature if plan.draft_temperature is None else plan.draft_temperature
-    return Warp(temperature=own, top_k=how.top_k, top_p=how.top_p)
+    return SamplingParams(temperature=own, top_k=how.top_k, top_p=how.top_p)
 
 
 def _skipped(first: First) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from draftlab import provenance
 from draftlab.console import progress
-from draftlab.engine.batch_generate import Continuation, Writing, write
+from draftlab.engine.batch_generate import BatchSettings, Completion, generate_batch
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder
 from draftlab.prompts import Prompt, Prompts
@@ -71,11 +71,12 @@ class LocalWriter:
     """A target in memory."""
 
     decoder: Decoder
-    how: Writing
+    sampling: SamplingParams
+    settings: BatchSettings
 
-    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Completion]:
         """As Writer says. Raises UserError: a prompt and its text do not fit the target's context."""
-        return write(self.decoder, prompts, self.how, numbers=numbers)
+        return generate_batch(self.decoder, prompts, self.sampling, self.settings, numbers=numbers)
 
 
 class ServedWriter:
@@ -98,7 +99,7 @@ class ServedWriter:
             written_by=f"{self.server.kind} {self.server.version}".strip(), logprobs=self.logprobs,
         )  # fmt: skip
 
-    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Completion]:
         how = self.decoding
         sampling = SamplingParams(
             max_tokens=how.max_new_tokens, temperature=how.temperature, top_p=how.top_p, top_k=how.top_k,
@@ -106,14 +107,14 @@ class ServedWriter:
         )  # fmt: skip
         return [self._of(written) for written in self.server.generate(prompts, sampling, k=self.top)]
 
-    def _of(self, written: adapters.Completion) -> Continuation:
+    def _of(self, written: adapters.Completion) -> Completion:
         n, greedy = len(written.ids), self.decoding.temperature == 0
-        return Continuation(
+        return Completion(
             ids=np.array(written.ids),
-            log_p=np.zeros(n) if greedy else np.array(written.logprobs),
-            stop="eos" if written.finish_reason == "stop" else "length",
+            logprobs=np.zeros(n) if greedy else np.array(written.logprobs),
+            finish_reason="stop" if written.finish_reason == "stop" else "length",
             top_ids=np.array(written.top_ids).reshape(n, -1)[:, : self.top],
-            top_log_p=np.array(written.top_logprobs).reshape(n, -1)[:, : self.top],
+            top_logprobs=np.array(written.top_logprobs).reshape(n, -1)[:, : self.top],
         )
 
 
@@ -145,12 +146,12 @@ class PaperTrace:
     def longest(self) -> int:
         return max(map(len, self.texts))
 
-    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Completion]:
         found = []
         for prompt, number in zip(prompts, numbers, strict=True):
             ids = self.texts[number][len(prompt) if self.whole else 0 :]
             nothing = np.zeros((len(ids), 0))
-            found.append(Continuation.cut(ids, np.zeros(len(ids)), nothing, nothing, self.eos))
+            found.append(Completion.truncated(ids, np.zeros(len(ids)), nothing, nothing, self.eos))
         return found
 
 

@@ -17,15 +17,18 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
-from draftlab.engine.batch_generate import Continuation, Stop, Writing
-from draftlab.engine.verify import Warp
+from draftlab.engine.batch_generate import Completion
 from draftlab.errors import UserError, did_you_mean
 from draftlab.files import validation_text
 from draftlab.model import checkpoint, saving
 from draftlab.prompts import Prompt
+from draftlab.sampling import SamplingParams
 
 MANIFEST = "manifest.json"
 SHARD_TEXTS = 32  # what a kill loses
+
+
+Stop = Literal["length", "eos"]
 
 
 class _Frozen(BaseModel):
@@ -43,14 +46,10 @@ class Decoding(_Frozen):
     eos_ids: tuple[int, ...]
 
     @property
-    def warp(self) -> Warp:
-        return Warp(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-    def writing(self, known: int | None = None, *, top: int = 0, rows: int = 16, memory: float = 2.0) -> Writing:
-        """Return how a target in memory writes so."""
-        return Writing(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_new_tokens=self.max_new_tokens,
-            seed=self.seed, ends=self.eos_ids, known=known, top=top, rows=rows, memory=memory,
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_tokens=self.max_new_tokens,
+            seed=self.seed, stop_token_ids=self.eos_ids,
         )  # fmt: skip
 
     @property
@@ -108,7 +107,7 @@ class Manifest(_Frozen):
 class Writer(Protocol):
     """A target that writes."""
 
-    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Continuation]:
+    def write(self, prompts: list[list[int]], numbers: list[int]) -> list[Completion]:
         """Continue each prompt. numbers: of the prompts in their file; with the seed they decide what is sampled."""
         ...
 
@@ -242,7 +241,7 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[Text]:
 
 
 def _arrays(
-    prompts: list[Prompt], numbers: list[int], written: list[Continuation], categories: tuple[str, ...]
+    prompts: list[Prompt], numbers: list[int], written: list[Completion], categories: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
     def offsets(rows: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         return np.cumsum([0, *map(len, rows)], dtype=np.int64)
@@ -250,14 +249,14 @@ def _arrays(
     return {
         "number": np.array(numbers, dtype=np.int64),
         "category": np.array([categories.index(p.category) for p in prompts], dtype=np.uint16),
-        "eos": np.array([w.stop == "eos" for w in written], dtype=np.uint8),
+        "eos": np.array([w.finish_reason == "stop" for w in written], dtype=np.uint8),
         "prompt_offsets": offsets([p.ids for p in prompts]),
         "prompt_ids": np.concatenate([p.ids for p in prompts]).astype(np.uint32),
         "offsets": offsets([w.ids for w in written]),
         "ids": np.concatenate([w.ids for w in written]).astype(np.uint32),
-        "log_p": np.concatenate([w.log_p for w in written]).astype(np.float32),
+        "log_p": np.concatenate([w.logprobs for w in written]).astype(np.float32),
         "top_ids": np.concatenate([w.top_ids for w in written]).astype(np.uint32),
-        "top_log_p": np.concatenate([w.top_log_p for w in written]).astype(np.float32),
+        "top_log_p": np.concatenate([w.top_logprobs for w in written]).astype(np.float32),
     }
 
 

@@ -23,15 +23,16 @@ from draftlab.acceptance.expected import (
     tree,
     visits,
 )
-from draftlab.acceptance.token_logprobs import look
+from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.distill import evaluate
-from draftlab.engine.batch_generate import Writing
-from draftlab.engine.generate import Draft, ModelDrafter, Sampling, Step, plain, speculative
-from draftlab.engine.verify import Warp, distribution, verify
+from draftlab.engine.batch_generate import BatchSettings
+from draftlab.engine.generate import Draft, ModelDrafter, Step, decode, speculative_decode
+from draftlab.engine.verify import distribution, verify
 from draftlab.errors import UserError
 from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
 from draftlab.results.score import Acceptance, Generation, count_acceptance
+from draftlab.sampling import SamplingParams
 
 KS = range(1, 9)
 chance_lists = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6)
@@ -406,19 +407,22 @@ def tokens_of(steps: list[Step]) -> list[int]:
 def greedy_chances(pair: tuple[Llama, Llama], texts: list[list[int]]) -> list[np.ndarray]:
     """Of every token after the first, which comes with the prefill."""
     given = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
-    return [expected.chances(f.log_q, np.zeros(len(f.log_q)))[1:] for f in look(pair[1], given, 307, Warp())]
+    return [
+        expected.chances(f.logprobs, np.zeros(len(f.logprobs)))[1:]
+        for f in score_tokens(pair[1], given, 307, SamplingParams())
+    ]
 
 
 def test_greedy_replay_is_live_speculation_step_by_step(pair):
     target, draft = pair
-    sampling = Sampling(max_new_tokens=90)
-    texts = [tokens_of(list(plain(target, [prompt], sampling))) for prompt in PROMPTS]
+    sampling = SamplingParams(max_tokens=90)
+    texts = [tokens_of(list(decode(target, [prompt], sampling))) for prompt in PROMPTS]
     kept = greedy_chances(pair, texts)
     assert 0.3 < np.concatenate(kept).mean() < 0.95
     for k in KS:
         generations = []
         for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
-            steps = list(speculative(target, ModelDrafter(draft), [prompt], k, sampling))
+            steps = list(speculative_decode(target, ModelDrafter(draft), [prompt], k, sampling))
             assert tokens_of(steps) == text
             starts = np.flatnonzero(visits(kept[number], k))
             emitted = np.diff(np.append(starts, len(text) - 1))
@@ -439,17 +443,17 @@ def of_steps(prompt: int, steps: list[Step]) -> Generation:
 def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
     """An end-of-text token anywhere in a block: live steps count what they accepted up to it, the first of several."""
     target, draft = pair
-    whole = tokens_of(list(plain(target, [PROMPTS[0]], Sampling(max_new_tokens=40))))
+    whole = tokens_of(list(decode(target, [PROMPTS[0]], SamplingParams(max_tokens=40))))
     for at in (1, 7, 16, 29):
         if whole[at] in whole[:at]:
             continue
-        sampling = Sampling(
-            max_new_tokens=40, eos_ids=(whole[-1], whole[at]) if whole[-1] not in whole[:at] else (whole[at],)
+        sampling = SamplingParams(
+            max_tokens=40, stop_token_ids=(whole[-1], whole[at]) if whole[-1] not in whole[:at] else (whole[at],)
         )
         given = [(np.array(PROMPTS[0]), np.array(whole[: at + 1]))]
-        kept = expected.chances(look(draft, given, 307, Warp())[0].log_q, np.zeros(at + 1))[1:]
+        kept = expected.chances(score_tokens(draft, given, 307, SamplingParams())[0].logprobs, np.zeros(at + 1))[1:]
         for k in KS:
-            steps = list(speculative(target, ModelDrafter(draft), [PROMPTS[0]], k, sampling))
+            steps = list(speculative_decode(target, ModelDrafter(draft), [PROMPTS[0]], k, sampling))
             live, found = of_steps(0, steps), chain(texts_of([kept], np.array([39])), k)
             assert (found.passes[0], found.tokens[0]) == (len(live.drafted), live.tokens - 1)
             assert found.drafted[0] == sum(live.drafted)
@@ -460,12 +464,12 @@ def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
 def test_confidence_replay_accepts_what_a_live_draft_that_stops_does(pair):
     """Live: the draft itself stops, on its own path. What it drafts behind a rejected token is not in the text."""
     target, draft = pair
-    sampling, k, threshold = Sampling(max_new_tokens=60), 6, 0.5
-    texts = [tokens_of(list(plain(target, [prompt], sampling))) for prompt in PROMPTS]
+    sampling, k, threshold = SamplingParams(max_tokens=60), 6, 0.5
+    texts = [tokens_of(list(decode(target, [prompt], sampling))) for prompt in PROMPTS]
     given = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
-    found = look(draft, given, 307, Warp())
+    found = score_tokens(draft, given, 307, SamplingParams())
     kept = greedy_chances(pair, texts)
-    tops = expected.padded([f.top[1:] for f in found])
+    tops = expected.padded([f.max_probs[1:] for f in found])
     assert 0.1 < (tops < threshold).mean() < 0.9
     counts = chain(texts_of(kept), confident(tops, threshold, k))
 
@@ -480,7 +484,7 @@ def test_confidence_replay_accepts_what_a_live_draft_that_stops_does(pair):
             return Draft(ids=drafted.ids[:, :stop], q=None, counts=[stop])
 
     for i, prompt in enumerate(PROMPTS):
-        steps = list(speculative(target, Stopping(draft), [prompt], k, sampling))[1:]
+        steps = list(speculative_decode(target, Stopping(draft), [prompt], k, sampling))[1:]
         assert [len(s.tokens) for s in steps] == np.diff(
             np.append(np.flatnonzero(visits(kept[i], confident(tops[i : i + 1, :59], threshold, k)[0])), 59)
         ).tolist()
@@ -496,7 +500,9 @@ def sequential(draft: Llama, prompt: list[int], text: list[int], k: int) -> list
     while at < len(text):
         count = min(k, len(text) - at - 1)
         drafted = (
-            drafter.propose([[*prompt, *text[:at]]], count, Sampling(), torch.zeros(1, count)).ids[0] if count else []
+            drafter.propose([[*prompt, *text[:at]]], count, SamplingParams(), torch.zeros(1, count)).ids[0]
+            if count
+            else []
         )
         accepted = 0
         while accepted < count and int(drafted[accepted]) == text[at + accepted]:
@@ -508,7 +514,7 @@ def sequential(draft: Llama, prompt: list[int], text: list[int], k: int) -> list
 
 def test_drafting_again_and_again_over_the_text_gives_the_same_numbers(pair):
     target, draft = pair
-    texts = [tokens_of(list(plain(target, [prompt], Sampling(max_new_tokens=70)))) for prompt in PROMPTS]
+    texts = [tokens_of(list(decode(target, [prompt], SamplingParams(max_tokens=70)))) for prompt in PROMPTS]
     kept = greedy_chances(pair, texts)
     for k in KS:
         for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
@@ -522,10 +528,12 @@ def test_sampled_replay_agrees_with_the_engine_within_noise(pair):
     prompt, k = PROMPTS[0], 3
     pairs, own = [], []
     for seed in range(120):
-        sampling = Sampling(temperature=0.8, max_new_tokens=16, seed=seed)
-        steps = list(speculative(target, ModelDrafter(draft), [prompt], k, sampling))
+        sampling = SamplingParams(temperature=0.8, max_tokens=16, seed=seed)
+        steps = list(speculative_decode(target, ModelDrafter(draft), [prompt], k, sampling))
         text = [(np.array(prompt), np.array(tokens_of(steps)))]
-        p, q = (look(model, text, 307, Warp(temperature=0.8))[0].log_q for model in (target, draft))
+        p, q = (
+            score_tokens(model, text, 307, SamplingParams(temperature=0.8))[0].logprobs for model in (target, draft)
+        )
         own.append(expected.chances(q, p)[1:])
         pairs.append([sum(len(s.tokens) for s in steps[1:]), len(steps) - 1])
     live, found = np.array(pairs, dtype=float), tokens_per_pass(own, k)
@@ -540,33 +548,33 @@ def test_sampled_replay_agrees_with_the_engine_within_noise(pair):
 def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, monkeypatch):
     rng = np.random.default_rng(3)
     texts = [(rng.integers(3, 300, a), rng.integers(3, 300, b)) for a, b in ((4, 9), (17, 1), (2, 30), (6, 0), (9, 9))]
-    warp = Warp(temperature=9.0, top_k=150, top_p=0.95)
+    warp = SamplingParams(temperature=9.0, top_k=150, top_p=0.95)
     hosted = hf_decoder.HFDecoder(build("llama", 1))
     hosted.model.get_output_embeddings().get_parameter("weight").data.mul_(12)
-    together, other = look(pair[0], texts, 307, warp), look(hosted, texts, 307, warp)
+    together, other = score_tokens(pair[0], texts, 307, warp), score_tokens(hosted, texts, 307, warp)
     monkeypatch.setattr(token_logprobs, "LOGITS", 1)  # one text a pass
-    alone = look(pair[0], texts, 307, warp)
+    alone = score_tokens(pair[0], texts, 307, warp)
     for (prompt, written), *found in zip(texts, together, other, alone, strict=True):
-        assert all(len(f.log_q) == len(f.rank) == len(f.top) == len(written) for f in found)
+        assert all(len(f.logprobs) == len(f.ranks) == len(f.max_probs) == len(written) for f in found)
         if not len(written):
             continue
         ids = torch.from_numpy(np.concatenate([prompt, written]))[None]
         with torch.no_grad():
             logits = hosted.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-        wanted = distribution(logits, 9.0, 150, 0.95).gather(1, torch.from_numpy(written)[:, None]).squeeze(1)
+        wanted = distribution(logits, warp).gather(1, torch.from_numpy(written)[:, None]).squeeze(1)
         order = logits.argsort(-1, descending=True)
         ranks = (order == torch.from_numpy(written)[:, None]).float().argmax(1)
         for f in found:
-            np.testing.assert_allclose(np.exp(f.log_q), wanted, atol=1e-5)
-            assert f.rank.tolist() == ranks.tolist()
-            np.testing.assert_allclose(f.top, logits.softmax(-1).amax(-1), atol=1e-5)
+            np.testing.assert_allclose(np.exp(f.logprobs), wanted, atol=1e-5)
+            assert f.ranks.tolist() == ranks.tolist()
+            np.testing.assert_allclose(f.max_probs, logits.softmax(-1).amax(-1), atol=1e-5)
 
 
 def test_a_text_longer_than_the_context_is_refused(pair):
     prompt, written = np.zeros(200, dtype=np.int64), np.zeros(58, dtype=np.int64)
-    assert len(look(pair[0], [(prompt, written[:57])], 307, Warp())[0].rank) == 57
+    assert len(score_tokens(pair[0], [(prompt, written[:57])], 307, SamplingParams())[0].ranks) == 57
     with pytest.raises(UserError, match="a text has 258 tokens with its prompt, and the model's context is 256"):
-        look(pair[0], [(prompt, written)], 307, Warp())
+        score_tokens(pair[0], [(prompt, written)], 307, SamplingParams())
 
 
 @pytest.mark.parametrize(
@@ -579,7 +587,9 @@ def test_the_warp_is_transformers(temperature, top_k, top_p):
         expected = TopKLogitsWarper(top_k)(ids, expected)  # type: ignore[arg-type]
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(ids, expected)  # type: ignore[arg-type]
-    torch.testing.assert_close(distribution(logits, temperature, top_k, top_p), expected.softmax(-1))
+    torch.testing.assert_close(
+        distribution(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)), expected.softmax(-1)
+    )
 
 
 def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
@@ -589,12 +599,14 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
     draft.save_pretrained(tmp_path / "draft")
     prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
-    written = evaluate.write(hf_decoder.HFDecoder(target), prompts, Writing(max_new_tokens=24), lambda done: None)
+    written = evaluate.write(
+        hf_decoder.HFDecoder(target), prompts, SamplingParams(max_tokens=24), BatchSettings(), lambda done: None
+    )
     kept = evaluate.chances(draft, written)
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):
         for row, prompt, chance in zip(written.ids, prompts, kept, strict=True):
-            steps = list(speculative(pair[0], engine, [prompt.tolist()], k, Sampling(max_new_tokens=24)))
+            steps = list(speculative_decode(pair[0], engine, [prompt.tolist()], k, SamplingParams(max_tokens=24)))
             assert tokens_of(steps) == row[6:].tolist()
             assert visits(chance, k).sum() == len(steps) - 1  # the prefill emits the first token
 

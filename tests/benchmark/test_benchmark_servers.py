@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.benchmark.servers import check_alone
 from draftlab.cli import app
-from draftlab.data import heldout_prompts
-from draftlab.engine.generate import ModelDrafter, Sampling, speculative
+from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
 from draftlab.results.score import Counters, ServedGeneration, read_score
+from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import SGLang
 
 K, NEW = 3, 9  # the first token comes with the prefill; the others are two steps of K + 1
@@ -162,8 +162,10 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
     (row,) = json.loads(result.stdout)["scores"]
     target, small = (llama.load(d, torch.float32) for d in (fp32, draft))
     texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(fp32), count=8, length=32, seed=0)
-    sampling = Sampling(max_new_tokens=48, eos_ids=(1,))
-    steps = [s for text in texts for s in list(speculative(target, ModelDrafter(small), [text], K, sampling))[1:]]
+    sampling = SamplingParams(max_tokens=48, stop_token_ids=(1,))
+    steps = [
+        s for text in texts for s in list(speculative_decode(target, ModelDrafter(small), [text], K, sampling))[1:]
+    ]
     length = 1 + sum(s.accepted for s in steps) / len(steps)
     print(f"vLLM: {row['mean_acceptance_length']:.3f} tokens per pass, here {length:.3f}; {row['speedup']:.2f}x")
     assert row["identical"]

@@ -15,12 +15,13 @@ from draftlab.benchmark.throughput import PLAIN, measure_throughput
 from draftlab.commands.measure import score
 from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.tree import TreeDrafter
-from draftlab.engine.generate import Drafter, Sampling, plain, speculative, written
+from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import RULES, match
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
+from draftlab.sampling import SamplingParams
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66]]
 ASKED = [
@@ -53,8 +54,8 @@ def shop(family_dirs: dict[str, Path], corpus: Path) -> DrafterFactory:
 
     place = family_dirs["llama"]
     return DrafterFactory(
-        load(place), place, load, family_dirs["qwen3"], data=str(corpus), sampling=Sampling(max_new_tokens=12), ks=[2],
-        mode="eager", clock=time.process_time,
+        load(place), place, load, family_dirs["qwen3"], data=str(corpus), sampling=SamplingParams(max_tokens=12),
+        ks=[2], mode="eager", clock=time.process_time,
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def test_every_drafter_decodes_what_the_target_would(shop, heads, monkeypatch):
     ways = {text: shop.build(parse(text)) for text in [*ASKED, heads]}
     assert {parse(text).kind for text in ways} == set(KINDS)
     found = measure_throughput(
-        shop.target, {}, PROMPTS, ks=[], sampling=Sampling(max_new_tokens=12), repeats=1, advance=lambda done: None,
+        shop.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12), repeats=1, advance=lambda done: None,
         drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
     )  # fmt: skip
     assert {name for name, _ in found.tokens} == {"", *ways}
@@ -105,7 +106,7 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
     """By the match rule, with the same draws, sampling differs from Leviathan's."""
     found = [
         measure_throughput(
-            shop.target, {}, PROMPTS, ks=[], sampling=Sampling(max_new_tokens=12, temperature=1.0), repeats=1,
+            shop.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12, temperature=1.0), repeats=1,
             advance=lambda done: None, drafters={"model": (shop.build(parse("model")).drafter, [3])}, rule=rule,
         ).tokens["model", 3]
         for rule in (None, None, match)
@@ -168,7 +169,7 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(shop, family_dirs)
 
     def built(target: Decoder, draft: Decoder) -> dict[str, Drafter]:
         work = DrafterFactory(
-            target, place, lambda path: draft, place, data=shop.data, sampling=Sampling(max_new_tokens=12), ks=[2],
+            target, place, lambda path: draft, place, data=shop.data, sampling=SamplingParams(max_tokens=12), ks=[2],
             mode="eager", clock=time.process_time,
         )  # fmt: skip
         with pytest.raises(UserError, match="transformers runs this one"):
@@ -176,10 +177,10 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(shop, family_dirs)
         return {text: work.build(parse(text)).drafter for text in ASKED if parse(text).kind not in OWN_ENGINE}
 
     for target, draft in ((hosted, shop.target), (shop.target, hosted)):
-        sampling = Sampling(max_new_tokens=12)
-        expected = written(plain(target, PROMPTS[:1], sampling))
+        sampling = SamplingParams(max_tokens=12)
+        expected = output_tokens(decode(target, PROMPTS[:1], sampling))
         for drafter in built(target, draft).values():
-            assert written(speculative(target, drafter, PROMPTS[:1], 2, sampling)) == expected
+            assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling)) == expected
 
 
 def test_a_corpus_that_is_too_short_is_refused(shop):

@@ -12,13 +12,14 @@ from test_report import ACC, change, model, score
 from draftlab.benchmark import lm_eval_model
 from draftlab.benchmark.lm_eval_model import Write, writer
 from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
-from draftlab.engine.generate import ModelDrafter, Sampling
+from draftlab.engine.generate import ModelDrafter
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.checkpoint import load_model, load_tokenizer
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.results.score import TaskResult
 from draftlab.results.warnings import score_warnings
+from draftlab.sampling import SamplingParams
 
 TASK = """
 task: goes_on
@@ -113,7 +114,7 @@ def test_writing_ends_at_a_stop_that_lies_inside_a_draft(pair, answers, tmp_path
     write = with_draft(pair, "target", 8)
     assert evaluate(pair, name, write=write) == [alone]
     assert alone.value == pytest.approx(0.6)
-    assert len(write([[0, 5, 6]], Sampling(max_new_tokens=200), [""])[0]) < 20
+    assert len(write([[0, 5, 6]], SamplingParams(max_tokens=200), [""])[0]) < 20
 
 
 def test_a_task_that_samples_is_refused(pair, answers, tmp_path):

@@ -7,10 +7,10 @@ import torch
 from builders import build
 
 from draftlab.benchmark.throughput import PLAIN, measure_throughput
-from draftlab.engine.generate import Sampling
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import llama
 from draftlab.results.score import count_acceptance
+from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.repeats import distinct_ngrams
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
@@ -27,7 +27,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def measured(models):
     drafts = {"same": models["target"], "other": models["draft"]}
-    sampling = Sampling(max_new_tokens=17)
+    sampling = SamplingParams(max_tokens=17)
     return measure_throughput(
         models["target"], drafts, PROMPTS, ks=[1, 4], sampling=sampling, repeats=2, advance=lambda done: None
     )
@@ -42,8 +42,8 @@ def test_batches_emit_the_same_tokens_and_share_their_time(models, measured):
     """On a clock that counts its readings, four a pass, all rows together take three ticks a pass."""
     ticks = itertools.count()
     found = measure_throughput(
-        models["target"], {"other": models["draft"]}, PROMPTS, ks=[4], sampling=Sampling(max_new_tokens=17), repeats=1,
-        advance=lambda done: None, batch=3, clock=lambda: next(ticks),
+        models["target"], {"other": models["draft"]}, PROMPTS, ks=[4], sampling=SamplingParams(max_tokens=17),
+        repeats=1, advance=lambda done: None, batch=3, clock=lambda: next(ticks),
     )  # fmt: skip
     assert found.tokens["other", 4] == found.tokens[PLAIN] == measured.tokens[PLAIN]
     assert sum(g.decode_seconds for g in found.generations[PLAIN]) == pytest.approx(3 * 16)

@@ -11,9 +11,10 @@ from torch import nn
 from draftlab.data import Batch
 from draftlab.distill.trainer import Settings, train
 from draftlab.distill.vocabulary import resize
-from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative
+from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
+from draftlab.sampling import SamplingParams
 
 SETTINGS = Settings(loss="fkl", steps=2, lr=1e-3, dtype="float32", eval_every=2, save_every=9, weight_decay=0.0)
 
@@ -92,13 +93,13 @@ def test_speculation_with_a_head_of_another_size_is_lossless(family_dirs, tmp_pa
     copy(family_dirs["llama"], tmp_path / "draft")
     resize(tmp_path / "draft", draft_vocab)
     target, draft = (load(d, torch.float32) for d in (family_dirs["llama"], tmp_path / "draft"))
-    sampling, prompt = Sampling(temperature=temperature, max_new_tokens=40), list(range(3, 12))
-    steps = list(speculative(target, ModelDrafter(draft, 307), [prompt], 3, sampling))
+    sampling, prompt = SamplingParams(temperature=temperature, max_tokens=40), list(range(3, 12))
+    steps = list(speculative_decode(target, ModelDrafter(draft, 307), [prompt], 3, sampling))
     emitted = [t for s in steps for t in s.tokens]
     assert len(emitted) == 40
     assert sum(s.accepted for s in steps) > 0.6 * sum(s.drafted for s in steps)  # the draft is the target
     if temperature == 0:
-        assert emitted == [t for s in plain(target, [prompt], sampling) for t in s.tokens]
+        assert emitted == [t for s in decode(target, [prompt], sampling) for t in s.tokens]
 
 
 def copy(source: Path, out: Path) -> None:

@@ -8,12 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftlab.acceptance import token_logprobs
-from draftlab.engine.batch_generate import Writing, load_writer, write
+from draftlab.engine.batch_generate import BatchSettings, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import load
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(3, 12)), list(range(40, 45)), [7], list(range(90, 99)), list(range(200, 212))]
@@ -44,7 +45,7 @@ def transformers_of(name: str, family_dirs, opt) -> Any:
 @pytest.mark.parametrize("name", ["eager", "native", "hosted", "opt"])
 def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt):
     theirs = transformers_of(name, family_dirs, opt)
-    ours = write(models[name], PROMPTS, Writing(max_new_tokens=20))
+    ours = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20))
     for prompt, text in zip(PROMPTS, ours, strict=True):
         ids = torch.tensor([prompt])
         whole = theirs.generate(
@@ -52,20 +53,19 @@ def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt)
             eos_token_id=[], pad_token_id=2,
         )  # fmt: skip
         assert text.ids.tolist() == whole[0, len(prompt) :].tolist()
-        assert text.stop == "length"
-        assert not text.log_p.any()
+        assert text.finish_reason == "length"
+        assert not text.logprobs.any()
 
 
 @pytest.mark.parametrize("name", ["eager", "native", "opt"])
 def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
-    how = Writing(max_new_tokens=16, temperature=1.0, seed=3)
-    together = write(models[name], PROMPTS, how)
-    one = Writing(max_new_tokens=16, temperature=1.0, seed=3, rows=1)
-    alone = write(models[name], PROMPTS, one)
-    last = write(models[name], PROMPTS[3:], how, numbers=[3, 4])
+    how = SamplingParams(max_tokens=16, temperature=1.0, seed=3)
+    together = generate_batch(models[name], PROMPTS, how)
+    alone = generate_batch(models[name], PROMPTS, how, BatchSettings(batch_size=1))
+    last = generate_batch(models[name], PROMPTS[3:], how, numbers=[3, 4])
     assert [t.ids.tolist() for t in together] == [t.ids.tolist() for t in alone]
     assert [t.ids.tolist() for t in last] == [t.ids.tolist() for t in together[3:]]
-    other = write(models[name], PROMPTS, Writing(max_new_tokens=16, temperature=1.0, seed=4))
+    other = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=16, temperature=1.0, seed=4))
     assert all(a.ids.tolist() != b.ids.tolist() for a, b in zip(together, other, strict=True))
 
 
@@ -73,29 +73,33 @@ def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
 def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, models, family_dirs, opt):
     theirs = transformers_of(name, family_dirs, opt)
     for prompt, text in zip(
-        PROMPTS, write(models[name], PROMPTS, Writing(max_new_tokens=12, temperature=0.7, top=4)), strict=True
+        PROMPTS,
+        generate_batch(
+            models[name], PROMPTS, SamplingParams(max_tokens=12, temperature=0.7), BatchSettings(logprobs=4)
+        ),
+        strict=True,
     ):
         with torch.no_grad():
             logits = theirs(torch.tensor([[*prompt, *text.ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
         at = torch.from_numpy(text.ids)[:, None]
         torch.testing.assert_close(
-            torch.from_numpy(text.log_p), (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0], atol=1e-4, rtol=1e-4
+            torch.from_numpy(text.logprobs), (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0], atol=1e-4, rtol=1e-4
         )
         listed = logits.log_softmax(-1).topk(4)
-        torch.testing.assert_close(torch.from_numpy(text.top_log_p), listed.values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.from_numpy(text.top_logprobs), listed.values, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["native", "opt"])
 def test_a_text_stops_at_whichever_end_comes_first(name, models):
-    free = write(models[name], PROMPTS, Writing(max_new_tokens=20, temperature=1.0))
+    free = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20, temperature=1.0))
     ends = (int(free[0].ids[5]), int(free[1].ids[2]))
-    found = write(models[name], PROMPTS, Writing(max_new_tokens=20, temperature=1.0, ends=ends))
+    found = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20, temperature=1.0, stop_token_ids=ends))
     for text, whole in zip(found, free, strict=True):
         at = next((i for i, token in enumerate(whole.ids) if token in ends), None)
-        assert text.stop == ("length" if at is None else "eos")
+        assert text.finish_reason == ("length" if at is None else "stop")
         assert text.ids.tolist() == whole.ids[: None if at is None else at + 1].tolist()
-        assert len(text.log_p) == len(text.ids)
-    assert found[0].stop == found[1].stop == "eos"
+        assert len(text.logprobs) == len(text.ids)
+    assert found[0].finish_reason == found[1].finish_reason == "stop"
 
 
 def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
@@ -105,10 +109,10 @@ def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
     try:
         prompts = [list(range(i, i + 6)) for i in range(3, 30)]
         each = 32 * 307 + 16 * (2 * 2 * 32 * 4)  # bytes of a step's logits, and of 16 tokens' keys and values in fp32
-        write(HFDecoder(opt), prompts, Writing(max_new_tokens=10, memory=4 * each / 1e9))
+        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), BatchSettings(memory=4 * each / 1e9))
         assert max(rows) == 4
         rows.clear()
-        write(HFDecoder(opt), prompts, Writing(max_new_tokens=10, memory=1e-9))
+        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), BatchSettings(memory=1e-9))
         assert max(rows) == 1
     finally:
         opt.forward = run
@@ -116,24 +120,24 @@ def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
 
 def test_a_prompt_that_leaves_no_room_is_refused(models):
     with pytest.raises(UserError, match="a prompt has 12 tokens; with 300 more it does not fit the target's context"):
-        write(models["eager"], PROMPTS, Writing(max_new_tokens=300))
+        generate_batch(models["eager"], PROMPTS, SamplingParams(max_tokens=300))
 
 
 def test_the_engine_writes_where_it_can_and_transformers_elsewhere(family_dirs, opt, tmp_path):
-    assert isinstance(load_writer(family_dirs["qwen3"], torch.float32, CPU), NativeLlama)
-    assert isinstance(load_writer(family_dirs["llama"], torch.bfloat16, CPU, "auto"), HFDecoder)
+    assert isinstance(load_generator(family_dirs["qwen3"], torch.float32, CPU), NativeLlama)
+    assert isinstance(load_generator(family_dirs["llama"], torch.bfloat16, CPU, "auto"), HFDecoder)
     opt.save_pretrained(tmp_path)
-    assert isinstance(load_writer(tmp_path, torch.float32, CPU), HFDecoder)
+    assert isinstance(load_generator(tmp_path, torch.float32, CPU), HFDecoder)
 
 
 @pytest.mark.parametrize("name", ["eager", "hosted", "opt"])
 def test_logits_in_parts_are_those_of_one_pass(name, models):
     rng = np.random.default_rng(0)
     texts = [(rng.integers(3, 300, 5), rng.integers(3, 300, n)) for n in (60, 40, 1)]
-    warp = token_logprobs.Warp(temperature=1.0)
-    whole = token_logprobs.look(models[name], texts, 307, warp)
-    parts = token_logprobs.look(models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9)  # of seven positions
+    warp = SamplingParams(temperature=1.0)
+    whole = token_logprobs.score_tokens(models[name], texts, 307, warp)
+    parts = token_logprobs.score_tokens(models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9)  # of seven positions
     for a, b in zip(whole, parts, strict=True):
-        np.testing.assert_allclose(a.log_q, b.log_q, atol=1e-4)
-        np.testing.assert_allclose(a.top, b.top, atol=1e-4)
-        assert (a.rank == b.rank).mean() > 0.95
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+        np.testing.assert_allclose(a.max_probs, b.max_probs, atol=1e-4)
+        assert (a.ranks == b.ranks).mean() > 0.95

@@ -9,6 +9,7 @@ import torch
 from builders import build
 from torch import Tensor
 
+from draftlab.benchmark.layer_search import search_layers
 from draftlab.engine.drafters.cascade import (
     CascadeDrafter,
     ConfidenceStopDrafter,
@@ -16,14 +17,15 @@ from draftlab.engine.drafters.cascade import (
     less_sure_than,
     more_entropy_than,
 )
-from draftlab.engine.drafters.layer_skip import search, skipping
+from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import LookupDrafter, NgramDrafter, Ngrams
 from draftlab.engine.drafters.tree import TreeDrafter, depths, fastest, full, most_accepted
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import match
-from draftlab.engine.verify import Warp, draw
+from draftlab.engine.verify import distribution, draw
 from draftlab.model import llama
+from draftlab.sampling import SamplingParams
 
 VOCAB = 307
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
@@ -48,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
 def ngrams(models: dict[str, llama.Llama]) -> Ngrams:
     """Of what the target itself writes."""
     prompts = [[0, i, i + 1] for i in range(3, 9)]
-    texts = written(plain(models["target"], prompts, Sampling(max_new_tokens=60)))
+    texts = output_tokens(decode(models["target"], prompts, SamplingParams(max_tokens=60)))
     return Ngrams(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
@@ -66,7 +68,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: Ngrams) -> Drafte
         "fallback": lambda: Fallback(LookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
         "staged": lambda: CascadeDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
-        "skip": lambda: ModelDrafter(skipping(models["target"], [0, 2]), VOCAB),
+        "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),
         "medusa": lambda: MedusaDrafter(models["target"], HEADS),
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
@@ -77,18 +79,21 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: Ngrams) -> Drafte
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("k", [1, 6])
 def test_greedy_decoding_with_any_drafter_is_plain_decoding(models, ngrams, name, k):
-    sampling = Sampling(max_new_tokens=32)
-    expected = written(plain(models["target"], PROMPTS, sampling))
-    assert written(speculative(models["target"], drafter(name, models, ngrams), PROMPTS, k, sampling)) == expected
+    sampling = SamplingParams(max_tokens=32)
+    expected = output_tokens(decode(models["target"], PROMPTS, sampling))
+    assert (
+        output_tokens(speculative_decode(models["target"], drafter(name, models, ngrams), PROMPTS, k, sampling))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
-    sampling = Sampling(max_new_tokens=24, temperature=0.8, seed=3)
+    sampling = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
     proposing = drafter(name, models, ngrams)
-    together = written(speculative(models["target"], proposing, PROMPTS, 3, sampling))
+    together = output_tokens(speculative_decode(models["target"], proposing, PROMPTS, 3, sampling))
     alone = [
-        written(speculative(models["target"], proposing, [prompt], 3, sampling, numbers=[i]))[0]
+        output_tokens(speculative_decode(models["target"], proposing, [prompt], 3, sampling, numbers=[i]))[0]
         for i, prompt in enumerate(PROMPTS)
     ]
     assert together == alone
@@ -99,7 +104,7 @@ def test_q_is_what_was_sampled(models, ngrams, name):
     """The tokens come back from q by inverse CDF with the draws that the drafter was given."""
     proposing, uniform = drafter(name, models, ngrams), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     proposing.reset(3, 40)
-    draft = proposing.propose(PROMPTS, 4, Sampling(temperature=0.9, top_k=50), uniform)
+    draft = proposing.propose(PROMPTS, 4, SamplingParams(temperature=0.9, top_k=50), uniform)
     assert draft.q is not None
     assert torch.equal(draw(draft.q, uniform[:, : draft.ids.shape[1]]), draft.ids)
 
@@ -112,7 +117,7 @@ def test_what_a_staged_drafter_samples_is_the_draft_model():
     counts, n = torch.zeros(3, 3), 1000
     uniform = torch.rand(n, 1, 2, generator=torch.Generator().manual_seed(1))
     for u in uniform:
-        draft = staged.propose([[2]], 2, Sampling(temperature=1.0), u)
+        draft = staged.propose([[2]], 2, SamplingParams(temperature=1.0), u)
         counts[tuple(draft.ids[0])] += 1
         assert draft.q is not None
         torch.testing.assert_close(draft.q[0], q[[2, int(draft.ids[0, 0])]])
@@ -144,7 +149,7 @@ class Always:
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         return Draft(ids=torch.full((len(texts), count), self.token), q=None, counts=[count] * len(texts))
 
 
@@ -153,7 +158,9 @@ def test_a_model_that_is_asked_now_and_then_knows_what_was_written_meanwhile(mod
     """The model is the target, so all that it proposes stands, unless its cache holds what was never written."""
     target = models["target"]
     proposing = Fallback(Now(), ModelDrafter(target, VOCAB), VOCAB)
-    steps = list(speculative(target, proposing, PROMPTS, 4, Sampling(max_new_tokens=40, temperature=temperature)))
+    steps = list(
+        speculative_decode(target, proposing, PROMPTS, 4, SamplingParams(max_tokens=40, temperature=temperature))
+    )
     assert all(step.accepted == step.drafted for step in steps if step.drafted > 1)
 
 
@@ -163,7 +170,7 @@ class Now:
     def reset(self, rows: int, capacity: int) -> None:
         self.asked = 0
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         self.asked += 1
         return Draft(ids=torch.full((len(texts), 1), 7), q=None, counts=[self.asked % 2] * len(texts))
 
@@ -172,7 +179,7 @@ def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
     for unsure, counts in ((less_sure_than(1.1), [1, 1, 1]), (more_entropy_than(-1), [1, 1, 1])):
         proposing = ConfidenceStopDrafter(models["noisy"], VOCAB, unsure)
         proposing.reset(3, 40)
-        assert proposing.propose(PROMPTS, 4, Sampling(), torch.zeros(3, 4)).counts == counts
+        assert proposing.propose(PROMPTS, 4, SamplingParams(), torch.zeros(3, 4)).counts == counts
 
 
 def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
@@ -183,14 +190,14 @@ def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
     found = []
     for proposing in (never, model):
         proposing.reset(3, 40)
-        found.append(proposing.propose(PROMPTS, 4, Sampling(), torch.zeros(3, 4)))
+        found.append(proposing.propose(PROMPTS, 4, SamplingParams(), torch.zeros(3, 4)))
     assert found[0].counts == found[1].counts == [4, 4, 4]
     assert torch.equal(found[0].ids, found[1].ids)
 
 
 def test_lookup_copies_behind_the_longest_and_latest_match():
     def copied(text: list[int], count: int) -> list[int]:
-        draft = LookupDrafter().propose([text], count, Sampling(), torch.zeros(1, count))
+        draft = LookupDrafter().propose([text], count, SamplingParams(), torch.zeros(1, count))
         return draft.ids[0, : draft.counts[0]].tolist()
 
     assert copied([1, 2, 3, 9, 5, 3, 8, 1, 2, 3], 3) == [9, 5, 3]  # 1 2 3, not the later 3
@@ -225,8 +232,8 @@ def pair_statistic(target: Tensor, drafter: Drafter, rule=None, n: int = 500) ->
     p = torch.softmax(target, -1)
     counts = torch.zeros(3, 3)
     for seed in range(n):
-        sampling = Sampling(temperature=1.0, seed=seed, max_new_tokens=6)
-        tokens = written(speculative(Bigrams(target), drafter, [[2]], 4, sampling, rule=rule))[0]
+        sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=6)
+        tokens = output_tokens(speculative_decode(Bigrams(target), drafter, [[2]], 4, sampling, rule=rule))[0]
         counts[tokens[1], tokens[2]] += 1
     expected = n * torch.einsum("a,ab,bc->bc", p[2], p, p)
     return float(((counts - expected) ** 2 / expected).sum())
@@ -248,7 +255,7 @@ def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled():
 
         def _child(self, logits, elder, sampling, uniform):
             ids, _ = super()._child(logits, elder, sampling, uniform)
-            return ids, sampling(logits)
+            return ids, distribution(logits, sampling)
 
     assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top")) > CRITICAL
     assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match) < CRITICAL  # looks at no q
@@ -259,16 +266,16 @@ def test_a_tree_of_one_branch_is_the_model(models):
     for proposing in (TreeDrafter(models["noisy"], VOCAB, (0, 1, 2, 3), "sampled"), ModelDrafter(models["noisy"])):
         proposing.reset(3, 40)
         uniform = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
-        found.append(proposing.propose(PROMPTS, 4, Sampling(temperature=1.0), uniform))
+        found.append(proposing.propose(PROMPTS, 4, SamplingParams(temperature=1.0), uniform))
     assert torch.equal(found[0].ids, found[1].ids)
     torch.testing.assert_close(found[0].q, found[1].q, atol=1e-5, rtol=1e-4)
 
 
 def test_a_tree_keeps_at_least_what_its_first_branch_keeps(models):
     """Greedy steps of a draft tree that begins with the chain; sums over steps from the same places."""
-    sampling = Sampling(max_new_tokens=40)
+    sampling = SamplingParams(max_tokens=40)
     steps = {
-        name: len(list(speculative(models["target"], proposing, PROMPTS[:1], 6, sampling)))
+        name: len(list(speculative_decode(models["target"], proposing, PROMPTS[:1], 6, sampling)))
         for name, proposing in {
             "chain": TreeDrafter(models["noisy"], VOCAB, (0, 1), "top"),
             "tree": TreeDrafter(models["noisy"], VOCAB, (0, 0, 1, 1, 2, 2), "top"),
@@ -321,12 +328,12 @@ def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cos
 
 def test_skipping_no_layer_is_the_target_and_shares_its_weights(models):
     target = models["target"]
-    same = skipping(target, range(3))
+    same = skip_layers(target, range(3))
     ids = torch.tensor([PROMPTS[1]])
     assert torch.equal(same.forward(ids, same.new_cache(1, 9)), target.forward(ids, target.new_cache(1, 9)))
     assert same.blocks[0].o.data_ptr() == target.blocks[0].o.data_ptr()
     with pytest.raises(ValueError, match="of 3"):
-        skipping(target, [0, 3])
+        skip_layers(target, [0, 3])
 
 
 def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
@@ -338,9 +345,10 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
     model.save_pretrained(tmp_path)
     target = llama.load(tmp_path, torch.float32)
     texts = [
-        (np.array(p), np.array(w)) for p, w in zip(PROMPTS, written(plain(target, PROMPTS, Sampling())), strict=True)
+        (np.array(p), np.array(w))
+        for p, w in zip(PROMPTS, output_tokens(decode(target, PROMPTS, SamplingParams())), strict=True)
     ]
-    found = list(search(target, texts, Warp(), lambda layers: layers / 3))
+    found = list(search_layers(target, texts, SamplingParams(), lambda layers: layers / 3))
     assert found[0].layers == (0, 2)
     assert found[0].tokens_per_pass == pytest.approx(found[0].k + 1)  # all stands
     assert [len(x.layers) for x in found] == [2, 1]

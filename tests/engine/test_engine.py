@@ -21,13 +21,14 @@ from transformers import (
 
 from draftlab.engine.drafters.ngram import LookupDrafter
 from draftlab.engine.drafters.tree import TreeDrafter, full
-from draftlab.engine.generate import Draft, ModelDrafter, Sampling, plain, speculative, written
-from draftlab.engine.verify import Warp, distribution, draw, verify
+from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens, speculative_decode
+from draftlab.engine.verify import distribution, draw, verify
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.sampling import SamplingParams
 
 PROMPT = [0, 17, 44, 101, 9, 250, 31]
 
@@ -146,15 +147,15 @@ def test_draw_is_the_inverse_cdf():
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie():
-    assert distribution(torch.tensor([1.0, 3.0, 3.0]), 0).tolist() == [0, 1, 0]
+    assert distribution(torch.tensor([1.0, 3.0, 3.0]), SamplingParams()).tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("k", range(1, 9))
 @pytest.mark.parametrize("draft", ["unrelated", "identical", "noisy"])
 def test_greedy_speculation_equals_plain_decoding(target, drafts, draft, k):
-    sampling = Sampling(max_new_tokens=64)
-    expected = written(plain(target, [PROMPT], sampling))
-    assert written(speculative(target, ModelDrafter(drafts[draft]), [PROMPT], k, sampling)) == expected
+    sampling = SamplingParams(max_tokens=64)
+    expected = output_tokens(decode(target, [PROMPT], sampling))
+    assert output_tokens(speculative_decode(target, ModelDrafter(drafts[draft]), [PROMPT], k, sampling)) == expected
 
 
 RAGGED = [PROMPT, [0], [0, 90, 91, 92, 93, 4, 5, 6, 7, 8, 9, 11, 12], [0, 5, 250], [0, 77, 3, 3, 3, 3, 3, 180]]
@@ -163,27 +164,30 @@ RAGGED = [PROMPT, [0], [0, 90, 91, 92, 93, 4, 5, 6, 7, 8, 9, 11, 12], [0, 5, 250
 @pytest.fixture(scope="module")
 def alone(target):
     """What each ragged prompt becomes by itself, greedily."""
-    return [written(plain(target, [prompt], Sampling(max_new_tokens=24)))[0] for prompt in RAGGED]
+    return [output_tokens(decode(target, [prompt], SamplingParams(max_tokens=24)))[0] for prompt in RAGGED]
 
 
 @pytest.mark.parametrize("rows", [2, 5])
 def test_greedy_batches_equal_each_prompt_alone(target, drafts, alone, rows):
-    sampling = Sampling(max_new_tokens=24)
-    assert written(plain(target, RAGGED[:rows], sampling)) == alone[:rows]
+    sampling = SamplingParams(max_tokens=24)
+    assert output_tokens(decode(target, RAGGED[:rows], sampling)) == alone[:rows]
     for k in (1, 4, 8):
         for draft in drafts.values():
-            assert written(speculative(target, ModelDrafter(draft), RAGGED[:rows], k, sampling)) == alone[:rows]
+            assert (
+                output_tokens(speculative_decode(target, ModelDrafter(draft), RAGGED[:rows], k, sampling))
+                == alone[:rows]
+            )
 
 
 @pytest.mark.parametrize("rows", [(0,), (0, 1), (0, 1, 2)])
 def test_rows_end_on_their_own(target, drafts, alone, rows):
     """A row that has met an end of text idles, and the others go on as if it were not there."""
     ends = tuple(alone[row][5] for row in rows)
-    sampling = Sampling(max_new_tokens=24, eos_ids=ends)
+    sampling = SamplingParams(max_tokens=24, stop_token_ids=ends)
     expected = [text[: min([text.index(e) + 1 for e in ends if e in text], default=24)] for text in alone]
     assert len({len(text) for text in expected}) > 1
-    steps = list(speculative(target, ModelDrafter(drafts["noisy"]), RAGGED, 3, sampling))
-    assert written(steps) == expected
+    steps = list(speculative_decode(target, ModelDrafter(drafts["noisy"]), RAGGED, 3, sampling))
+    assert output_tokens(steps) == expected
     last = max(i for i, step in enumerate(steps) if step.row == 0)
     assert last < len(steps) - 1
     assert [t for step in steps if step.row == 0 for t in step.tokens] == expected[0]
@@ -191,23 +195,28 @@ def test_rows_end_on_their_own(target, drafts, alone, rows):
 
 def test_what_a_row_samples_does_not_depend_on_the_other_rows(target, drafts):
     """By its number, wherever it stands in a batch."""
-    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3, max_new_tokens=16)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=16)
     for k in (0, 3):
         together, turned, single = (
-            written(speculative(target, ModelDrafter(drafts["noisy"]), [RAGGED[i] for i in order], k, sampling,
-                                numbers=order))
+            output_tokens(
+                speculative_decode(
+                    target, ModelDrafter(drafts["noisy"]), [RAGGED[i] for i in order], k, sampling, numbers=order
+                )
+            )
             for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [2])
-        )  # fmt: skip
+        )
         assert [turned[place] for place in (2, 4, 1, 3, 0)] == together
         assert single == [together[2]]
-        other = written(speculative(target, ModelDrafter(drafts["noisy"]), [RAGGED[2]], k, sampling, numbers=[7]))
+        other = output_tokens(
+            speculative_decode(target, ModelDrafter(drafts["noisy"]), [RAGGED[2]], k, sampling, numbers=[7])
+        )
         assert other != single
 
 
 def test_seconds_of_rows_add_up_to_the_passes(target):
     """A clock that counts its own readings: four a pass, three spans of one each, however many rows share them."""
     ticks = itertools.count()
-    steps = list(plain(target, RAGGED[:3], Sampling(max_new_tokens=5), lambda: next(ticks)))
+    steps = list(decode(target, RAGGED[:3], SamplingParams(max_tokens=5), lambda: next(ticks)))
     spent = [sum(getattr(s, f"{part}_seconds") for s in steps) for part in ("draft", "verify", "host")]
     assert spent == pytest.approx([5, 5, 5])
 
@@ -215,8 +224,8 @@ def test_seconds_of_rows_add_up_to_the_passes(target):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_a_draft_equal_to_the_target_is_always_accepted(target, k, temperature):
-    sampling = Sampling(max_new_tokens=60, temperature=temperature, top_p=0.95 if temperature else 1)
-    steps = list(speculative(target, ModelDrafter(target), RAGGED[:2], k, sampling))
+    sampling = SamplingParams(max_tokens=60, temperature=temperature, top_p=0.95 if temperature else 1)
+    steps = list(speculative_decode(target, ModelDrafter(target), RAGGED[:2], k, sampling))
     assert all(step.accepted == step.drafted for step in steps)
     assert sum(len(s.tokens) for s in steps) == 120
 
@@ -236,10 +245,10 @@ class AlwaysWrong:
 
 
 def test_an_always_wrong_draft_costs_steps_but_no_tokens(target):
-    sampling = Sampling(max_new_tokens=40)
-    (right,) = written(plain(target, [PROMPT], sampling))
-    steps = list(speculative(target, AlwaysWrong(right, len(PROMPT)), [PROMPT], 4, sampling))
-    assert written(steps) == [right]
+    sampling = SamplingParams(max_tokens=40)
+    (right,) = output_tokens(decode(target, [PROMPT], sampling))
+    steps = list(speculative_decode(target, AlwaysWrong(right, len(PROMPT)), [PROMPT], 4, sampling))
+    assert output_tokens(steps) == [right]
     assert len(steps) == 40
     assert sum(s.accepted for s in steps) == 0
 
@@ -262,32 +271,32 @@ class Off:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_draft_go_on_by_one_token(target, temperature):
-    sampling = Sampling(max_new_tokens=24, temperature=temperature)
-    steps = [s for s in speculative(target, Off(target), RAGGED[:2], 4, sampling) if s.drafted == 0]
+    sampling = SamplingParams(max_tokens=24, temperature=temperature)
+    steps = [s for s in speculative_decode(target, Off(target), RAGGED[:2], 4, sampling) if s.drafted == 0]
     assert all(len(s.tokens) == 1 for s in steps)
     assert len(steps) > 4
     if temperature == 0:
-        off = written(speculative(target, Off(target), RAGGED[:2], 4, sampling))
-        assert off == written(plain(target, RAGGED[:2], sampling))
+        off = output_tokens(speculative_decode(target, Off(target), RAGGED[:2], 4, sampling))
+        assert off == output_tokens(decode(target, RAGGED[:2], sampling))
 
 
 @pytest.mark.parametrize("at", range(1, 12))
 def test_eos_anywhere_in_a_block_stops_as_in_plain_decoding(target, at):
     """Also the first of several, in one block or another."""
-    (greedy,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=16)))
+    (greedy,) = output_tokens(decode(target, [PROMPT], SamplingParams(max_tokens=16)))
     for ends in ((greedy[at],), (greedy[at + 1], greedy[at]), (306, greedy[at], greedy[15])):
         first = min(greedy.index(e) for e in ends if e in greedy)
-        sampling = Sampling(max_new_tokens=16, eos_ids=ends)
-        (expected,) = written(plain(target, [PROMPT], sampling))
+        sampling = SamplingParams(max_tokens=16, stop_token_ids=ends)
+        (expected,) = output_tokens(decode(target, [PROMPT], sampling))
         assert expected == greedy[: first + 1]
-        steps = list(speculative(target, ModelDrafter(target), [PROMPT], 4, sampling))
-        assert written(steps) == [expected]
+        steps = list(speculative_decode(target, ModelDrafter(target), [PROMPT], 4, sampling))
+        assert output_tokens(steps) == [expected]
         assert all(step.accepted <= len(step.tokens) for step in steps)  # nothing behind the end of text counts
 
 
 @pytest.mark.parametrize("mode", ["native", "graphs", "hosted", "tree", "lookup"])
 def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, mode):
-    (greedy,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=16)))
+    (greedy,) = output_tokens(decode(target, [PROMPT], SamplingParams(max_tokens=16)))
     run: Any = {"native": NativeLlama, "graphs": CudaGraphLlama, "hosted": lambda _: HFDecoder(build("llama", 1))}
     model = run[mode](target) if mode in run else target
     drafter = {
@@ -297,22 +306,22 @@ def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, 
     for at in range(0, 14, 3):
         ends = (greedy[at + 2], greedy[at])
         first = min(greedy.index(e) for e in ends)
-        sampling = Sampling(max_new_tokens=16, eos_ids=ends)
-        assert written(speculative(model, drafter, [PROMPT], 4, sampling)) == [greedy[: first + 1]]
+        sampling = SamplingParams(max_tokens=16, stop_token_ids=ends)
+        assert output_tokens(speculative_decode(model, drafter, [PROMPT], 4, sampling)) == [greedy[: first + 1]]
 
 
 @pytest.mark.parametrize("length", range(1, 12))
 def test_length_limit_anywhere_in_a_block_is_exact(target, drafts, length):
-    sampling = Sampling(max_new_tokens=length)
-    expected = written(plain(target, [PROMPT], sampling))
-    assert written(speculative(target, ModelDrafter(drafts["noisy"]), [PROMPT], 5, sampling)) == expected
+    sampling = SamplingParams(max_tokens=length)
+    expected = output_tokens(decode(target, [PROMPT], sampling))
+    assert output_tokens(speculative_decode(target, ModelDrafter(drafts["noisy"]), [PROMPT], 5, sampling)) == expected
     assert len(expected[0]) == length
 
 
 def test_sampling_is_repeatable_by_seed(target, drafts):
     def run(seed):
-        sampling = Sampling(temperature=1.0, seed=seed, max_new_tokens=20)
-        return written(speculative(target, ModelDrafter(drafts["noisy"]), [PROMPT], 3, sampling))
+        sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=20)
+        return output_tokens(speculative_decode(target, ModelDrafter(drafts["noisy"]), [PROMPT], 3, sampling))
 
     assert run(3) == run(3)
     assert run(3) != run(4)
@@ -333,9 +342,9 @@ class Watched(ModelDrafter):
 
 def test_what_a_drafter_calls_q_is_what_it_drew_from(drafts, target):
     """The draws it was given, through the inverse CDF of q, are its tokens; with every cut applied."""
-    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, max_new_tokens=12)
+    sampling = SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, max_tokens=12)
     drafter = Watched(drafts["noisy"])
-    list(speculative(target, drafter, RAGGED[:2], 4, sampling))
+    list(speculative_decode(target, drafter, RAGGED[:2], 4, sampling))
     assert len(drafter.seen) > 3
     for found, uniform in drafter.seen:
         assert torch.equal(draw(found.q, uniform), found.ids)
@@ -345,7 +354,7 @@ def test_what_a_drafter_calls_q_is_what_it_drew_from(drafts, target):
 
 def test_a_tree_that_holds_the_targets_path_is_followed(target, drafts):
     """Two guesses for each of three tokens, the right one second: verified in one pass, the cache holds the path."""
-    (right,) = written(plain(target, [PROMPT], Sampling(max_new_tokens=33)))
+    (right,) = output_tokens(decode(target, [PROMPT], SamplingParams(max_tokens=33)))
 
     class Guessing(AlwaysWrong):
         def propose(self, texts, count, sampling, uniform):
@@ -354,9 +363,9 @@ def test_a_tree_that_holds_the_targets_path_is_followed(target, drafts):
             ids = torch.stack([found, torch.tensor(self.right[at : at + 3])], 1).view(1, 6)
             return Draft(ids=ids, q=None, counts=[6], parents=(0, 0, 2, 2, 4, 4))
 
-    sampling = Sampling(max_new_tokens=24)
-    steps = list(speculative(target, Guessing(right, len(PROMPT)), [PROMPT], 6, sampling))
-    assert written(steps) == [right[:24]]
+    sampling = SamplingParams(max_tokens=24)
+    steps = list(speculative_decode(target, Guessing(right, len(PROMPT)), [PROMPT], 6, sampling))
+    assert output_tokens(steps) == [right[:24]]
     assert [len(s.tokens) for s in steps[1:6]] == [4] * 5
 
 
@@ -369,7 +378,7 @@ def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(ta
     half.embed, half.head, half.norm = (t.bfloat16() for t in (target.embed, target.head, target.norm))
     half.cos, half.sin = target.cos.bfloat16(), target.sin.bfloat16()
     half.blocks = [_halved(block) for block in target.blocks]
-    (text,) = written(speculative(half, ModelDrafter(half), [PROMPT], 4, Sampling(max_new_tokens=48)))
+    (text,) = output_tokens(speculative_decode(half, ModelDrafter(half), [PROMPT], 4, SamplingParams(max_tokens=48)))
     ids = torch.tensor([PROMPT + text])
 
     def behind(width: int) -> Tensor:
@@ -405,18 +414,18 @@ def test_a_model_of_transformers_speculates_and_is_rolled_back(target, drafts, t
         "num_attention_heads": 4,
     }
     hosted = HFDecoder(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=48, max_position_embeddings=128)).eval())
-    sampling = Sampling(max_new_tokens=20)
-    (expected,) = written(plain(hosted, [PROMPT], sampling))
+    sampling = SamplingParams(max_tokens=20)
+    (expected,) = output_tokens(decode(hosted, [PROMPT], sampling))
     with torch.inference_mode():
         whole = hosted.model(torch.tensor([PROMPT + expected])).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
     assert whole.tolist() == expected
     for drafter in (ModelDrafter(hosted, 307), ModelDrafter(drafts["noisy"], 307)):
-        steps = list(speculative(hosted, drafter, [PROMPT], 3, sampling))
-        assert written(steps) == [expected]
-    ours = written(plain(target, [PROMPT], sampling))
-    assert written(speculative(target, ModelDrafter(hosted, 307), [PROMPT], 3, sampling)) == ours
+        steps = list(speculative_decode(hosted, drafter, [PROMPT], 3, sampling))
+        assert output_tokens(steps) == [expected]
+    ours = output_tokens(decode(target, [PROMPT], sampling))
+    assert output_tokens(speculative_decode(target, ModelDrafter(hosted, 307), [PROMPT], 3, sampling)) == ours
     with pytest.raises(UserError, match="one row at a time"):
-        written(speculative(hosted, ModelDrafter(drafts["noisy"], 307), RAGGED[:2], 3, sampling))
+        output_tokens(speculative_decode(hosted, ModelDrafter(drafts["noisy"], 307), RAGGED[:2], 3, sampling))
 
 
 class Table:
@@ -449,10 +458,10 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     return float(((merged_counts - merged) ** 2 / merged).sum()), len(merged) - 1
 
 
-def pair_statistic(target: Table, drafter, warp: Sampling, n: int) -> tuple[float, int]:
+def pair_statistic(target: Table, drafter, warp: SamplingParams, n: int) -> tuple[float, int]:
     """Chi-square of the second and third emitted tokens (drafted in one step) against the exact product."""
-    p = warp(target.logits).double()
-    out = torch.tensor(written(speculative(target, drafter, [[2]] * n, 2, warp)))
+    p = distribution(target.logits, warp).double()
+    out = torch.tensor(output_tokens(speculative_decode(target, drafter, [[2]] * n, 2, warp)))
     counts = torch.bincount(out[:, 1] * 6 + out[:, 2], minlength=36).view(6, 6).double()
     expected = torch.einsum("a,ab,bc->bc", p[2], p, p) * n
     return chi_square(counts, expected)
@@ -464,8 +473,8 @@ def critical(degrees: int) -> float:
 
 
 WARPS = [
-    Sampling(temperature=0.9, max_new_tokens=3),
-    Sampling(temperature=1.2, max_new_tokens=3, top_k=4, top_p=0.9, min_p=0.1),
+    SamplingParams(temperature=0.9, max_tokens=3),
+    SamplingParams(temperature=1.2, max_tokens=3, top_k=4, top_p=0.9, min_p=0.1),
 ]
 
 
@@ -485,7 +494,7 @@ class GreedyDraftSoftmaxQ(ModelDrafter):
 
 class DraftAtAnotherTemperature(ModelDrafter):
     def propose(self, texts, count, sampling, uniform):
-        drafted = super().propose(texts, count, Sampling(temperature=0.4), uniform)
+        drafted = super().propose(texts, count, SamplingParams(temperature=0.4), uniform)
         told = super().propose(texts, count, sampling, uniform)
         return Draft(ids=drafted.ids, q=told.q, counts=told.counts)
 
@@ -494,7 +503,7 @@ class CutsWithoutSaying(ModelDrafter):
     """The bug of transformers #47932: drafts from the two most probable tokens, claims the whole distribution."""
 
     def propose(self, texts, count, sampling, uniform):
-        drafted = super().propose(texts, count, Sampling(temperature=sampling.temperature, top_k=2), uniform)
+        drafted = super().propose(texts, count, SamplingParams(temperature=sampling.temperature, top_k=2), uniform)
         told = super().propose(texts, count, sampling, uniform)
         return Draft(ids=drafted.ids, q=told.q, counts=told.counts)
 
@@ -512,5 +521,5 @@ def test_min_p_is_transformers():
     warped = TemperatureLogitsWarper(0.7)(ids, logits)  # type: ignore[arg-type]
     for one in (TopKLogitsWarper(20), TopPLogitsWarper(0.95), MinPLogitsWarper(0.1)):
         warped = one(ids, warped)  # type: ignore[arg-type]
-    found = Warp(temperature=0.7, top_k=20, top_p=0.95, min_p=0.1)(logits)
+    found = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, min_p=0.1)(logits)
     torch.testing.assert_close(found, warped.softmax(-1))

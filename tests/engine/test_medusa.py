@@ -19,10 +19,11 @@ from draftlab.distill.teachers import LocalTeacher
 from draftlab.distill.trainer import StepRecord, train
 from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.medusa import MedusaDrafter
-from draftlab.engine.generate import Draft, Sampling, plain, speculative, written
+from draftlab.engine.generate import Draft, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.sampling import SamplingParams
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 HIDDEN, HEADS = 64, 3
@@ -51,7 +52,7 @@ class Told(MedusaDrafter):
         super().reset(rows, capacity)
         self.seen: list[tuple[list[list[int]], Draft]] = []
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: torch.Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: torch.Tensor) -> Draft:
         draft = super().propose(texts, count, sampling, uniform)
         self.seen.append(([list(text) for text in texts], draft))
         return draft
@@ -61,9 +62,9 @@ class Told(MedusaDrafter):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, rows):
     """They are its own head on the state before it: any other place of the cache would say something else."""
-    drafter, sampling = Told(target, torch.zeros(HEADS, HIDDEN, HIDDEN)), Sampling(max_new_tokens=24)
-    found = written(speculative(target, drafter, PROMPTS[:rows], k, sampling))
-    assert found == written(plain(target, PROMPTS[:rows], sampling))
+    drafter, sampling = Told(target, torch.zeros(HEADS, HIDDEN, HIDDEN)), SamplingParams(max_tokens=24)
+    found = output_tokens(speculative_decode(target, drafter, PROMPTS[:rows], k, sampling))
+    assert found == output_tokens(decode(target, PROMPTS[:rows], sampling))
     ends = [p + f for p, f in zip(PROMPTS, found, strict=False)]
     for texts, draft in drafter.seen:
         going = [row for row, one in enumerate(texts) if len(one) < len(ends[row])]
@@ -72,7 +73,7 @@ def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, ro
 
 def test_the_engine_drafts_what_the_heads_say_of_transformers_states(family_dirs, target):
     drafter = Told(target, random_heads())
-    written(speculative(target, drafter, PROMPTS, HEADS, Sampling(max_new_tokens=16)))
+    output_tokens(speculative_decode(target, drafter, PROMPTS, HEADS, SamplingParams(max_tokens=16)))
     trunk = Trunk(build("llama"))
     head = cast(Any, trunk.model.get_output_embeddings())
     for texts, draft in drafter.seen[:4]:
@@ -141,9 +142,9 @@ def test_a_killed_run_writes_the_heads_of_one_that_was_not(trained, family_dirs,
 def test_what_was_written_is_read_and_decodes_as_the_target(trained, family_dirs, target):
     heads = medusa.read(trained, family_dirs["llama"])
     assert heads.shape == (2, HIDDEN, HIDDEN)
-    sampling = Sampling(max_new_tokens=16)
-    found = written(speculative(target, MedusaDrafter(target, heads), PROMPTS, 2, sampling))
-    assert found == written(plain(target, PROMPTS, sampling))
+    sampling = SamplingParams(max_tokens=16)
+    found = output_tokens(speculative_decode(target, MedusaDrafter(target, heads), PROMPTS, 2, sampling))
+    assert found == output_tokens(decode(target, PROMPTS, sampling))
 
 
 def test_heads_of_another_target_are_refused(trained, family_dirs):

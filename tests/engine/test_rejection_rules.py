@@ -23,6 +23,7 @@ from draftlab.engine.rejection_rules import (
 )
 from draftlab.engine.verify import distribution, verify
 from draftlab.errors import UserError
+from draftlab.sampling import SamplingParams
 
 Table = Callable[[tuple[int, ...]], Tensor]  # what was written behind the prompt -> distribution [V]
 
@@ -215,7 +216,7 @@ def test_what_is_emitted_is_the_targets_whatever_has_no_chance(name, rows):
 
 def warped(logits: list[float], temperature: float, **cuts) -> Tensor:
     """As decoding makes it, and then summing to 1 in float64, too."""
-    row = distribution(torch.tensor(logits), temperature, **cuts).double()
+    row = distribution(torch.tensor(logits), SamplingParams(temperature=temperature, **cuts)).double()
     return row / row.sum()
 
 
@@ -273,7 +274,7 @@ def greedy_with_softmax_q(q: Table, parents):
 
 def raw_q_drawn_from_top_2(q: Table, parents):
     def cut(prefix):
-        return distribution(q(prefix).log(), 1.0, top_k=2).double()
+        return distribution(q(prefix).log(), SamplingParams(temperature=1.0, top_k=2)).double()
 
     def drafting(chance) -> Tokens:
         tokens = sampled(cut, parents)(chance)
@@ -284,7 +285,7 @@ def raw_q_drawn_from_top_2(q: Table, parents):
 
 def drawn_at_another_temperature(q: Table, parents):
     def hot(prefix):
-        return distribution(q(prefix).log(), 0.8).double()
+        return distribution(q(prefix).log(), SamplingParams(temperature=0.8)).double()
 
     def drafting(chance) -> Tokens:
         tokens = sampled(hot, parents)(chance)

@@ -21,12 +21,13 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.cli import app
 from draftlab.distill.vocabulary import resize
-from draftlab.engine.generate import ModelDrafter, Sampling, speculative
+from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.export import gguf, gguf_tokenizer, hf, verify
 from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
 from draftlab.results.score import read_score
+from draftlab.sampling import SamplingParams
 
 GGUF_FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
 
@@ -357,8 +358,8 @@ def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
     writing = writing_of(family_dirs["llama"])
     hits = verify.hits(Path("draft"), writing, torch.device("cpu"))
     target, draft = (llama.load(p, torch.float32) for p in (family_dirs["llama"], Path("draft")))
-    how = Sampling(max_new_tokens=writing.tokens + writing.k)
-    steps = list(speculative(target, ModelDrafter(draft), writing.prompts, writing.k, how))
+    how = SamplingParams(max_tokens=writing.tokens + writing.k)
+    steps = list(speculative_decode(target, ModelDrafter(draft), writing.prompts, writing.k, how))
     for row, hit in enumerate(hits):
         at, accepted = 1, []
         for step in [s for s in steps if s.row == row][1:]:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.export import trim
 from draftlab.model import llama
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.sampling import SamplingParams
 
 PROMPTS = [[0, 5, 9, 20], [0, 7, 7, 30, 31]]
 
@@ -45,13 +46,13 @@ def test_compiled_passes_have_the_same_logits(halved):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafting_with_it_is_lossless_and_never_drafts_the_others(temperature, halved, family_dirs):
     target, draft = (llama.load(d, torch.float32) for d in (family_dirs["llama"], halved))
-    how = Sampling(max_new_tokens=40, temperature=temperature)
-    steps = list(speculative(target, ModelDrafter(draft), PROMPTS, 3, how))
+    how = SamplingParams(max_tokens=40, temperature=temperature)
+    steps = list(speculative_decode(target, ModelDrafter(draft), PROMPTS, 3, how))
     for step in steps:
         assert all(token % 2 == 0 for token in step.tokens[: step.accepted])
     if temperature == 0:
-        assert written(steps) == written(plain(target, PROMPTS, how))
-    assert any(token % 2 for text in written(steps) for token in text)  # which the target wrote
+        assert output_tokens(steps) == output_tokens(decode(target, PROMPTS, how))
+    assert any(token % 2 for text in output_tokens(steps) for token in text)  # which the target wrote
 
 
 def test_the_most_frequent_ids_stay():

@@ -12,10 +12,9 @@ from builders import build
 from test_cost_model import SHAPE, latency
 from typer.testing import CliRunner
 
-from draftlab.acceptance.token_logprobs import look
+from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.cli import app
-from draftlab.engine.generate import ModelDrafter, Sampling, Step, plain, speculative
-from draftlab.engine.verify import Warp
+from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, expected_tokens, write_profile
 from draftlab.latency.predict import (
@@ -34,6 +33,7 @@ from draftlab.latency.predict import (
 )
 from draftlab.model import llama
 from draftlab.results.score import Conditions, Generation, Model, Score
+from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import Replay, ReplayedText
 from draftlab.target_outputs.traces import Decoding
 
@@ -116,14 +116,14 @@ def ran(tmp_path):
     """Every prompt decoded by the engine on a meter, by K: its steps; and the workload that a replay makes of it."""
     meter = Meter()
     target, draft = metered(meter, TARGET, 0.0, tmp_path / "target"), metered(meter, DRAFT, 0.07, tmp_path / "draft")
-    sampling = Sampling(max_new_tokens=NEW)
-    runs: dict[int, list[list[Step]]] = {0: [list(plain(target, [p], sampling, meter)) for p in PROMPTS]}
+    sampling = SamplingParams(max_tokens=NEW)
+    runs: dict[int, list[list[Step]]] = {0: [list(decode(target, [p], sampling, meter)) for p in PROMPTS]}
     for k in KS:
-        runs[k] = [list(speculative(target, ModelDrafter(draft), [p], k, sampling, meter)) for p in PROMPTS]
+        runs[k] = [list(speculative_decode(target, ModelDrafter(draft), [p], k, sampling, meter)) for p in PROMPTS]
     texts = [
         (np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, runs[0], strict=True)
     ]
-    chances = [(one.rank == 0).astype(float)[1:] for one in look(draft, texts, 307, Warp())]
+    chances = [(one.ranks == 0).astype(float)[1:] for one in score_tokens(draft, texts, 307, SamplingParams())]
     return runs, workload_of(chances, [len(p) for p in PROMPTS])
 
 

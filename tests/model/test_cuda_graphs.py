@@ -5,9 +5,10 @@ import torch
 from test_engine import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from draftlab.engine.generate import ModelDrafter, Sampler, Sampling, plain, speculative, written
+from draftlab.engine.generate import ModelDrafter, Sampler, decode, output_tokens, speculative_decode
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
+from draftlab.sampling import SamplingParams
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -17,11 +18,11 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_ragged_speculation_is_the_models(family_dirs, device):
     """Target and draft share their weights, so that nearly all is accepted; each still has a cache of its own."""
     model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
-    graphed, sampling = CudaGraphLlama(model), Sampling(max_new_tokens=20)
-    expected = [written(plain(model, [prompt], sampling))[0] for prompt in RAGGED[:3]]
-    assert written(plain(graphed, RAGGED[:3], sampling)) == expected
-    steps = list(speculative(graphed, ModelDrafter(graphed), RAGGED[:3], 3, sampling))
-    assert written(steps) == expected
+    graphed, sampling = CudaGraphLlama(model), SamplingParams(max_tokens=20)
+    expected = [output_tokens(decode(model, [prompt], sampling))[0] for prompt in RAGGED[:3]]
+    assert output_tokens(decode(graphed, RAGGED[:3], sampling)) == expected
+    steps = list(speculative_decode(graphed, ModelDrafter(graphed), RAGGED[:3], 3, sampling))
+    assert output_tokens(steps) == expected
     assert all(step.accepted == step.drafted for step in steps)
 
 
@@ -50,7 +51,7 @@ def test_after_a_first_text_no_graph_is_captured_for_the_next(family_dirs, devic
     drafter, made = ModelDrafter(draft), []
     for prompt in RAGGED[:3]:
         for length in (20, 21, 23):
-            list(speculative(target, drafter, [prompt], 3, Sampling(max_new_tokens=length)))
+            list(speculative_decode(target, drafter, [prompt], 3, SamplingParams(max_tokens=length)))
             made.append([len(each) for m in (target, draft) for each in (m._graphs, m._chains, m._stores)])
     assert made[1:] == made[:-1]
     assert made[0][2] == made[0][5] == 1
@@ -61,7 +62,7 @@ def test_after_a_first_text_no_graph_is_captured_for_the_next(family_dirs, devic
 def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
     """Rows of different lengths, and a head padded beyond the draft's; the second step replays what the first kept."""
     model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
-    wider, sampling = model.shape.vocab + 5, Sampling(max_new_tokens=20, **warp)
+    wider, sampling = model.shape.vocab + 5, SamplingParams(max_tokens=20, **warp)
     graphed = CudaGraphLlama(model)
     drafters = [ModelDrafter(each, wider) for each in (model, graphed)]
     uniform = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1)).to(device)
@@ -86,11 +87,11 @@ def test_what_is_captured_never_waits_for_the_device(family_dirs):
     def looks(logits, draws):
         return (logits.argmax(-1) if logits.max() > 0 else logits.argmin(-1)), None
 
-    warps = [Sampling(), Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)]
+    warps = [SamplingParams(), SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)]
     cache = graphed.new_cache(3, 40)
     for _ in range(2):
         graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
-    for choose in [*(Sampler(warp.warp(), vocab + 5) for warp in warps), looks]:
+    for choose in [*(Sampler(warp, vocab + 5) for warp in warps), looks]:
         graphed.draft_chain(torch.randn(3, vocab), cache, uniform, choose)
     *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]
     assert len(captured) == 3

@@ -14,11 +14,12 @@ from builders import FAMILIES
 from test_engine import PROMPT, RAGGED
 from transformers import AutoModelForCausalLM
 
-from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative, written
+from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import llama, native_cpu
 from draftlab.model.llama import Tree
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.sampling import SamplingParams
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
@@ -157,12 +158,12 @@ def test_speculation_is_exact_in_every_dtype(family_dirs, dtype, int8):
     """No ties to excuse: where every width gives the same bits, greedy texts are equal, in batches, too."""
     target = NativeLlama(llama.load(family_dirs["llama"], dtype), int8)
     draft = NativeLlama(llama.load(family_dirs["llama"], dtype), not int8)
-    sampling, prompts = Sampling(max_new_tokens=24), [RAGGED[i] for i in (0, 1, 3)]  # together no wide pass
-    alone = [written(plain(target, [prompt], sampling))[0] for prompt in prompts]
-    assert written(plain(target, prompts, sampling)) == alone
+    sampling, prompts = SamplingParams(max_tokens=24), [RAGGED[i] for i in (0, 1, 3)]  # together no wide pass
+    alone = [output_tokens(decode(target, [prompt], sampling))[0] for prompt in prompts]
+    assert output_tokens(decode(target, prompts, sampling)) == alone
     for k in (1, 4):
-        steps = list(speculative(target, ModelDrafter(draft), prompts, k, sampling))
-        assert written(steps) == alone
+        steps = list(speculative_decode(target, ModelDrafter(draft), prompts, k, sampling))
+        assert output_tokens(steps) == alone
         assert sum(step.accepted for step in steps) > 0.3 * sum(step.drafted for step in steps)
 
 

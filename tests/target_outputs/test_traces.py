@@ -19,15 +19,16 @@ from transformers import OPTConfig, OPTForCausalLM, TopKLogitsWarper, TopPLogits
 from typer.testing import CliRunner
 
 from draftlab import workspace
-from draftlab.acceptance.token_logprobs import look
+from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.cli import app
-from draftlab.engine.generate import ModelDrafter, Sampling, plain, speculative
-from draftlab.engine.verify import Warp
+from draftlab.engine.batch_generate import BatchSettings
+from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, decoder
 from draftlab.model.llama import load
 from draftlab.prompts import Prompt, Prompts, file_prompts
 from draftlab.results.score import Generation, count_acceptance
+from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import sources, traces
 from draftlab.target_outputs.repeats import repeats
@@ -99,7 +100,11 @@ def recorded(
     )
 
     def start() -> LocalWriter:
-        return LocalWriter(decoder.load(target, torch.float32, CPU, device_map), how.writing(rows=rows, top=top))
+        return LocalWriter(
+            decoder.load(target, torch.float32, CPU, device_map),
+            how.sampling,
+            BatchSettings(batch_size=rows, logprobs=top),
+        )
 
     sources.run(out, about, start, prompts, how, top=top, tokenizer_from=target)
     return read_trace(out)
@@ -131,7 +136,7 @@ def test_a_greedy_trace_is_plain_decoding_of_whole_prompts(models, greedy_trace)
     assert len(greedy_trace.texts) == len(LINES)
     for text, prompt in zip(greedy_trace.texts, texts, strict=False):
         assert text.prompt.tolist() == tokenizer(prompt)["input_ids"]
-        steps = plain(model, [text.prompt.tolist()], Sampling(max_new_tokens=24))
+        steps = decode(model, [text.prompt.tolist()], SamplingParams(max_tokens=24))
         assert text.ids.tolist() == [t for step in steps for t in step.tokens]
         assert (text.stop, text.log_p.tolist()) == ("length", [0.0] * 24)
         assert text.top_ids[:, 0].tolist() == text.ids.tolist()
@@ -219,9 +224,9 @@ def test_a_server_that_samples_keeps_the_log_probabilities_it_gives(tmp_path, mo
     prompts = prompts_of(prompt_file, models["target"])
     found = served(tmp_path / "t", models["target"], prompts, greedy(temperature=1.0))
     texts = [(t.prompt, t.ids) for t in found.texts]
-    looked = look(load(models["target"], torch.float32), texts, 307, Warp(temperature=1.0))
+    looked = score_tokens(load(models["target"], torch.float32), texts, 307, SamplingParams(temperature=1.0))
     for text, one in zip(found.texts, looked, strict=True):
-        np.testing.assert_allclose(text.log_p, one.log_q, atol=1e-4)
+        np.testing.assert_allclose(text.log_p, one.logprobs, atol=1e-4)
     other = served(tmp_path / "u", models["target"], prompts, greedy(temperature=1.0, seed=1))
     assert [t.ids.tolist() for t in other.texts] != [t.ids.tolist() for t in found.texts]
 
@@ -421,11 +426,11 @@ def test_files_that_are_no_paper_trace_are_refused(tmp_path, content, message):
 # replaying
 
 
-def live(target: Path, draft: Path, prompts: list[list[int]], k: int, how: Sampling) -> list[Generation]:
+def live(target: Path, draft: Path, prompts: list[list[int]], k: int, how: SamplingParams) -> list[Generation]:
     big, small = load(target, torch.float32), load(draft, torch.float32)
     found = []
     for number, prompt in enumerate(prompts):
-        steps = list(speculative(big, ModelDrafter(small), [prompt], k, how))
+        steps = list(speculative_decode(big, ModelDrafter(small), [prompt], k, how))
         found.append(
             Generation(
                 prompt=number, tokens=sum(len(s.tokens) for s in steps), drafted=[s.drafted for s in steps[1:]],
@@ -441,7 +446,8 @@ def test_a_replayed_trace_is_live_speculation(models, greedy_trace):
     assert found.texts[0].chances == pytest.approx([float(r == 0) for r in found.texts[0].ranks])
     prompts = [t.prompt.tolist() for t in greedy_trace.texts]
     for k in (1, 2, 5):
-        wanted = count_acceptance(live(models["target"], models["draft"], prompts, k, Sampling(max_new_tokens=24)), k)
+        generations = live(models["target"], models["draft"], prompts, k, SamplingParams(max_tokens=24))
+        wanted = count_acceptance(generations, k)
         assert found.counts(Drafting(k=k)).acceptance() == wanted
         assert 0.2 < wanted.draft_acceptance_rate < 0.95
 
@@ -477,7 +483,7 @@ def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, mo
     prompts = prompts_of(prompt_file, models["target"])
     found = recorded(tmp_path / "t", models["target"], prompts, greedy(eos_ids=(ends,)))
     replayed = replay_draft(found, models["draft"], plan_of(), nothing)
-    k, how = 4, Sampling(max_new_tokens=24, eos_ids=(ends,))
+    k, how = 4, SamplingParams(max_tokens=24, stop_token_ids=(ends,))
     runs = live(models["target"], models["draft"], [p.ids for p in prompts.rows], k, how)
     counts = replayed.counts(Drafting(k=k))
     assert counts.passes.tolist() == [len(g.drafted) for g in runs]

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampler, Sampling, fit, judge
+from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampler, fit_vocab, verify_batch
+from draftlab.engine.verify import distribution
 from draftlab.model.decoder import Decoder
+from draftlab.sampling import SamplingParams
 
 Unsure = Callable[[Tensor], Tensor]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
 
@@ -35,14 +37,14 @@ class ConfidenceStopDrafter(ModelDrafter):
         super().__init__(model, vocab)
         self.unsure = unsure
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
-        logits = self.behind(texts)[:, -1]
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        logits = self.last_logits(texts)[:, -1]
         going = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
-        choose = Sampler(sampling.warp(), self.vocab)
+        choose = Sampler(sampling, self.vocab)
         ids, q, drafted = [], [], []
         while len(ids) < count and going.any():
             if ids:
-                logits = self.following(ids[-1])
+                logits = self.next_logits(ids[-1])
             token, drawn_from = choose(logits, uniform[:, len(ids)])
             ids.append(token)
             q += [] if drawn_from is None else [drawn_from]
@@ -62,7 +64,7 @@ class Fallback:
         self.first.reset(rows, capacity)
         self.second.reset(rows, capacity)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         first = self.first.propose(texts, count, sampling, uniform)
         if all(first.counts):
             return first
@@ -78,7 +80,7 @@ class Fallback:
         both = (self._q(d, wide, sampling) for d, wide in ((first, a), (second, b)))
         return Draft(ids=ids, q=torch.where(chosen[:, None, None], *both), counts=counts)
 
-    def _q(self, draft: Draft, ids: Tensor, sampling: Sampling) -> Tensor:
+    def _q(self, draft: Draft, ids: Tensor, sampling: SamplingParams) -> Tensor:
         if draft.q is None:
             return F.one_hot(ids, self.vocab).float()
         return F.pad(draft.q, (0, 0, 0, ids.shape[1] - draft.q.shape[1]))
@@ -98,7 +100,7 @@ class CascadeDrafter(ModelDrafter):
         super().reset(rows, capacity + self.inner_count)
         self.inner.reset(rows, capacity + self.inner_count)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         written: list[list[int]] = [[] for _ in texts]
         q: list[list[Tensor]] = [[] for _ in texts]
         draws = self._draws(uniform)  # [B, K, 2 inner_count + 1]
@@ -107,11 +109,13 @@ class CascadeDrafter(ModelDrafter):
             so_far = [text + more for text, more in zip(texts, written, strict=True)]
             inner = self.inner.propose(so_far, self.inner_count, sampling, u[:, : self.inner_count])
             fed = [text + more for text, more in zip(so_far, inner.ids.tolist(), strict=True)]
-            logits = fit(self.behind(fed, last=inner.ids.shape[1] + 1), self.vocab)
-            for row, (_, tokens) in enumerate(judge(logits, inner, inner.counts, sampling, u[:, self.inner_count :])):
+            logits = fit_vocab(self.last_logits(fed, last=inner.ids.shape[1] + 1), self.vocab)
+            for row, (_, tokens) in enumerate(
+                verify_batch(logits, inner, inner.counts, sampling, u[:, self.inner_count :])
+            ):
                 if done[row] < count:
                     written[row] += tokens
-                    q[row] += [] if sampling.temperature == 0 else [sampling(logits[row, : len(tokens)])]
+                    q[row] += [] if sampling.temperature == 0 else [distribution(logits[row, : len(tokens)], sampling)]
         return Draft(
             ids=torch.tensor([tokens[:count] for tokens in written], device=uniform.device),
             q=torch.stack([torch.cat(rows)[:count] for rows in q]) if q[0] else None,

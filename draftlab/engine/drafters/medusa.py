@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab import provenance
-from draftlab.engine.generate import Draft, Sampling
-from draftlab.engine.verify import draw
+from draftlab.engine.generate import Draft
+from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
 from draftlab.files import validation_text
 from draftlab.model.llama import Cache, Llama
+from draftlab.sampling import SamplingParams
 
 MANIFEST, WEIGHTS = "medusa.json", "heads.safetensors"
 
@@ -54,17 +55,17 @@ class MedusaDrafter:
     def reset(self, rows: int, capacity: int) -> None:
         self.states = self.target.embed.new_zeros(rows, capacity, self.target.shape.hidden)
 
-    def watch(self, cache: Cache) -> None:
+    def attach(self, cache: Cache) -> None:
         cache.hidden_states = self.states
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         at = [len(text) - 2 for text in texts]  # the last token was never fed: the one before it predicted it
         hidden = ahead(self.states[torch.arange(len(at)), at], self.heads[:count])  # [B, K, D]
         logits = self.target.expand_logits(F.linear(hidden, self.target.head))
         counts = [logits.shape[1]] * len(texts)
         if sampling.temperature == 0:
             return Draft(ids=logits.argmax(-1), q=None, counts=counts)
-        q = sampling(logits)
+        q = distribution(logits, sampling)
         return Draft(ids=draw(q, uniform[:, : q.shape[1]]), q=q, counts=counts)
 
 

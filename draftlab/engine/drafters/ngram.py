@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, Sampling
-from draftlab.engine.verify import draw
+from draftlab.engine.generate import Draft
+from draftlab.engine.verify import distribution, draw
+from draftlab.sampling import SamplingParams
 
 LONGEST_MATCH = 3  # tokens that are looked for in the text (Saxena 2023, prompt lookup decoding)
 
@@ -85,21 +86,21 @@ class NgramDrafter:
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         rows = [self._row(text, count, sampling, u) for text, u in zip(texts, uniform.cpu(), strict=True)]
         q = None if sampling.temperature == 0 else torch.stack([q for _, q in rows]).to(uniform.device)
         return Draft(
             ids=torch.tensor([ids for ids, _ in rows], device=uniform.device), q=q, counts=[count] * len(texts)
         )
 
-    def _row(self, text: list[int], count: int, sampling: Sampling, uniform: Tensor) -> tuple[list[int], Tensor]:
+    def _row(self, text: list[int], count: int, sampling: SamplingParams, uniform: Tensor) -> tuple[list[int], Tensor]:
         context, q = text[-len(self.model.orders) :], []
         for i in range(count):
             p = self.model.probabilities(context)
             if sampling.temperature == 0:
                 context.append(int(p.argmax()))
             else:
-                q.append(sampling(torch.from_numpy(p).log()))
+                q.append(distribution(torch.from_numpy(p).log(), sampling))
                 context.append(int(draw(q[-1], uniform[i])))
         return context[len(context) - count :], torch.stack(q) if q else torch.empty(0)
 
@@ -116,7 +117,7 @@ class LookupDrafter:
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         copies = [self._copy(text, count) for text in texts]
         width = max(map(len, copies))
         ids = [copy + [0] * (width - len(copy)) for copy in copies]

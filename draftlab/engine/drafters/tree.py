@@ -10,10 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, ModelDrafter, Sampling, fit
-from draftlab.engine.verify import draw
+from draftlab.engine.generate import Draft, ModelDrafter, fit_vocab
+from draftlab.engine.verify import distribution, draw
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Tree
+from draftlab.sampling import SamplingParams
 
 Siblings = Literal["top", "sampled", "distinct"]
 
@@ -32,9 +33,9 @@ class TreeDrafter(ModelDrafter):
             raise ValueError(f"a tree is given level by level: {parents}")
         super().__init__(model, vocab)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: Sampling, uniform: Tensor) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
-        logits = fit(self.behind(texts), self.vocab)  # [B, nodes so far, V]
+        logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes so far, V]
         ids, q = [], []
         for level in range(1, max(levels) + 1):
             if level > 1:
@@ -53,19 +54,19 @@ class TreeDrafter(ModelDrafter):
         """Logits behind the text and each token so far, [B, nodes, V]."""
         last = torch.tensor([text[-1] for text in texts], device=self.model.device)
         fed = torch.stack([last, *ids], 1)
-        if self.known is not None:
-            fed = fed.clamp(max=self.known - 1)
+        if self.own_vocab is not None:
+            fed = fed.clamp(max=self.own_vocab - 1)
         self.cache.used = [len(text) - 1 for text in texts]
         tree = Tree.from_parents(parents[: len(ids)], self.model.device)
-        return fit(self.model.forward(fed, self.cache, tree=tree), self.vocab)
+        return fit_vocab(self.model.forward(fed, self.cache, tree=tree), self.vocab)
 
     def _child(
-        self, logits: Tensor, elder: list[Tensor], sampling: Sampling, uniform: Tensor
+        self, logits: Tensor, elder: list[Tensor], sampling: SamplingParams, uniform: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """A token [B] beside its elder siblings, and what it was drawn from, [B, V]."""
         if sampling.temperature == 0 or self.siblings == "top":
             return logits.topk(len(elder) + 1).indices[:, -1], None
-        q = sampling(logits)
+        q = distribution(logits, sampling)
         if self.siblings == "distinct":
             for one in elder:
                 q = q.scatter(1, one.unsqueeze(1), 0)

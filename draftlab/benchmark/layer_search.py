@@ -1,0 +1,59 @@
+"""Which layers of a target to leave out when it drafts for itself."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftlab.acceptance import expected
+from draftlab.acceptance.token_logprobs import Text, score_tokens
+from draftlab.engine.drafters.layer_skip import skip_layers
+from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
+
+MAX_K = 8  # drafted tokens up to which a set of layers is rated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSet:
+    """Layers to keep, with the predicted result at their best K. speedup: over plain decoding."""
+
+    layers: tuple[int, ...]
+    k: int
+    tokens_per_pass: float
+    speedup: float
+
+
+def search_layers(
+    target: Llama, texts: Sequence[Text], sampling: SamplingParams, cost: Callable[[int], float]
+) -> Iterator[LayerSet]:
+    """Drop the layer that costs the least speed-up, again and again; yield each set, from all but one layer on.
+
+    After Draft & Verify (2309.08168) and SWIFT, with their timed runs replaced by the expected acceptance on texts that
+    the target generated under the same sampling: all candidates of one size cost the same, so the one with the most
+    tokens per pass wins.
+
+    cost: time of a pass through a number of layers, relative to a pass of the target.
+    """
+    greedy = sampling.temperature == 0
+    own = [] if greedy else score_tokens(target, texts, target.shape.vocab, sampling)
+    log_p = [np.zeros(len(completion)) for _, completion in texts] if greedy else [text.logprobs for text in own]
+
+    def rate(layers: tuple[int, ...]) -> LayerSet:
+        scored = score_tokens(skip_layers(target, layers), texts, target.shape.vocab, sampling)
+        chances = [expected.chances(text.logprobs, p) for text, p in zip(scored, log_p, strict=True)]
+        sets = (_layer_set(layers, chances, k, cost(len(layers))) for k in range(1, MAX_K + 1))
+        return max(sets, key=lambda candidate: candidate.speedup)
+
+    layers = tuple(range(target.shape.layers))
+    while len(layers) > 1:
+        candidates = (rate(layers[:i] + layers[i + 1 :]) for i in range(len(layers)))
+        best = max(candidates, key=lambda candidate: candidate.speedup)
+        yield best
+        layers = best.layers
+
+
+def _layer_set(layers: tuple[int, ...], chances: list[np.ndarray], k: int, cost: float) -> LayerSet:
+    tokens, passes = expected.tokens_per_pass(chances, k).sum(0)
+    per_pass = float(tokens / passes)
+    return LayerSet(layers=layers, k=k, tokens_per_pass=per_pass, speedup=per_pass / (k * cost + 1))

@@ -1,6 +1,6 @@
 """How tokens are sampled, for models here and on servers. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,10 @@ class SamplingParams:
     def unmodified(self) -> bool:
         """Whether samples follow the model's own distribution."""
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
+
+    def unlimited(self) -> "SamplingParams":
+        """Return the settings of the distribution alone, equal for all lengths, seeds and stop tokens."""
+        return replace(self, max_tokens=0, seed=0, stop_token_ids=())
 
     def describe(self) -> str:
         """Return the way of sampling in words, as "greedy" or "temperature 0.7, top-p 0.9"."""

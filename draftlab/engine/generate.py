@@ -121,7 +121,7 @@ class ModelDrafter:
         self.drafted: Tensor | None = None
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
-        logits, sampler = self.last_logits(texts)[:, -1], Sampler(sampling, self.vocab)
+        logits, sampler = self.last_logits(texts)[:, -1], Sampler(sampling.unlimited(), self.vocab)
         if isinstance(self.model, CudaGraphLlama):
             self.drafted, q = self.model.draft_chain(logits, self.cache, uniform, sampler)
         else:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.benchmark.servers import check_alone
 from draftlab.cli import app
+from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama

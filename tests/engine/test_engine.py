@@ -521,5 +521,5 @@ def test_min_p_is_transformers():
     warped = TemperatureLogitsWarper(0.7)(ids, logits)  # type: ignore[arg-type]
     for one in (TopKLogitsWarper(20), TopPLogitsWarper(0.95), MinPLogitsWarper(0.1)):
         warped = one(ids, warped)  # type: ignore[arg-type]
-    found = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, min_p=0.1)(logits)
+    found = distribution(logits, SamplingParams(temperature=0.7, top_k=20, top_p=0.95, min_p=0.1))
     torch.testing.assert_close(found, warped.softmax(-1))

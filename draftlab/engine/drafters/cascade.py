@@ -40,7 +40,7 @@ class ConfidenceStopDrafter(ModelDrafter):
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits = self.last_logits(texts)[:, -1]
         going = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
-        choose = Sampler(sampling, self.vocab)
+        choose = Sampler(sampling.unlimited(), self.vocab)
         ids, q, drafted = [], [], []
         while len(ids) < count and going.any():
             if ids:

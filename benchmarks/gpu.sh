@@ -70,7 +70,7 @@ predict() {  # needs target and drafts
 }
 
 engine() {
-  [ -d runs/gpu/3x256 ] || $draftlab prune --source tiny --layers 3 --width 256 --data stdlib --tokens 4096 \
+  [ -d runs/gpu/3x256 ] || $draftlab prune --source tiny --layers 3 --width 256 --data stdlib --calibration-tokens 4096 \
     --out runs/gpu/3x256 >&2
   part engine $python -m benchmarks.engine --draft runs/gpu/3x256 --device $device $engine
 }

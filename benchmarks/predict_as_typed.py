@@ -35,8 +35,8 @@ def main(
         (work / "draftlab.yaml").write_text("target: tiny\nsource: tiny\ndata: stdlib\n")
         for shape in SHAPES:
             layers, width = shape.split("x")
-            cut = ("prune", "--layers", layers, "--width", width, "--tokens", "4096", "--out", f"cut-{shape}")
-            _type(work, *cut)
+            cut = ("prune", "--layers", layers, "--width", width, "--calibration-tokens", "4096")
+            _type(work, *cut, "--out", f"cut-{shape}")
             _type(work, "distill", "--draft", f"cut-{shape}", "--steps", str(steps), *FEW, "--out", shape)
         running = ("--mode", mode, "--threads", "1")
         _type(work, "profile", "tiny", *SHAPES, "--k", "6", "--context", "64,112,168", *running, "--out", "profiles")

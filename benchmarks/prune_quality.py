@@ -10,27 +10,23 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from benchmarks import environment
+from draftlab.commands.base import Command
+from draftlab.commands.prune import prune, prune_masks
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill.trainer import EvalRecord, Settings, TrainingSetup, train
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape, read_shape_file
-from draftlab.prune.masks.training import Learning
-from draftlab.prune.refit import Fit
-from draftlab.prune.run import Plan, prune
 
-NOTHING = Fit(norms=False, outputs=False)
-CPU = torch.device("cpu")
 ROWS, SEQ_LEN = 8, 256
-Make = Callable[[int, Path], None]  # seed, directory
+Make = Callable[[int, Path], object]  # seed, directory
 
 
 def main(
@@ -48,11 +44,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     directory, wanted = checkpoint.locate(source), read_shape_file(shape)
-    joint = Settings(
-        loss="fkl", steps=mask_steps, lr=mask_lr, optimizer=mask_optimizer, weight_decay=0.0, warmup_share=0.1,
-        eval_every=10**9, save_every=10**9,
-    )  # fmt: skip
-    makers = _arms(directory, wanted, data, joint)
+    makers = _arms(directory, shape, data, mask_steps, {"lr": mask_lr, "optimizer": mask_optimizer})
     chosen, steps = arms.split(",") if arms else list(makers), [int(n) for n in budgets.split(",")]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for seed in map(int, seeds.split(",")):
@@ -65,36 +57,27 @@ def main(
     print(json.dumps(_report(found, wanted, checkpoint.read_shape(directory)) | masks | environment(threads)))
 
 
-def _arms(source: Path, shape: Shape, data: str, settings: Settings) -> dict[str, Make]:
-    learning = Learning(settings=settings, weights="frozen", rows=ROWS, seq_len=SEQ_LEN, target=None)
-    base = Plan(
-        source=source, shape=shape, method="activation", depth="influence", basis="coordinates", fit=NOTHING,
-        data=data, tokens=32768, seq_len=512, seed=0, device=CPU, scores_cache=None,
-    )  # fmt: skip
+def _arms(source: Path, shape: Path, data: str, mask_steps: int, joint: dict[str, Any]) -> dict[str, Make]:
+    common: dict[str, Any] = {"source": str(source), "shape": shape, "data": data, "device": "cpu"}
+    common |= {"rescale_norms": False, "refit": False}
+    activation, refitted = {"basis": "coordinates"}, {"rescale_norms": True, "refit": True}
+    masks = {"steps": mask_steps, "batch_size": ROWS, "seq_len": SEQ_LEN, "eval_steps": 10**9, "save_steps": 10**9}
 
-    def cut(**changes: object) -> Make:
-        def make(seed: int, out: Path) -> None:
-            plan = replace(base, seed=seed, **changes)
-            if plan.method == "masks" and plan.learning is not None:
-                seeded = replace(plan.learning, settings=replace(settings, seed=seed))
-                plan = replace(plan, learning=seeded)
-            prune(plan, out=out, arguments={}, began=time.time(), force=True)
+    def cut(command: Command, **settings: Any) -> Make:
+        return lambda seed, out: command(**common | settings, seed=seed, out=out, force=True)
 
-        return make
-
-    joint = replace(learning, weights="full")
     return {
-        "random init": lambda seed, out: _random(source, shape, seed, out),
-        "random parts": cut(method="random"),
-        "first": cut(method="first"),
-        "magnitude": cut(method="magnitude"),
-        "activation": cut(),
-        "activation + norms": cut(fit=Fit(outputs=False)),
-        "activation + refit": cut(fit=Fit()),
-        "activation + pca + refit": cut(basis="pca", fit=Fit()),
-        "masks frozen": cut(method="masks", learning=learning),
-        "masks frozen + refit": cut(method="masks", learning=learning, fit=Fit()),
-        "masks joint": cut(method="masks", learning=joint),
+        "random init": lambda seed, out: _random(source, read_shape_file(shape), seed, out),
+        "random parts": cut(prune, method="random"),
+        "first": lambda _, out: cut(prune, method="first")(0, out),
+        "magnitude": lambda _, out: cut(prune, method="magnitude")(0, out),
+        "activation": cut(prune, **activation),
+        "activation + norms": cut(prune, **activation, rescale_norms=True),
+        "activation + refit": cut(prune, **activation | refitted),
+        "activation + pca + refit": cut(prune, basis="pca", **refitted),
+        "masks frozen": cut(prune_masks, **masks),
+        "masks frozen + refit": cut(prune_masks, **masks | refitted),
+        "masks joint": cut(prune_masks, train_weights="full", **masks | joint),
     }
 
 

@@ -79,7 +79,8 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
     began = time.perf_counter()
     words = ["prune", "--source", str(source), "--layers", "12", "--width", "2560", "--data", "stdlib"]
     environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    subprocess.run([*draftlab, *words, "--tokens", str(tokens), "--out", "draft"], cwd=work, check=True, env=environ)
+    words += ["--calibration-tokens", str(tokens), "--out", "draft"]
+    subprocess.run([*draftlab, *words], cwd=work, check=True, env=environ)
     seconds = time.perf_counter() - began
     record = json.loads((work / "draft" / "draftlab.json").read_text())
     shape = checkpoint.read_shape(work / "draft")
@@ -113,7 +114,8 @@ def _float16_cost(threads: int) -> dict[str, object]:
             source.mkdir()
             saving.write_checkpoint(source, checkpoint.read_config(weights.directory), cast, weights.directory)
             words = ["prune", "--source", str(source), "--layers", "4", "--width", "192", "--data", "stdlib"]
-            draftlab = [str(Path(sys.executable).with_name("draftlab")), *words, "--tokens", "16384", "--out", "draft"]
+            words += ["--calibration-tokens", "16384", "--out", "draft"]
+            draftlab = [str(Path(sys.executable).with_name("draftlab")), *words]
             before = os.times()
             environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
             subprocess.run([*draftlab, "--force"], cwd=folder, check=True, env=environ)

@@ -25,7 +25,7 @@ from draftlab.errors import UserError
 from draftlab.recipe import run
 
 EXIT_USER_ERROR, EXIT_MISSED = 1, 3
-LAUNCHED = ("train", "distill", "prune", "prune-masks")  # a launcher may run these in several processes
+LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
 GROUPS = {
     "cache": "A target's distributions on disk, to distil from without the target.",
     "trace": "A target's own output, to measure drafts on without the target.",

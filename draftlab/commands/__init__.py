@@ -10,7 +10,7 @@ from draftlab.commands.make import design, import_checkpoint, init, tokenizer
 from draftlab.commands.measure import compare, report, score
 from draftlab.commands.medusa import medusa
 from draftlab.commands.predict import predict, profile
-from draftlab.commands.prune import prune
+from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.search import search
 from draftlab.commands.ship import check, env, export, trim
 from draftlab.commands.train import distill, rollback, train
@@ -20,6 +20,7 @@ _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
     "design": design,
     "search": search,
     "prune": prune,
+    "prune-masks": prune_masks,
     "distill": distill,
     "rollback": rollback,
     "medusa": medusa,

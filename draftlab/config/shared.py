@@ -69,7 +69,7 @@ def newest_output(*commands: str) -> Path:
     runs = workspace.load().runs
     path = workspace.newest(runs, commands)
     if path is None:
-        raise UserError(f"no draft was named, and {runs} has no output of draftlab {' or '.join(commands)}")
+        raise UserError(f"no draft in {runs}; run draftlab {commands[0]} first, or name one")
     return path
 
 

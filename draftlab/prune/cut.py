@@ -1,19 +1,18 @@
-"""Keep: what of a source survives. Cutting weights by it, and writing them in another basis, through the axis table.
+"""Lazy views of a source's weights, through the axis table: cut to what is kept, and written in a rotated basis.
 
-D hidden dimensions of the source, D' of the draft. The views here are lazy: a tensor is read, turned and cut when it
-is asked for, one at a time.
+D hidden dimensions of the source. A tensor is read, rotated and cut when it is looked up, one at a time.
 """
 
 from collections.abc import Iterator, Mapping
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from draftlab.files import FileModel
 from draftlab.model.checkpoint import layer_of
 from draftlab.model.shape import Axis, Shape
 
-# the norm whose scale a matrix reads
+# matrix -> the norm whose output it reads
 READS = {
     "self_attn.q_proj": "input_layernorm",
     "self_attn.k_proj": "input_layernorm",
@@ -23,13 +22,11 @@ READS = {
 }
 
 
-class Keep(BaseModel):
-    """Kept indices into the source, ascending. heads, kv_heads and ffn have one list per kept layer.
+class Keep(FileModel):
+    """Indices into the source that stay, ascending. heads, kv_heads and ffn have one list per kept layer.
 
-    Under a rotated basis hidden counts principal components, the largest first.
+    In a rotated basis hidden counts principal components, the largest first.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     layers: list[int]
     hidden: list[int]
@@ -50,7 +47,7 @@ def keep_all(shape: Shape) -> Keep:
 
 
 class Cut(Mapping[str, Tensor]):
-    """The tensors of the draft, of the given shape, cut out of the source's."""
+    """The source's tensors cut to the given shape."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, keep: Keep) -> None:
         self.weights, self.shape, self.keep = weights, shape, keep
@@ -60,8 +57,8 @@ class Cut(Mapping[str, Tensor]):
         layer = layer_of(name)
         tensor = self.weights[name if layer is None else name.replace(f".{layer}.", f".{self.keep.layers[layer]}.", 1)]
         for dim, axis in enumerate(self._axes[name]):
-            kept = self._kept_on(axis, layer)
-            tensor = tensor if kept is None else tensor.index_select(dim, kept)
+            indices = self._indices(axis, layer)
+            tensor = tensor if indices is None else tensor.index_select(dim, indices)
         return tensor.contiguous()
 
     def __iter__(self) -> Iterator[str]:
@@ -70,8 +67,8 @@ class Cut(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._axes)
 
-    def _kept_on(self, axis: Axis, layer: int | None) -> Tensor | None:
-        """Source indices along an axis of a draft's layer; None where nothing is cut."""
+    def _indices(self, axis: Axis, layer: int | None) -> Tensor | None:
+        """Return the source indices along an axis of a draft's layer, None where nothing is cut."""
         if axis == "hidden":
             return torch.tensor(self.keep.hidden)
         if layer is None or axis in ("vocab", "head_dim"):
@@ -83,16 +80,16 @@ class Cut(Mapping[str, Tensor]):
 
 
 class Rotated(Mapping[str, Tensor]):
-    """The source with its residual stream x written as x R, R [D, D] orthogonal; the same function.
+    """The source with its residual stream x written as x R, R [D, D] orthogonal: the same function.
 
     An RMSNorm commutes with a rotation once its scale is moved into the matrices that read it (SliceGPT, 2401.15024,
-    eq. 2). One R for the whole model keeps it a plain LLaMA. A tied head reads the embedding without a scale of its
-    own, so only untied models can be rotated.
+    eq. 2). One R for the whole model keeps it a plain LLaMA. A tied head cannot absorb the last norm's scale, so only
+    untied models can be rotated.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, rotation: Tensor) -> None:
         if shape.tied:
-            raise ValueError("a tied head cannot take in the last norm's scale")
+            raise ValueError("a tied head cannot absorb the last norm's scale")
         self.weights, self.rotation = weights, rotation.float()
         self._axes = shape.axes()
 
@@ -100,13 +97,13 @@ class Rotated(Mapping[str, Tensor]):
         tensor = self.weights[name]
         if name.endswith("norm.weight") and self._axes[name] == ("hidden",):
             return torch.ones_like(tensor)
-        turned = tensor.float()
+        rotated = tensor.float()
         scale = self._scale(name)
-        turned = turned if scale is None else turned * scale
+        rotated = rotated if scale is None else rotated * scale
         for dim, axis in enumerate(self._axes[name]):
             if axis == "hidden":
-                turned = (turned.movedim(dim, -1) @ self.rotation).movedim(-1, dim)
-        return turned.to(tensor.dtype)
+                rotated = (rotated.movedim(dim, -1) @ self.rotation).movedim(-1, dim)
+        return rotated.to(tensor.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._axes)

@@ -1,4 +1,4 @@
-"""How much each layer, hidden dimension, head and neuron of a model matters, from one calibration pass.
+"""Importance of each layer, hidden dimension, head and neuron of a model, from one calibration pass.
 
 T tokens, L layers, D hidden, H heads, C head_dim, F ffn. Larger scores matter more.
 """
@@ -22,7 +22,7 @@ SAMPLED_TOKENS = 512  # streams kept of every layer, to compare all pairs of lay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What a choice is made by, however it was found."""
+    """Importance of every part, by whatever rule."""
 
     layers: Tensor  # [L]
     hidden: Tensor  # [D]
@@ -32,7 +32,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """What one calibration finds. heads and ffn are activations x weights, after Minitron (2407.14679, 3.1)."""
+    """The result of one calibration. heads and ffn: activations x weights, after Minitron (2407.14679, 3.1)."""
 
     distance: Tensor  # [L + 1, L + 1]: mean 1 - cosine of the residual streams before layers i and j
     hidden: Tensor  # [D], over all norms' outputs
@@ -42,11 +42,11 @@ class Importance:
 
     @property
     def scores(self) -> Scores:
-        """Layers by how much they turn their input (block influence, ShortGPT, 2403.03853)."""
+        """Scores with layers by how much they turn their input (block influence, ShortGPT, 2403.03853)."""
         return Scores(layers=self.distance.diagonal(1), hidden=self.hidden, heads=self.heads, ffn=self.ffn)
 
     def principal(self, count: int) -> tuple[Tensor, float]:
-        """The count largest principal directions [D, count], and the share of the energy that they hold."""
+        """Return the largest principal directions [D, count], and their share of the energy."""
         energy, directions = torch.linalg.eigh(self.covariance.double())
         directions = directions.flip(1)[:, :count]
         signs = directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
@@ -54,7 +54,7 @@ class Importance:
 
 
 def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]) -> Importance:
-    """One pass over chunks of token ids [1, T], layer by layer; advance is told how many layers are done."""
+    """Run chunks of token ids [1, T] layer by layer. advance: called with the number of layers done."""
     sums = _Sums(shape)
     streams = walk.embed(chunks)
     stride = max(1, len(chunks) * chunks[0].shape[1] // SAMPLED_TOKENS)
@@ -77,40 +77,42 @@ def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[
     )
 
 
-def save_scores(importance: Importance, file: Path, made_by: dict[str, str]) -> None:
-    """Keep a calibration: one serves many shapes. made_by: what it came from, compared when it is read again."""
+def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
+    """Write importance to a file. facts: what decided it."""
     tensors = {name: getattr(importance, name).contiguous() for name in Importance.__slots__}
     file.parent.mkdir(parents=True, exist_ok=True)
-    writing = file.with_name(f".{file.name}.writing")
-    save_file(tensors, writing, metadata=made_by)
-    writing.rename(file)
+    part = file.with_name(f".{file.name}.part")
+    save_file(tensors, part, metadata=facts)
+    part.rename(file)
 
 
-def load_scores(file: Path, made_by: dict[str, str]) -> Importance:
-    """Raises UserError: the file came from another source, text, or number of tokens."""
+def load_scores(file: Path, facts: dict[str, str]) -> Importance:
+    """Read what save_scores wrote. Raises UserError: other facts decided it."""
     with safe_open(file, framework="pt") as handle:
-        held = handle.metadata() or {}
-        differing = [key for key, value in made_by.items() if held.get(key) != value]
-        if differing:
-            key = differing[0]
-            raise UserError(f"{file} was made with {key} = {held.get(key)}, not {made_by[key]}; give another file")
+        stored = handle.metadata() or {}
+        for key, value in facts.items():
+            if stored.get(key) != value:
+                raise UserError(f"--scores-cache {file} was made with {key} = {stored.get(key)}, not {value}")
         return Importance(**{name: handle.get_tensor(name) for name in Importance.__slots__})
 
 
+Listener = Callable[[Tensor, Tensor], None]  # called with a module's input and output
+
+
 class _Sums:
-    """Running sums over tokens, in float64 where they are many."""
+    """Running sums over tokens, in float64."""
 
     def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.hidden = torch.zeros(shape.hidden, dtype=torch.float64)
-        self.covariance = torch.zeros(shape.hidden, shape.hidden, dtype=torch.float64)
-        self.attention = torch.zeros(shape.layers, shape.sizes["q"], dtype=torch.float64)
-        self.neurons = torch.zeros(shape.layers, shape.ffn, dtype=torch.float64)
-        self.heads = torch.zeros(shape.layers, shape.heads, dtype=torch.float64)
-        self.ffn = torch.zeros(shape.layers, shape.ffn, dtype=torch.float64)
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float64)
 
-    def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]:
-        """Submodules of a layer, and what is to be called with their input and output."""
+        self.shape = shape
+        self.hidden, self.covariance = zeros(shape.hidden), zeros(shape.hidden, shape.hidden)
+        self.attention, self.neurons = zeros(shape.layers, shape.sizes["q"]), zeros(shape.layers, shape.ffn)
+        self.heads, self.ffn = zeros(shape.layers, shape.heads), zeros(shape.layers, shape.ffn)
+
+    def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
+        """Return the submodules of a layer to listen to."""
 
         def attention(x: Tensor, _: Tensor) -> None:
             self.attention[index] += _magnitude(x)
@@ -132,7 +134,7 @@ class _Sums:
         self.covariance += (x.T @ x).cpu()
 
     def weigh(self, layer: nn.Module, index: int) -> None:
-        """Activations of layer index times the norms of the columns that read them."""
+        """Multiply the activations of a layer by the norms of the columns that read them."""
         o, down = (layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj"))
         attention = self.attention[index].sqrt() * o.detach().double().norm(dim=0).cpu()
         self.heads[index] = attention.unflatten(0, (self.shape.heads, self.shape.head_dim)).sum(-1)
@@ -140,11 +142,11 @@ class _Sums:
 
 
 @contextlib.contextmanager
-def _hooked(listeners: list[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]) -> Iterator[None]:
-    def hook(call: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
-        return lambda _, args, output: call(args[0], output)
+def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
+    def hook(listener: Listener) -> Callable[..., None]:
+        return lambda _, args, output: listener(args[0], output)
 
-    handles = [module.register_forward_hook(hook(call)) for module, call in listeners]
+    handles = [module.register_forward_hook(hook(listener)) for module, listener in listeners]
     try:
         yield
     finally:
@@ -153,7 +155,7 @@ def _hooked(listeners: list[tuple[nn.Module, Callable[[Tensor, Tensor], None]]])
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """[1, T, N] -> [N]: the square of the mean magnitude over tokens."""
+    """Return the square of the mean magnitude over tokens, [1, T, N] -> [N]."""
     return x[0].double().abs().mean(0).square().cpu()
 
 

@@ -1,7 +1,7 @@
-"""What selection alone leaves on the table: source and draft run side by side, one layer of each at a time, and the
-draft's output matrices are refitted so that its residual stream follows the source's.
+"""The refit after a cut: source and draft run side by side, layer by layer, and each output matrix of the draft is
+fitted so that its residual stream follows the source's.
 
-T tokens, D hidden of the source, D' of the draft, N features that enter a matrix, V vocab. Streams are [1, T, D].
+T tokens, D hidden of the source, D' of the draft, N input features of a matrix, V vocab. Streams are [1, T, D].
 """
 
 from collections.abc import Callable, Iterator
@@ -10,19 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from draftlab.config.prune import RefitSettings
 from draftlab.prune.walk import Run, Walk
 
 Stream = Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What to adjust. ridge pulls toward the cut matrix, as a share of the mean energy of a feature."""
-
-    norms: bool = True
-    outputs: bool = True
-    head: bool = False
-    ridge: float = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,134 +30,130 @@ class Agreement:
 class Lockstep:
     """Source and draft over the same text.
 
-    Kept layer j of the draft is refitted toward the source's stream just before the next kept layer, so that it also
-    stands in for the layers dropped in between.
+    Layer j of the draft is refitted to the source's stream just before the next kept layer, so that it also stands in
+    for the layers dropped in between.
     """
 
-    def __init__(self, source: Walk, draft: Walk, *, layers: list[int], basis: Tensor, fit: Fit) -> None:
-        """layers: those of the source that the draft keeps. basis: [D, D']; x @ basis is x as the draft has it."""
-        self.source, self.draft, self.layers, self.fit = source, draft, layers, fit
+    def __init__(self, source: Walk, draft: Walk, *, layers: list[int], basis: Tensor, settings: RefitSettings) -> None:
+        """layers: kept layers of the source. basis: [D, D'], maps the source's stream to the draft's."""
+        self.source, self.draft, self.layers, self.settings = source, draft, layers, settings
         self.basis = basis.to(source.device, torch.float32)
-        self.agreement: Agreement | None = None  # known once all tensors were yielded
+        self.agreement: Agreement | None = None  # set once all tensors were yielded
 
     def tensors(
         self, chunks: list[Tensor], heldout: list[Tensor], advance: Callable[[int], None]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The draft's tensors, each as it is done, fitted on chunks of token ids [1, T].
+        """Yield the draft's tensors, fitted on chunks of token ids [1, T].
 
-        heldout: ids [1, T + 1]; a matrix that does worse on them after its refit keeps its cut weights.
-        advance: told how many layers of the source are done.
+        heldout: ids [1, T + 1]; a matrix whose refit does worse on them keeps its cut weights. advance: called with
+        the number of source layers done.
         """
         self.fitted = len(chunks)
         ids = chunks + [row[:, :-1] for row in heldout]
-        streams, followed = self.source.embed(ids), self.draft.embed(ids)
+        streams, draft_streams = self.source.embed(ids), self.draft.embed(ids)
         yield "model.embed_tokens.weight", self.draft.weights["model.embed_tokens.weight"]
-        streams = self._source_layers(range(self.layers[0]), streams, advance)
+        streams = self._run_layers(range(self.layers[0]), streams, advance)
         for j, layer in enumerate(self.layers):
             before = streams
-            middle, streams = self._source_layer(layer, before)
+            middle, streams = self._run_layer(layer, before)
             after = self.layers[j + 1] if j + 1 < len(self.layers) else len(self.source.layers)
-            streams = self._source_layers(range(layer + 1, after), streams, advance)
+            streams = self._run_layers(range(layer + 1, after), streams, advance)
             with self.draft.layer(j) as (module, run):
                 self._rescale(module.get_submodule("input_layernorm"), before)
                 self._rescale(module.get_submodule("post_attention_layernorm"), middle)
                 del before
-                if self.fit.outputs:
-                    self._refit(_Site(module, "self_attn.o_proj", run, "post_attention_layernorm"), followed, middle)
-                    self._refit(_Site(module, "mlp.down_proj", run, None), followed, streams)
-                followed = [run(stream) for stream in followed]
+                if self.settings.refit:
+                    attention = _Site(module, "self_attn.o_proj", run, "post_attention_layernorm")
+                    self._refit(attention, draft_streams, middle)
+                    self._refit(_Site(module, "mlp.down_proj", run, None), draft_streams, streams)
+                draft_streams = [run(stream) for stream in draft_streams]
                 advance(after)
                 yield from self.draft.tensors(f"model.layers.{j}")
-        yield from self._head(streams, followed, heldout)
+        yield from self._head(streams, draft_streams, heldout)
 
-    def _source_layers(self, layers: range, streams: list[Stream], advance: Callable[[int], None]) -> list[Stream]:
+    def _run_layers(self, layers: range, streams: list[Stream], advance: Callable[[int], None]) -> list[Stream]:
         for layer in layers:
             with self.source.layer(layer) as (_, run):
                 streams = [run(stream) for stream in streams]
             advance(layer + 1)
         return streams
 
-    def _source_layer(self, layer: int, streams: list[Stream]) -> tuple[list[Stream], list[Stream]]:
-        """Streams between attention and MLP of one source layer, and behind it."""
+    def _run_layer(self, layer: int, streams: list[Stream]) -> tuple[list[Stream], list[Stream]]:
+        """Return the streams between attention and MLP of one source layer, and after it."""
         with self.source.layer(layer) as (module, run):
             site = _Site(module, "mlp.down_proj", run, "post_attention_layernorm")
             pairs = [site.middle_and_after(stream) for stream in streams]
         return [middle for middle, _ in pairs], [after for _, after in pairs]
 
     def _rescale(self, norm: nn.Module, streams: list[Stream]) -> None:
-        """Make up for the mean square over fewer dimensions: the scale that fits the source's normed stream best."""
-        if not self.fit.norms:
+        """Correct for the mean square over fewer dimensions: scale to the source's normed stream."""
+        if not self.settings.rescale_norms:
             return
-        ratios = torch.cat([_rms(self._seen(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1)
+        ratios = torch.cat([_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1)
         norm.get_parameter("weight").data.mul_(ratios.mean())
 
-    def _refit(self, site: "_Site", followed: list[Stream], wanted: list[Stream]) -> None:
-        multiplier = self.draft.residual_multiplier
-
+    def _refit(self, site: "_Site", draft_streams: list[Stream], wanted: list[Stream]) -> None:
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for stream, want in zip(followed, wanted, strict=True):
-                features, reached = site.features_and_reached(stream)
-                yield features, (self._seen(want)[0] - reached) / multiplier
+            for stream, want in zip(draft_streams, wanted, strict=True):
+                features, reached = site.features_and_output(stream)
+                yield features, (self._project(want)[0] - reached) / self.draft.residual_multiplier
 
-        _fit_matrix(site.linear, pairs(), self.fitted, self.fit.ridge)
+        _fit_matrix(site.linear, pairs(), self.fitted, self.settings.ridge)
 
     def _head(
-        self, streams: list[Stream], followed: list[Stream], heldout: list[Tensor]
+        self, streams: list[Stream], draft_streams: list[Stream], heldout: list[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         with self.source.head() as (_, source_logits), self.draft.head() as (model, draft_logits):
             self._rescale(model.get_submodule("model.norm"), streams)
-            if self.fit.head:
+            if self.settings.refit_head:
                 site = _Site(model, "lm_head", draft_logits, None)
 
                 def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-                    for stream, ours in zip(streams, followed, strict=True):
-                        features, reached = site.features_and_reached(ours)
-                        error = source_logits(stream)[0].float() - reached
-                        yield features, error * self.draft.logits_scaling
+                    for stream, draft_stream in zip(streams, draft_streams, strict=True):
+                        features, logits = site.features_and_output(draft_stream)
+                        yield features, (source_logits(stream)[0].float() - logits) * self.draft.logits_scaling
 
-                _fit_matrix(site.linear, pairs(), self.fitted, self.fit.ridge)
-            logits = zip(streams[self.fitted :], followed[self.fitted :], heldout, strict=True)
-            self.agreement = _agreement((source_logits(s), draft_logits(d), ids) for s, d, ids in logits)
+                _fit_matrix(site.linear, pairs(), self.fitted, self.settings.ridge)
+            rows = zip(streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True)
+            self.agreement = _agreement((source_logits(s), draft_logits(d), ids) for s, d, ids in rows)
             yield from self.draft.tensors("model.norm")
             if "lm_head.weight" in self.draft.weights:
                 yield from self.draft.tensors("lm_head")
 
-    def _seen(self, stream: Stream) -> Tensor:
+    def _project(self, stream: Stream) -> Tensor:
         return stream.float() @ self.basis  # [1, T, D']
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """A matrix inside a running module, and where its output arrives: the input of a norm, or the module's output."""
+    """A matrix inside a running module. output: the norm that reads the stream it adds to, or the module's output."""
 
     module: nn.Module
     name: str
     run: Run
-    arrives: str | None
+    output: str | None
 
     @property
     def linear(self) -> nn.Module:
         return self.module.get_submodule(self.name)
 
-    def features_and_reached(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """What enters the matrix, [T, N], and the stream where it arrives, [T, D'], both fp32."""
-        names = [self.name] + ([self.arrives] if self.arrives else [])
+    def features_and_output(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return the input of the matrix, [T, N], and the stream it adds to, [T, D'], both fp32."""
+        names = [self.name] + ([self.output] if self.output else [])
         after, inputs = self._inputs(names, stream)
-        reached = inputs[1] if self.arrives else after
-        return inputs[0][0].float(), reached[0].float()
+        output = inputs[1] if self.output else after
+        return inputs[0][0].float(), output[0].float()
 
     def middle_and_after(self, stream: Stream) -> tuple[Stream, Stream]:
-        after, inputs = self._inputs([self.arrives or self.name], stream)
+        after, inputs = self._inputs([self.output or self.name], stream)
         return inputs[0], after
 
     def _inputs(self, names: list[str], stream: Stream) -> tuple[Stream, list[Tensor]]:
-        seen: dict[str, Tensor] = {}
+        """Run the module; return its output and the inputs of the named submodules."""
+        inputs: dict[str, Tensor] = {}
 
         def hook(name: str) -> Callable[..., None]:
-            def store(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-                seen[name] = args[0]
-
-            return store
+            return lambda _, args: inputs.update({name: args[0]})
 
         handles = [self.module.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
         try:
@@ -174,14 +161,14 @@ class _Site:
         finally:
             for handle in handles:
                 handle.remove()
-        return after, [seen[name] for name in names]
+        return after, [inputs[name] for name in names]
 
 
 @torch.inference_mode()
 def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float) -> None:
-    """Add to the weight what explains the errors: argmin |E - X dW|^2 + ridge |dW|^2, if held-out error falls.
+    """Add to the weight argmin |E - X dW|^2 + ridge |dW|^2, if that lowers the held-out error.
 
-    pairs: features X [T, N] and errors E [T, M] of each chunk; the first fitted of them are fitted on.
+    pairs: features X [T, N] and errors E [T, M] of each chunk; the first fitted ones are fitted on.
     """
     weight = linear.get_parameter("weight")  # [M, N]
     gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
@@ -201,7 +188,7 @@ def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitte
 
 
 def ridge_solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """(X'X + ridge mean(diag X'X) I)^-1 X'E in fp64. gram: [N, N]. cross: [N, M]. Zeros where X is zero."""
+    """Return (X'X + ridge mean(diag X'X) I)^-1 X'E in fp64; zeros if X is zero. gram: [N, N]. cross: [N, M]."""
     gram = gram.double()
     energy = float(gram.diagonal().mean())
     if energy == 0:
@@ -219,16 +206,15 @@ def _agreement(rows: Iterator[tuple[Tensor, Tensor, Tensor]]) -> Agreement:
     sums, tokens = torch.zeros(4, dtype=torch.float64), 0
     for source, draft, ids in rows:
         log_p, log_q = source[0].float().log_softmax(-1), draft[0].float().log_softmax(-1)
-        following = ids[0, 1:, None].to(log_p.device)
-        sums += torch.stack(
-            [
-                -log_p.gather(1, following).sum(),
-                -log_q.gather(1, following).sum(),
-                torch.minimum(log_p, log_q).exp().sum(),
-                (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
-            ]
-        ).cpu()
-        tokens += len(following)
+        targets = ids[0, 1:, None].to(log_p.device)
+        terms = [
+            -log_p.gather(1, targets).sum(),
+            -log_q.gather(1, targets).sum(),
+            torch.minimum(log_p, log_q).exp().sum(),
+            (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
+        ]
+        sums += torch.stack(terms).cpu()
+        tokens += len(targets)
     source_ce, draft_ce, acceptance, top1 = (sums / tokens).tolist()
     return Agreement(
         tokens=tokens, source_cross_entropy=source_ce, cross_entropy=draft_ce, acceptance=acceptance, top1=top1

@@ -1,102 +1,40 @@
-"""One prune on disk: decide what stays, cut, refit, write."""
+"""One prune on disk: select what stays, cut, refit, write."""
 
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from draftlab import provenance
-from draftlab.console import is_main_process, processes, progress
+from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
+from draftlab.console import is_main_process, progress
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill import distributed
 from draftlab.distill.checkpointer import process_state
 from draftlab.errors import UserError
-from draftlab.files import claim_state, state_directory
-from draftlab.model import checkpoint, saving
+from draftlab.files import removed_if_unused
+from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape
-from draftlab.prune.choose import (
-    Depth,
-    choose,
-    contiguous,
-    even,
-    first_scores,
-    greedy,
-    influential,
-    magnitude_scores,
-    random_scores,
-    top,
-)
+from draftlab.output import Output
+from draftlab.prune import choose
 from draftlab.prune.cut import Cut, Keep, Rotated, keep_all
-from draftlab.prune.importance import Importance, Scores, calibrate, load_scores, save_scores
+from draftlab.prune.importance import Importance, calibrate, load_scores, save_scores
 from draftlab.prune.masks.hard_concrete import Masks
-from draftlab.prune.masks.training import MASKS_FILE, Learning, learn
-from draftlab.prune.refit import Agreement, Fit, Lockstep
-from draftlab.prune.trial_model import check_buildable, check_prunable
+from draftlab.prune.masks.training import MASKS_FILE, train_masks
+from draftlab.prune.refit import Agreement, Lockstep
+from draftlab.prune.source import Source, open_source
 from draftlab.prune.walk import Walk
-
-Method = Literal["activation", "masks", "random", "first", "magnitude"]
-Basis = Literal["auto", "pca", "coordinates"]
 
 KEEP_FILE = "keep.json"
 HELDOUT_TOKENS = 4096
 GREEDY_TOKENS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to cut, by which rule, and what to adjust afterwards."""
-
-    source: Path
-    shape: Shape
-    method: Method
-    depth: Depth
-    basis: Basis
-    fit: Fit
-    data: str
-    tokens: int
-    seq_len: int
-    seed: int
-    device: torch.device
-    scores_cache: Path | None
-    learning: Learning | None = None  # of masks
-
-    @cached_property
-    def have(self) -> Shape:
-        return checkpoint.planned_shape(self.source)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The draft is written as the source is stored."""
-        return checkpoint.stored_dtype(self.source)
-
-    @property
-    def weights(self) -> checkpoint.Weights:
-        """The source's, as they are computed with."""
-        return checkpoint.Weights(self.source, self.computed)
-
-    @property
-    def computed(self) -> torch.dtype:
-        return checkpoint.compute_dtype(self.source, self.device)
-
-    @property
-    def rotated(self) -> bool:
-        narrower = self.shape.hidden < self.have.hidden
-        wanted = self.basis == "pca" or (self.basis == "auto" and not self.have.tied)
-        return self.method == "activation" and narrower and wanted
-
-    def walk(self, *, resident: bool = False) -> Walk:
-        config = checkpoint.read_config(self.source)
-        return Walk(self.weights, config, self.computed, self.device, resident)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What stays. weights are the source's in the draft's basis [D, D'], not yet cut."""
+class Selection:
+    """What stays of the source. weights: the source's in the draft's basis [D, D'], not yet cut."""
 
     keep: Keep
     basis: Tensor
@@ -106,141 +44,173 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """agreement with the source; None where the draft is the source itself."""
+    """A finished draft. agreement: with the source on held-out text; None where the draft is the source itself."""
 
+    source: Shape
+    shape: Shape
     keep: Keep
     agreement: Agreement | None
     disk_bytes: int
 
 
-def check_plan(plan: Plan) -> None:
-    """Raises UserError: not what the axis table takes it for; a tied head cannot be rotated or refitted alone."""
-    if processes() > 1 and plan.learning is None:
-        raise UserError(f"--method {plan.method} runs in one process; only --method masks trains in several")
-    distributed.check(masks=plan.learning is not None)
-    config = checkpoint.read_config(plan.source)
-    check_prunable(config, plan.have)
-    check_buildable(checkpoint.config_for(plan.shape, config, list(range(plan.shape.layers))), plan.shape)
-    if plan.basis == "pca" and plan.have.tied:
-        raise UserError("--basis pca moves the last norm into the head, and this source ties it; use coordinates")
-    if plan.basis == "pca" and plan.method != "activation":
-        raise UserError(f"--basis pca goes with --method activation; {plan.method} chooses coordinates")
-    if plan.fit.head and plan.have.tied:
-        raise UserError("--refit-head changes the head alone, and this source ties it to the embedding; leave it out")
-
-
-def prune(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> Pruned:
-    """Write the draft of plan.shape to out.
+def prune(config: PruneConfig, output: Output) -> Pruned:
+    """Write the draft that importance scores or a baseline select.
 
     Weights keep the source's dtype: with the source's own shape they are the source's bits.
+
+    Raises:
+        UserError: see open_source; a tied source where a rotation is asked for.
     """
-    check_plan(plan)
-    if plan.shape == plan.have:
-        keep = keep_all(plan.have)
-        with checkpoint.new_directory(out, force=force) as work:
-            size = _write(plan, keep, iter(checkpoint.Weights(plan.source).items()), work)
-            provenance.write_record(work, "prune", arguments, [plan.source], began, params=plan.shape.params())
-        return Pruned(keep=keep, agreement=None, disk_bytes=size)
-    chunks, heldout, state = _text(plan), _heldout(plan), state_directory(out)
-    made = _decide(plan, chunks, state, arguments)
-    if not is_main_process():  # masks may be trained in several, and one writes
-        return Pruned(keep=made.keep, agreement=None, disk_bytes=0)
-    config = checkpoint.config_for(plan.shape, checkpoint.read_config(plan.source), made.keep.layers)
-    draft = Walk(Cut(made.weights, plan.shape, made.keep), config, plan.computed, plan.device)
-    lockstep = Lockstep(plan.walk(), draft, layers=made.keep.layers, basis=made.basis, fit=plan.fit)
-    with checkpoint.new_directory(out, force=force) as work:
-        size = _write(plan, made.keep, _fitted(lockstep, plan, chunks, heldout), work)
-        if made.masks is not None:
-            (work / MASKS_FILE).parent.mkdir()
-            made.masks.save(work / MASKS_FILE)
-        found = lockstep.agreement
-        notes = {"params": plan.shape.params(), "agreement": asdict(found) if found else None}
-        provenance.write_record(work, "prune", arguments, [plan.source], began, **notes)
-    shutil.rmtree(state, ignore_errors=True)
-    return Pruned(keep=made.keep, agreement=found, disk_bytes=size)
-
-
-def _write(plan: Plan, keep: Keep, tensors: Iterator[tuple[str, Tensor]], work: Path) -> int:
-    config = checkpoint.config_for(plan.shape, checkpoint.read_config(plan.source), keep.layers)
-    (work / KEEP_FILE).write_text(keep.model_dump_json())
-    return saving.write_checkpoint(work, config, tensors, plan.source)
-
-
-def _decide(plan: Plan, chunks: list[Tensor], state: Path, arguments: dict[str, object]) -> Decision:
-    source, have, shape = plan.weights, plan.have, plan.shape
-    if plan.learning is not None:
-        identity = arguments | {"command": "prune", "inputs": [provenance.fingerprint(plan.source)]}
-        with process_state().main_process_first():
-            claim_state(state, identity)
-        learned = learn(plan.source, have, shape, plan.learning, data=plan.data, state=state)
-        return Decision(keep=learned.keep, basis=learned.basis, weights=learned.weights, masks=learned.masks)
-    if plan.method == "activation":
-        importance = _importance(plan, chunks)
-        keep = choose(importance.scores, have, shape, _layers(plan, importance, chunks))
-        if plan.rotated:
-            rotation, _ = importance.principal(shape.hidden)
-            keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
-            return Decision(keep=keep, basis=rotation, weights=Rotated(source, have, rotation))
+    hub.check_data(config.data)
+    source, shape = open_source(config)
+    if config.basis == "pca" and source.shape.tied:
+        raise UserError("--basis pca moves the last norm into the head, and this source ties it; use coordinates")
+    if shape == source.shape:
+        return _copy(config, output, source)
+    chunks, heldout = _calibration_text(config, source), _heldout_text(config, source)
+    if config.method == "activation":
+        selection = _most_active(config, source, shape, chunks)
     else:
-        scores = _baseline(plan, source)
-        keep = choose(scores, have, shape, top(scores.layers, shape.layers))
-    return Decision(keep=keep, basis=torch.eye(have.hidden)[:, keep.hidden], weights=source)
+        scores = _baseline_scores(config, source)
+        keep = choose.choose(scores, source.shape, shape, choose.top(scores.layers, shape.layers))
+        selection = Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
+    return _write_draft(config, output, source, shape, selection, chunks, heldout)
 
 
-def _layers(plan: Plan, importance: Importance, chunks: list[Tensor]) -> list[int]:
-    count, total = plan.shape.layers, plan.have.layers
-    if plan.depth == "contiguous":
-        return contiguous(importance, count)
-    if plan.depth == "even":
-        return even(total, count)
-    if plan.depth == "influence" or count == total:
-        return influential(importance, count)
+def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
+    """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
+
+    Raises:
+        UserError: see open_source and train_masks.
+    """
+    distributed.check(masks=True)
+    hub.check_data(config.data)
+    source, shape = open_source(config)
+    if shape == source.shape:
+        return _copy(config, output, source)
+    chunks, heldout = _calibration_text(config, source), _heldout_text(config, source)
+    with removed_if_unused(output.state):
+        with process_state().main_process_first():
+            output.claim_state([source.directory])
+        trained = train_masks(config, source, shape, output)
+    selection = Selection(keep=trained.keep, basis=trained.basis, weights=trained.weights, masks=trained.masks)
+    if not is_main_process():
+        return Pruned(source=source.shape, shape=shape, keep=trained.keep, agreement=None, disk_bytes=0)
+    pruned = _write_draft(config, output, source, shape, selection, chunks, heldout)
+    shutil.rmtree(output.state, ignore_errors=True)
+    return pruned
+
+
+def _copy(config: CutConfig, output: Output, source: Source) -> Pruned:
+    keep = keep_all(source.shape)
+    with output.directory() as work:
+        (work / KEEP_FILE).write_text(keep.model_dump_json())
+        weights = checkpoint.Weights(source.directory).items()
+        size = saving.write_checkpoint(work, source.config_for(source.shape), iter(weights), source.directory)
+        output.record(work, [source.directory], params=source.shape.params())
+    return Pruned(source=source.shape, shape=source.shape, keep=keep, agreement=None, disk_bytes=size)
+
+
+def _write_draft(
+    config: CutConfig,
+    output: Output,
+    source: Source,
+    shape: Shape,
+    selection: Selection,
+    chunks: list[Tensor],
+    heldout: list[Tensor],
+) -> Pruned:
+    keep = selection.keep
+    draft_config = source.config_for(shape, keep.layers)
+    draft = Walk(Cut(selection.weights, shape, keep), draft_config, source.dtype, source.device)
+    lockstep = Lockstep(source.walk(), draft, layers=keep.layers, basis=selection.basis, settings=config)
+    with output.directory() as work:
+        (work / KEEP_FILE).write_text(keep.model_dump_json())
+        tensors = _refitted(lockstep, source, chunks, heldout)
+        size = saving.write_checkpoint(work, draft_config, tensors, source.directory)
+        if selection.masks is not None:
+            (work / MASKS_FILE).parent.mkdir()
+            selection.masks.save(work / MASKS_FILE)
+        agreement = lockstep.agreement
+        notes = {"params": shape.params(), "agreement": asdict(agreement) if agreement else None}
+        output.record(work, [source.directory], **notes)
+    return Pruned(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size)
+
+
+def _refitted(
+    lockstep: Lockstep, source: Source, chunks: list[Tensor], heldout: list[Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the draft's tensors in the dtype that the source is stored in."""
+    with progress("refit", source.shape.layers) as advance:
+        for name, tensor in lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers")):
+            yield name, tensor.to("cpu", source.stored_dtype)
+
+
+def _most_active(config: PruneConfig, source: Source, shape: Shape, chunks: list[Tensor]) -> Selection:
+    importance = _importance(config, source, chunks)
+    keep = choose.choose(importance.scores, source.shape, shape, _layers(config, source, shape, importance, chunks))
+    rotated = config.basis == "pca" or (config.basis == "auto" and not source.shape.tied)
+    if not rotated or shape.hidden == source.shape.hidden:
+        return Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
+    rotation, _ = importance.principal(shape.hidden)
+    keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
+    return Selection(keep=keep, basis=rotation, weights=Rotated(source.weights, source.shape, rotation))
+
+
+def _layers(
+    config: PruneConfig, source: Source, shape: Shape, importance: Importance, chunks: list[Tensor]
+) -> list[int]:
+    count, total = shape.layers, source.shape.layers
+    if config.depth == "contiguous":
+        return choose.contiguous(importance, count)
+    if config.depth == "even":
+        return choose.even(total, count)
+    if config.depth == "influence" or count == total:
+        return choose.influential(importance, count)
     with progress("drop layers", total - count) as advance:
-        few = chunks[: max(1, GREEDY_TOKENS // plan.seq_len)]
-        return greedy(plan.walk(resident=True), few, count, lambda done: advance(done, f"of {total}"))
+        few = chunks[: max(1, GREEDY_TOKENS // config.seq_len)]
+        return choose.greedy(source.walk(resident=True), few, count, lambda done: advance(done, f"of {total}"))
 
 
-def _baseline(plan: Plan, source: checkpoint.Weights) -> Scores:
-    if plan.method == "random":
-        return random_scores(plan.have, plan.seed)
-    return first_scores(plan.have) if plan.method == "first" else magnitude_scores(source, plan.have)
+def _baseline_scores(config: PruneConfig, source: Source) -> choose.Scores:
+    if config.method == "random":
+        return choose.random_scores(source.shape, config.seed)
+    if config.method == "first":
+        return choose.first_scores(source.shape)
+    return choose.magnitude_scores(source.weights, source.shape)
 
 
-def _importance(plan: Plan, chunks: list[Tensor]) -> Importance:
-    made_by = {
-        "source": provenance.fingerprint(plan.source) if plan.scores_cache else "",
-        "data": plan.data,
-        "tokens": str(plan.tokens),
-        "seq_len": str(plan.seq_len),
-        "seed": str(plan.seed),
+def _importance(config: PruneConfig, source: Source, chunks: list[Tensor]) -> Importance:
+    file = config.scores_cache
+    facts = {
+        "source": provenance.fingerprint(source.directory) if file else "",
+        "data": config.data,
+        "tokens": str(config.calibration_tokens),
+        "seq_len": str(config.seq_len),
+        "seed": str(config.seed),
     }
-    if plan.scores_cache is not None and plan.scores_cache.exists():
-        return load_scores(plan.scores_cache, made_by)
-    with progress("calibrate", plan.have.layers) as advance:
-        importance = calibrate(plan.walk(), plan.have, chunks, lambda done: advance(done, "layers"))
-    if plan.scores_cache is not None:
-        save_scores(importance, plan.scores_cache, made_by)
+    if file is not None and file.exists():
+        return load_scores(file, facts)
+    with progress("calibrate", source.shape.layers) as advance:
+        importance = calibrate(source.walk(), source.shape, chunks, lambda done: advance(done, "layers"))
+    if file is not None:
+        save_scores(importance, file, facts)
     return importance
 
 
-def _fitted(
-    lockstep: Lockstep, plan: Plan, chunks: list[Tensor], heldout: list[Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The draft's tensors as the source stores its own."""
-    with progress("refit", plan.have.layers) as advance:
-        for name, tensor in lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers")):
-            yield name, tensor.to("cpu", plan.dtype)
-
-
-def _text(plan: Plan) -> list[Tensor]:
-    """Calibration text: chunks of token ids [1, seq_len]."""
-    rows = -(-plan.tokens // plan.seq_len)
-    tokenizer = checkpoint.load_tokenizer(plan.source)
-    text = open_batches(plan.data, tokenizer, rows=rows, seq_len=plan.seq_len, steps=1, seed=plan.seed)
+def _calibration_text(config: PruneConfig | PruneMasksConfig, source: Source) -> list[Tensor]:
+    """Return chunks of token ids [1, seq_len]."""
+    if not config.calibrates:
+        return []
+    rows = -(-config.calibration_tokens // config.seq_len)
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    text = open_batches(config.data, tokenizer, rows=rows, seq_len=config.seq_len, steps=1, seed=config.seed)
     return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
 
 
-def _heldout(plan: Plan) -> list[Tensor]:
-    most = max(1, HELDOUT_TOKENS // plan.seq_len)
-    held = open_heldout(plan.data, checkpoint.load_tokenizer(plan.source), rows=1, seq_len=plan.seq_len, most_rows=most)
-    return [torch.from_numpy(batch.ids) for batch in held.batches]
+def _heldout_text(config: CutConfig, source: Source) -> list[Tensor]:
+    """Return chunks of token ids [1, seq_len + 1]."""
+    rows = max(1, HELDOUT_TOKENS // config.seq_len)
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    text = open_heldout(config.data, tokenizer, rows=1, seq_len=config.seq_len, most_rows=rows)
+    return [torch.from_numpy(batch.ids) for batch in text.batches]

@@ -1,4 +1,4 @@
-"""Whether an architecture is what the axis table takes it for: tried on a small random model of its own class."""
+"""Checks that the axis table describes an architecture, on a small random model of its class."""
 
 import torch
 
@@ -26,7 +26,7 @@ def prunable_shape(name: str) -> tuple[str, Shape]:
 
 
 def check_buildable(config: dict[str, object], shape: Shape) -> None:
-    """Refuse a config that transformers builds with other sizes than shape has, or not at all.
+    """Refuse a config that transformers builds with other sizes than the shape's.
 
     Raises:
         UserError: names the tensor.
@@ -41,30 +41,23 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
 
 
 def check_prunable(config: dict[str, object], source: Shape) -> None:
-    """Refuse a model that shares LLaMA's tensor names and computes something else with them, such as Gemma's norms.
+    """Refuse a model that has LLaMA's tensors but computes something else with them, such as Gemma's norms.
 
-    Half of a small model's hidden dimensions and heads are silenced. PreTokenizer them, and scaling the norms to the
-    shorter mean, must leave its logits. A norm that adds 1 to its scale breaks that, and so does an embedding that
-    is scaled by the width.
+    Half of a small model's hidden dimensions and heads are zeroed. Cutting them, and rescaling the norms to the smaller
+    width, must not change its logits. A norm that adds 1 to its scale changes them, and so does an embedding that is
+    scaled by the width.
 
     Raises:
-        UserError: the logits moved, or transformers cannot build the small model.
+        UserError: the logits changed, or transformers cannot build the small model.
     """
     group = min(4, source.heads // source.kv_heads)
     width = 2 * group * HEAD_DIM
-    sizes = {
-        "layers": min(2, source.layers),
-        "hidden": width,
-        "heads": 2 * group,
-        "kv_heads": 2,
-        "ffn": 32,
-        "vocab": 48,
-    }
-    wide = source.model_copy(update=sizes | {"head_dim": HEAD_DIM})
+    sizes = {"layers": min(2, source.layers), "heads": 2 * group, "kv_heads": 2, "ffn": 32, "vocab": 48}
+    wide = source.model_copy(update=sizes | {"hidden": width, "head_dim": HEAD_DIM})
     narrow = wide.model_copy(update={"hidden": width // 2, "heads": group, "kv_heads": 1})
-    kept = list(range(wide.layers))
+    layers = list(range(wide.layers))
     plain = config | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    model = checkpoint.new_model(checkpoint.config_for(wide, plain, kept), seed=0).eval()
+    model = checkpoint.new_model(checkpoint.config_for(wide, plain, layers), seed=0).eval()
     with torch.no_grad():
         weights = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     for name in weights:
@@ -78,15 +71,15 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
     cut = dict(Cut(weights, narrow, half).items())
     for name, axes in narrow.axes().items():
         cut[name] = cut[name] * 2**0.5 if axes == ("hidden",) and "norm" in name else cut[name]
-    small = checkpoint.new_model(checkpoint.config_for(narrow, plain, kept), seed=0).eval()
+    small = checkpoint.new_model(checkpoint.config_for(narrow, plain, layers), seed=0).eval()
     ids = torch.arange(8).unsqueeze(0)
     with torch.no_grad():
         for built, tensors in ((model, weights), (small, cut)):
             for name, parameter in built.named_parameters():
                 parameter.copy_(tensors[name])
-        there, here = small(input_ids=ids).logits, model(input_ids=ids).logits
-    if not float((there - here).abs().max()) <= TOLERANCE * float(here.abs().max()):
+        cut_logits, logits = small(input_ids=ids).logits, model(input_ids=ids).logits
+    if not float((cut_logits - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()):
         raise UserError(
-            f"{config.get('model_type')} models have LLaMA's tensors and compute something else with them, "
-            "so that a cut would not be exact; draftlab does not prune them"
+            f"{config.get('model_type')} models have LLaMA's tensors but compute something else with them, "
+            "so a cut would not be exact; draftlab does not prune them"
         )

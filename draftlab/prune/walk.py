@@ -1,4 +1,4 @@
-"""Running a model one layer at a time, so that one larger than memory can be calibrated and refitted.
+"""Models run one layer at a time, so that one larger than memory can be calibrated and refitted.
 
 T tokens, D hidden, V vocab. The layers are transformers' own modules: an architecture runs as it is written.
 """
@@ -17,9 +17,9 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Walk:
-    """A model as embedding, layers and head, each read from weights when entered and dropped when left.
+    """A model as embedding, layers and head, each loaded when its block is entered and dropped when it is left.
 
-    A residual stream is [1, T, D], with the same T everywhere. resident keeps all layers in memory; same bits.
+    A residual stream is [1, T, D], with the same T for all. resident: keep all layers in memory; same bits.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Walk:
         self.model = checkpoint.meta_model(config, dtype)
         self.decoder = self.model.get_submodule("model")
         self.layers = cast(nn.ModuleList, self.model.get_submodule("model.layers"))
-        # granite scales what a layer adds to the stream, and its logits
+        # granite scales the output of each layer, and the logits
         self.residual_multiplier = float(str(config.get("residual_multiplier", 1.0)))
         self.logits_scaling = float(str(config.get("logits_scaling", 1.0)))
-        self._arguments: list[dict[str, Any]] = []  # what the model hands to each layer besides the stream
+        self._arguments: list[dict[str, Any]] = []  # keyword arguments of each layer
         self._resident = resident
         for module in self.model.modules():
             if not list(module.parameters()):
@@ -47,17 +47,17 @@ class Walk:
 
     @torch.inference_mode()
     def embed(self, ids: list[Tensor]) -> list[Tensor]:
-        """Residual streams before layer 0, from token ids [1, T] each."""
-        with self._held("model.embed_tokens"), self._held("model.norm"), self._recording() as seen:
+        """Return the residual streams before layer 0, from token ids [1, T] each."""
+        with self._loaded("model.embed_tokens"), self._loaded("model.norm"), self._recording() as calls:
             for row in ids:
                 self.decoder(input_ids=row.to(self.device), use_cache=False)
-        self._arguments = [arguments for _, arguments in seen[: len(self.layers)]]
-        return [stream for stream, _ in seen[:: len(self.layers)]]
+        self._arguments = [arguments for _, arguments in calls[: len(self.layers)]]
+        return [stream for stream, _ in calls[:: len(self.layers)]]
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[tuple[nn.Module, Run]]:
-        """Layer index, in memory inside the block, and a function that runs it."""
-        with contextlib.nullcontext() if self._resident else self._held(f"model.layers.{index}"):
+        """Yield a layer, in memory inside the block, and a function that runs it."""
+        with contextlib.nullcontext() if self._resident else self._loaded(f"model.layers.{index}"):
             module, arguments = self.layers[index], self._arguments[index]
 
             @torch.inference_mode()
@@ -68,7 +68,7 @@ class Walk:
 
     @contextlib.contextmanager
     def head(self) -> Iterator[tuple[nn.Module, Run]]:
-        """The model with norm and head in memory inside the block, and a function from streams to logits [1, T, V]."""
+        """Yield the model with norm and head in memory, and a function from streams to logits [1, T, V]."""
         norm = self.model.get_submodule("model.norm")
 
         @torch.inference_mode()
@@ -79,16 +79,16 @@ class Walk:
             finally:
                 del self.decoder.forward
 
-        with self._held("model.norm"), self._held("lm_head"):
+        with self._loaded("model.norm"), self._loaded("lm_head"):
             yield self.model, run
 
     def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What module name holds now, by its name in a checkpoint."""
+        """Yield the tensors of a loaded module by their names in a checkpoint."""
         for key, tensor in self.model.get_submodule(name).state_dict().items():
             yield f"{name}.{key}", tensor
 
     @contextlib.contextmanager
-    def _held(self, name: str) -> Iterator[None]:
+    def _loaded(self, name: str) -> Iterator[None]:
         self._load(name)
         yield
         self.model.get_submodule(name).to("meta")
@@ -102,17 +102,17 @@ class Walk:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
-        """Inside, layers pass their input through and their calls are listed."""
-        seen: list[tuple[Tensor, dict[str, Any]]] = []
+        """Record the calls of the layers, which pass their input through."""
+        calls: list[tuple[Tensor, dict[str, Any]]] = []
 
         def record(stream: Tensor, **arguments: Any) -> Tensor:
-            seen.append((stream, arguments))
+            calls.append((stream, arguments))
             return stream
 
         for layer in self.layers:
             layer.forward = record
         try:
-            yield seen
+            yield calls
         finally:
             for layer in self.layers:
                 del layer.forward

@@ -79,7 +79,7 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 @pytest.mark.slow
 def test_the_papers_three_commands_work_as_typed_in_an_empty_folder(hub, tmp_path):
     """No workspace file, no option but sizes: models and text by their default names."""
-    prune = "draftlab prune --layers 2 --width 32 --tokens 512 --seq-len 64"
+    prune = "draftlab prune --layers 2 --width 32 --calibration-tokens 512 --seq-len 64"
     distill = "draftlab distill --steps 2 --rows 2 --seq-len 32 --eval-every 2"
     score = "draftlab score --prompts 4 --prompt-tokens 16 --max-new-tokens 8 --repeats 2 --k 2 --tasks none"
     assert typed(prune + " --dry-run", hub, tmp_path) == []
@@ -99,7 +99,7 @@ def test_the_papers_source_is_pruned_as_it_lies_on_the_hub(hub, tmp_path, monkey
     point_at(hub.url, tmp_path / "cache", monkeypatch)
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40)))
-    typed = "prune --layers 2 --width 32 --tokens 128 --seq-len 32 --data text.txt --out draft"
+    typed = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32 --data text.txt --out draft"
     result = CliRunner().invoke(app, typed.split())
     assert result.exit_code == 0, result.output
     assert "llama-7b is stored in float16, which is slow on a CPU" in result.output

@@ -57,7 +57,7 @@ def refused(*arguments: str) -> str:
     return result.stderr
 
 
-PRUNE = ("prune", "--layers", "2", "--width", "32", "--tokens", "128", "--seq-len", "32")
+PRUNE = ("prune", "--layers", "2", "--width", "32", "--calibration-tokens", "128", "--seq-len", "32")
 DISTILL = ("distill", "--steps", "2", "--rows", "2", "--seq-len", "16", "--dtype", "float32")
 SCORE = ("score", "--k", "1,2", "--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1")
 

@@ -91,13 +91,13 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
         ("DEEPSPEED", ["train", "--data", "stdlib", "--out", "x", "--optimizer", "muon"], "--optimizer muon is two"),
         ("FSDP", ["distill", "--data", "stdlib", "--optimizer", "muon"], "--optimizer muon is two optimisers"),
         ("FSDP", ["distill", "--data", "stdlib", "--pilot", "10"], "--pilot trains a draft several times"),
-        ("DEEPSPEED", ["prune", "--method", "masks", "--layers", "3"], "--method masks bounds masks in place"),
+        ("DEEPSPEED", ["prune-masks", "--layers", "3"], "launch with DDP or FSDP2"),
     ],
 )
 def test_what_a_launcher_cannot_train_is_refused_at_once(launcher, words, said, family_dirs, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    source = ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune" else []
+    source = ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune-masks" else []
     result = CliRunner().invoke(app, [*words, *source])
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert said in result.stderr
@@ -121,8 +121,9 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
     same = ["--data", "text.txt", "--rows", "4", "--dtype", "float32", "--steps", "4", "--eval-every", "2"]
     distilled = ["distill", "--draft", str(source), "--target", str(family_dirs["llama3_tied"]), *same]
     distilled += ["--seq-len", "48", "--text", "data=0.5,draft=0.5", "--prompt-tokens", "8", "--micro-tokens", "64"]
-    masked = ["prune", "--method", "masks", "--source", str(source), "--layers", "3", "--width", "48", "--heads", "4"]
-    masked += [*same, "--seq-len", "32", "--tokens", "256", "--train", "full"]
+    masked = ["prune-masks", "--source", str(source), "--layers", "3", "--width", "48", "--heads", "4"]
+    masked += ["--data", "text.txt", "--batch-size", "4", "--training-dtype", "float32", "--steps", "4"]
+    masked += ["--eval-steps", "2", "--seq-len", "32", "--calibration-tokens", "256", "--train-weights", "full"]
     for words in (distilled, masked):
         made = {}
         for processes in (1, 2):

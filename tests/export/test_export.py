@@ -464,7 +464,7 @@ def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs):
     if program is None:
         pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
     runner = CliRunner()
-    prune = ["prune", "--source", "tiny", "--layers", "8", "--data", "stdlib", "--tokens", "4096", "--out", "cut"]
+    prune = ["prune", "--source", "tiny", "--layers", "8", "--data", "stdlib", "--calibration-tokens", "4096", "--out", "cut"]
     assert runner.invoke(app, prune).exit_code == 0
     export = ["export", "cut", "--to", "vllm", "--target", "tiny", "--data", "stdlib", "--verify-with", program]
     result = runner.invoke(app, [*export, "--out", "out"])

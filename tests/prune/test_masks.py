@@ -11,6 +11,7 @@ from builders import FAMILIES, build, setup
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draftlab.commands.prune import prune_masks
 from draftlab.data import Batch
 from draftlab.distill.trainer import EvalRecord, Settings, StepRecord, train
 from draftlab.errors import UserError
@@ -29,11 +30,7 @@ from draftlab.prune.masks.hard_concrete import (
     sample,
 )
 from draftlab.prune.masks.masked_model import Folded, masked
-from draftlab.prune.masks.training import Learning
-from draftlab.prune.refit import Fit
-from draftlab.prune.run import Plan, prune
 
-CPU = torch.device("cpu")
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -284,18 +281,18 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family_dirs
     text = "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(120))
     (tmp_path / "text.txt").write_text(text)
     have = checkpoint.read_shape(source)
-    settings = replace(SETTINGS, steps=3, dtype=dtype)
-    learning = Learning(settings=settings, weights=weights, rows=2, seq_len=32, target=None)
-    plan = Plan(
-        source=source, shape=smaller(have), method="masks", depth="influence", basis="auto",
-        fit=Fit(norms=False, outputs=weights == "frozen"), data=str(tmp_path / "text.txt"), tokens=128, seq_len=32,
-        seed=0, device=CPU, scores_cache=None, learning=learning,
+    shape = smaller(have)
+    calibration = {"calibration_tokens": 128} if weights == "frozen" else {}
+    made = prune_masks(
+        source=str(source), layers=shape.layers, width=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
+        ffn=shape.ffn, data=str(tmp_path / "text.txt"), seq_len=32, batch_size=2, steps=3,
+        train_weights=weights, training_dtype=dtype, eval_steps=6, save_steps=2, rescale_norms=False,
+        refit=weights == "frozen", out=tmp_path / "out", device="cpu", **calibration,
     )  # fmt: skip
-    made = prune(plan, out=tmp_path / "out", arguments={}, began=0.0, force=False)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert checkpoint.read_shape(tmp_path / "out") == smaller(have)
     assert (tmp_path / "out" / "masks" / "masks.safetensors").exists()
-    assert made.agreement is not None
+    assert "acceptance" in made.data
     assert not (tmp_path / ".out.state").exists()

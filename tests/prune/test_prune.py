@@ -1,4 +1,4 @@
-"""PreTokenizer is exact where it can be, and what comes out is an ordinary Hugging Face checkpoint."""
+"""Cutting is exact where it can be, and what comes out is an ordinary Hugging Face checkpoint."""
 
 import json
 from dataclasses import fields
@@ -12,6 +12,8 @@ from builders import FAMILIES, build
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from draftlab.commands.base import Outcome
+from draftlab.commands.prune import prune
 from draftlab.data import text_batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
@@ -20,15 +22,13 @@ from draftlab.prune import choose as choosing
 from draftlab.prune.choose import choose
 from draftlab.prune.cut import Cut, Keep, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate
-from draftlab.prune.refit import Fit
-from draftlab.prune.run import KEEP_FILE, Plan, check_plan, prune
+from draftlab.prune.run import KEEP_FILE
 from draftlab.prune.trial_model import check_prunable
 from draftlab.prune.walk import Walk
 from draftlab.target_outputs.logprob_sources import Local
 
 CPU = torch.device("cpu")
-PLAIN = Fit(norms=False, outputs=False)
-
+PLAIN = {"rescale_norms": False, "refit": False}
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -39,18 +39,25 @@ def text(tmp_path) -> str:
     return str(tmp_path / "text.txt")
 
 
-def plan_for(source: Path, text: str, **changes: Any) -> Plan:
-    shape = changes.pop("shape", checkpoint.read_shape(source))
-    settings: dict[str, Any] = {
-        "method": "activation", "depth": "influence", "basis": "coordinates", "fit": PLAIN, "data": text,
-        "tokens": 256, "seq_len": 64, "seed": 0, "device": CPU, "scores_cache": None,
+def sizes(shape: Shape) -> dict[str, int]:
+    """All sizes of a shape, as prune takes them."""
+    return {
+        "layers": shape.layers, "width": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
+        "ffn": shape.ffn,
     }  # fmt: skip
-    return Plan(source=source, shape=shape, **settings | changes)
 
 
-def prune_to(source: Path, out: Path, text: str, fit: Fit = PLAIN, **wanted: int) -> Path:
+def prune_to(source: Path, out: Path, text: str, shape: Shape | None = None, **settings: Any) -> Outcome:
+    """Cut to a shape, the source's own if left out, by coordinates."""
+    defaults = {"basis": "coordinates", "calibration_tokens": 256, "seq_len": 64, "device": "cpu"}
+    sized = sizes(shape or checkpoint.read_shape(source))
+    return prune(source=str(source), data=text, out=out, **sized | defaults | settings)
+
+
+def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
+    """Cut alone: nothing is rescaled or refitted."""
     shape = resolve(checkpoint.read_shape(source), multiple_of=8, **wanted)
-    prune(plan_for(source, text, shape=shape, fit=fit), out=out, arguments={}, began=0.0, force=False)
+    prune_to(source, out, text, shape, **PLAIN)
     return out
 
 
@@ -65,7 +72,7 @@ def logits(directory: Path) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pruned_checkpoint_loads_with_every_key_and_has_the_shape(family, family_dirs, tmp_path, text):
     kv_heads = checkpoint.read_shape(family_dirs[family]).kv_heads // 2
-    out = prune_to(family_dirs[family], tmp_path / "out", text, layers=3, hidden=32, heads=4, kv_heads=kv_heads, ffn=40)
+    out = cut_to(family_dirs[family], tmp_path / "out", text, layers=3, hidden=32, heads=4, kv_heads=kv_heads, ffn=40)
     shape = checkpoint.read_shape(out)
     assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn) == (3, 32, 4, kv_heads, 40)
     assert torch.isfinite(logits(out)).all()
@@ -77,7 +84,7 @@ def test_pruned_checkpoint_loads_with_every_key_and_has_the_shape(family, family
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pruning_to_the_sources_own_shape_is_bit_identical(family, family_dirs, tmp_path, text):
-    out = prune_to(family_dirs[family], tmp_path / "out", text)
+    out = cut_to(family_dirs[family], tmp_path / "out", text)
     before, after = (load_file(d / "model.safetensors") for d in (family_dirs[family], out))
     assert before.keys() == after.keys()
     assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
@@ -102,7 +109,7 @@ def test_cutting_silent_parts_changes_nothing(family, family_dirs, tmp_path, tex
     model.save_pretrained(source)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (source / file).write_bytes((family_dirs["llama"] / file).read_bytes())
-    out = prune_to(source, tmp_path / "out", text, layers=3, ffn=80, heads=4, kv_heads=4 // group)
+    out = cut_to(source, tmp_path / "out", text, layers=3, ffn=80, heads=4, kv_heads=4 // group)
     keep = Keep.model_validate_json((out / "keep.json").read_text())
     assert keep.layers == [0, 2, 4]
     assert not set(keep.ffn[0]) & set(silent_neurons)
@@ -202,17 +209,10 @@ def test_rotated_and_refitted_checkpoints_load_and_generate_with_and_without_a_c
     family, family_dirs, tmp_path, text
 ):
     source = family_dirs[family]
-    fit = Fit(head=not checkpoint.read_shape(source).tied)
     have = checkpoint.read_shape(source)
     shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
-    found = prune(
-        plan_for(source, text, shape=shape, basis="auto", fit=fit),
-        out=tmp_path / "out",
-        arguments={},
-        began=0.0,
-        force=False,
-    )
-    assert found.agreement is not None
+    outcome = prune_to(source, tmp_path / "out", text, shape, basis="auto", refit_head=not have.tied)
+    assert "acceptance" in outcome.data
     assert torch.isfinite(logits(tmp_path / "out")).all()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     made = [model.generate(IDS[:1], max_new_tokens=12, do_sample=False, use_cache=c).tolist() for c in (True, False)]
@@ -232,15 +232,11 @@ def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_not
     shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
     cache = tmp_path / "scores.safetensors"
     for name, kept in (("a", None), ("b", cache), ("c", cache)):
-        plan = plan_for(source, text, shape=shape, basis="pca", fit=Fit(), scores_cache=kept)
-        prune(plan, out=tmp_path / name, arguments={}, began=0.0, force=False)
+        prune_to(source, tmp_path / name, text, shape, basis="pca", scores_cache=kept)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b == c
     with pytest.raises(UserError, match="seed"):
-        prune(
-            plan_for(source, text, shape=shape, scores_cache=cache, seed=1),
-            out=tmp_path / "d", arguments={}, began=0.0, force=False,
-        )  # fmt: skip
+        prune_to(source, tmp_path / "d", text, shape, scores_cache=cache, seed=1)
 
 
 @pytest.mark.gpu
@@ -250,18 +246,17 @@ def test_a_gpu_keeps_what_the_cpu_keeps(family_dirs, tmp_path, text):
     source, kept = family_dirs["llama"], {}
     shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
     for name in ("cpu", "cuda"):
-        plan = plan_for(source, text, shape=shape, device=torch.device(name))
-        prune(plan, out=tmp_path / name, arguments={}, began=0.0, force=False)
+        prune_to(source, tmp_path / name, text, shape, device=name, **PLAIN)
         kept[name] = (tmp_path / name / KEEP_FILE).read_text()
     assert kept["cpu"] == kept["cuda"]
 
 
-def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, text):
+def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, tmp_path, text):
     source = family_dirs["qwen2_tied"]
-    with pytest.raises(UserError, match="ties"):
-        check_plan(plan_for(source, text, basis="pca"))
-    with pytest.raises(UserError, match="ties"):
-        check_plan(plan_for(source, text, fit=Fit(head=True)))
+    with pytest.raises(UserError, match="--basis pca"):
+        prune_to(source, tmp_path / "out", text, basis="pca")
+    with pytest.raises(UserError, match="--refit-head"):
+        prune_to(source, tmp_path / "out", text, refit_head=True)
 
 
 def walk_logits(weights, config) -> torch.Tensor:
@@ -388,8 +383,7 @@ def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tm
     outs = {name: tmp_path / f"{name}-out" for name in halves}
     for name, source in halves.items():
         shape = resolve(checkpoint.read_shape(source), layers=3, hidden=32, multiple_of=8)
-        plan = plan_for(source, text, shape=shape, fit=Fit(), basis=basis)
-        prune(plan, out=outs[name], arguments={}, began=0.0, force=False)
+        prune_to(source, outs[name], text, shape, basis=basis)
     assert capsys.readouterr().err.count("stored in float16, which is slow on a CPU: computed in float32") == 1
     exact, rounded = (checkpoint.Weights(outs[name]) for name in ("float32", "float16"))
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.float16)
@@ -397,7 +391,7 @@ def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tm
 
 
 def test_a_float16_source_at_its_own_shape_keeps_its_bits(halves, text, tmp_path):
-    prune(plan_for(halves["float16"], text), out=tmp_path / "out", arguments={}, began=0.0, force=False)
+    prune_to(halves["float16"], tmp_path / "out", text)
     before, after = checkpoint.Weights(halves["float16"]), checkpoint.Weights(tmp_path / "out")
     assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
 

@@ -1,16 +1,19 @@
 """The walk runs the model it is given; rotating changes nothing; the refit finds what was planted."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from builders import FAMILIES, build
 from torch import Tensor, nn
 
-from draftlab.model import checkpoint, hub
+from draftlab.config.prune import RefitSettings
+from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.prune.choose import choose, first_scores
 from draftlab.prune.cut import Cut, Rotated, keep_all
 from draftlab.prune.importance import calibrate
-from draftlab.prune.refit import Fit, Lockstep, _fit_matrix, ridge_solve
+from draftlab.prune.refit import Lockstep, _fit_matrix, ridge_solve
 from draftlab.prune.walk import Walk
 
 CPU = torch.device("cpu")
@@ -109,7 +112,7 @@ def test_principal_directions_find_a_narrow_stream_exactly():
     assert energy > 1 - 1e-6
     keep = keep_all(shape)
     draft = Walk(Cut(Rotated(weights, wide, rotation), shape, keep), small.config.to_dict(), torch.float32, CPU)
-    lockstep = Lockstep(source, draft, layers=keep.layers, basis=rotation, fit=Fit(outputs=False))
+    lockstep = Lockstep(source, draft, layers=keep.layers, basis=rotation, settings=RefitSettings(refit=False))
     found = dict(lockstep.tensors([row[None, :-1] for row in IDS[:2]], [row[None] for row in IDS[2:]], print))
     assert float(found["model.norm.weight"].mean()) == pytest.approx((96 / 64) ** 0.5, rel=1e-3)
     there = run_all(Walk(found, small.config.to_dict(), torch.float32, CPU), [IDS[:1]])[0]
@@ -153,13 +156,13 @@ def test_refitting_a_broken_output_matrix_repairs_it(family, family_dirs):
         spoilt[name] = spoilt[name] + 0.2 * torch.randn(spoilt[name].shape, generator=torch.Generator().manual_seed(3))
     rows = torch.randint(3, 300, (30, 33), generator=torch.Generator().manual_seed(2))
     results = []
-    for outputs in (False, True):
+    for refit in (False, True):
         lockstep = Lockstep(
             Walk(weights, config, torch.float32, CPU),
             Walk(spoilt, config, torch.float32, CPU),
             layers=list(range(have.layers)),
             basis=torch.eye(64),
-            fit=Fit(norms=False, outputs=outputs, ridge=1e-6),
+            settings=RefitSettings(rescale_norms=False, refit=refit, ridge=1e-6),
         )
         dict(lockstep.tensors([row[None, :-1] for row in rows[:20]], [row[None] for row in rows[20:]], print))
         assert lockstep.agreement is not None
@@ -173,7 +176,7 @@ def test_on_the_embedded_target_rotation_and_refit_each_raise_acceptance():
     have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
     shape = have.model_copy(update={"layers": 4, "hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 256})
     tokenizer = checkpoint.load_tokenizer(source)
-    ids = tokenizer((hub.EMBEDDED.parent / "checkpoint.py").read_text(), return_tensors="pt")["input_ids"][0]
+    ids = tokenizer(Path(checkpoint.__file__).read_text(), return_tensors="pt")["input_ids"][0]
     rows = ids[: 129 * (len(ids) // 129)].unflatten(0, (-1, 129))
     assert len(rows) > 20
     importance = calibrate(Walk(weights, config, torch.float32, CPU), have, [r[None, :-1] for r in rows[:16]], print)
@@ -181,14 +184,20 @@ def test_on_the_embedded_target_rotation_and_refit_each_raise_acceptance():
     keep = choose(importance.scores, have, shape, [0, 5, 10, 15])
     turned = keep.model_copy(update={"hidden": list(range(128))})
     arms = {
-        "cut": (Cut(weights, shape, keep), torch.eye(256)[:, keep.hidden], Fit(norms=False, outputs=False)),
-        "turned": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, Fit(outputs=False)),
-        "refitted": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, Fit()),
+        "cut": (
+            Cut(weights, shape, keep),
+            torch.eye(256)[:, keep.hidden],
+            RefitSettings(rescale_norms=False, refit=False),
+        ),
+        "turned": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, RefitSettings(refit=False)),
+        "refitted": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, RefitSettings()),
     }
     found = {}
-    for name, (cut, basis, fit) in arms.items():
+    for name, (cut, basis, settings) in arms.items():
         draft = Walk(cut, checkpoint.config_for(shape, config, keep.layers), torch.float32, CPU)
-        lockstep = Lockstep(Walk(weights, config, torch.float32, CPU), draft, layers=keep.layers, basis=basis, fit=fit)
+        lockstep = Lockstep(
+            Walk(weights, config, torch.float32, CPU), draft, layers=keep.layers, basis=basis, settings=settings
+        )
         dict(lockstep.tensors([r[None, :-1] for r in rows[:16]], [r[None] for r in rows[16:]], print))
         assert lockstep.agreement is not None
         found[name] = lockstep.agreement.acceptance

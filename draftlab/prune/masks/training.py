@@ -1,111 +1,109 @@
-"""Learning masks on disk: train them under their constraint, with the weights frozen, adapted or free."""
+"""Mask training on disk: masks under their constraint, with the weights frozen, adapted by LoRA or free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftlab.config.prune import PruneMasksConfig
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill.checkpointer import best_weights, process_state
+from draftlab.distill.checkpointer import best_weights
 from draftlab.distill.lora import adapt, merged_weights
 from draftlab.distill.losses import parse_loss
+from draftlab.distill.optimizers import training_dtype
 from draftlab.distill.run import fit
+from draftlab.distill.trackers import check, tracked
 from draftlab.distill.trainer import Settings, TrainingSetup
 from draftlab.distill.training_setup import reweighing
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.model.tokenizer import common_vocabulary
+from draftlab.output import Output
 from draftlab.prune.cut import Keep
 from draftlab.prune.masks.hard_concrete import Masks
 from draftlab.prune.masks.masked_model import Folded, masked
+from draftlab.prune.source import Source
 
-Trained = Literal["frozen", "lora", "full"]
-MASKS_FILE = "masks/masks.safetensors"  # apart: runtimes load every safetensors file beside config.json
+MASKS_FILE = "masks/masks.safetensors"  # in a directory: runtimes load every safetensors file beside config.json
 LORA_RANK = 16
+HELDOUT_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
-    """How masks are learnt. target: whose distribution a divergence compares with; the source itself if None."""
-
-    settings: Settings
-    weights: Trained
-    rows: int
-    seq_len: int
-    target: Path | None
-    reweigh_every: int = 0  # steps between changes of the mixture's weights; 0: fixed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
+class TrainedMasks:
     masks: Masks
     keep: Keep
     weights: Folded
 
     @property
     def basis(self) -> Tensor:
-        """[D, D']: a stream of the source as the draft has it, soft masks included."""
+        """[D, D']: maps the source's residual stream to the draft's, soft masks included."""
         hidden = self.masks.deterministic().hidden.detach().cpu()
         return torch.diag(hidden)[:, self.keep.hidden]
 
 
-def learn(source: Path, have: Shape, shape: Shape, how: Learning, *, data: str, state: Path) -> Learned:
-    """Train masks that cut source to shape; state keeps checkpoints, so that a killed run goes on.
+def train_masks(config: PruneMasksConfig, source: Source, shape: Shape, output: Output) -> TrainedMasks:
+    """Train masks that cut the source to shape; checkpoints in output.state, from which a killed run resumes.
 
     Raises:
         UserError: unequal vocabularies, or a loss that is not finite.
     """
-    settings = how.settings
-    masks = Masks(have, shape, settings.seed)
-    student = _student(source, how)
-    teacher = None
-    if parse_loss(settings.loss).needs_teacher:
-        teacher_dir = how.target or source
-        common_vocabulary(source, teacher_dir)
-        teacher = checkpoint.load_model(teacher_dir, checkpoint.DTYPES[settings.dtype])
-    tokenizer = checkpoint.load_tokenizer(source)
-    sizes = {"rows": how.rows, "seq_len": how.seq_len}
-    batches = open_batches(data, tokenizer, steps=settings.steps, seed=settings.seed, **sizes)
-    if how.reweigh_every:
-        reference = checkpoint.load_model(source, torch.bfloat16, student.device).eval()
-        batches = reweighing(batches, reference, tokenizer, how.reweigh_every)
-    heldout = open_heldout(data, tokenizer, most_rows=32, **sizes)
-    eps = float(str(checkpoint.read_config(source)["rms_norm_eps"]))
-    with masked(student, masks, eps):
-        setup = TrainingSetup(teacher=teacher, batches=batches, heldout=heldout)
-        fit(student, setup, settings, state=state, what="masks", constraint=masks)
-    with torch.no_grad():  # under FSDP the module's own parameters are but a part
-        for name, trained in best_weights(state, "constraint").items():
+    check(tuple(config.report_to))
+    masks = Masks(source.shape, shape, config.seed)
+    student = _student(config, source)
+    setup = _setup(config, source, student)
+    settings = Settings(
+        loss=config.loss, steps=config.steps, lr=config.lr, warmup_share=0.1, optimizer=config.optimizer,
+        weight_decay=config.weight_decay, micro_tokens=config.micro_batch_tokens,
+        dtype=cast(Any, training_dtype(config.training_dtype)), eval_every=config.eval_steps,
+        save_every=config.save_steps, keep_last=config.save_total_limit, seed=config.seed,
+    )  # fmt: skip
+    with (
+        masked(student, masks, float(str(source.config["rms_norm_eps"]))),
+        tracked(tuple(config.report_to), output.out, config.settings()) as trackers,
+    ):
+        fit(student, setup, settings, state=output.state, what="masks", constraint=masks, trackers=trackers)
+    with torch.no_grad():  # under FSDP the module holds a part of its parameters
+        for name, trained in best_weights(output.state, "constraint").items():
             masks.get_parameter(name).copy_(trained)
     gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
-    note(f"expected less wanted sparsity: {gaps}")
-    weights = Folded(_trained(source, how.weights, state), have, masks.deterministic())
-    return Learned(masks=masks, keep=masks.keep(), weights=weights)
+    note(f"expected minus target sparsity: {gaps}")
+    weights = Folded(_trained_weights(config, source, output.state), source.shape, masks.deterministic())
+    return TrainedMasks(masks=masks, keep=masks.keep(), weights=weights)
 
 
-def _trained(source: Path, weights: Trained, state: Path) -> Mapping[str, Tensor]:
-    """The source's weights after training."""
-    if weights == "frozen":
-        return checkpoint.Weights(source, _computed_dtype(source))
-    found = best_weights(state, "student")
-    whole = merged_weights(source, LORA_RANK, found) if weights == "lora" else found
-    return {name: tensor.to(_computed_dtype(source)) for name, tensor in whole.items()}
+def _setup(config: PruneMasksConfig, source: Source, student: PreTrainedModel) -> TrainingSetup:
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    teacher = None
+    if parse_loss(config.loss).needs_teacher:
+        target = checkpoint.locate(config.target) if config.target else source.directory
+        common_vocabulary(source.directory, target)
+        teacher = checkpoint.load_model(target, checkpoint.DTYPES[training_dtype(config.training_dtype)])
+    sizes = {"rows": config.batch_size, "seq_len": config.seq_len}
+    batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
+    if config.reweigh_steps:
+        reference = checkpoint.load_model(source.directory, torch.bfloat16, student.device).eval()
+        batches = reweighing(batches, reference, tokenizer, config.reweigh_steps)
+    heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout)
 
 
-def _computed_dtype(source: Path) -> torch.dtype:
-    return checkpoint.compute_dtype(source, cast(torch.device, process_state().device))
-
-
-def _student(source: Path, how: Learning) -> PreTrainedModel:
-    full = how.weights == "full" or how.settings.dtype == "float32"
-    student = checkpoint.load_model(source, torch.float32 if full else _computed_dtype(source))
-    if how.weights == "frozen":
+def _student(config: PruneMasksConfig, source: Source) -> PreTrainedModel:
+    wide = config.train_weights == "full" or training_dtype(config.training_dtype) == "float32"
+    student = checkpoint.load_model(source.directory, torch.float32 if wide else source.dtype)
+    if config.train_weights == "frozen":
         student.requires_grad_(False)
-    if how.weights == "lora":
-        return adapt(student, LORA_RANK, how.settings.seed)
-    return student
+    return adapt(student, LORA_RANK, config.seed) if config.train_weights == "lora" else student
+
+
+def _trained_weights(config: PruneMasksConfig, source: Source, state: Path) -> Mapping[str, Tensor]:
+    if config.train_weights == "frozen":
+        return source.weights
+    trained = best_weights(state, "student")
+    whole = merged_weights(source.directory, LORA_RANK, trained) if config.train_weights == "lora" else trained
+    return {name: tensor.to(source.dtype) for name, tensor in whole.items()}

@@ -1,0 +1,138 @@
+"""Settings of prune and prune-masks."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import BaseModel
+
+from draftlab.config.base import TRAINING, Only, OutputConfig, option
+from draftlab.config.shared import TrainingSettings, data, device, seed, source
+
+if TYPE_CHECKING:
+    from draftlab.model.shape import Shape
+
+Method = Literal["activation", "random", "first", "magnitude"]
+Depth = Literal["influence", "contiguous", "even", "greedy"]
+SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of --help
+
+
+class RefitSettings(BaseModel):
+    """What is adjusted after the cut, so that the draft follows the source."""
+
+    rescale_norms: bool = option(True, "Rescale the norms to the smaller width.", panel=CALIBRATION, advanced=True)
+    refit: bool = option(
+        True, "Refit o_proj and down_proj to the source's residual stream.", panel=CALIBRATION, advanced=True
+    )
+    refit_head: bool = option(False, "Refit lm_head to the source's logits.", panel=CALIBRATION, advanced=True)
+    ridge: float = option(0.005, "Pull of the refit toward the cut weights.", ge=1e-8, panel=CALIBRATION, advanced=True)
+
+
+class CutConfig(RefitSettings, OutputConfig):
+    """The source, the shape to cut from it, and the text to calibrate on."""
+
+    layers: int | None = option(None, "Layers to keep.", ge=1, panel=SHAPE)
+    width: int | None = option(None, "Hidden dimensions to keep.", ge=1, panel=SHAPE)
+    heads: int | None = option(None, "Query heads to keep. Default: width / head_dim.", ge=1, panel=SHAPE)
+    kv_heads: int | None = option(None, "Key-value heads to keep. Default: the source's ratio.", ge=1, panel=SHAPE)
+    ffn: int | None = option(None, "FFN neurons to keep. Default: the source's ratio.", ge=1, panel=SHAPE)
+    params: str | None = option(None, "Total parameters, as in 1.3b: solves for the FFN.", panel=SHAPE)
+    multiple_of: int = option(
+        16, "The FFN is a multiple of this; 256 suits GGUF's K-quants.", ge=1, panel=SHAPE, advanced=True
+    )
+    shape: Path | None = option(None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True)
+    source: str = source()
+    data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
+    calibration_tokens: int = option(32768, "Tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True)
+    seq_len: int = option(512, "Tokens per calibration sequence.", ge=8, panel=CALIBRATION, advanced=True)
+    device: str = device()
+
+    prefix: ClassVar[str]
+    only = (
+        Only(
+            ("layers", "width", "heads", "kv_heads", "ffn", "params"),
+            lambda c: c.shape is None,
+            "leave out what --shape FILE sets",
+        ),
+        Only(("multiple_of",), lambda c: c.shape is None and c.ffn is None, "the FFN is set by --ffn or --shape"),
+        Only(("ridge",), lambda c: c.refit or c.refit_head, "nothing is refitted"),
+        Only(("calibration_tokens",), lambda c: c.calibrates, "nothing is calibrated or refitted"),
+    )
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the draft depends on calibration text."""
+        return self.rescale_norms or self.refit or self.refit_head
+
+    def default_name(self) -> str:
+        from draftlab.model.families import shape_name
+
+        return f"{self.prefix}-{shape_name(self.shapes()[2])}"
+
+    def shapes(self, *, weights: bool = False) -> "tuple[Path | Shape, Shape, Shape]":
+        """Return the source (its directory, or a shape without weights), its shape, and the shape to cut from it.
+
+        Raises:
+            UserError: there is no such source, or it does not hold the shape asked for.
+        """
+        from draftlab.model import checkpoint, families
+        from draftlab.model.shape import parse_count
+
+        _, place = families.locate_shape(self.source, weights)
+        have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
+        shape, _ = families.requested_shape(
+            have, layers=self.layers, hidden=self.width, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn,
+            params=parse_count(self.params) if self.params else None, multiple_of=self.multiple_of, file=self.shape,
+        )  # fmt: skip
+        return place, have, shape
+
+
+class PruneConfig(CutConfig):
+    method: Method = option("activation", "Keep what activations rate highest, or a baseline's choice.", advanced=True)
+    depth: Depth = option(
+        "influence", "Which layers stay; greedy holds the whole source in memory.", panel=CALIBRATION, advanced=True
+    )
+    basis: Literal["auto", "pca", "coordinates"] = option(
+        "auto", "pca rotates the residual stream before its width is cut; auto: unless the head is tied.",
+        panel=CALIBRATION, advanced=True,
+    )  # fmt: skip
+    scores_cache: Path | None = option(
+        None, "File to keep the importance scores in, to cut many shapes.", panel=CALIBRATION, advanced=True
+    )
+    seed: int = seed()
+
+    prefix = "prune"
+    only = (
+        *CutConfig.only,
+        Only(("depth", "basis", "scores_cache"), lambda c: c.method == "activation", "belongs to --method activation"),
+        Only(("seed",), lambda c: c.calibrates or c.method == "random", "nothing is random"),
+    )
+
+    @property
+    def calibrates(self) -> bool:
+        return self.method == "activation" or super().calibrates
+
+
+class PruneMasksConfig(TrainingSettings, CutConfig):
+    train_weights: Literal["frozen", "lora", "full"] = option(
+        "frozen", "What trains besides the masks: nothing, LoRA adapters or all weights.", panel=TRAINING
+    )
+    loss: str = option("fkl", "ce on text, or a divergence from the target: fkl, rkl, jsd(0.5).", panel=TRAINING)
+    target: str | None = option(None, "Checkpoint that the loss compares with. Default: the source.", panel=TRAINING)
+    steps: int = option(300, "Optimiser steps.", ge=1, panel=TRAINING)
+    seq_len: int = option(512, "Tokens per sequence.", ge=8, panel=TRAINING)
+    lr: float = option(1.0e-4, "Peak learning rate of the weights; masks have their own.", gt=0, panel=TRAINING)
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest.", panel=TRAINING, advanced=True
+    )
+    reweigh_steps: int = option(
+        0, "Steps between updates of a mixture's weights; 0: fixed weights.", ge=0, panel=TRAINING, advanced=True
+    )
+
+    prefix = "prune-masks"
+    only = (
+        *CutConfig.only,
+        Only(("lr", "optimizer", "weight_decay"), lambda c: c.train_weights != "frozen", "the weights are frozen"),
+        Only(("target",), lambda c: c.loss.strip() != "ce", "--loss ce compares with no target"),
+        Only(("patience",), lambda c: False, "masks reach their shape at the last step"),
+        Only(("torch_compile",), lambda c: False, "masked models are not compiled"),
+    )

@@ -1,0 +1,126 @@
+"""The checkpoint that a draft is cut from, as it is stored and as it is computed with."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from draftlab.config.prune import CutConfig, PruneMasksConfig
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.model.shape import Shape, check
+from draftlab.model.size import read_size
+from draftlab.prune.trial_model import check_buildable, check_prunable
+from draftlab.prune.walk import Walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    directory: Path
+    shape: Shape
+    device: torch.device
+
+    @cached_property
+    def config(self) -> dict[str, object]:
+        return checkpoint.read_config(self.directory)
+
+    @cached_property
+    def stored_dtype(self) -> torch.dtype:
+        return checkpoint.stored_dtype(self.directory)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its passes: float16 is computed in float32 on CPUs."""
+        return checkpoint.compute_dtype(self.directory, self.device)
+
+    @cached_property
+    def weights(self) -> checkpoint.Weights:
+        return checkpoint.Weights(self.directory, self.dtype)
+
+    def walk(self, *, resident: bool = False) -> Walk:
+        return Walk(self.weights, self.config, self.dtype, self.device, resident)
+
+    def config_for(self, shape: Shape, layers: list[int] | None = None) -> dict[str, object]:
+        """Return config.json of a draft of that shape which keeps these layers, or the first ones."""
+        return checkpoint.config_for(shape, self.config, layers or list(range(shape.layers)))
+
+
+def open_source(config: CutConfig) -> tuple[Source, Shape]:
+    """Return the source with its weights, and the shape to cut from it.
+
+    Raises:
+        UserError: the source cannot be read or cut, does not hold the shape, or ties its head where the settings need
+            an untied one.
+    """
+    place, have, shape = config.shapes(weights=True)
+    if isinstance(place, Shape):
+        raise UserError(f"--source {config.source} is a shape without weights; only --dry-run works with it")
+    source = Source(directory=place, shape=have, device=checkpoint.resolve_device(config.device))
+    check_cut(source.config, have, shape)
+    if config.refit_head and have.tied:
+        raise UserError("--refit-head: the source ties its head to the embedding, which the refit would change too")
+    return source, shape
+
+
+def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
+    """Refuse a source or a shape that transformers builds otherwise than the axis table says.
+
+    Raises:
+        UserError: names the tensor or the size.
+    """
+    check(shape, llama=config.get("model_type") == "llama")
+    check_prunable(config, have)
+    check_buildable(checkpoint.config_for(shape, config, list(range(shape.layers))), shape)
+
+
+def estimate(config: CutConfig) -> dict[str, str]:
+    """Return what a cut needs and gives, for --dry-run; weights are neither read nor fetched.
+
+    Raises:
+        UserError: see open_source.
+    """
+    place, have, shape = config.shapes()
+    dtype_bytes = 2
+    if isinstance(place, Path):
+        source_config = checkpoint.read_config(place)
+        check_cut(source_config, have, shape)
+        stored = str(source_config.get("dtype") or source_config.get("torch_dtype") or "float32")
+        on_cpu = checkpoint.resolve_device(config.device).type == "cpu"
+        dtype_bytes = 4 if stored == "float32" or (stored == "float16" and on_cpu) else 2
+    else:
+        check(shape, llama=not have.options - {"untied"})
+    tokens = config.calibration_tokens
+    weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
+    streams = (
+        dtype_bytes * tokens * (3 * have.hidden + shape.hidden)
+    )  # before, between and after a layer, and the draft's
+    gram = 16 * shape.ffn**2  # float32, and float64 twice while it is solved
+    return {
+        "source": have.describe(),
+        "draft": shape.describe(),
+        "kv": kv_saving(have, shape),
+        "memory": f"about {(weights + streams + gram + 1e9) / 1e9:.2g} GB",
+        "compute": f"{2 * tokens * have.flops_per_token(0) / 1e12:,.3g} TFLOP",
+        "disk": f"{shape.weight_bytes() / 1e6:,.4g} MB in bf16",
+        "tensor parallel": f"splits evenly over {', '.join(map(str, shape.tensor_parallel()))} devices",
+    }
+
+
+def training_estimate(config: PruneMasksConfig) -> dict[str, str]:
+    """Return what mask training needs and what the cut gives, for --dry-run. Raises UserError: see open_source."""
+    facts, (_, have, _) = estimate(config), config.shapes()
+    teacher = read_size(checkpoint.locate(config.target, weights=False)) if config.target else have
+    weights = have.params() * (16 if config.train_weights == "full" else 4)  # with gradients and two Adam moments
+    tokens = config.steps * config.batch_size * config.seq_len
+    per_token = 3 * have.flops_per_token(config.seq_len // 2) + teacher.flops_per_token(config.seq_len // 2)
+    return facts | {
+        "training tokens": f"{tokens:,}",
+        "memory": f"about {(weights + teacher.weight_bytes() + 1e9) / 1e9:.2g} GB and activations",
+        "compute": f"{tokens * per_token / 1e12:,.3g} TFLOP",
+    }
+
+
+def kv_saving(have: Shape, shape: Shape) -> str:
+    saved = 1 - shape.kv_bytes_per_token() / have.kv_bytes_per_token()
+    return f"KV cache {shape.kv_bytes_per_token() / 1024:.3g} KiB per token in bf16 ({saved:.1%} less than the source)"

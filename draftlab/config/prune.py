@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
 from draftlab.config.shared import TrainingSettings, data, device, seed, source
+from draftlab.console import note
 
 if TYPE_CHECKING:
     from draftlab.model.shape import Shape
@@ -79,10 +80,12 @@ class CutConfig(RefitSettings, OutputConfig):
 
         _, place = families.locate_shape(self.source, weights)
         have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
-        shape, _ = families.requested_shape(
+        shape, preset = families.requested_shape(
             have, layers=self.layers, hidden=self.width, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn,
             params=parse_count(self.params) if self.params else None, multiple_of=self.multiple_of, file=self.shape,
         )  # fmt: skip
+        if preset is not None and weights:
+            note(f"shape {preset}: {shape.describe()}")
         return place, have, shape
 
 

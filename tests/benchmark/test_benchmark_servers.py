@@ -146,8 +146,8 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
     """The embedded target with its own first layers as the draft, both in fp32."""
     draft = tmp_path / "draft"
     monkeypatch.chdir(tmp_path)
-    shallow = ("prune", "--source", fp32, "--layers", "8", "--width", "256", "--calibration-tokens", "4096", "--data", "stdlib")
-    made = CliRunner().invoke(app, [*map(str, shallow), "--out", str(draft)])
+    shallow = ("prune", "--source", fp32, "--layers", "8", "--width", "256", "--calibration-tokens", "4096")
+    made = CliRunner().invoke(app, [*map(str, shallow), "--data", "stdlib", "--out", str(draft)])
     assert made.exit_code == 0, made.output
     workspace.write(workspace.Workspace(target=str(fp32), source=str(fp32), data="stdlib"))
     speculation = json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": K})

@@ -464,8 +464,8 @@ def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs):
     if program is None:
         pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
     runner = CliRunner()
-    prune = ["prune", "--source", "tiny", "--layers", "8", "--data", "stdlib", "--calibration-tokens", "4096", "--out", "cut"]
-    assert runner.invoke(app, prune).exit_code == 0
+    prune = ["prune", "--source", "tiny", "--layers", "8", "--data", "stdlib", "--calibration-tokens", "4096"]
+    assert runner.invoke(app, [*prune, "--out", "cut"]).exit_code == 0
     export = ["export", "cut", "--to", "vllm", "--target", "tiny", "--data", "stdlib", "--verify-with", program]
     result = runner.invoke(app, [*export, "--out", "out"])
     assert result.exit_code == 0, result.output

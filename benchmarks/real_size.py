@@ -26,13 +26,13 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks import environment, load_peak
-from draftlab import workspace
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.data import Batch, open_heldout
 from draftlab.distill.trainer import Settings, StepRecord, TrainingSetup, train
 from draftlab.distill.training_setup import HELDOUT_ROWS, Author, Reading, Replayed, target_lesson
 from draftlab.errors import UserError
+from draftlab.importing import init
 from draftlab.model import checkpoint
 from draftlab.model.saving import TOKENIZER_FILES, write_checkpoint
 from draftlab.model.shape import Shape
@@ -79,7 +79,7 @@ def _target(folder: Path) -> tuple[Path, bool]:
     """The real model where its package is installed, else its shape."""
     place = folder / "smollm2"
     try:
-        file = workspace.smollm2_file()
+        file = init.smollm2_file()
     except UserError as error:
         note(f"{error}; random weights of its shape instead")
     else:

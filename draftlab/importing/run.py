@@ -1,8 +1,7 @@
-"""Import on disk: the layout is looked at first, then read whole and written as a Hugging Face directory."""
+"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories."""
 
 import json
 import pickle
-import shutil
 import warnings
 import zipfile
 from dataclasses import dataclass
@@ -11,22 +10,23 @@ from typing import Any
 
 import torch
 
-from draftlab import provenance
+from draftlab.config.make import ImportConfig
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import gguf
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.layouts import BIN_FILES, NOUNS, Layout, other_layout
+from draftlab.output import Output
 
 SHARD = "2GB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is read from where, and the dtype that is written.
+class ImportSource:
+    """A checkpoint in another layout, and the dtype to write it in.
 
-    base: of an adapter, the directory it is merged into.
-    header, config: of a GGUF file, what it says of itself, and what transformers makes of that.
+    base: the directory that an adapter is merged into. header, config: a GGUF file's header and its transformers
+    config.
     """
 
     layout: Layout
@@ -37,14 +37,9 @@ class Plan:
     header: gguf.Header | None = None
     config: Any = None
 
-    def inputs(self) -> list[Path]:
-        return [self.layout.path, *([self.base] if self.base else [])]
-
     def facts(self) -> dict[str, object]:
         size = self.weights * self.dtype.itemsize / 1e9
-        mapped = (
-            self.layout.path.stat().st_size / 1e9 if self.header else 0
-        )  # a GGUF file is read through the page cache
+        mapped = self.layout.path.stat().st_size / 1e9 if self.header else 0  # GGUF is read through the page cache
         return {
             "source": f"{NOUNS[self.layout.kind]}: {self.stored}",
             "base": str(self.base) if self.base else None,
@@ -55,21 +50,23 @@ class Plan:
         }
 
 
-def plan(name: str, dtype: torch.dtype | None, base: str | None) -> Plan:
-    """Look at what stands at a path or hub name; no weights are read.
+def inspect(config: ImportConfig) -> ImportSource:
+    """Identify the layout of a path or hub name; no weights are read.
 
     Raises:
-        UserError: nothing that can be imported; says what is wrong with it.
+        UserError: it cannot be imported, and why.
     """
-    source = hub.importable(name)
+    note(f"inspecting {config.source}")
+    source = hub.import_source(config.source)
+    dtype = None if config.dtype == "auto" else checkpoint.DTYPES[config.dtype]
     layout = other_layout(source)
     if layout is None:
         raise UserError(f"{source} {_not_importable(source)}")
-    if base is not None and layout.kind != "adapter":
-        raise UserError(f"{source} is {NOUNS[layout.kind]} and has no base; leave out --base")
+    if config.base is not None and layout.kind != "adapter":
+        raise UserError(f"--base {config.base}: {source} is {NOUNS[layout.kind]}, which has no base")
     if layout.kind == "gguf":
         header = gguf.read_header(layout.path)
-        return Plan(
+        return ImportSource(
             layout=layout,
             dtype=dtype or header.dtype(),
             weights=header.weights(),
@@ -79,78 +76,69 @@ def plan(name: str, dtype: torch.dtype | None, base: str | None) -> Plan:
         )
     if layout.kind == "bin":
         stored, weights = _bin_weights(layout.path)
-        return Plan(layout=layout, dtype=dtype or stored, weights=weights, stored=checkpoint.dtype_name(stored))
-    return _adapter_plan(layout, dtype, base)
+        return ImportSource(layout=layout, dtype=dtype or stored, weights=weights, stored=checkpoint.dtype_name(stored))
+    return _adapter_source(layout, dtype, config.base)
 
 
-def run(plan: Plan, out: Path, arguments: dict[str, object], began: float, *, force: bool) -> None:
-    """Write a Hugging Face directory, with the record of where it comes from.
+def convert(source: ImportSource, output: Output) -> None:
+    """Write a Hugging Face directory.
 
     Raises:
-        UserError: something in the source does not fit something else in it.
+        UserError: parts of the source do not fit each other.
     """
-    with checkpoint.new_directory(out, force=force) as work:
-        _convert(plan, work)
-        provenance.write_record(work, "import", arguments, plan.inputs(), began, stored=plan.stored)
-
-
-def _convert(plan: Plan, work: Path) -> None:
-    note(f"reading {plan.layout.path}: {plan.stored}")
-    if plan.header is not None:
-        model, config = gguf.load(plan.header, plan.config, plan.dtype), None
-        gguf.load_tokenizer(plan.header, model.config.max_position_embeddings).save_pretrained(work)
-    else:
-        origin = plan.base or plan.layout.path
-        config = checkpoint.read_config(origin)
-        model = (checkpoint.load_model if plan.base else checkpoint.read_model)(origin, plan.dtype)
-        if plan.base is not None:
-            model = _merged(model, plan)
-        for folder in dict.fromkeys((origin, plan.layout.path)):  # an adapter's own tokenizer comes last
-            _copy_tokenizer(folder, work)
-    note(f"writing {checkpoint.dtype_name(plan.dtype)}")
-    _write(model, config, work)
+    with output.directory() as work:
+        note(f"reading {source.layout.path}: {source.stored}")
+        if source.header is not None:
+            model, config = gguf.load(source.header, source.config, source.dtype), None
+            gguf.load_tokenizer(source.header, model.config.max_position_embeddings).save_pretrained(work)
+        else:
+            directory = source.base or source.layout.path
+            config = checkpoint.read_config(directory)
+            model = (checkpoint.load_model if source.base else checkpoint.load_any_files)(directory, source.dtype)
+            if source.base is not None:
+                model = _merged(model, source)
+            for folder in dict.fromkeys((directory, source.layout.path)):  # an adapter's own tokenizer comes last
+                saving.copy_tokenizer(folder, work)
+        note(f"writing {checkpoint.dtype_name(source.dtype)}")
+        _write(model, config, work)
+        inputs = [source.layout.path, *([source.base] if source.base else [])]
+        output.record(work, inputs, stored=source.stored)
 
 
 def _write(model: Any, config: dict[str, object] | None, work: Path) -> None:
-    """Write weights as the hub has this family's, config.json and generation_config.json.
+    """Write the weights with transformers' names, config.json and generation_config.json.
 
-    config: the source's own, kept but for the dtype; what transformers makes of the model, if there is none.
+    config: the source's own, written with the new dtype; None: the model's.
     """
     from transformers import GenerationConfig
 
-    given = work / "generation_config.json"
-    kept = given.read_text() if given.is_file() else None
-    model.generation_config = GenerationConfig.from_model_config(model.config)  # a given one may fail its validation
+    generation_file = work / "generation_config.json"
+    generation = generation_file.read_text() if generation_file.is_file() else None
+    model.generation_config = GenerationConfig.from_model_config(model.config)  # the copied one may fail its validation
     model.save_pretrained(work, max_shard_size=SHARD)
-    if kept is not None:
-        given.write_text(kept)
+    if generation is not None:
+        generation_file.write_text(generation)
     file = work / "config.json"
     fields = config or json.loads(file.read_text())
     fields = {name: value for name, value in fields.items() if name not in ("torch_dtype", "quantization_config")}
     file.write_text(json.dumps(fields | {"dtype": checkpoint.dtype_name(model.dtype)}, indent=2, sort_keys=True))
 
 
-def _copy_tokenizer(folder: Path, work: Path) -> None:
-    for name in saving.TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, work / name)
-
-
 def _bin_weights(directory: Path) -> tuple[torch.dtype, int]:
-    """The dtype that the first matrix is stored in, and how many weights there are, a tied head counted once."""
-    seen: dict[str, Path] = {}
+    """Return the dtype of the first matrix and the number of weights, a tied head counted once."""
+    files: dict[str, Path] = {}
     storages: dict[int, int] = {}
     dtypes: list[torch.dtype] = []
     for file in _bin_files(directory):
         tensors = _read_bin(file)
-        double = sorted(seen.keys() & tensors.keys())
-        if double:
-            raise UserError(f"{directory}: {double[0]} is in {seen[double[0]].name} and in {file.name}")
-        seen |= dict.fromkeys(tensors, file)
+        duplicates = sorted(files.keys() & tensors.keys())
+        if duplicates:
+            raise UserError(f"{directory}: {duplicates[0]} is in {files[duplicates[0]].name} and in {file.name}")
+        files |= dict.fromkeys(tensors, file)
         dtypes += [t.dtype for t in tensors.values() if t.ndim > 1 and t.is_floating_point()]
         storages |= {t.data_ptr(): t.numel() for t in tensors.values() if t.is_floating_point()}
     if not dtypes:
-        raise UserError(f"{directory} holds no weights in its .bin files")
+        raise UserError(f"{directory}: its .bin files have no weights")
     return dtypes[0], sum(storages.values())
 
 
@@ -161,24 +149,24 @@ def _bin_files(directory: Path) -> list[Path]:
     files = [directory / name for name in sorted(set(hub.read_index(index).values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise UserError(f"{directory}: {missing[0]} is missing, which {index.name} names")
+        raise UserError(f"{directory}: {missing[0]}, which {index.name} names, is missing")
     return files
 
 
 def _read_bin(file: Path) -> dict[str, torch.Tensor]:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0][:160]
-        raise UserError(f"{file} holds more than weights, and code from a pickle is not run: {reason}") from None
+        raise UserError(f"{file} has more than weights, and code in pickles is not run: {reason}") from None
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise UserError(f"{file} is not a readable .bin file: {' '.join(str(error).split())[:160]}") from None
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise UserError(f"{file} is not a mapping from names to tensors")
-    return found
+    return tensors
 
 
-def _adapter_plan(layout: Layout, dtype: torch.dtype | None, base: str | None) -> Plan:
+def _adapter_source(layout: Layout, dtype: torch.dtype | None, base: str | None) -> ImportSource:
     from peft import PeftConfig
 
     try:
@@ -186,53 +174,52 @@ def _adapter_plan(layout: Layout, dtype: torch.dtype | None, base: str | None) -
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise UserError(f"{layout.path}/adapter_config.json: {' '.join(str(error).split())[:200]}") from None
     if config.is_prompt_learning:
-        raise UserError(f"{layout.path} is a {config.peft_type.value} adapter: a prompt, which no weights can take up")
+        raise UserError(f"{layout.path} is a {config.peft_type.value} adapter, a prompt, and cannot be merged")
     name = base or config.base_model_name_or_path
     if not name:
-        raise UserError(f"{layout.path} names no base model; say it with --base")
+        raise UserError(f"{layout.path} names no base model; name it with --base")
     try:
         directory = hub.locate(name)
     except UserError as error:
         hint = "" if base else "; name the base model's directory with --base"
         raise UserError(f"the base of {layout.path}: {error}{hint}") from None
     stored = checkpoint.Weights(directory)
-    return Plan(
+    return ImportSource(
         layout=layout,
         dtype=dtype or stored.dtype,
-        weights=sum(torch.Size(stored.shape(name)).numel() for name in stored),
+        weights=stored.parameters,
         stored=f"{config.peft_type.value} for {name}",
         base=directory,
     )
 
 
-def _merged(model: Any, plan: Plan) -> Any:
-    """model with the adapter's changes added to its weights, by peft; every tensor of the adapter accounted for."""
+def _merged(model: Any, source: ImportSource) -> Any:
+    """Return the model with the adapter merged into its weights; every tensor of the adapter is accounted for."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    warnings.filterwarnings("ignore", module="peft")  # of a base by another name: every tensor is compared below
-    where = f"the adapter {plan.layout.path} does not fit {plan.base}"
+    warnings.filterwarnings("ignore", module="peft")  # about a base of another name: all tensors are compared below
+    problem = f"the adapter {source.layout.path} does not fit {source.base}"
     try:
-        adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(plan.layout.path)))
-        given = load_peft_weights(str(plan.layout.path), device="cpu")
-        wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        odd = sorted(given.keys() ^ wanted.keys())
+        adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(source.layout.path)))
+        stored = load_peft_weights(str(source.layout.path), device="cpu")
+        expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        odd = sorted(stored.keys() ^ expected.keys())
         if odd:
-            raise UserError(f"{where}: {'only the adapter' if odd[0] in given else 'only the base'} has {odd[0]}")
-        set_peft_model_state_dict(adapted, given)
+            raise UserError(f"{problem}: {'only the adapter' if odd[0] in stored else 'only the base'} has {odd[0]}")
+        set_peft_model_state_dict(adapted, stored)
         return adapted.merge_and_unload()
     except (ValueError, RuntimeError, KeyError, NotImplementedError, OSError) as error:
-        raise UserError(f"{where}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"{problem}: {' '.join(str(error).split())[:300]}") from None
     except pickle.UnpicklingError:
-        raise UserError(f"{plan.layout.path} holds more than weights, and code from a pickle is not run") from None
+        raise UserError(f"{source.layout.path} has more than weights, and code in pickles is not run") from None
 
 
 def _not_importable(source: Path) -> str:
     if not source.exists():
         return "does not exist"
     if source.is_dir() and len(list(source.glob("*.gguf"))) > 1:
-        return "holds several GGUF files; name the one to import"
+        return "has several GGUF files; name one of them"
     if source.is_dir() and any(source.glob("*.safetensors")):
-        return "has safetensors already: commands take it as it is"
-    kinds = ", ".join(NOUNS.values())
-    return f"is none of what can be imported: {kinds}"
+        return "has safetensors already, which every command reads"
+    return f"is not {', '.join(NOUNS.values())}"

@@ -228,11 +228,11 @@ def load_model(
         check_plain(directory, config)
     weights = Weights(directory)  # every file is there and whole
     plain = device_map is None and "quantization_config" not in config
-    model: Any = read_model(directory, dtype, device_map, weights if plain else None)
+    model: Any = load_any_files(directory, dtype, device_map, weights if plain else None)
     return model if device_map else model.to(device)
 
 
-def read_model(
+def load_any_files(
     directory: Path, dtype: torch.dtype, device_map: str | None = None, weights: Weights | None = None
 ) -> "PreTrainedModel":
     """Return the model of weights, or of whatever files transformers finds there, .bin ones too; see load_model."""

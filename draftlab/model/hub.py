@@ -45,7 +45,7 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     return _from_hub(str(name), weights)
 
 
-def importable(name: str) -> Path:
+def import_source(name: str) -> Path:
     """Return what draftlab import reads: a path, or a hub name, of which .bin files and adapters are fetched.
 
     Raises:

@@ -40,10 +40,15 @@ def write_checkpoint(
         raise OSError(str(error)) from error
     (directory / "config.json").write_text(json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True))
     if tokenizer_from is not None:
-        for name in TOKENIZER_FILES:
-            if (tokenizer_from / name).is_file():
-                shutil.copyfile(tokenizer_from / name, directory / name)
+        copy_tokenizer(tokenizer_from, directory)
     return size
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy the files of a tokenizer, and generation_config.json, verbatim."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
 
 
 def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -174,7 +174,7 @@ CASES = [
     (("score", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
     (("export", "draft", "--out", "full"), "full exists and is not empty"),
     (("tokenizer", "--data", "text.txt", "--out", "full"), "full exists and is not empty"),
-    (("init", "--preset", "tiny"), "--force to replace it"),
+    (("init", "--preset", "tiny"), "--force"),
 ]
 USAGE = [
     ("prunes",),

@@ -154,7 +154,7 @@ def test_an_output_with_a_torn_record_is_skipped(space, torn):
         (("report", "nope/score.json"), "No such file"),
         (("design",), "give one budget"),
         (("design", "--params", "1m", "--layers", "0-3"), "holds no number from 1 on"),
-        (("init", "--preset", "tiny"), "--force to replace it"),
+        (("init", "--preset", "tiny"), "--force"),
         (("train", "--data", "stdlib", "--out", "x"), "say what to train"),
         (("run", "nope.yaml"), "No such file"),
     ],

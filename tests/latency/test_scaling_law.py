@@ -156,4 +156,4 @@ def test_a_law_predicts_a_shape_by_name(space):
 
 
 def test_a_latency_budget_needs_a_law(space):
-    assert "no latency law here" in call("design", "--latency-ms", "2", "--source", "tiny", code=1)
+    assert "--law" in call("design", "--latency-ms", "2", "--source", "tiny", code=1)

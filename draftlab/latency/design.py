@@ -1,0 +1,59 @@
+"""Families of shapes at an equal budget, with the latency that a law predicts for them."""
+
+from dataclasses import dataclass
+
+from draftlab.config.make import DesignConfig
+from draftlab.errors import UserError
+from draftlab.latency.scaling_law import read_law
+from draftlab.model import families
+from draftlab.model.shape import Shape, parse_count, write_shape_file
+from draftlab.prune.trial_model import prunable_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """Shapes by name, and milliseconds of their one-token passes; empty without a law."""
+
+    shapes: dict[str, Shape]
+    latency_ms: dict[str, float]
+
+
+def design(config: DesignConfig) -> Design:
+    """Find one shape per depth within the budget, and write shape files if config.out is set.
+
+    Raises:
+        UserError: no depth reaches the budget, or a shape file exists and overwrite is off.
+    """
+    name, source = prunable_shape(config.source)
+    law = read_law(config.law) if config.law else None
+    kind, budget = _budget(config)
+    family = families.family(
+        families.unbounded(source) if config.free else source,
+        budget=budget,
+        kind=kind,
+        depths=config.layers,
+        multiple_of=config.multiple_of,
+        width_multiple_of=config.width_multiple_of,
+        tensor_parallel=config.tensor_parallel,
+        latency_ms=law.ms if law and kind == "latency" else None,
+    )
+    shapes = {families.shape_name(shape): shape for shape in family}
+    _write(config, shapes, f"draftlab design: {kind} budget {budget:g}, from {name}")
+    return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})
+
+
+def _budget(config: DesignConfig) -> tuple[families.Budget, float]:
+    if config.params is not None:
+        return "body" if config.body else "total", parse_count(config.params)
+    if config.kv_kib is not None:
+        return "kv", 1024 * config.kv_kib
+    return "latency", config.latency_ms or 0
+
+
+def _write(config: DesignConfig, shapes: dict[str, Shape], comment: str) -> None:
+    for name, shape in shapes.items() if config.out else ():
+        file = config.out / f"{name}.yaml" if config.out else None
+        assert file is not None
+        if file.exists() and not config.overwrite:
+            raise UserError(f"{file} exists; replace it with --force")
+        write_shape_file(shape, file, comment)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from draftlab.latency.cost_model import CostModel, parse_profile
 from draftlab.latency.predict import best_k, constant_workload, predict
-from draftlab.results.plots import COLOURS, MARKERS
+from draftlab.results.leaderboard import COLOURS, MARKERS
 
 DRAFTS = {  # layers, parameters
     "noft-1.3b": "NoFT-1.3B, 24 layers",

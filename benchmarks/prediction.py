@@ -33,7 +33,8 @@ from draftlab.latency.predict import StepCosts, Workload, expected_time, step_co
 from draftlab.latency.profiler import Grid, LatencyCurves, measure
 from draftlab.model import checkpoint, llama
 from draftlab.model.llama import Llama
-from draftlab.results.score import Generation, Latency, median_timings
+from draftlab.results.decoding import Generation, median_timings
+from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
 
 TARGET = "tiny"

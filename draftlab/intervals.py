@@ -1,107 +1,131 @@
-"""Estimates from timed prompts: speed-ups, and their intervals by drawing prompts anew. No torch.
+"""Speed-ups and acceptance with their bootstrap intervals over prompts: the one place that resamples. No torch.
 
-S samples, R prompts, K numbers of drafted tokens.
+R prompts, K numbers of drafted tokens, C columns, S bootstrap samples.
 """
 
-import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
+from draftlab.files import FileModel
 
 if TYPE_CHECKING:
     import numpy as np
 
 SAMPLES = 2000
-AT_ONCE = 100  # samples in memory
+BLOCK = 100  # samples in memory at once
 SPLITS = 20
 
-Timing = tuple[int, float]  # tokens and the seconds that they took
+Timing = tuple[int, float]  # tokens, and the seconds that they took
 Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]  # with drafts, of each K and prompt [K, R]; without, [R]
-Item = TypeVar("Item")
 
 
-class Interval(BaseModel):
-    """A ratio with its 95 % bootstrap interval over prompts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Interval(FileModel):
+    """An estimate with its 95 % bootstrap interval over n prompts."""
 
     value: float
     low: float
     high: float
     n: int
 
+    def __str__(self) -> str:
+        return f"{self.value:.2f}" + (f" ({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "")
 
-def bootstrap(items: Sequence[Item], of: Callable[[Sequence[Item]], float]) -> Interval:
-    """Return of all items, with the 95 % interval of drawing as many anew, seeded."""
-    rng = random.Random(0)
-    values = sorted(of(rng.choices(items, k=len(items))) for _ in range(SAMPLES))
-    low, high = values[int(0.025 * SAMPLES)], values[int(0.975 * SAMPLES) - 1]
-    return Interval(value=of(items), low=low, high=high, n=len(items))
+    def as_speedup(self) -> str:
+        """Return it as "1.52x (1.40 to 1.63)"; one prompt has no spread to resample."""
+        return f"{self.value:.2f}x " + (f"({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "(n = 1)")
 
 
-def tokens_per_second(timed: Sequence[Timing]) -> float:
-    """Tokens per second, sums over sums; 0 where nothing was timed."""
-    seconds = sum(seconds for _, seconds in timed)
-    return sum(tokens for tokens, _ in timed) / seconds if seconds else 0.0
+def bootstrap(statistic: "Callable[[np.ndarray], np.ndarray]", rows: int, seed: int = 0) -> "np.ndarray":
+    """Return a statistic of all rows, then of each bootstrap sample, [1 + S, ...].
+
+    statistic: takes how often each sample holds each row, [BLOCK, R]. The same seed draws the same samples, so that two
+    statistics of the same prompts can be paired.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    blocks = (rng.multinomial(rows, [1 / rows] * rows, BLOCK) for _ in range(SAMPLES // BLOCK))
+    return np.concatenate([statistic(np.ones((1, rows))), *map(statistic, blocks)])
+
+
+def interval(values: "np.ndarray", n: int) -> Interval:
+    """Return the interval of what bootstrap() returned, [1 + S]; samples without a value (nan) are left out."""
+    import numpy as np
+
+    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
+    return Interval(value=float(values[0]), low=float(low), high=float(high), n=n)
+
+
+def ratio_intervals(over: "np.ndarray", under: "np.ndarray") -> list[Interval]:
+    """Return, for each column [R, C], the sum of over divided by the sum of under; a ratio over nothing is 0."""
+    import numpy as np
+
+    def ratios(counts: np.ndarray) -> np.ndarray:
+        sums = counts @ under
+        return np.divide(counts @ over, sums, out=np.zeros_like(sums, dtype=float), where=sums > 0)
+
+    return [interval(column, len(over)) for column in bootstrap(ratios, len(over)).T]
+
+
+def ratio_interval(pairs: "np.ndarray") -> Interval:
+    """Return the sum of the first column divided by the sum of the second, [R, 2]."""
+    return ratio_intervals(pairs[:, :1], pairs[:, 1:])[0]
+
+
+def tokens_per_second(timings: Sequence[Timing]) -> float:
+    """Return the sum of tokens over the sum of seconds; 0 where nothing was timed."""
+    seconds = sum(seconds for _, seconds in timings)
+    return sum(tokens for tokens, _ in timings) / seconds if seconds else 0.0
 
 
 def median_repeat(repeats: Sequence[Timing]) -> Timing:
-    """The repeat of median time per token, the lower of two middle ones: a stall of the machine is not the draft's."""
-    return sorted(repeats, key=_pace)[(len(repeats) - 1) // 2]
+    """Return the repeat of median time per token, the lower of two middle ones, so that one stall does not count."""
+    return sorted(repeats, key=_seconds_per_token)[(len(repeats) - 1) // 2]
 
 
 def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
-    """The slowest repeat over the fastest, per token; 1 where nothing was timed."""
-    paces = [_pace(one) for one in repeats]
-    return max(paces) / min(paces) if min(paces) > 0 else 1.0
+    """Return the ratio of the slowest to the fastest repeat per token; 1 where nothing was timed."""
+    times = list(map(_seconds_per_token, repeats))
+    return max(times) / min(times) if min(times) > 0 else 1.0
 
 
-def speedup(arm: Timings) -> Interval:
-    """Tokens per second with drafts over those without: a ratio of sums over prompts.
+def speedup(timings: Timings) -> Interval:
+    """Return tokens per second with drafts over those without: a ratio of sums over prompts.
 
     With several K the prompts are split in halves, SPLITS times, and each half counts at the K that is fastest on the
     other, in every bootstrap sample anew: a K chosen on the prompts that it is timed on looks faster than it is.
     """
-    return _interval(_gains(arm, seed=0), [arm])
+    return interval(_speedups(timings, seed=0), _timed_prompts(timings))
 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
-    """The first speed-up over the second. paired: of the same prompts, which are drawn for both together."""
-    return _interval(_gains(first, seed=0) / _gains(second, seed=0 if paired else 1), [first, second])
+    """Return the first speed-up over the second. paired: both are of the same prompts, which are drawn together."""
+    ratios = _speedups(first, seed=0) / _speedups(second, seed=0 if paired else 1)
+    return interval(ratios, min(_timed_prompts(first), _timed_prompts(second)))
 
 
-def _interval(values: "np.ndarray", arms: Sequence[Timings]) -> Interval:
-    """values: of all prompts, then of each sample, [1 + S]."""
+def _speedups(timings: Timings, seed: int) -> "np.ndarray":
+    """Return the speed-up over all prompts, then that of each sample, [1 + S]; nan where no prompt in it was timed."""
     import numpy as np
 
-    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
-    n = min(sum(seconds > 0 for _, seconds in slow) for _, slow in arms)
-    return Interval(value=float(values[0]), low=float(low), high=float(high), n=n)
+    drafted, plain = np.array(timings[0], dtype=float), np.array(timings[1], dtype=float)  # [K, R, 2], [R, 2]
+
+    def ratios(counts: np.ndarray) -> np.ndarray:
+        chosen, baseline = _at_cross_validated_k(drafted, counts), counts @ plain  # [S, 2] each
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return chosen[:, 0] / chosen[:, 1] / (baseline[:, 0] / baseline[:, 1])
+
+    return bootstrap(ratios, len(plain), seed)
 
 
-def _gains(arm: Timings, seed: int) -> "np.ndarray":
-    """The speed-up over all prompts, then that of each sample, [1 + S]; nan where no prompt in it was timed."""
+def _at_cross_validated_k(drafted: "np.ndarray", counts: "np.ndarray") -> "np.ndarray":
+    """Return tokens and seconds of each sample, each half of the prompts at the K fastest on the other half, [S, 2]."""
     import numpy as np
 
-    timed, alone = np.array(arm[0], dtype=float), np.array(arm[1], dtype=float)  # [K, R, 2], [R, 2]
-    n = len(alone)
-    drawn = np.random.default_rng(seed).multinomial(n, [1 / n] * n, SAMPLES)
-    counts = np.concatenate([np.ones((1, n)), drawn])  # how often each sample holds each prompt
-    chosen = np.concatenate([_chosen(timed, counts[at : at + AT_ONCE]) for at in range(0, len(counts), AT_ONCE)])
-    plain = counts @ alone  # [1 + S, 2]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return chosen[:, 0] / chosen[:, 1] / (plain[:, 0] / plain[:, 1])
-
-
-def _chosen(timed: "np.ndarray", counts: "np.ndarray") -> "np.ndarray":
-    """Tokens and seconds of each sample, each half of the prompts at the K that is fastest on the other, [S, 2]."""
-    import numpy as np
-
-    rng, n = np.random.default_rng(0), timed.shape[1]
+    rng, n = np.random.default_rng(0), drafted.shape[1]
     first = np.stack([rng.permutation(n) < n // 2 for _ in range(SPLITS)])
     halves = np.stack([first, ~first]) * counts[:, None, None]  # [S, 2, SPLITS, R]
-    sums = np.einsum("shpr,krx->shpkx", halves, timed, optimize=True)  # of each half [S, 2, SPLITS, K, 2]
+    sums = np.einsum("shpr,krx->shpkx", halves, drafted, optimize=True)  # [S, 2, SPLITS, K, 2]
     others = np.where(sums[:, ::-1, :, :, 1:] > 0, sums[:, ::-1], sums.sum(1, keepdims=True))  # one half may be empty
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = np.nan_to_num(others[..., 0] / others[..., 1])  # [S, 2, SPLITS, K]
@@ -109,6 +133,10 @@ def _chosen(timed: "np.ndarray", counts: "np.ndarray") -> "np.ndarray":
     return np.take_along_axis(sums, best, 3).sum((1, 2, 3))
 
 
-def _pace(timed: Timing) -> float:
-    """Seconds per token; 0 where the prefill wrote all."""
-    return timed[1] / timed[0] if timed[0] else 0.0
+def _timed_prompts(timings: Timings) -> int:
+    return sum(seconds > 0 for _, seconds in timings[1])
+
+
+def _seconds_per_token(timing: Timing) -> float:
+    """Return 0 where the prefill wrote all tokens."""
+    return timing[1] / timing[0] if timing[0] else 0.0

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftlab.intervals import Interval
-from draftlab.results.score import Acceptance, acceptance_from_counts
+from draftlab.results.decoding import Acceptance, acceptance_from_counts
 
 ROWS = 1024  # texts walked at once: what is worked on stays in the processor's cache
-DRAWN = 50  # bootstrap samples at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,26 +138,6 @@ def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
     return np.stack([counts.tokens, counts.passes], 1)
 
 
-def intervals(over: np.ndarray, under: np.ndarray, draws: int = 1000, seed: int = 0) -> list[Interval]:
-    """Of each column, [R, C] both: the ratio of sums with its 95 % bootstrap interval over rows.
-
-    The same draws serve all columns. A ratio over nothing is 0.
-    """
-    rng = np.random.default_rng(seed)
-    both = np.concatenate([over, under], 1)
-    n = len(both)
-    sums = [_drawn(rng, n, min(DRAWN, draws - at)) @ both for at in range(0, draws, DRAWN)]
-    low, high = np.percentile(_ratio(np.concatenate(sums)), [2.5, 97.5], axis=0)
-    values = _ratio(both.sum(0))
-    return [Interval(value=v, low=a, high=b, n=n) for v, a, b in zip(values, low, high, strict=True)]
-
-
-def ratio_interval(pairs: np.ndarray, draws: int = 1000, seed: int = 0) -> tuple[float, float, float]:
-    """Sum of the first column over sum of the second, and its 95 % bootstrap interval over rows."""
-    found = intervals(pairs[:, :1], pairs[:, 1:], draws, seed)[0]
-    return found.value, found.low, found.high
-
-
 @dataclass(frozen=True, slots=True)
 class _Walked:
     visits: np.ndarray  # [R, n]
@@ -215,14 +193,3 @@ def _walk(kept: np.ndarray, depth: np.ndarray, lengths: np.ndarray, deepest: int
         now[0] = now.sum(0)
         now[1:] = through
     return _Walked(seen.T, drafting, reached.T, examined.T, truncated)
-
-
-def _drawn(rng: np.random.Generator, n: int, draws: int) -> np.ndarray:
-    """How often each of n rows is in each bootstrap sample, [draws, n]."""
-    return np.stack([np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(draws)]).astype(np.float64)
-
-
-def _ratio(sums: np.ndarray) -> np.ndarray:
-    """First half of the last axis over the second half."""
-    over, under = np.split(sums, 2, axis=-1)
-    return np.divide(over, under, out=np.zeros_like(over), where=under > 0)

@@ -16,7 +16,8 @@ from draftlab.errors import UserError
 from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.model import checkpoint, hub
 from draftlab.prompts import Prompts
-from draftlab.results.score import Conditions, Counters, Model, Prompt, Score, ServedGeneration
+from draftlab.results.decoding import Counters, ServedGeneration
+from draftlab.results.score import Conditions, Model, Prompt, Score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 from draftlab.target_outputs.logprob_sources import same_ids

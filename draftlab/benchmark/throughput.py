@@ -13,7 +13,7 @@ from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import warm_up
 from draftlab.model.decoder import Decoder, model_vocab_size
-from draftlab.results.score import Generation
+from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
 
 Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding

@@ -36,7 +36,7 @@ def import_checkpoint(config: ImportConfig, output: Output) -> Outcome:
 def design(config: DesignConfig) -> Outcome:
     """Find shapes of equal budget, from deep and narrow to shallow and wide."""
     from draftlab.latency.design import design as find_shapes
-    from draftlab.results.report import shape_table
+    from draftlab.results.tables import shape_table
 
     found = find_shapes(config)
     if config.plot is not None:

@@ -257,7 +257,8 @@ def _scored(
     scores: "list[Score]", out: Path, min_speedup: float | None, min_acceptance_length: float | None
 ) -> Outcome:
     from draftlab.results.compare import candidate_of, category_rows, category_table, prompt_rows, rank, verdict_lines
-    from draftlab.results.report import json_rows, score_table
+    from draftlab.results.report import json_rows
+    from draftlab.results.tables import score_table
     from draftlab.results.warnings import score_warnings
 
     bars = min_speedup, min_acceptance_length
@@ -324,8 +325,9 @@ def report(
     arguments, began = recorded(locals())
     from draftlab import provenance
     from draftlab.model import checkpoint
-    from draftlab.results.report import html, json_rows, markdown, score_table
+    from draftlab.results.report import html, json_rows, markdown
     from draftlab.results.score import read_score
+    from draftlab.results.tables import score_table
 
     space = workspace.load()
     files = _score_files(scores or [space.runs])
@@ -363,7 +365,7 @@ def compare(
     missed = _missed(
         best.name, best.output_differs, best.speedup.value, best.tokens_per_pass, min_speedup, min_acceptance_length
     )
-    show = [comparing.comparison(places), *comparing.verdict_lines(places), *warnings]
+    show = [comparing.comparison_table(places), *comparing.verdict_lines(places), *warnings]
     return Outcome(path=None, show=show, data={"ranking": [comparing.as_dict(p) for p in places]}, missed=missed)
 
 

@@ -224,7 +224,7 @@ def _best_rows(
 def _as_dict(prediction: "Prediction") -> dict[str, object]:
     rows = [
         asdict(row)
-        | {"length": row.tokens_per_pass.model_dump(), "speedup": row.speedup.model_dump()}
+        | {"tokens_per_pass": row.tokens_per_pass.model_dump(), "speedup": row.speedup.model_dump()}
         | {"break_even_length": row.break_even_length}
         for row in prediction.rows
     ]

@@ -10,10 +10,11 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from draftlab.acceptance import expected
-from draftlab.acceptance.expected import ratio_interval, tokens_per_pass
+from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
 from draftlab.distill.on_policy import GeneratedRows
 from draftlab.engine.batch_generate import BatchSettings, generate_batch
+from draftlab.intervals import ratio_interval
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
@@ -83,10 +84,10 @@ def lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[Length]:
     found = []
     for k in KS:
         old, new = tokens_per_pass(before, k), tokens_per_pass(after, k)
-        value, low, high = ratio_interval(new)
-        _, gain_low, _ = ratio_interval(np.stack([old[:, 1], new[:, 1]], 1))  # same texts: passes over passes
+        now = ratio_interval(new)
+        gain = ratio_interval(np.stack([old[:, 1], new[:, 1]], 1))  # same texts: passes over passes
         first = float(old[:, 0].sum() / old[:, 1].sum())
-        found.append(Length(k=k, before=first, after=value, low=low, high=high, gain_low=gain_low))
+        found.append(Length(k=k, before=first, after=now.value, low=now.low, high=now.high, gain_low=gain.low))
     return found
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from draftlab.acceptance import token_logprobs
-from draftlab.acceptance.expected import ratio_interval
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
+from draftlab.intervals import ratio_interval
 from draftlab.model import checkpoint, decoder
 from draftlab.model.sentencepiece import PROBES
 from draftlab.sampling import SamplingParams
@@ -162,11 +162,12 @@ def _counts(hits: list[np.ndarray], writing: Writing) -> np.ndarray:
 
 def _agreement(runtime: str, writing: Writing, ours: list[np.ndarray], there: float, words: str) -> Agreement:
     """Raises UserError: what was found there lies outside what texts like these vary by here."""
-    here, low, high = ratio_interval(_counts(ours, writing))
+    here = ratio_interval(_counts(ours, writing))
     found = Agreement(
-        runtime=runtime, k=writing.k, texts=len(ours), here=here, low=low, high=high, there=there, words=words
-    )
-    if not low <= there <= high:
+        runtime=runtime, k=writing.k, texts=len(ours), here=here.value, low=here.low, high=here.high, there=there,
+        words=words,
+    )  # fmt: skip
+    if not here.low <= there <= here.high:
         raise UserError(f"the exported draft is not what it is here. {found.line()}")
     return found
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from draftlab.acceptance.expected import Texts, chain, intervals, texts_of, visits
+from draftlab.acceptance.expected import Texts, chain, texts_of, visits
 from draftlab.errors import UserError
-from draftlab.intervals import Interval
+from draftlab.intervals import Interval, ratio_intervals
 from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedup
-from draftlab.results.score import Generation, Score
+from draftlab.results.decoding import Generation
+from draftlab.results.score import Score
 
 if TYPE_CHECKING:  # needs torch
     from draftlab.target_outputs.replay import Replay
@@ -163,9 +164,11 @@ def predict(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[in
     perfect = with_chances(work, np.ones_like(work.texts.chances))
     found = {k: expected_time(paid, work.prompt_tokens, taken[k]) for k in ks}
     counts = [chain(work.texts, k) for k in ks]
-    lengths = intervals(np.stack([c.steps + c.accepted for c in counts], 1), np.stack([c.steps for c in counts], 1))
+    lengths = ratio_intervals(
+        np.stack([c.steps + c.accepted for c in counts], 1), np.stack([c.steps for c in counts], 1)
+    )
     times = np.stack([s.total for s in found.values()], 1)
-    speedups = intervals(np.stack([plain] * len(ks), 1), times)
+    speedups = ratio_intervals(np.stack([plain] * len(ks), 1), times)
 
     def row(k: int, length: Interval, speedup: Interval) -> Row:
         unit = paid.verify[0, at] + paid.host[0]

@@ -1,4 +1,4 @@
-"""What a report draws: each plot is one SVG to put inside a page, readable on light, dark and paper."""
+"""Plots: each is one SVG to put inside a page, readable on light, dark and paper; figures are files of panels."""
 
 import io
 import re
@@ -15,13 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from draftlab.errors import UserError
-from draftlab.intervals import Interval
 from draftlab.model.shape import Shape
-from draftlab.results.score import Model, Score, TaskResult
+from draftlab.results.leaderboard import COLOURS, MARKERS, Entry
+from draftlab.results.score import Model
 
-# Okabe and Ito (2008) without black and yellow, each lost on one of the two backgrounds; then wine and olive.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#aa4499", "#999933")
-MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
 PHASES = {"draft": "#d55e00", "verify": "#0072b2", "host": "#8c8c8c"}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -29,48 +26,12 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-LABEL_LENGTH = 22
 CHARACTER_WIDTH = 0.017  # of a label, in widths of the axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A draft at its rank, and how every table and plot marks it."""
-
-    score: Score
-    rank: int  # 0 is the fastest
-    k: int
-    best_k_speedup: Interval  # speed-up of a K chosen on other prompts
-    speedups: dict[int, Interval]  # by K; {} where they are not shown
-    accuracy: TaskResult | None
-
-    @property
-    def tokens_per_pass(self) -> float:
-        return self.score.tokens_per_pass(self.k)
-
-    @property
-    def label(self) -> str:
-        """The end of the name, where names of one family differ."""
-        name = self.score.name
-        return name if len(name) <= LABEL_LENGTH else "…" + name[1 - LABEL_LENGTH :]
-
-    @property
-    def colour(self) -> str:
-        return COLOURS[self.rank % len(COLOURS)]
-
-    @property
-    def marker(self) -> str:
-        return MARKERS[self.rank % len(MARKERS)][0]
-
-    @property
-    def glyph(self) -> str:
-        """The marker as a character, for the key beside a plot."""
-        return MARKERS[self.rank % len(MARKERS)][1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One plot of a figure: named series of points; lines of the same names, else through the points."""
+    """One plot of a figure. series: points by name. lines: by the same names; by default through the points."""
 
     x: str
     y: str
@@ -79,13 +40,13 @@ class Panel:
 
 
 def save_figure(path: Path, panels: Sequence[Panel]) -> None:
-    """Panels side by side, as SVG or PNG by the file's name.
+    """Write panels side by side, as SVG or PNG by the file's name.
 
     Raises:
         UserError: another kind of file, or one that cannot be written.
     """
     if path.suffix not in (".svg", ".png"):
-        raise UserError(f"a figure is written as .svg or .png, and this is {path}")
+        raise UserError(f"{path}: figures are written as .svg or .png")
     figure = draw_panels(panels)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +57,7 @@ def save_figure(path: Path, panels: Sequence[Panel]) -> None:
 
 
 def draw_panels(panels: Sequence[Panel]) -> Figure:
-    """Panels side by side."""
+    """Draw panels side by side."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
         for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -130,7 +91,10 @@ def plot_speedup(entries: list[Entry]) -> Markup:
 
 
 def plot_latency(entries: list[Entry]) -> Markup | None:
-    """The target's latency is the fastest draft's own measurement of it. None where none was measured."""
+    """Plot milliseconds per token against layers; None where no latency was measured.
+
+    The target's latency is the one measured with the fastest draft.
+    """
     entries = [e for e in entries if e.score.target.latency]
     if not entries:
         return None
@@ -157,7 +121,7 @@ def plot_latency(entries: list[Entry]) -> Markup | None:
 
 
 def plot_accuracy(entries: list[Entry]) -> Markup | None:
-    """None where no draft has an accuracy."""
+    """Plot tokens per target pass against accuracy; None where no draft has an accuracy."""
     scored = [(e, e.accuracy) for e in entries if e.accuracy]
     xs, ys = [a.value for _, a in scored], [e.tokens_per_pass for e, _ in scored]
     errors = [a.stderr or 0.0 for _, a in scored]
@@ -185,7 +149,7 @@ def plot_positions(entries: list[Entry]) -> Markup:
 
 
 def plot_time(entries: list[Entry]) -> Markup | None:
-    """None where it is not known of any draft: servers do not say."""
+    """Plot the time of a step by phase; None where no draft has it: servers do not report it."""
     entries = [e for e in entries if e.score.time_shares(e.k)]
     if not entries:
         return None
@@ -207,12 +171,11 @@ def plot_time(entries: list[Entry]) -> Markup | None:
 
 
 def _timed(model: Model) -> Shape | None:
-    """The shape of a model whose latency was measured."""
     return model.shape if model.latency else None
 
 
 def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
-    """From zero, where proportion shows; logarithmic where a large target would squeeze the drafts together."""
+    """Scale from zero, which shows proportions, or logarithmically where a large target would squeeze the drafts."""
     ax.margins(0.2)
     if max(xs) <= 8 * min(xs) and max(ys) <= 8 * min(ys):
         ax.set(xlim=(0, 1.15 * max(xs)), ylim=(0, 1.15 * max(ys)))
@@ -225,7 +188,7 @@ def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
 
 
 def _label(ax: Axes, xs: Sequence[float], ys: Sequence[float], names: Sequence[str], errors: Sequence[float]) -> None:
-    """Names beside points and their error bars; where that place is taken, above or below with a line."""
+    """Write names beside points and their error bars or, where there is no room, above or below with a line."""
     ax.autoscale_view()  # limits are otherwise set when drawing, after the transforms below
     to_axes = ax.transData + ax.transAxes.inverted()
     at = to_axes.transform(list(zip(xs, ys, strict=True))).tolist()
@@ -246,7 +209,7 @@ def _label(ax: Axes, xs: Sequence[float], ys: Sequence[float], names: Sequence[s
 def _free_place(
     sides: list[tuple[float, float]], y: float, taken: list[tuple[float, float, float]]
 ) -> tuple[float, float, float]:
-    """Left, right and height, in widths and heights of the axes: the nearest free place, or the nearest at all."""
+    """Return left, right and height, in units of the axes, of the nearest free place, or else of the nearest place."""
     places = [(*side, y + step / 50) for step in sorted(range(-25, 26), key=abs) for side in sides]
     inside = [p for p in places if p[0] > 0 and p[1] < 1 and 0.03 < p[2] < 0.97]
     free = [p for p in inside if not any(p[0] < b and a < p[1] and abs(p[2] - h) < 0.06 for a, b, h in taken)]
@@ -254,7 +217,7 @@ def _free_place(
 
 
 def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
-    """One plot without addresses or ids that another plot could have; its ink is the page's own colour."""
+    """Return one plot without links or ids that could clash with another's; its ink is the page's own colour."""
     with rc_context({**STYLE, "svg.hashsalt": alt}):
         figure = Figure(figsize=(5.2, inches), layout="constrained")
         ax = figure.subplots()

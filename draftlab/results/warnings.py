@@ -1,80 +1,82 @@
 """What a reader must know before trusting a score. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from draftlab.results.score import STALLED, Score, median_timings
+from draftlab.results.decoding import median_timings
+from draftlab.results.score import STALLED, Score
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
-MUCH = 0.1  # of the steps
+MANY_STEPS = 0.1  # share of the steps
 
 
 def score_warnings(scores: Sequence[Score]) -> list[str]:
-    """What a reader must know before trusting the numbers, each naming its drafts."""
-    whose: dict[str, list[str]] = {}
+    """Return one sentence for each reason to doubt the numbers, naming the drafts that it concerns."""
+    drafts: dict[str, list[str]] = {}
     for score in scores:
-        for text in _cautions_of(score):
-            whose.setdefault(text, []).append(score.name)
+        for text in (*_about_output(score), *_about_conditions(score), *_about_timing(score)):
+            drafts.setdefault(text, []).append(score.name)
     every = len(scores) if len(scores) > 1 else 0
-    found = [f"{'all drafts' if len(names) == every else ', '.join(names)}: {text}" for text, names in whose.items()]
+    texts = [f"{'all drafts' if len(names) == every else ', '.join(names)}: {text}" for text, names in drafts.items()]
     facts = [s.conditions.model_dump() | {"target": s.target.sha256} for s in scores]
     differing = [name.replace("_", " ") for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)]
     if differing:
-        found.append(f"the drafts were measured with different {', '.join(differing)}: their speed-ups do not compare")
-    return found
+        texts.append(f"drafts were measured with different {', '.join(differing)}, so their speed-ups do not compare")
+    return texts
 
 
-def _cautions_of(score: Score) -> list[str]:
-    k, prompts = score.best_k, score.conditions.prompts
-    cut, steps = score.acceptance(k).n_truncated_steps, score.acceptance(k).num_spec_steps
-    found = []
+def _about_output(score: Score) -> Iterator[str]:
     if score.identical is False and score.conditions.dtype != "float32":
-        found.append(
-            f"its output differs from the target's own; {score.conditions.dtype} rounds ties either way, a fault does "
-            "the same: float32 tells"
+        dtype = score.conditions.dtype
+        yield (
+            f"its output differs from the target's own; rounding in {dtype} may break ties differently, but a bug may "
+            "cause it, too: check in float32"
         )
     elif score.identical is False:
-        found.append("its output differs from the target's own, so decoding was not lossless and no speed-up counts")
-    for task, metric, alone, drafted in _differing_tasks(score):
-        found.append(f"the target scores {drafted:.3f} with it on {task}, {metric}, {alone:.3f} alone: not lossless")
+        yield "its output differs from the target's own: decoding was not lossless, and no speed-up counts"
+    alone = {(r.task, r.metric): r.value for r in score.target.tasks}
+    for r in score.speculative_tasks:
+        value = alone.get((r.task, r.metric), r.value)
+        if value != r.value:
+            yield f"not lossless: on {r.task}, {r.metric}, the target scores {r.value:.3f} with it, {value:.3f} alone"
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
-        found.append(f"only {share} of the output's 4-grams are distinct; a repetition loop flatters every draft")
-    if prompts < FEW_PROMPTS:
-        found.append(f"number of prompts: {prompts}; below {FEW_PROMPTS} the interval means little")
+        yield f"only {share} of the output's 4-grams are distinct: repetition loops make every draft look good"
+    if score.conditions.lossy:
+        yield f"LOSSY: rule {score.conditions.rule} changes the output, so that no speed-up counts"
+
+
+def _about_conditions(score: Score) -> Iterator[str]:
+    if score.conditions.prompts < FEW_PROMPTS:
+        yield f"number of prompts: {score.conditions.prompts}; with fewer than {FEW_PROMPTS}, intervals mean little"
     for model in (score.target, score.draft):
         if model.via_transformers:
-            found.append(f"transformers ran {model.name}, whose architecture the engine does not know: not its speed")
-    if score.conditions.lossy:
-        found.append(f"LOSSY: rule {score.conditions.rule} changes what is written; no speed-up counts as the target's")
+            yield f"transformers ran {model.name}, because the engine does not support its architecture: slower"
     if score.served:
-        found.append("servers decoded it: times are whole requests, prefill and transport included")
+        yield "servers decoded it: times are of whole requests, including prefill and transport"
     if score.environment is not None and score.environment.busy:
         busy, cores = score.environment.busy_cores, score.environment.cores
-        found.append(f"other work kept {busy:.1f} of {cores} cores busy when it began: times are worth little")
+        yield f"other work kept {busy:.1f} of {cores} cores busy at the start: its times are unreliable"
+
+
+def _about_timing(score: Score) -> Iterator[str]:
+    k, prompts = score.best_k, score.conditions.prompts
     stalled, worst = score.stalls
     if stalled:
-        found.append(
-            f"{stalled} of {prompts} prompts took over {STALLED:g} times as long in one repeat as in another, up to "
-            f"{worst:.1f} times: the machine was busy; each prompt counts by its median repeat"
+        yield (
+            f"{stalled} of {prompts} prompts took over {STALLED:g} times as long in one repeat as in another (at most "
+            f"{worst:.1f} times): the machine was busy; each prompt counts by its median repeat"
         )
     short = sum(not tokens for tokens, _ in median_timings(score.plain))
     if short:
-        found.append(f"{short} of {prompts} prompts were answered with one token, which tells nothing about speed")
-    if score.share_without_draft(k) > MUCH:
-        found.append(
-            f"{score.share_without_draft(k):.0%} of target passes at K = {k} had no draft; the rate is of the others"
+        yield f"{short} of {prompts} prompts were answered with one token, which says nothing about speed"
+    if score.share_without_draft(k) > MANY_STEPS:
+        share = f"{score.share_without_draft(k):.0%}"
+        yield f"{share} of target passes at K = {k} had no draft; the acceptance rate is of the others"
+    acceptance = score.acceptance(k)
+    if (acceptance.n_truncated_steps or 0) > MANY_STEPS * acceptance.num_spec_steps:
+        cut, steps = acceptance.n_truncated_steps, acceptance.num_spec_steps
+        yield (
+            f"{cut} of {steps} steps at K = {k} were cut by the end of the output, "
+            "and tokens per target pass includes what was cut: generate more tokens per prompt"
         )
-    if cut is not None and cut > MUCH * steps:
-        found.append(
-            f"{cut} of {steps} steps at K = {k} were cut by the end of the output, and tokens per target pass counts "
-            "what was cut; let each prompt generate more"
-        )
-    return found
-
-
-def _differing_tasks(score: Score) -> list[tuple[str, str, float, float]]:
-    """Generation tasks that the target scores otherwise with the draft: task, metric, alone, with it."""
-    alone = {(r.task, r.metric): r.value for r in score.target.tasks}
-    pairs = [(r.task, r.metric, alone.get((r.task, r.metric)), r.value) for r in score.speculative_tasks]
-    return [(task, metric, a, b) for task, metric, a, b in pairs if a is not None and a != b]

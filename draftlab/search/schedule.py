@@ -10,10 +10,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from draftlab.errors import UserError
+from draftlab.files import read_model
 from draftlab.intervals import Interval
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape
-from draftlab.results.score import read_json
 
 FILE = "search.json"
 DEAREST = 0.4  # of a target pass, that a draft pass may cost: at K = 1 and 3 of 4 accepted that gains a quarter
@@ -158,8 +158,8 @@ def affordable_steps(left_seconds: float, trials: Sequence[Trial], done: int, *,
 
 
 def read_search(path: Path) -> Search:
-    """search.json; raises as read_json."""
-    return read_json(Search, path, FILE, "; draftlab search writes one")
+    """search.json; raises as read_model."""
+    return read_model(Search, path, FILE, "; draftlab search writes one")
 
 
 def write_search(found: Search, folder: Path) -> None:

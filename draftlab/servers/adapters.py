@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.results.score import Counters
+from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 
 TOKEN_PREFIX = "token_id:"  # vLLM's spelling of a token with return_tokens_as_token_ids

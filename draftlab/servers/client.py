@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 
 from draftlab.errors import UserError, did_you_mean
-from draftlab.results.score import Counters
+from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import ADAPTERS, Adapter, Answer, Completion, PromptLogprobs
 

@@ -19,10 +19,11 @@ from draftlab.acceptance import expected
 from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
 from draftlab.errors import UserError
-from draftlab.intervals import Interval
+from draftlab.files import read_model
+from draftlab.intervals import Interval, ratio_intervals
 from draftlab.model import checkpoint, decoder
 from draftlab.model.tokenizer import common_vocabulary
-from draftlab.results.score import Acceptance, read_json
+from draftlab.results.decoding import Acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.repeats import DEGENERATE, Repeats, repeats
 from draftlab.target_outputs.traces import Decoding, Stop, Text, Trace
@@ -223,8 +224,8 @@ def replay_draft(trace: Trace, draft: Path, plan: Plan, advance: Callable[[int, 
 
 
 def read_replay(path: Path) -> Replay:
-    """replay.json; raises as read_json."""
-    return read_json(Replay, path, FILE, "; draftlab trace replay writes one")
+    """replay.json; raises as read_model."""
+    return read_model(Replay, path, FILE, "; draftlab trace replay writes one")
 
 
 def rows_of(found: Replay, ways: list[Drafting], first: First) -> list[Row]:
@@ -243,7 +244,7 @@ def _row(group: str, counts: Counts, which: np.ndarray, way: Drafting) -> Row:
     accepted = c.accepted
     over = np.column_stack([c.tokens, c.steps + accepted, accepted, c.reached[:, 1:]])
     under = np.column_stack([c.passes, c.steps, c.drafted, c.examined])
-    per_pass, length, rate, *conditional = expected.intervals(over, under)
+    per_pass, length, rate, *conditional = ratio_intervals(over, under)
     return Row(
         group=group, texts=len(which), drafting=way, acceptance=c.acceptance(), tokens_per_pass=per_pass,
         length=length, rate=rate, conditional=conditional,

@@ -16,8 +16,6 @@ from draftlab.acceptance import expected, token_logprobs
 from draftlab.acceptance.expected import (
     chain,
     confident,
-    intervals,
-    ratio_interval,
     texts_of,
     tokens_per_pass,
     tree,
@@ -29,9 +27,10 @@ from draftlab.engine.batch_generate import BatchSettings
 from draftlab.engine.generate import Draft, ModelDrafter, Step, decode, speculative_decode
 from draftlab.engine.verify import distribution, verify
 from draftlab.errors import UserError
+from draftlab.intervals import ratio_interval, ratio_intervals
 from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
-from draftlab.results.score import Acceptance, Generation, count_acceptance
+from draftlab.results.decoding import Acceptance, Generation, count_acceptance
 from draftlab.sampling import SamplingParams
 
 KS = range(1, 9)
@@ -617,17 +616,16 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
 def test_interval_holds_the_ratio_and_narrows_with_texts():
     rng = np.random.default_rng(1)
     pairs = np.stack([np.full(200, 60.0), rng.uniform(20, 30, 200)], 1)
-    value, low, high = ratio_interval(pairs)
-    assert low < value < high
-    _, few_low, few_high = ratio_interval(pairs[:10])
-    assert high - low < few_high - few_low
+    every, few = ratio_interval(pairs), ratio_interval(pairs[:10])
+    assert every.low < every.value < every.high
+    assert every.high - every.low < few.high - few.low
 
 
 def test_intervals_have_the_width_of_the_jackknife_and_columns_do_not_mix():
     rng = np.random.default_rng(2)
     over = np.stack([rng.uniform(40, 60, 80), rng.uniform(0, 60, 80), np.zeros(80)], 1)
     under = np.stack([rng.uniform(20, 30, 80), np.full(80, 30.0), np.zeros(80)], 1)
-    found = intervals(over, under)
+    found = ratio_intervals(over, under)
     for i in (0, 1):
         width = 2 * 1.96 * jackknife(np.stack([over[:, i], under[:, i]], 1))
         assert found[i].high - found[i].low == pytest.approx(width, rel=0.15)

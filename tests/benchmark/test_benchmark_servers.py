@@ -20,7 +20,8 @@ from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
-from draftlab.results.score import Counters, ServedGeneration, read_score
+from draftlab.results.decoding import Counters, ServedGeneration
+from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import SGLang
 

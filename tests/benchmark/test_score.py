@@ -9,7 +9,7 @@ from builders import build
 from draftlab.benchmark.throughput import PLAIN, measure_throughput
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import llama
-from draftlab.results.score import count_acceptance
+from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.repeats import distinct_ngrams
 

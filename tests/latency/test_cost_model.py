@@ -40,9 +40,9 @@ def point(width: int, batch: int, context: int) -> Point:
     return Point(**latency(width, width + 10 * batch + context / 16).model_dump(), batch=batch, context=context)
 
 
-def again(point: Point, behind: int) -> SteadyPoint:
-    """1 ms sooner behind each like pass."""
-    return SteadyPoint(**point.model_dump() | {"median_ms": point.median_ms - behind}, after=behind)
+def steady(point: Point, after: int) -> SteadyPoint:
+    """Return a point that is 1 ms faster after each pass of the same model."""
+    return SteadyPoint(**point.model_dump() | {"median_ms": point.median_ms - after}, after=after)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def profile() -> Profile:
     forward = [point(w, b, c) for w in WIDTHS for b in BATCHES for c in CONTEXTS]
     return Profile(
         kind="measured", name="m", sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
-        forward=forward, steady=[again(p, n) for n in (1, 2) for p in forward if p.width == 1],
+        forward=forward, steady=[steady(p, n) for n in (1, 2) for p in forward if p.width == 1],
         prefill=[latency(16, 5), latency(64, 9)], host=[latency(1, 0.1), latency(5, 0.5)],
         bandwidth_gbs=10, matmul_tflops={"float32": 0.1}, command="draftlab profile m", versions={}, created="",
     )  # fmt: skip
@@ -139,11 +139,11 @@ def test_a_grid_with_a_hole_is_refused(profile, tmp_path):
     file.write_text(yaml.safe_dump(fields | {"forward": fields["forward"][:-1]}))
     with pytest.raises(UserError, match="forward must hold every combination"):
         read_profile(file)
-    gap = [entry for entry in fields["steady"] if entry["behind"] == 1] + [
-        entry | {"behind": n} for n in (3, 5) for entry in fields["steady"] if entry["behind"] == 2
+    gap = [entry for entry in fields["steady"] if entry["after"] == 1] + [
+        entry | {"after": n} for n in (3, 5) for entry in fields["steady"] if entry["after"] == 2
     ]
     file.write_text(yaml.safe_dump(fields | {"steady": gap}))
-    with pytest.raises(UserError, match="again is behind"):
+    with pytest.raises(UserError, match="after"):
         read_profile(file)
     file.write_text(yaml.safe_dump(fields | {"steady": fields["steady"][1:]}))
     with pytest.raises(UserError, match="again must hold every combination"):
@@ -276,5 +276,5 @@ def test_caches_that_do_not_fit_are_refused():
 
 
 def test_needs_no_torch():
-    code = "import sys, draftlab.cost, draftlab.score.predict; print('torch' in sys.modules)"
+    code = "import sys, draftlab.latency.cost_model, draftlab.latency.predict; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

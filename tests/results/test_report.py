@@ -11,8 +11,10 @@ from rich.table import Table
 
 from draftlab.errors import UserError
 from draftlab.model.shape import Shape
-from draftlab.results.report import html, json_rows, k_table, markdown, score_table
-from draftlab.results.score import Conditions, Generation, Latency, Model, Score, TaskResult
+from draftlab.results.decoding import Generation
+from draftlab.results.report import html, json_rows, markdown
+from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
+from draftlab.results.tables import score_table
 from draftlab.results.warnings import score_warnings
 
 PROMPTS = 8
@@ -205,26 +207,26 @@ def test_a_lossy_rule_is_said_everywhere_and_never_the_fastest():
     lossy = conditioned(change(score("typ", speed=2), identical=None), temperature=1, rule="typical", lossy=True)
     rows = markdown_rows(markdown([lossy, score("true")]))
     assert [row["draft"] for row in rows] == ["true", "typ"]
-    assert lossy.verdict().startswith("LOSSY: not the target's own output. ")
-    assert "rule typical (LOSSY)" in caption(lossy)
+    assert lossy.verdict().startswith("LOSSY")
+    assert "typical (LOSSY)" in caption(lossy)
     assert "LOSSY" in score_warnings([lossy])[0]
-    assert markdown([lossy]).startswith("No draft here leaves the output of target what it is")
+    assert markdown([lossy]).startswith("Every draft here changes the output of target")
 
 
 @pytest.mark.parametrize(
     ("how", "text"),
     [
         ({"top_k": 5}, "greedy"),
-        ({"temperature": 1}, "sampled at temperature 1, rule leviathan"),
+        ({"temperature": 1}, "temperature 1, rule rejection"),
         (
             {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "rule": "block"},
-            "sampled at temperature 0.5, top-k 5, top-p 0.9, min-p 0.1, rule block",
+            "temperature 0.5, top-k 5, top-p 0.9, min-p 0.1, rule block",
         ),
-        ({"temperature": 1, "mode": "served"}, "sampled at temperature 1"),
+        ({"temperature": 1, "mode": "served"}, "temperature 1"),
     ],
 )
 def test_the_table_says_how_tokens_were_chosen(how, text):
-    assert f"each at its best K, {text}. c:" in caption(conditioned(score(), **how))
+    assert f"at its best K, {text}. c:" in caption(conditioned(score(), **how))
 
 
 def test_sampling_is_no_fault():
@@ -234,9 +236,9 @@ def test_sampling_is_no_fault():
 @pytest.mark.parametrize(
     ("speed", "expected"),
     [
-        (1.0, "With wide as its draft, target writes 2.17 times as many"),
-        (0.5, "No draft here makes target clearly faster"),
-        (0.2, "No draft here helps target: even with the best, wide, it keeps"),
+        (1.0, "With wide as its draft, target generates 2.17 times"),
+        (0.5, "No draft here makes target significantly faster"),
+        (0.2, "No draft here helps target"),
     ],
 )
 def test_answer_says_whether_the_best_draft_helps(speed: float, expected: str):
@@ -245,8 +247,8 @@ def test_answer_says_whether_the_best_draft_helps(speed: float, expected: str):
 
 def test_answer_tells_drafts_apart_only_where_intervals_part():
     near = [change(score("a"), plain=UNEVEN), change(score("b", speed=0.98), plain=UNEVEN)]
-    assert "does not tell them apart" in markdown(near)
-    assert "does not tell them apart" not in markdown([score("a"), score("b", speed=0.8)])
+    assert "do not separate them" in markdown(near)
+    assert "do not separate them" not in markdown([score("a"), score("b", speed=0.8)])
 
 
 def test_accuracy_column_never_mixes_tasks():
@@ -292,13 +294,10 @@ def test_names_are_text_in_the_terminal():
     assert HOSTILE in rendered(score_table([score(HOSTILE)]), 120)
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_k_table_has_a_row_for_each_k(width: int):
-    text = rendered(k_table(score()), width)
-    assert max(map(len, text.splitlines())) <= width
-    one, four = (line.split() for line in text.splitlines() if re.match(r"[* ] \d", line))
-    assert one[:3] == ["1", "87.5%", "1.88"]
-    assert four[:5] == ["*", "4", "50.0%", "3.00", "1.50"]
+def test_the_page_has_a_row_for_each_k():
+    rows = re.findall(r'<th scope="row">([14])</th>((?:<td>[^<]*</td>)*)', html([score()], command=""))
+    cells = {k: re.findall("<td>([^<]*)</td>", row)[:3] for k, row in rows}
+    assert cells == {"1": ["87.5%", "1.88", cells["1"][2]], "4": ["50.0%", "3.00", "1.50"]}
 
 
 def test_page_loads_nothing():
@@ -397,9 +396,8 @@ def test_no_warning_up_to_the_bar(sound: Score):
 
 def test_unequal_conditions_are_named():
     others = [score("a"), conditioned(score("b"), threads=4, max_tokens=64)]
-    assert score_warnings(others) == [
-        "the drafts were measured with different threads, max new tokens: their speed-ups do not compare"
-    ]
+    (warning,) = score_warnings(others)
+    assert "different threads, max tokens" in warning
     assert "| threads | 1 (a); 4 (b) |" in markdown(others)
     assert "| device | cpu |" in markdown(others)
 

@@ -27,7 +27,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, decoder
 from draftlab.model.llama import load
 from draftlab.prompts import Prompt, Prompts, file_prompts
-from draftlab.results.score import Generation, count_acceptance
+from draftlab.results.decoding import Generation, count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import sources, traces

@@ -1,0 +1,153 @@
+"""What decoding gave: generations step by step, server counters, and the acceptance counted over them. No torch.
+
+Names are vLLM's (0.32, per-request speculative metrics). A step is one target pass after the prefill, and the drafting
+before it: K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, or fewer where EOS or the length limit cuts).
+"""
+
+import math
+from collections.abc import Sequence
+
+from pydantic import Field, model_validator
+
+from draftlab import intervals
+from draftlab.files import FileModel
+from draftlab.intervals import Timing
+
+
+class Generation(FileModel):
+    """One prompt decoded once. The lists have one entry per step after the prefill, which emits the first token."""
+
+    prompt: int  # index into the score's prompts
+    tokens: int  # emitted in all, including the prefill's
+    drafted: list[int]
+    accepted: list[int]
+    emitted: list[int]
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    host_seconds: float
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> "Generation":
+        if not len(self.drafted) == len(self.accepted) == len(self.emitted):
+            raise ValueError("drafted, accepted and emitted must have one entry per step each")
+        if self.tokens != 1 + sum(self.emitted):
+            raise ValueError(f"{self.tokens} tokens are not the prefill's one plus the steps' {sum(self.emitted)}")
+        return self
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time after the prefill: the same counter for plain and speculative decoding."""
+        return self.draft_seconds + self.verify_seconds + self.host_seconds
+
+    @property
+    def timing(self) -> Timing:
+        """Tokens after the prefill's, and the seconds that they took."""
+        return self.tokens - 1, self.decode_seconds
+
+
+class ServedGeneration(FileModel):
+    """One prompt decoded once by a server, which reports neither its steps nor its prefill time."""
+
+    prompt: int
+    tokens: int
+    seconds: float  # from request to answer
+
+    @property
+    def timing(self) -> Timing:
+        """All tokens, and all seconds, including the prefill's."""
+        return self.tokens, self.seconds
+
+
+AnyGeneration = Generation | ServedGeneration
+
+
+class Acceptance(FileModel):
+    """Acceptance over all steps of some generations; always read rate and length together.
+
+    Counts are integers where they were counted, expectations where they were computed from log-probabilities.
+    """
+
+    num_spec_steps: int | float
+    num_draft_tokens: int | float
+    num_accepted_draft_tokens: int | float
+    draft_acceptance_rate: float  # accepted / drafted
+    mean_acceptance_length: float  # tokens per target pass, including the target's own; the paper's TAR
+    per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
+    conditional_acceptance: list[float]  # share accepted at i among steps that drafted and reached i
+    acceptance_histogram: list[int | float]  # steps by accepted tokens, 0..K
+    n_truncated_steps: int | float | None  # cut by EOS or the length limit; None: a server does not report it
+
+
+class Counters(FileModel):
+    """By how much a server's speculative decoding counters grew, over all generations at one K."""
+
+    num_drafts: float = Field(gt=0)
+    num_draft_tokens: float
+    num_accepted_tokens_per_pos: list[float]  # at positions 1..K; trailing zeros may be left out
+
+    @property
+    def k(self) -> int:
+        return max(len(self.num_accepted_tokens_per_pos), math.ceil(self.num_draft_tokens / self.num_drafts))
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Acceptance if every step drafted K tokens; how many were cut by the end of a text is not known."""
+        accepted = self.num_accepted_tokens_per_pos
+        reached = [self.num_drafts, *accepted, *[0.0] * (self.k - len(accepted))]
+        return acceptance_from_counts(
+            reached=reached, eligible=reached[:-1], drafted=self.num_draft_tokens, truncated=None
+        )
+
+
+def count_acceptance(generations: list[Generation], k: int) -> Acceptance:
+    """Count the steps that drafted something.
+
+    Raises:
+        ValueError: the counts of a step contradict each other.
+    """
+    steps = [(d, a, e) for g in generations for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True) if d > 0]
+    if any(not 0 <= a <= d <= k or not 1 <= e <= a + 1 for d, a, e in steps):
+        raise ValueError(f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1")
+    return acceptance_from_counts(
+        reached=[sum(a >= i for _, a, _ in steps) for i in range(k + 1)],
+        eligible=[sum(a >= i - 1 and d >= i for d, a, _ in steps) for i in range(1, k + 1)],
+        drafted=sum(d for d, _, _ in steps),
+        truncated=sum(e < a + 1 for _, a, e in steps),
+    )
+
+
+def acceptance_from_counts(
+    *, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float | None
+) -> Acceptance:
+    """Return the metrics of counts, or expected counts, over the steps that drafted something.
+
+    Args:
+        reached: steps that accepted at least i tokens, i = 0..K.
+        eligible: steps that drafted an i-th token and accepted those before it, i = 1..K.
+    """
+    n, accepted = reached[0], sum(reached[1:])
+    return Acceptance(
+        num_spec_steps=n,
+        num_draft_tokens=drafted,
+        num_accepted_draft_tokens=accepted,
+        draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+        mean_acceptance_length=1 + accepted / n if n else 1.0,
+        per_position_acceptance=[r / n if n else 0.0 for r in reached[1:]],
+        conditional_acceptance=[r / e if e else 0.0 for r, e in zip(reached[1:], eligible, strict=True)],
+        acceptance_histogram=[a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
+        n_truncated_steps=truncated,
+    )
+
+
+def timings_by_prompt(generations: Sequence[AnyGeneration]) -> list[list[Timing]]:
+    """Return the timings of every repeat, in the order of the prompts."""
+    by_prompt: dict[int, list[Timing]] = {}
+    for g in generations:
+        by_prompt.setdefault(g.prompt, []).append(g.timing)
+    return [by_prompt[prompt] for prompt in sorted(by_prompt)]
+
+
+def median_timings(generations: Sequence[AnyGeneration]) -> list[Timing]:
+    """Return the timing of each prompt's repeat of median time."""
+    return list(map(intervals.median_repeat, timings_by_prompt(generations)))

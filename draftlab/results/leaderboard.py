@@ -1,0 +1,82 @@
+"""Scores in the order of their speed-ups, as tables, pages and plots show them. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from draftlab.errors import UserError
+from draftlab.intervals import Interval
+from draftlab.results.score import Score, TaskResult
+
+# Okabe and Ito (2008) without black and yellow, each lost on one of the two backgrounds; then wine and olive.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#aa4499", "#999933")
+MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
+LABEL_LENGTH = 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A draft at its rank, and how every table and plot marks it."""
+
+    score: Score
+    rank: int  # 0 is the fastest
+    k: int
+    best_k_speedup: Interval  # of a K chosen on other prompts
+    speedups: dict[int, Interval]  # by K; {} where they are not shown
+    accuracy: TaskResult | None
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.score.tokens_per_pass(self.k)
+
+    @property
+    def label(self) -> str:
+        """The end of the name, where names of one family differ."""
+        name = self.score.name
+        return name if len(name) <= LABEL_LENGTH else "…" + name[1 - LABEL_LENGTH :]
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.rank % len(COLOURS)]
+
+    @property
+    def marker(self) -> str:
+        return MARKERS[self.rank % len(MARKERS)][0]
+
+    @property
+    def glyph(self) -> str:
+        """The marker as a character, for the key beside a plot."""
+        return MARKERS[self.rank % len(MARKERS)][1]
+
+
+def leaderboard(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
+    """Return the fastest first; drafts that changed the output, or whose rule may, come after all others.
+
+    Raises:
+        UserError: there are no scores.
+    """
+    if not scores:
+        raise UserError("no scores to report; make one with draftlab score")
+    entries = entries_of(scores, every_k)
+    ordered = sorted(entries, key=lambda e: (not e.score.output_differs, e.best_k_speedup.value), reverse=True)
+    return [replace(entry, rank=rank) for rank, entry in enumerate(ordered)]
+
+
+def entries_of(scores: Sequence[Score], every_k: bool) -> list[Entry]:
+    """Return the entries in the order of the scores; takes the speed-ups once, because the bootstrap is slow."""
+    task = accuracy_task(scores)
+    return [
+        Entry(
+            score=score,
+            rank=0,
+            k=score.best_k,
+            best_k_speedup=score.best_k_speedup,
+            speedups={k: score.speedup(k) for k in sorted(score.speculative)} if every_k else {},
+            accuracy=next((r for r in score.draft.tasks if r.task == task and r.metric == "acc"), None),
+        )
+        for score in scores
+    ]
+
+
+def accuracy_task(scores: Sequence[Score]) -> str | None:
+    """Return the first task that any draft has an acc of: one for all, so that a column never mixes tasks."""
+    return next((r.task for score in scores for r in score.draft.tasks if r.metric == "acc"), None)

@@ -1,0 +1,107 @@
+"""Tables for terminals of any width from 80 columns."""
+
+import re
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from draftlab.model.shape import Shape, format_count
+from draftlab.results.leaderboard import Entry, leaderboard
+from draftlab.results.score import Score
+
+SCORE_HEADS = (
+    "draft\nshape, size", "draft ms\nc", "K", "accept\nrate", "tokens per\ntarget pass", "tok/s\nplain",
+    "speed-up\n95%", "acc", "KV\nbytes",
+)  # fmt: skip
+SHAPE_HEADS = (
+    "layers\nx width", "heads", "ffn", "para-\nmeters", "in\nblocks", "embed-\ndings", "KV bytes\nper token",
+    "MFLOP\nper token",
+)  # fmt: skip
+
+Rows = list[list[str]]
+
+
+def terminal_table(
+    heads: Sequence[str], rows: Rows, best: int | None = None, flexible: int = 0, title: str = ""
+) -> Table:
+    """Return a table of text. best: row to mark. flexible: the one column that gives way on a narrow terminal."""
+    table = Table(
+        title=Text(title) if title else None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+        show_edge=False, title_justify="left", caption_justify="left",
+    )  # fmt: skip
+    for i, head in enumerate(heads):
+        justify = "left" if i == flexible else "right"
+        table.add_column(head, justify=justify, no_wrap=i != flexible, overflow="fold", vertical="top")
+    for i, cells in enumerate(rows):
+        first = f"* {cells[0]}" if i == best else cells[0]
+        table.add_row(*map(Text, (first, *cells[1:])), style="bold green" if i == best else None)
+    return table
+
+
+def score_table(scores: list[Score]) -> Table:
+    """Return one row per draft at its best K, the fastest first and marked."""
+    entries = leaderboard(scores)
+    table = terminal_table(SCORE_HEADS, [_score_row(e) for e in entries], best=0)
+    sampling = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
+    prompts = {e.best_k_speedup.n for e in entries}
+    task = next((e.accuracy.task for e in entries if e.accuracy), None)
+    table.caption = Text(
+        f"* Fastest. Each draft at its best K, {sampling}. c: time of a draft pass over that of a target pass. plain: "
+        "tok/s without a draft. Speed-up: of a K chosen on other prompts, with a 95% bootstrap interval over prompts, "
+        f"n = {' to '.join(map(str, sorted({min(prompts), max(prompts)})))}. KV bytes: per token."
+        + (f" acc: {task}." if task else "")
+    )
+    return table
+
+
+def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Table:
+    """Return one row per named shape. latency_ms: of one pass, predicted; {} without a latency law."""
+    rows = [
+        [
+            name, f"{s.heads}/{s.kv_heads}", str(s.ffn), format_count(s.params()), format_count(s.body_params()),
+            f"{1 - s.body_params() / s.params():.0%}", f"{s.kv_bytes_per_token():,}",
+            f"{s.flops_per_token(0) / 1e6:,.1f}", *([f"{latency_ms[name]:.3g}"] if latency_ms else []),
+        ]
+        for name, s in shapes.items()
+    ]  # fmt: skip
+    table = terminal_table([*SHAPE_HEADS, *(["ms, pre-\ndicted"] if latency_ms else [])], rows)
+    table.caption = Text(
+        "heads: query/key. embeddings: their share of the parameters, including the head and the last norm. KV in bf16."
+        + (" ms: one pass over one token, by the latency law." if latency_ms else "")
+    )
+    return table
+
+
+def kv_bytes(score: Score) -> int | None:
+    """Return the draft's KV cache bytes per token; None where its dtype or shape is not known."""
+    bits, shape = re.search(r"\d+", score.conditions.dtype), score.draft.shape  # a dtype's name ends in its bits
+    return shape.kv_bytes_per_token(int(bits[0]) / 8) if bits and shape else None
+
+
+def three_digits(value: float) -> str:
+    """Return three significant digits, never an exponent."""
+    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
+
+
+def optional(value: float | None, digits: str) -> str:
+    return "–" if value is None else format(value, digits)
+
+
+def _score_row(entry: Entry) -> list[str]:
+    """Return the leaderboard's cells in half the width: two lines each, as in their heads, and no quartiles."""
+    score, shape, gain = entry.score, entry.score.draft.shape, entry.best_k_speedup
+    interval = f"{gain.low:.2f}-{gain.high:.2f}" if gain.n > 1 else "n = 1"
+    ms, kv = score.draft_ms, kv_bytes(score)
+    return [
+        f"{score.name}\n{shape.layers}x{shape.hidden}, {format_count(shape.params())}" if shape else score.name,
+        "–" if ms is None else f"{three_digits(ms)}\n{optional(score.cost_ratio, '.3f')}",
+        str(entry.k),
+        f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
+        f"{entry.tokens_per_pass:.2f}",
+        f"{three_digits(score.output_tps(entry.k))}\n{three_digits(score.output_tps(0))}",
+        f"{gain.value:.2f}x\n{interval}",
+        optional(entry.accuracy and entry.accuracy.value, ".3f"),
+        "–" if kv is None else format_count(kv),
+    ]

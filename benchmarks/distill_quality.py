@@ -8,7 +8,7 @@ import json
 import shutil
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +17,12 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks import environment
+from draftlab.config.distill import DistillConfig
 from draftlab.console import note
-from draftlab.distill.evaluate import Length
+from draftlab.distill.evaluate import LengthComparison
 from draftlab.distill.on_policy import parse_texts
-from draftlab.distill.trainer import EvalRecord, Settings, StepRecord, train
-from draftlab.distill.training_setup import Author, Reading, Replayed, target_lesson
+from draftlab.distill.trainer import EvalRecord, StepRecord, train
+from draftlab.distill.training_setup import Author, TargetTextEvaluator, text_setup
 from draftlab.model import checkpoint
 from draftlab.model.tokenizer import known_ids
 
@@ -75,30 +76,33 @@ def _measure(
     texts, scratch = parse_texts(arm.text), state / f"work-{time.time_ns()}"
     scratch.mkdir()
     counted = sum(share * (1 if name == "data" else (SEQ_LEN - PROMPT + 1) / SEQ_LEN) for name, share in texts.items())
-    settings = Settings(
-        loss=arm.loss, steps=round(steps / counted), lr=lr, optimizer="muon", weight_decay=0.0, seed=seed,
-        eval_every=10**9, save_every=10**9,
-    )  # fmt: skip
-    reading = Reading(
-        data=data, texts=texts, rows=ROWS, seq_len=SEQ_LEN, steps=settings.steps, prompt_tokens=PROMPT,
-        sample_temperature=1.0, serve_temperature=0.0, reweigh_every=0, seed=seed, dtype="bfloat16", device=CPU,
-        device_map=None, memory=2.0, compared=True,
-    )  # fmt: skip
+    settings = {
+        "loss": arm.loss,
+        "text": arm.text,
+        "data": data,
+        "steps": round(steps / counted),
+        "lr": lr,
+        "seed": seed,
+    }
+    settings |= {"batch_size": ROWS, "seq_len": SEQ_LEN, "training_dtype": "bfloat16", "device": "cpu"}
+    settings |= {"eval_steps": 10**9, "save_steps": 10**9, "prompt_tokens": 32 if arm.text == "data" else PROMPT}
+    config = DistillConfig.build(settings)
     student = checkpoint.load_model(draft, torch.float32)
-    setup = target_lesson(student, draft, target, reading, scratch)
+    setup = text_setup(config, student, draft, target, scratch)
     assert isinstance(setup.teacher, PreTrainedModel)
-    warm = replace(reading, serve_temperature=1.0)
-    sampled = Replayed.of(Author(target, warm, known_ids(draft, target)), draft, setup.heldout, warm, _folder(scratch))
+    warm = config.model_copy(update={"eval_temperature": 1.0})
+    author = Author(target, warm, known_ids(draft, target))
+    sampled = TargetTextEvaluator.of(author, draft, setup.heldout, _folder(scratch))
     assert sampled is not None
     sampled(student, 0)
     began = time.process_time()
-    records = list(train(student, setup, settings, scratch))
+    records = list(train(student, setup, config, scratch))
     seconds = time.process_time() - began
-    sampled(student, settings.steps)
+    sampled(student, config.steps)
     evals = [r for r in records if isinstance(r, EvalRecord)]
     assert setup.length is not None
-    greedy = _at_four(setup.length.compared(0, settings.steps))
-    drawn = _at_four(sampled.compared(0, settings.steps))
+    greedy = _at_four(setup.length.compare(0, config.steps))
+    drawn = _at_four(sampled.compare(0, config.steps))
     shutil.rmtree(scratch)
     return {
         "tokens": sum(r.tokens for r in records if isinstance(r, StepRecord)),
@@ -117,7 +121,7 @@ def _folder(scratch: Path) -> Path:
     return scratch / "sampled"
 
 
-def _at_four(found: list[Length]) -> Length:
+def _at_four(found: list[LengthComparison]) -> LengthComparison:
     return next(n for n in found if n.k == 4)
 
 

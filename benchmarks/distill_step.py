@@ -24,10 +24,12 @@ import typer
 from transformers import PreTrainedModel, TrainerCallback
 
 from benchmarks import environment
+from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import HeldOut, TokenBatches, open_batches
-from draftlab.distill.trainer import Settings, StepRecord, TrainingSetup, train
-from draftlab.distill.training_setup import cached_lesson
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
+from draftlab.distill.training_setup import stored_setup
 from draftlab.model import checkpoint
 
 TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
@@ -49,14 +51,19 @@ def main(
     torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     wide, small = _draft(folder, *WIDE), _draft(folder, *SMALL)
-    settings = Settings(loss=loss, steps=ENDLESS, lr=1e-4, dtype=dtype, eval_every=ENDLESS, save_every=ENDLESS)
+    settings = TrainerSettings(
+        steps=ENDLESS, optimizer="adamw", lr=1e-4, weight_decay=0.1, training_dtype=dtype, eval_steps=ENDLESS,
+        save_steps=ENDLESS,
+    )  # fmt: skip
     text = open_batches("stdlib", checkpoint.load_tokenizer(wide), rows=rows, seq_len=seq_len, steps=BATCHES, seed=0)
-    setup = TrainingSetup(teacher=_target(settings), batches=text, heldout=HeldOut([text.batch(0)], 1.0))
-    cached = cached_lesson(_cache(folder, BATCHES * rows, seq_len), small, rows=rows, temperature=1.0)
+    setup = TrainingSetup(
+        teacher=_target(settings), batches=text, heldout=HeldOut([text.batch(0)], 1.0), loss=parse_loss(loss)
+    )
+    cached = stored_setup(_cache(folder, BATCHES * rows, seq_len), small, loss=loss, batch_size=rows, temperature=1.0)
     seconds = _taking_turns({"cached": _ours(small, cached, settings), "local": _ours(small, setup, settings)}, steps)
     report: dict[str, object] = {"cached_over_local": _ratio(seconds, "cached", "local")}
     if importlib.util.find_spec("trl"):
-        arms = {"draftlab": _ours(wide, setup, settings), "trl": _theirs(wide, text, settings)}
+        arms = {"draftlab": _ours(wide, setup, settings), "trl": _theirs(wide, text, settings, loss)}
         seconds |= _taking_turns(arms, steps)
         report |= {"step_time_over_trl": _ratio(seconds, "draftlab", "trl"), "trl": metadata.version("trl")}
     else:
@@ -108,16 +115,16 @@ def _taking_turns(arms: dict[str, Step], steps: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _target(settings: Settings) -> PreTrainedModel:
-    return checkpoint.load_model(checkpoint.locate(TARGET), getattr(torch, settings.dtype))
+def _target(settings: TrainerSettings) -> PreTrainedModel:
+    return checkpoint.load_model(checkpoint.locate(TARGET), getattr(torch, settings.training_dtype))
 
 
-def _ours(draft: Path, setup: TrainingSetup, settings: Settings) -> Step:
+def _ours(draft: Path, setup: TrainingSetup, settings: TrainerSettings) -> Step:
     records = train(checkpoint.load_model(draft, torch.float32), setup, settings, Path(tempfile.mkdtemp()))
     return lambda: next(record for record in records if isinstance(record, StepRecord))
 
 
-def _theirs(draft: Path, text: TokenBatches, settings: Settings) -> Step:
+def _theirs(draft: Path, text: TokenBatches, settings: TrainerSettings, loss: str) -> Step:
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer  # type: ignore[import-not-found]
 
@@ -131,13 +138,13 @@ def _theirs(draft: Path, text: TokenBatches, settings: Settings) -> Step:
         per_device_train_batch_size=text.rows,
         learning_rate=settings.lr,
         weight_decay=settings.weight_decay,
-        max_grad_norm=settings.clip,
-        bf16=settings.dtype == "bfloat16",
+        max_grad_norm=MAX_GRAD_NORM,
+        bf16=settings.training_dtype == "bfloat16",
         gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(),
         lmbda=0.0,
-        beta=BETAS[settings.loss],
-        temperature=settings.temperature,
+        beta=BETAS[loss],
+        temperature=1.0,
         logging_strategy="no",
         save_strategy="no",
         report_to=[],

@@ -19,9 +19,11 @@ import typer
 from benchmarks import environment
 from draftlab.commands.base import Command
 from draftlab.commands.prune import prune, prune_masks
+from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill.trainer import EvalRecord, Settings, TrainingSetup, train
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.trainer import EvalRecord, TrainingSetup, train
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape, read_shape_file
 
@@ -112,12 +114,10 @@ def _distilled(draft: Path, target: Path, data: str, seed: int, steps: int, stat
     tokenizer = checkpoint.load_tokenizer(target)
     batches = open_batches(data, tokenizer, rows=ROWS, seq_len=SEQ_LEN, steps=steps, seed=seed + 100)
     heldout = open_heldout(data, tokenizer, rows=16, seq_len=SEQ_LEN, most_rows=64)
-    settings = Settings(
-        loss="fkl", steps=steps, lr=4e-3, optimizer="muon", weight_decay=0.0, eval_every=steps, save_every=10**9
-    )
+    settings = TrainerSettings(steps=steps, training_dtype="bfloat16", eval_steps=steps, save_steps=10**9)
     student = checkpoint.load_model(draft, torch.float32)
     teacher = checkpoint.load_model(target, torch.bfloat16)
-    setup = TrainingSetup(teacher=teacher, batches=batches, heldout=heldout)
+    setup = TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss("fkl"))
     shutil.rmtree(state, ignore_errors=True)
     evals = [r for r in train(student, setup, settings, state) if isinstance(r, EvalRecord)]
     return {_tokens(r.step): r.acceptance or 0.0 for r in evals}

@@ -22,9 +22,11 @@ import typer
 from torch import Tensor
 
 from benchmarks import environment
+from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
-from draftlab.distill.trainer import Settings, StepRecord, TrainingSetup, train
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.trainer import StepRecord, TrainingSetup, train
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape
 from draftlab.prune.masks.hard_concrete import Masks
@@ -129,11 +131,16 @@ def _mask_cost(pairs: int) -> dict[str, object]:
     source = checkpoint.locate("tiny")
     have = checkpoint.read_shape(source)
     shape = have.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512})
-    settings = Settings(loss="ce", steps=pairs + 3, lr=1e-4, eval_every=10**9, save_every=10**9)
+    settings = TrainerSettings(
+        steps=pairs + 3, optimizer="adamw", lr=1e-4, weight_decay=0.1, training_dtype="bfloat16", eval_steps=10**9,
+        save_steps=10**9,
+    )  # fmt: skip
     runs: dict[str, Iterator[object]] = {}
     seconds: dict[str, list[float]] = {"plain": [], "masked": []}
     state = Path(tempfile.mkdtemp())
-    setup = TrainingSetup(teacher=None, batches=_Rows(), heldout=HeldOut([_Rows().batch(0)], 1.0))
+    setup = TrainingSetup(
+        teacher=None, batches=_Rows(), heldout=HeldOut([_Rows().batch(0)], 1.0), loss=parse_loss("ce")
+    )
     masks = Masks(have, shape, 0)
     models = {name: checkpoint.load_model(source, torch.float32) for name in seconds}
     with masked(models["masked"], masks, 1e-6):

@@ -27,10 +27,11 @@ from transformers import PreTrainedModel
 
 from benchmarks import environment, load_peak
 from draftlab.commands import COMMANDS
+from draftlab.config.distill import DistillConfig
 from draftlab.console import note
 from draftlab.data import Batch, open_heldout
-from draftlab.distill.trainer import Settings, StepRecord, TrainingSetup, train
-from draftlab.distill.training_setup import HELDOUT_ROWS, Author, Reading, Replayed, target_lesson
+from draftlab.distill.trainer import StepRecord, TrainingSetup, train
+from draftlab.distill.training_setup import HELDOUT_ROWS, Author, TargetTextEvaluator, text_setup
 from draftlab.errors import UserError
 from draftlab.importing import init
 from draftlab.model import checkpoint
@@ -146,25 +147,23 @@ def _cpu_seconds(pid: int) -> float:
 
 def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
     scratch.mkdir()
-    reading = Reading(
-        data="stdlib", texts={"data": 1.0}, rows=ROWS, seq_len=SEQ_LEN, steps=RUN, prompt_tokens=32,
-        sample_temperature=1.0, serve_temperature=0.0, reweigh_every=0, seed=0, dtype="bfloat16",
-        device=checkpoint.CPU, device_map=None, memory=2.0, compared=True,
+    config = DistillConfig(
+        data="stdlib", batch_size=ROWS, seq_len=SEQ_LEN, steps=RUN, training_dtype="bfloat16", device="cpu",
+        optimizer="adamw", lr=1e-4, eval_steps=RUN, save_steps=RUN,
     )  # fmt: skip
     student = checkpoint.load_model(draft, torch.float32)
     bare = copy.deepcopy(student)
-    setup = target_lesson(student, draft, target, reading, scratch)
+    setup = text_setup(config, student, draft, target, scratch)
     (scratch / "again").mkdir()
     tokenizer = checkpoint.load_tokenizer(draft)
     heldout = open_heldout("stdlib", tokenizer, rows=ROWS, seq_len=SEQ_LEN, most_rows=HELDOUT_ROWS)
     began = time.process_time()
-    author = Author(target, reading, known_ids(draft, target))
-    Replayed.of(author, draft, heldout, reading, scratch / "again")
+    author = Author(target, config, known_ids(draft, target))
+    TargetTextEvaluator.of(author, draft, heldout, scratch / "again")
     writing = time.process_time() - began
-    settings = Settings(loss="fkl", steps=RUN, lr=1e-4, weight_decay=0.0, eval_every=RUN, save_every=RUN)
     assert isinstance(setup.teacher, PreTrainedModel)
     seconds: dict[str, list[float]] = {"draftlab": [], "bare": []}
-    records, theirs = train(student, setup, settings, scratch / "run"), _bare(bare, setup.teacher, setup)
+    records, theirs = train(student, setup, config, scratch / "run"), _bare(bare, setup.teacher, setup)
     began = time.process_time()
     next(records)
     evaluation = time.process_time() - began

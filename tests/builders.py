@@ -15,9 +15,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, HeldOut
+from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches
-from draftlab.distill.trainer import GivenTeacher, TrainingSetup
+from draftlab.distill.trainer import TeacherModel, TrainingSetup
 
 SIZES = {
     "vocab_size": 307,
@@ -81,5 +83,9 @@ def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4
     return factor * torch.finfo(dtype).eps * math.sqrt(terms) * magnitude
 
 
-def setup(teacher: GivenTeacher, batches: Batches, heldout: list[Batch]) -> TrainingSetup:
-    return TrainingSetup(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0))
+def setup(teacher: TeacherModel, batches: Batches, heldout: list[Batch], loss: str = "fkl") -> TrainingSetup:
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0), loss=parse_loss(loss))
+
+
+def altered(settings: TrainerSettings, **values: object) -> TrainerSettings:
+    return settings.model_copy(update=values)

@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
 from draftlab.distill.checkpointer import best_weights, process_state
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.teachers import LocalTeacher, shard_by_layer
-from draftlab.distill.trainer import DistillStep, EvalRecord, Settings, train
+from draftlab.distill.trainer import DistillStep, EvalRecord, train
 from draftlab.model.shape import Shape
 from draftlab.prune.masks.hard_concrete import Masks
 from draftlab.prune.masks.masked_model import masked
@@ -46,14 +47,15 @@ def trained(out: Path) -> dict[str, Tensor]:
 
 def distilled(out: Path) -> dict[str, Tensor]:
     """The best weights of a run in parts of batches; one of several processes stops on its way and goes on."""
-    settings = Settings(
-        loss="fkl", steps=4, lr=1e-3, dtype="float32", eval_every=4, save_every=2, micro_tokens=16, warmup_share=0.5
-    )
+    settings = TrainerSettings(
+        steps=4, optimizer="adamw", lr=1e-3, training_dtype="float32", eval_steps=4, save_steps=2,
+        micro_batch_tokens=16, warmup_ratio=0.5, weight_decay=0.1,
+    )  # fmt: skip
     learnt, state = setup(build("llama", seed=2), Rows(), [Rows().batch(9)]), out.with_suffix(".state")
     for stop in (3, 5) if process_state().num_processes > 1 else (5,):
         steps = takewhile(lambda r, stop=stop: r.step < stop, train(build("llama", seed=1), learnt, settings, state))
-        merits = [record.merit for record in steps if isinstance(record, EvalRecord)]
-    assert merits.index(max(merits)) == len(merits) - 1
+        metrics = [record.selection_metric for record in steps if isinstance(record, EvalRecord)]
+    assert metrics.index(max(metrics)) == len(metrics) - 1
     process_state().wait_for_everyone()
     return best_weights(state, "student")
 
@@ -62,7 +64,7 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
     """Gradients of one step, with FSDP2 around every layer of student and teacher, or without."""
     model, masks = build("mistral", seed=1), Masks(HAVE, smaller(HAVE), 0)
     step = DistillStep(model, parse_loss("fkl"), 1.0, constraint=masks)
-    step.begin(0.7)
+    step.set_progress(0.7)
     rows, processes = Rows().batch(2), 1
     tokens = float(rows.mask.sum())
     if sharded:
@@ -78,11 +80,11 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
     target = build("mistral", seed=2)
     if sharded:
         shard_by_layer(target)
-    seen = LocalTeacher(target, 307, torch.device("cpu")).look(rows)
+    outputs = LocalTeacher(target, 307, torch.device("cpu")).distributions(rows)
     ids, mask = torch.from_numpy(rows.ids), torch.from_numpy(rows.mask)
     torch.manual_seed(0)
     with masked(model, masks, 1e-6):
-        sums = step(ids, mask, seen)
+        sums = step(ids, mask, outputs)
         (sums[5] * processes / tokens).backward()
     return {name: grad for name, p in step.named_parameters() if (grad := p.grad) is not None}
 

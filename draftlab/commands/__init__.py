@@ -14,7 +14,7 @@ from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.search import search
 from draftlab.commands.ship import check, export, trim
-from draftlab.commands.train import distill, rollback, train
+from draftlab.commands.train import distill, online_rollback, online_update, train
 
 _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
     "init": init,
@@ -23,7 +23,8 @@ _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
     "prune": prune,
     "prune-masks": prune_masks,
     "distill": distill,
-    "rollback": rollback,
+    "online update": online_update,
+    "online rollback": online_rollback,
     "medusa": medusa,
     "score": score,
     "compare": compare,

@@ -309,8 +309,8 @@ class Work:
 
     def _distilled(self, name: str, rung: int, steps: int, cache: Path) -> Path:
         return self._once(
-            f"rung-{rung}/{name}", distill, draft=str(self.draft(name, 0)), cache=cache, steps=steps, rows=self.rows,
-            seq_len=SEQ_LEN, optimizer="muon", lr=self.lr, eval_every=steps, save_every=steps, seed=self.seed,
+            f"rung-{rung}/{name}", distill, draft=str(self.draft(name, 0)), outputs=cache, steps=steps,
+            batch_size=self.rows, lr=self.lr, eval_steps=steps, save_steps=steps, seed=self.seed,
         )  # fmt: skip
 
     def _once(self, name: str, command: Callable[..., Outcome], **arguments: object) -> Path:

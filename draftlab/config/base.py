@@ -25,7 +25,7 @@ def option(
     default: Any = PydanticUndefined,
     help: str = "",
     *,
-    factory: Callable[[], Any] | None = None,
+    factory: Callable[[], Any] | Callable[[dict[str, Any]], Any] | None = None,
     ge: float | None = None,
     le: float | None = None,
     gt: float | None = None,
@@ -38,9 +38,10 @@ def option(
 ) -> Any:
     """Return a field of a config that is also an option of its command.
 
-    default: left out, the option is required. factory: computes the default when a config is built. flag: spelled
-    otherwise than the field. advanced: accepted but not listed in --help; docs/configuration.md lists it. argument:
-    positional. shown_default: what --help says in place of the default. typed: type on the command line, if another.
+    default: left out, the option is required. factory: computes the default when a config is built, perhaps of the
+    fields above it. flag: spelled otherwise than the field. advanced: accepted but not listed in --help;
+    docs/configuration.md lists it. argument: positional. shown_default: what --help says in place of the default.
+    typed: type on the command line, if another.
     """
     extra = {
         "flag": flag,

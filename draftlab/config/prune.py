@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel
 
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
-from draftlab.config.shared import TrainingSettings, data, device, seed, source
+from draftlab.config.shared import TrainingSettings, data, device, reweigh_steps, seed, source, warmup_ratio
 from draftlab.console import note
 
 if TYPE_CHECKING:
@@ -127,9 +127,8 @@ class PruneMasksConfig(TrainingSettings, CutConfig):
     optimizer: Literal["adamw", "muon"] = option(
         "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest.", panel=TRAINING, advanced=True
     )
-    reweigh_steps: int = option(
-        0, "Steps between updates of a mixture's weights; 0: fixed weights.", ge=0, panel=TRAINING, advanced=True
-    )
+    reweigh_steps: int = reweigh_steps()
+    warmup_ratio: float = warmup_ratio(0.1)
 
     prefix = "prune-masks"
     only = (

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from draftlab import workspace
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, from_workspace, option
@@ -78,15 +78,20 @@ def newest_draft() -> Path:
     return newest_output("distill", "prune", "prune-masks")
 
 
-class ServerSettings(BaseModel):
+class ServerConnection(BaseModel):
     """A running server in place of the target's checkpoint."""
 
     server: str | None = option(None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER)
     served_model: str | None = option(None, "Model of the server. Default: its first.", panel=SERVER, advanced=True)
+    api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
+
+
+class ServerSettings(ServerConnection):
+    """A server with the tokenizer of what it runs."""
+
     tokenizer: Path | None = option(
         None, "Directory of the server's tokenizer, if not that of --target.", panel=SERVER, advanced=True
     )
-    api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
 
 
 class SamplingSettings(BaseModel):
@@ -105,33 +110,101 @@ class SamplingSettings(BaseModel):
     )  # fmt: skip
 
 
-class TrainingSettings(BaseModel):
-    """One training loop's settings. Tokens per step = batch_size x seq_len, over all processes."""
+def steps(default: int = 500) -> Any:
+    return option(default, "Optimizer steps.", ge=1, panel=TRAINING)
 
-    steps: int = option(500, "Optimiser steps.", ge=1, panel=TRAINING)
-    batch_size: int = option(16, "Sequences per step.", ge=1, panel=TRAINING)
-    seq_len: int = option(256, "Tokens per sequence.", ge=8, panel=TRAINING)
-    # Muon at 4e-3 was the best rate for every draft of tiny (benchmarks/results/distill_quality.json)
-    lr: float = option(4.0e-3, "Peak learning rate.", gt=0, panel=TRAINING)
-    optimizer: Literal["adamw", "muon"] = option(
-        "muon", "muon: Muon for the matrices of the blocks, AdamW for the rest.", panel=TRAINING, advanced=True
-    )
-    weight_decay: float = option(0.0, "Decoupled weight decay of matrices.", ge=0, panel=TRAINING, advanced=True)
-    micro_batch_tokens: int = option(
-        0, "Tokens per forward pass, to save memory; 0: all at once.", ge=0, panel=TRAINING, advanced=True
-    )
+
+def batch_size(default: int = 16) -> Any:
+    return option(default, "Sequences per step, over all processes.", ge=1, panel=TRAINING)
+
+
+def seq_len(default: int = 256, ge: int = 8) -> Any:
+    return option(default, "Tokens per sequence.", ge=ge, panel=TRAINING)
+
+
+def lr(default: float) -> Any:
+    return option(default, "Peak learning rate.", gt=0, panel=TRAINING)
+
+
+def weight_decay(default: float = 0.0) -> Any:
+    return option(default, "Decoupled weight decay of matrices.", ge=0, panel=TRAINING, advanced=True)
+
+
+def warmup_ratio(default: float = 0.03) -> Any:
+    return option(default, "Share of the steps in which the rate rises.", ge=0, le=1, panel=TRAINING, advanced=True)
+
+
+def reweigh_steps() -> Any:
+    return option(
+        0, "Steps between updates of a mixture's weights by held-out loss; 0: fixed weights.", ge=0, panel=TRAINING,
+        advanced=True,
+    )  # fmt: skip
+
+
+def loss() -> Any:
+    return option("fkl", "fkl, rkl, jsd(0.5), tvd, nla, lk(3), ce; a sum: 0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).")
+
+
+def loss_temperature() -> Any:
+    return option(1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True)
+
+
+def lora_rank() -> Any:
+    return option(0, "Train LoRA adapters of this rank instead of all weights; 0: all weights.", ge=0, panel=TRAINING)
+
+
+def gradient_checkpointing() -> Any:
+    return option(False, "Recompute activations in the backward pass: less memory, slower steps.", panel=TRAINING)
+
+
+def proven_lr(settings: dict[str, Any]) -> float:
+    """Return the learning rate that was best with an optimizer (benchmarks/results/distill_quality.json)."""
+    return 4.0e-3 if settings.get("optimizer") == "muon" else 1.0e-3
+
+
+class LoopSettings(BaseModel):
+    """Settings of every training loop."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: int = steps()
+    batch_size: int = batch_size()
+    warmup_ratio: float = warmup_ratio()
     training_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "bfloat16: autocast with fp32 weights; auto: where that is fast.", panel=TRAINING, advanced=True
     )
-    torch_compile: bool = option(False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True)
     eval_steps: int = option(100, "Steps between held-out evaluations.", ge=1, panel=CHECKPOINTS, advanced=True)
     save_steps: int = option(100, "Steps between checkpoints to resume from.", ge=1, panel=CHECKPOINTS, advanced=True)
-    save_total_limit: int = option(1, "Checkpoints kept.", ge=1, panel=CHECKPOINTS, advanced=True)
+    save_total_limit: int = option(
+        1, "Checkpoints to keep while training, the newest ones.", ge=1, panel=CHECKPOINTS, advanced=True
+    )
     patience: int = option(
         0, "Stop after this many evaluations without a better one; 0: never.", ge=0, panel=CHECKPOINTS, advanced=True
     )
+    seed: int = seed()
+
+
+class TrainerSettings(LoopSettings):
+    """Settings of the trainer, which gets its batches from elsewhere."""
+
+    optimizer: Literal["adamw", "muon"] = option(
+        "muon", "muon: Muon for the matrices of the blocks, AdamW for the rest.", panel=TRAINING, advanced=True
+    )
+    lr: float = option(
+        factory=proven_lr, help="Peak learning rate.", gt=0, panel=TRAINING, shown_default="0.004; with adamw 0.001"
+    )
+    weight_decay: float = weight_decay()
+    micro_batch_tokens: int = option(
+        0, "Tokens per forward pass, to save memory; 0: all at once.", ge=0, panel=TRAINING, advanced=True
+    )
+    torch_compile: bool = option(False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True)
     report_to: list[str] = option(
         factory=list, help="Tracker to log to: tensorboard, trackio, wandb; repeat for several.", panel=CHECKPOINTS,
         advanced=True,
     )  # fmt: skip
-    seed: int = option(0, "Seed of everything random.", advanced=True)
+
+
+class TrainingSettings(TrainerSettings):
+    """Settings of training on text. Tokens per step = batch_size x seq_len, over all processes."""
+
+    seq_len: int = seq_len()

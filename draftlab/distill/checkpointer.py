@@ -1,4 +1,4 @@
-"""What a run leaves on disk while it trains: checkpoints to go on from, and the best weights so far."""
+"""Files of an unfinished run: checkpoints to resume from, and the best weights so far."""
 
 import atexit
 import math
@@ -22,9 +22,9 @@ BEST = "best.safetensors"
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
-    """The processes of this run, which are on CPUs where there is nothing else: accelerate must be told so.
+    """Return accelerate's state of the processes of this run, set to CPUs where there is nothing else.
 
-    device: where a run in one process trains, if it is the first to ask; None leaves that to accelerate.
+    device: where a run in one process trains, if this is the first call; None leaves it to accelerate.
     """
     forced = parse_flag_from_env("ACCELERATE_USE_CPU") or (device is not None and device.type == "cpu")
     if device is not None and device.type == "cuda" and device.index is not None and processes() == 1:
@@ -33,41 +33,43 @@ def process_state(device: torch.device | None = None) -> PartialState:
 
 
 @atexit.register
-def _leave() -> None:
-    """End the group's threads while Python runs: one that lets go of a tensor later aborts the process."""
+def _destroy_process_group() -> None:
+    """End the group's threads while Python runs: a thread that frees a tensor later aborts the process."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Best:
-    """The best evaluation of a run; accelerate keeps it in every checkpoint."""
+    """The best evaluation of a run, which accelerate saves in every checkpoint."""
 
     def __init__(self) -> None:
-        self.merit, self.step, self.since = -math.inf, 0, 0  # since: evaluations that were no better
+        self.metric, self.step, self.evaluations_since = -math.inf, 0, 0
 
-    def offer(self, merit: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path) -> None:
-        """Keep module's trained weights in state if nothing before was as good. Every process takes part."""
-        if not merit > self.merit:
-            self.since += 1
+    def offer(self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path) -> None:
+        """Save the trained weights of module in state if the metric is the highest so far; call it in every process."""
+        if not metric > self.metric:
+            self.evaluations_since += 1
             return
-        self.merit, self.step, self.since = merit, step, 0
+        self.metric, self.step, self.evaluations_since = metric, step, 0
         _save_weights(accelerator, module, state / BEST)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"merit": self.merit, "step": self.step, "since": self.since}
+        return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.merit, self.step, self.since = state["merit"], state["step"], state["since"]
+        vars(self).update(state)
 
 
 def best_weights(state: Path, part: str) -> dict[str, Tensor]:
-    """Trained weights at the best evaluation, of one part of what was trained: ``student`` or ``constraint``."""
+    """Return the trained weights at the best evaluation. part: student or constraint."""
     prefix = part + "."
     return {n.removeprefix(prefix): w for n, w in load_file(state / BEST).items() if n.startswith(prefix)}
 
 
-def save(accelerator: Accelerator, state: Path, step: int, keep_last: int) -> None:
-    """Write step-N under a temporary name, rename it, and drop all but the newest keep_last.
+def save(accelerator: Accelerator, state: Path, step: int, limit: int) -> None:
+    """Write step-N under a temporary name, rename it, and remove all but the newest checkpoints.
+
+    limit: checkpoints to keep.
 
     Raises:
         UserError: state cannot be written.
@@ -75,35 +77,36 @@ def save(accelerator: Accelerator, state: Path, step: int, keep_last: int) -> No
     work = state / "writing"
     try:
         accelerator.save_state(str(work))
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors say a full disk their own way
+    except (OSError, RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         shutil.rmtree(work, ignore_errors=True)
         raise _unwritable(state, error) from error
     accelerator.wait_for_everyone()  # each process writes files of its own
     if accelerator.is_main_process:
         work.rename(state / f"step-{step:08d}")
-        for checkpoint in _checkpoints(state)[:-keep_last]:
+        for checkpoint in _checkpoints(state)[:-limit]:
             shutil.rmtree(checkpoint)
     accelerator.wait_for_everyone()
 
 
 def restore(accelerator: Accelerator, state: Path) -> int:
-    """Load the newest checkpoint into what was prepared; the step to go on from, 0 when there is none.
+    """Load the newest checkpoint into what was prepared, and return its step; 0 if there is none.
 
     Raises:
-        UserError: it does not fit, as one of another version of draftlab or torch, or a damaged one.
+        UserError: it is damaged, or of another version of draftlab or torch.
     """
     if accelerator.is_main_process:
         shutil.rmtree(state / "writing", ignore_errors=True)
     accelerator.wait_for_everyone()
-    found = _checkpoints(state)
-    if not found:
+    checkpoints = _checkpoints(state)
+    if not checkpoints:
         return 0
+    newest = checkpoints[-1]
     try:
-        accelerator.load_state(str(found[-1]))
+        accelerator.load_state(str(newest))
     except (ValueError, KeyError, RuntimeError, SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{found[-1]} cannot be gone on from ({reason}); remove {state} to start again") from error
-    return int(found[-1].name.removeprefix("step-"))
+        raise UserError(f"cannot resume from {newest} ({reason}); remove {state} to start again") from error
+    return int(newest.name.removeprefix("step-"))
 
 
 def _save_weights(accelerator: Accelerator, module: nn.Module, file: Path) -> None:

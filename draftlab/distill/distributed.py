@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO and FSDP under accelerate: what they must be told, and what they cannot do."""
+"""DeepSpeed's ZeRO and FSDP under accelerate: their configuration, and what they cannot train."""
 
 from typing import Any
 
@@ -6,28 +6,26 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from draftlab.distill.optimizers import OptimizerName
 from draftlab.errors import UserError
 
 
-def check(*, optimizer: OptimizerName = "adamw", masks: bool = False, pilot: bool = False) -> None:
-    """Raises UserError: the launcher chose DeepSpeed or FSDP for what it does not train."""
+def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
+    """Raises UserError: the launcher chose DeepSpeed or FSDP for what these cannot train."""
     chosen = next((name for name in ("DeepSpeed", "FSDP") if _chosen(name)), None)
     if chosen and optimizer == "muon":
-        raise UserError(f"--optimizer muon is two optimisers, and {chosen} takes one; take adamw, or launch with DDP")
-    if chosen and pilot:
-        raise UserError(f"--pilot trains a draft several times, and {chosen} shards it once; pilot in one process")
+        raise UserError(f"--optimizer muon is two optimizers, and {chosen} runs one; use --optimizer adamw, or DDP")
     if chosen == "DeepSpeed" and masks:
-        raise UserError("--method masks bounds masks in place, and DeepSpeed keeps copies; launch with DDP or FSDP2")
+        raise UserError("masks are clamped in place, and DeepSpeed trains copies of them; launch with DDP or FSDP2")
 
 
 def new_accelerator(dtype: str, clip: float) -> Accelerator:
-    """One that computes in dtype on fp32 weights.
+    """Return an accelerator that computes in dtype on fp32 weights.
 
-    DeepSpeed, which clips and counts by itself, is told how, whatever its configuration says: settings decide a run.
+    clip: largest gradient norm. DeepSpeed clips and counts by itself: its configuration is overwritten, so that the
+    settings of the command alone decide a run.
     """
     if not _chosen("DeepSpeed"):
-        alone = GradientAccumulationPlugin(num_steps=1)  # the loop accumulates, whatever the launcher was told
+        alone = GradientAccumulationPlugin(num_steps=1)  # the loop accumulates, whatever the launcher says
         return Accelerator(mixed_precision="bf16" if dtype == "bfloat16" else "no", gradient_accumulation_plugin=alone)
     accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
     unset_hf_deepspeed_config()  # or transformers shards models that one process loads later
@@ -36,7 +34,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
     for name in ("optimizer", "scheduler"):
         config.pop(name, None)
     config |= {
-        "train_micro_batch_size_per_gpu": 1,  # must be there, and decides nothing: the loop shares rows out
+        "train_micro_batch_size_per_gpu": 1,  # required, and decides nothing: the loop shares rows out
         "train_batch_size": accelerator.num_processes,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": clip,
@@ -49,5 +47,5 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
 
 
 def _chosen(name: str) -> bool:
-    """As accelerate decides, which has DDP alone where it is told to keep to CPUs."""
+    """Return whether accelerate uses it; on CPUs it uses DDP alone."""
     return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env("ACCELERATE_USE_CPU")

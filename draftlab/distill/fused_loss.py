@@ -1,10 +1,9 @@
-"""Loss and gradients together, a chunk of tokens at a time, so that logits of all tokens never exist at once.
+"""Loss and gradients in one pass, a chunk of tokens at a time, so that logits of all tokens never exist at once.
 
 N tokens, c of them in a chunk, b of those in a block, D hidden, V vocab, k listed tokens. Gradients with respect to
-hidden states and head are made in the forward pass (the idea of Liger's fused linear losses, 2410.10989) by the one
-rule of losses.py; the backward pass multiplies them by what comes from above. The teacher's head is applied once per
-token. Heads are applied to a chunk; the loss goes through it in blocks that stay in the processor's cache, and leaves
-gradients where logits were.
+hidden states and head are computed in the forward pass (the idea of Liger's fused linear losses, 2410.10989) by the one
+rule of losses.py; the backward pass only scales them. The teacher's head is applied once per token. Heads are applied
+to a chunk; the loss goes through it in blocks that fit the processor's cache, and overwrites logits with gradients.
 """
 
 from collections.abc import Iterator
@@ -35,19 +34,19 @@ class Dense:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """The dtype of the logits."""
         return self.hidden.dtype if self.head is None else self.head.dtype
 
-    def room(self, rows: int) -> Tensor:
-        """Where logits of so many rows fit, [rows, V]."""
+    def buffer(self, rows: int) -> Tensor:
+        """Return room for the logits of some rows, [rows, V]."""
         return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
 
-    def logits(self, rows: slice, room: Tensor | None = None) -> Tensor:
-        """[c, V], in room if that is given and a head makes them."""
-        found = self.hidden[rows]
+    def logits(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
+        """Return logits [c, V]; in the buffer, if one is passed and a head makes them."""
+        hidden = self.hidden[rows]
         if self.head is None:
-            return found
-        return torch.mm(found.to(self.dtype), self.head.T, out=None if room is None else room[: len(found)])
+            return hidden
+        return torch.mm(hidden.to(self.dtype), self.head.T, out=None if buffer is None else buffer[: len(hidden)])
 
     def log_probs(self, rows: slice, temperature: float) -> Tensor:
         return log_probs(self.logits(rows), temperature)
@@ -55,7 +54,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """A teacher's k most probable tokens and the mass of all others: ids [N, k], log_p [N, k], tail [N], log."""
+    """A teacher's k most probable tokens and the log mass of all others: ids [N, k], log_p [N, k], tail [N]."""
 
     ids: Tensor
     log_p: Tensor
@@ -72,8 +71,8 @@ Teacher = Dense | TopK | None
 class Sums:
     """Sums over tokens by their weights. Only objective carries a gradient.
 
-    acceptance is exact for a whole distribution; from k tokens and a tail it is the lower end of what it can be, and
-    slack what it may be more (the tail's smaller mass).
+    acceptance is exact for a whole distribution. From k tokens and a tail it is a lower bound, and acceptance + slack
+    an upper bound (slack: the smaller of both tail masses).
     """
 
     objective: Tensor
@@ -93,32 +92,16 @@ def fused_loss(
     temperature: float,
     budget: int = BUDGET,
 ) -> Sums:
-    """Weighted sums over tokens of the loss and of what it is watched by. It can be passed backward through once.
+    """Return weighted sums over tokens of the loss and of the values to report. One backward pass is possible.
 
     Args:
-        hidden: what enters the head, [N, D]; with no head, logits [N, V].
+        hidden: input of the head, [N, D]; without a head, logits [N, V].
         head: [V, D].     labels: next tokens, [N].     weights: [N].
         temperature: softens p and q in the divergence, not in cross-entropy.
     """
     sums = _Fused.apply(hidden, head, labels, weights, teacher, loss, temperature, budget, torch.is_grad_enabled())
     objective, (ce, alpha, slack, agreement) = sums[0], sums.detach()[1:].unbind()
     return Sums(objective=objective, cross_entropy=ce, acceptance=alpha, slack=slack, agreement=agreement)
-
-
-@torch.no_grad()
-def per_token(
-    hidden: Tensor,
-    head: Tensor | None,
-    labels: Tensor,
-    teacher: Teacher,
-    loss: Loss,
-    temperature: float,
-    budget: int = BUDGET,
-) -> Tensor:
-    """The loss of every token, [N] in fp64, which fused_loss sums by its weights; it makes no gradient."""
-    student, weights = _cast(hidden, head), torch.ones_like(labels)
-    found = [values[0] for _, values, _ in _chunks(student, labels, weights, teacher, loss, temperature, budget)]
-    return torch.cat([torch.empty(0, dtype=torch.float64, device=hidden.device), *found])
 
 
 class _Fused(torch.autograd.Function):
@@ -157,14 +140,14 @@ class _Fused(torch.autograd.Function):
         return sums.to(exact)
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        scale = above[0][0]
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0][0]
         scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]  # in place: the head's is large
         return (*scaled, None, None, None, None, None, None, None)
 
 
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
-    """The student, its head in the dtype that autocast wants."""
+    """Return the student with its head in autocast's dtype."""
     device = hidden.device.type
     if head is not None and torch.is_autocast_enabled(device):
         head = head.to(torch.get_autocast_dtype(device))
@@ -178,38 +161,37 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 def _chunks(
     student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, loss: Loss, temperature: float, budget: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by their logits [c, V].
+    """Yield rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by its logits [c, V].
 
-    The next gradient overwrites the one before.
+    Each gradient overwrites the one before.
     """
     total, on_cpu = len(student.hidden), student.hidden.device.type == "cpu"
     chunk = max(1, min(ROWS, budget // (2 * 4 * student.vocab)))
     block = max(1, (CPU_BLOCK if on_cpu else BLOCK) // (4 * student.vocab))
-    gradient = student.room(min(total, chunk))
-    room = teacher.room(min(total, chunk)) if isinstance(teacher, Dense) else None
+    gradient = student.buffer(min(total, chunk))
+    buffer = teacher.buffer(min(total, chunk)) if isinstance(teacher, Dense) else None
     for rows in _slices(total, chunk):
         z = student.logits(rows, gradient)
-        y = _look(teacher, rows, room)
+        y = _teacher_rows(teacher, rows, buffer)
         values = torch.empty(5, len(z), dtype=torch.float64, device=z.device)
         for part in _slices(len(z), block):
-            here = slice(rows.start + part.start, rows.start + part.stop)
-            seen = None if y is None else y[part]
-            values[:, part], slope = _block(z[part], labels[here], seen, loss, temperature)
-            torch.mul(slope, weights[here].unsqueeze(1), out=gradient[part])
+            tokens = slice(rows.start + part.start, rows.start + part.stop)
+            values[:, part], slope = _block(z[part], labels[tokens], None if y is None else y[part], loss, temperature)
+            torch.mul(slope, weights[tokens].unsqueeze(1), out=gradient[part])
         yield rows, values, gradient[: len(z)]
 
 
-def _look(teacher: Teacher, rows: slice, room: Tensor | None) -> Tensor | TopK | None:
-    """What is known of the teacher there: logits [c, V], or listed tokens."""
+def _teacher_rows(teacher: Teacher, rows: slice, buffer: Tensor | None) -> Tensor | TopK | None:
+    """Return the teacher's logits [c, V] or listed tokens of these rows."""
     if isinstance(teacher, Dense):
-        return teacher.logits(rows, room)
+        return teacher.logits(rows, buffer)
     return None if teacher is None else teacher[rows]
 
 
 def _block(
     z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, loss: Loss, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Values [5, b] of tokens with logits z [b, V], and the gradient of each one's loss by its z."""
+    """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V]."""
     log_q1 = log_probs(z, 1)
     labels = labels.unsqueeze(1)
     ce = -log_q1.gather(1, labels).squeeze(1)
@@ -229,7 +211,7 @@ def _block(
 
 
 def _dense(log_q: Tensor, log_p: Tensor, loss: Loss) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Value, [acceptance, slack, agreement], and gradient, with all of the teacher's distribution."""
+    """Return value, [acceptance, slack, agreement] and gradient, given the whole distribution of the teacher."""
     x = Pair.of(log_p, log_q)
     value, slope = loss.divergence(x)
     gradient = slope.addcmul_(x.q, slope.sum(-1, keepdim=True), value=-1)
@@ -237,7 +219,7 @@ def _dense(log_q: Tensor, log_p: Tensor, loss: Loss) -> tuple[Tensor, list[Tenso
 
 
 def _listed(log_q: Tensor, teacher: TopK, loss: Loss) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The same with k tokens and a bucket as atoms; every token in the bucket gets the bucket's slope by its share."""
+    """Do the same with k tokens and a bucket as atoms; tokens in the bucket share its slope in proportion to q."""
     ids, q = teacher.ids, log_q.exp()
     log_p = wide(torch.cat([teacher.log_p, teacher.tail.unsqueeze(1)], 1))  # [b, k + 1]
     rest = q.scatter_(1, ids, 0.0)
@@ -253,5 +235,5 @@ def _listed(log_q: Tensor, teacher: TopK, loss: Loss) -> tuple[Tensor, list[Tens
 
 
 def _tops(log_q: Tensor, ids: Tensor) -> Tensor:
-    """1 where ids [b, 1] are the student's most probable tokens, else 0: [b]."""
+    """Return 1 where ids [b, 1] are the student's most probable tokens, else 0: [b]."""
     return (log_q.gather(1, ids).squeeze(1) == log_q.amax(-1)).to(log_q)

@@ -24,7 +24,7 @@ SWITCH = 0.2  # share of a run after which ``a -> b`` goes from a to b
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """p and q with their logs, [N, A] each, and what every loss is watched by.
+    """p and q with their logs, [N, A] each, and the acceptance probability.
 
     alpha: sum min(p, q) = 1 - total variation, [N] in [0, 1]: the chance that a sampled draft token is accepted
     (Leviathan et al. 2023, corollary 3.6).
@@ -99,7 +99,7 @@ def lk(eta: float) -> Divergence:
 
 
 def kl_terms(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
-    """Terms of KL(a || b), d = log b - log a, as b - a - a d: each is >= 0, and they sum to the same.
+    """Return the terms of KL(a || b) as b - a - a d, d = log b - log a: each is >= 0, and their sum is the same.
 
     b - a is written (a + b) tanh(d / 2), which has all its digits when both nearly agree and no overflow when not.
     """
@@ -107,19 +107,19 @@ def kl_terms(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
 
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """log-softmax of logits / temperature over the last axis, in fp32 at least."""
+    """Return log-softmax of logits / temperature over the last axis, in fp32 at least."""
     logits = wide(logits)
     return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
 
 
 def wide(x: Tensor) -> Tensor:
-    """fp32, or fp64 where it is that already."""
+    """Return x in fp32, or in fp64 if it is that already."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A weighted sum of divergences and of cross-entropy with the text, and what it becomes later in the run."""
+    """A weighted sum of divergences and of cross-entropy with the text, and the loss that follows it in the run."""
 
     name: str
     terms: tuple[tuple[float, Divergence], ...]
@@ -132,11 +132,11 @@ class Loss:
         return bool(self.terms) or (self.then is not None and self.then.needs_teacher)
 
     def at(self, progress: float) -> "Loss":
-        """The loss that holds at a share of the run."""
+        """Return the loss that applies at a share of the run."""
         return self if self.then is None or progress < self.until else self.then.at(progress)
 
     def divergence(self, x: Pair) -> tuple[Tensor, Tensor]:
-        """Value [N] and slope [N, A], without cross-entropy."""
+        """Return value [N] and slope [N, A], without cross-entropy."""
         if not self.terms:
             return torch.zeros_like(x.log_q[..., 0]), torch.zeros_like(x.log_q)
         parts = [(weight, *divergence(x)) for weight, divergence in self.terms]
@@ -145,7 +145,7 @@ class Loss:
 
 
 def parse_loss(spec: str) -> Loss:
-    """``fkl``, ``jsd(0.5)``, ``0.9*fkl + 0.1*ce``, or a schedule: ``fkl -> lk(3)``, ``fkl@0.5 -> tvd``.
+    """Parse ``fkl``, ``jsd(0.5)``, ``0.9*fkl + 0.1*ce``, or a schedule: ``fkl -> lk(3)``, ``fkl@0.5 -> tvd``.
 
     Raises:
         UserError: an unknown name, or a number out of its range.
@@ -156,7 +156,7 @@ def parse_loss(spec: str) -> Loss:
         text, _, share = phase.partition("@")
         last = number == len(phases) - 1
         if share and last:
-            raise UserError(f"loss {spec!r}: the last phase goes to the end; leave out @{share.strip()}")
+            raise UserError(f"loss {spec!r}: the last phase lasts to the end; leave out @{share.strip()}")
         until = 1.0 if last else _number(share, f"loss {spec!r}: @", 0, 1) if share else SWITCH
         later = _phase(text, until, later)
     assert later is not None

@@ -1,11 +1,12 @@
-"""Medusa heads as a student of the one loop: the target is frozen, and teaches what it will itself say later.
+"""Training Medusa heads as a student of the one loop: the target is frozen, and teaches its own later predictions.
 
 B rows of text, N heads, T positions, D hidden. A batch has B N rows: each text once for every head. Row k of a text
 holds, at each position, the states of head k from k positions before, so that it predicts the same token as the target
-does there, and is taught by the target's distribution there. No head shares a trained weight with another, so the
+does there, and learns from the target's distribution there. No head shares a trained weight with another, so the
 paper's weights of the heads' losses (0.8^k) would change nothing that AdamW sees, and are left out.
 """
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -16,40 +17,92 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from draftlab.data import Batch, HeldOut
+from draftlab.config.distill import MedusaConfig
+from draftlab.data import Batch, HeldOut, open_batches, open_heldout
+from draftlab.distill.checkpointer import best_weights, process_state
 from draftlab.distill.fused_loss import Dense
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches
+from draftlab.distill.optimizers import training_dtype
+from draftlab.distill.run import LOG, TrainingResult, claimed_state, fit
 from draftlab.distill.teachers import logits_of
 from draftlab.distill.trainer import DistillStep, TrainingSetup
-from draftlab.engine.drafters.medusa import ahead
+from draftlab.engine.drafters.medusa import ahead, write
+from draftlab.model import checkpoint, hub, llama
+from draftlab.output import Output
 
-LOSS = "fkl"  # to the target's own distribution at the token that a head predicts
+LOSS = parse_loss("fkl")  # to the target's own distribution at the token that a head predicts
 
 
-class Trunk:
-    """The target, run once for what heads and teacher both ask of the same texts."""
+@dataclass(frozen=True, slots=True)
+class MedusaResult:
+    """fitted: over all heads. heads: held-out acceptance and agreement of each."""
+
+    fitted: TrainingResult
+    heads: list[dict[str, float]]
+
+
+def plan_medusa(config: MedusaConfig) -> dict[str, object]:
+    shape = llama.check_supported(hub.locate(config.target, weights=False))
+    return {"heads": f"{config.heads} of {shape.hidden**2:,} parameters each", "steps": config.steps}
+
+
+def train_medusa(config: MedusaConfig, output: Output) -> MedusaResult:
+    """Train heads on the frozen target, and write them.
+
+    Raises:
+        UserError: a target that the engine does not run; or training fails.
+    """
+    target = hub.locate(config.target)
+    llama.check_supported(target)  # the engine drafts with the states that the heads read
+    checkpoint.check(target)
+    dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
+    device = None if config.device == "auto" else checkpoint.resolve_device(config.device)
+    device = cast(torch.device, process_state(device).device)
+    with claimed_state(output, [target]) as state:
+        student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), config.heads)
+        tokenizer, sizes = checkpoint.load_tokenizer(target), {"rows": config.batch_size, "seq_len": config.seq_len}
+        batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
+        setup = heads_setup(student, batches, open_heldout(config.data, tokenizer, most_rows=64, **sizes))
+        fitted = fit(cast(Any, student), setup, config.training(), state=state, what="medusa")
+        best = best_weights(state, "student")
+        result = MedusaResult(fitted, evaluate_heads(student, best, setup))
+        with output.directory() as work:
+            stored = checkpoint.stored_dtype(target)
+            write(work, {name: weight.to(stored) for name, weight in best.items()}, target)
+            shutil.copyfile(state / LOG, work / LOG)
+            output.record(work, [target], heads=result.heads, **fitted.as_dict())
+        shutil.rmtree(state)
+    return result
+
+
+class FrozenTarget:
+    """The target, run once for the heads and the teacher, who ask for the same texts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.asked, self.states = torch.empty(0), torch.empty(0)
+        self.last_ids, self.last_states = torch.empty(0), torch.empty(0)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
-        """Last hidden states, [B, T, D]."""
-        if not torch.equal(self.asked, ids):
-            self.asked = ids
-            self.states = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        return self.states
+        """Return the last hidden states, [B, T, D]."""
+        if not torch.equal(self.last_ids, ids):
+            self.last_ids = ids
+            self.last_states = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        return self.last_states
+
+    @property
+    def head(self) -> nn.Module:
+        return cast(nn.Module, self.model.get_output_embeddings())
 
 
 class Heads(nn.Module):
-    """The student: the heads alone are its parameters, zero at the start, where each repeats the target's own head."""
+    """The student. Its parameters are the heads alone: zero at the start, where each repeats the target's own head."""
 
-    def __init__(self, trunk: Trunk, count: int) -> None:
+    def __init__(self, target: FrozenTarget, count: int) -> None:
         super().__init__()
-        self.trunk = trunk
-        hidden = trunk.model.config.get_text_config().hidden_size
+        self.target = target
+        hidden = target.model.config.get_text_config().hidden_size
         self.heads = nn.ParameterList(torch.zeros(hidden, hidden) for _ in range(count))
 
     @property
@@ -60,9 +113,9 @@ class Heads(nn.Module):
         return CausalLMOutput(logits=self.get_output_embeddings()(self.states(input_ids)))
 
     def states(self, ids: Tensor) -> Tensor:
-        """What enters the target's head, [B N, T, D]; of head k that of the first k positions is not to be used."""
+        """Return the inputs of the target's head, [B N, T, D]; the first k positions of head k mean nothing."""
         count = len(self.heads)
-        states = self.trunk(ids[::count])
+        states = self.target(ids[::count])
         hidden = ahead(states.to(self.heads[0]), torch.stack(list(self.heads))).to(states)  # [B, T, N, D]
         shifted = [head.roll(k, 1) for k, head in enumerate(hidden.unbind(2), 1)]
         return torch.stack(shifted, 1).flatten(0, 1)[: len(ids)]
@@ -71,68 +124,68 @@ class Heads(nn.Module):
         return lambda input_ids, use_cache: BaseModelOutput(last_hidden_state=cast(Any, self.states(input_ids)))
 
     def get_output_embeddings(self) -> nn.Module:
-        return cast(nn.Module, self.trunk.model.get_output_embeddings())
+        return self.target.head
 
 
 @dataclass(frozen=True, slots=True)
-class OwnTeacher:
+class SelfTeacher:
     """The target's distributions of rows that hold each text once for every head."""
 
-    trunk: Trunk
+    target: FrozenTarget
     count: int
 
     @property
     def vocab(self) -> int:
-        return logits_of(self.trunk.model)
+        return logits_of(self.target.model)
 
-    def look(self, batch: Batch) -> Dense:
-        ids = torch.from_numpy(batch.ids[:: self.count, :-1]).to(self.trunk.model.device)
-        states = self.trunk(ids).repeat_interleave(self.count, 0)  # [B N, T, D]
+    def distributions(self, batch: Batch) -> Dense:
+        ids = torch.from_numpy(batch.ids[:: self.count, :-1]).to(self.target.model.device)
+        states = self.target(ids).repeat_interleave(self.count, 0)  # [B N, T, D]
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1).to(states.device)
-        head = cast(nn.Module, self.trunk.model.get_output_embeddings()).get_parameter("weight")
-        return Dense(states.flatten(0, 1)[counted], head.detach())
+        return Dense(states.flatten(0, 1)[counted], self.target.head.get_parameter("weight").detach())
 
 
 @dataclass(frozen=True, slots=True)
-class EachHead:
+class RepeatedBatches:
     """Batches with each text once for every head."""
 
     batches: Batches
     count: int
 
     def batch(self, step: int) -> Batch:
-        return each_head(self.batches.batch(step), self.count)
+        return repeat_rows(self.batches.batch(step), self.count)
 
 
-def each_head(batch: Batch, count: int) -> Batch:
-    """Each row count times; in head k's the first k positions do not count, behind which it has nothing to predict."""
+def repeat_rows(batch: Batch, count: int) -> Batch:
+    """Repeat each row for every head; of head k the first k positions do not count: it predicts nothing there."""
     mask = batch.mask.repeat(count, 0)
     for k in range(1, count + 1):
         mask[k - 1 :: count, :k] = 0
     return Batch(batch.ids.repeat(count, 0), mask)
 
 
-def setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
-    """Of one process and whole batches: rows of a text must stay together."""
+def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
+    """Return the setup for one process and whole batches: rows of a text must stay together."""
     count = len(student.heads)
-    spread = replace(heldout, batches=[each_head(batch, count) for batch in heldout.batches])
+    repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
     return TrainingSetup(
-        teacher=cast(Any, OwnTeacher(student.trunk, count)), batches=EachHead(batches, count), heldout=spread
-    )
+        teacher=cast(Any, SelfTeacher(student.target, count)), batches=RepeatedBatches(batches, count),
+        heldout=repeated, loss=LOSS,
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def by_head(student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup) -> list[dict[str, float]]:
-    """Held-out acceptance and agreement of each head with these weights, teacher-forced."""
+def evaluate_heads(student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup) -> list[dict[str, float]]:
+    """Return held-out acceptance and agreement of each head with these weights, teacher-forced."""
     student.load_state_dict(weights)
     count = len(student.heads)
-    teacher = OwnTeacher(student.trunk, count)
-    step = DistillStep(cast(PreTrainedModel, student), parse_loss(LOSS), 1.0)
+    teacher = SelfTeacher(student.target, count)
+    step = DistillStep(cast(PreTrainedModel, student), LOSS, 1.0)
     sums, tokens = torch.zeros(count, 6, dtype=torch.float64), [0.0] * count
     for batch in setup.heldout.batches:
         for k in range(count):
             mask = batch.mask * (np.arange(len(batch.mask)) % count == k)[:, None]
             ids, counted = torch.from_numpy(batch.ids).to(student.device), torch.from_numpy(mask).to(student.device)
-            sums[k] += step(ids, counted, teacher.look(Batch(batch.ids, mask))).double().cpu()
+            sums[k] += step(ids, counted, teacher.distributions(Batch(batch.ids, mask))).double().cpu()
             tokens[k] += float(mask.sum())
     return [{"acceptance": float(s[2] / n), "agreement": float(s[4] / n)} for s, n in zip(sums, tokens, strict=True)]

@@ -1,42 +1,44 @@
 """Online speculative decoding: a draft that follows the traffic it serves (Liu et al. 2023, 2310.07177).
 
-A folder holds versions of a draft and a ledger of what was tried. The newest traffic judges and is not trained on; what
-came before it trains, with a share of the base cache against forgetting. A candidate is promoted only when it gains on
-the newest traffic beyond the noise and loses nothing on the base cache's held-out text; the version before stays.
+A folder holds versions of a draft and a ledger of rounds. The newest traffic judges and is not trained on; what came
+before it trains, with a share of base outputs against forgetting. A candidate is promoted only if it gains on the
+newest traffic beyond the noise and loses nothing on the base outputs' held-out text. The version before is kept.
 """
 
-import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from draftlab.config.distill import OnlineConfig
+from draftlab.config.shared import newest_draft
 from draftlab.data import HeldOut
-from draftlab.distill import evaluate
-from draftlab.distill.evaluate import Length
-from draftlab.distill.on_policy import Mixed
-from draftlab.distill.teachers import CachedTeacher
+from draftlab.distill import distributed, evaluate, trackers
+from draftlab.distill.distill import load_student
+from draftlab.distill.evaluate import LengthComparison
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.on_policy import MixedBatches
+from draftlab.distill.run import TrainedModel, claimed_state, fit_and_write
+from draftlab.distill.teachers import StoredTeacher
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.errors import UserError
-from draftlab.files import validation_text
-from draftlab.model import checkpoint
+from draftlab.files import FileModel, new_directory, validation_text, write_atomic
+from draftlab.model import checkpoint, hub
+from draftlab.output import Output
 from draftlab.target_outputs.cache import HELDOUT, check_tokenizer, open_cache, read_manifest, read_shard
 
 LEDGER, LIVE, VERSIONS = "ledger.json", "live", "versions"
 FEWEST, MOST = 16, 512  # sequences of the newest traffic that judge
-ANCHOR_LOSS = 0.01  # share of tokens per pass that a candidate may lose on the base cache's text
+ANCHOR_LOSS = 0.01  # share of tokens per pass that a candidate may lose on the base outputs' text
 JUDGED_K = 4
 
 
-class Round(BaseModel):
-    """One attempt: what it was trained on, what judged it, and how. Ratios are of tokens per target pass at K = 4."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Round(FileModel):
+    """One attempt: what trained it, what judged it, and the verdict. Ratios are of tokens per target pass at K = 4."""
 
     version: int  # the candidate's number
     trained_on: tuple[str, ...]
@@ -44,193 +46,197 @@ class Round(BaseModel):
     before: float
     after: float
     gain_low: float  # lower end of after / before, 95 %, over sequences
-    anchor: float  # after / before on the base cache's held-out text
+    anchor: float  # after / before on the base outputs' held-out text
     promoted: bool
     created: str
 
 
-class Ledger(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Ledger(FileModel):
     live: int = 0
-    before: int | None = None  # the version to go back to
+    before: int | None = None  # the version to roll back to
     rounds: tuple[Round, ...] = ()
 
-    def judged(self) -> set[str]:
-        return {r.judged_by for r in self.rounds}
+    @property
+    def next_version(self) -> int:
+        return 1 + max([self.live, *(r.version for r in self.rounds)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Online:
-    """traffic: a folder of caches, in the order of their names. window: how many of them train."""
+def update(config: OnlineConfig, output: Output) -> Round | None:
+    """Run one round: train a candidate, judge it, promote or drop it. None if the newest traffic has judged already.
 
-    folder: Path
-    traffic: Path
-    base: Path
-    replay: float
-    window: int
-    temperature: float
-
-    def newest(self) -> tuple[list[Path], Path]:
-        """What trains, and what judges.
-
-        Raises:
-            UserError: fewer than two caches, or too little in the newest.
-        """
-        found = (
-            sorted(p for p in self.traffic.iterdir() if (p / "manifest.json").is_file())
-            if self.traffic.is_dir()
-            else []
-        )
-        if len(found) < 2:
-            raise UserError(f"{self.traffic} holds {len(found)} caches of traffic; one trains and a newer one judges")
-        *older, judge = found
-        if (held := read_manifest(judge).sequences) < FEWEST:
-            raise UserError(f"{judge} holds {held} sequences; to judge a draft takes {FEWEST}")
-        return older[-self.window :], judge
+    Raises:
+        UserError: too little traffic, outputs that the target did not write, or training fails.
+    """
+    distributed.check(optimizer=config.optimizer)
+    trackers.check(config.report_to)
+    older, newest = traffic(config)
+    folder = output.out
+    if not (folder / LEDGER).exists():
+        _start(folder, hub.locate(config.draft or newest_draft()))
+    elif newest.name in {r.judged_by for r in read_ledger(folder).rounds}:
+        return None
+    ledger = read_ledger(folder)
+    live = version_directory(folder, ledger.live)
+    name = f"candidate-{ledger.next_version:04d}-{older[-1].name}-{newest.name}"
+    candidate = folder / VERSIONS / name  # of a round that was killed it is not trained anew
+    if not candidate.exists():
+        _train(config, older, live, replace(output, out=candidate, force=False))
+    verdict = judge(config, ledger, live, candidate)
+    _settle(folder, ledger, candidate, verdict)
+    return verdict
 
 
-def ledger(folder: Path) -> Ledger:
-    """Raises UserError: a ledger that cannot be read."""
+def traffic(config: OnlineConfig) -> tuple[list[Path], Path]:
+    """Return the stored outputs that train and those that judge.
+
+    Raises:
+        UserError: fewer than two, or too little in the newest.
+    """
+    folder = config.traffic
+    stored = sorted(p for p in folder.glob("*") if (p / "manifest.json").is_file())
+    if len(stored) < 2:
+        raise UserError(f"--traffic {folder} has {len(stored)} stored outputs; one trains and a newer one judges")
+    *older, newest = stored
+    if (count := read_manifest(newest).sequences) < FEWEST:
+        raise UserError(f"{newest} has {count} sequences; judging a draft takes {FEWEST}")
+    return older[-config.window :], newest
+
+
+def read_ledger(folder: Path) -> Ledger:
+    """Raises UserError: the ledger cannot be read."""
     try:
         return Ledger.model_validate_json((folder / LEDGER).read_text())
     except OSError:
-        raise UserError(f"{folder} holds no {LEDGER}: draftlab distill --online makes one") from None
+        raise UserError(f"{folder} has no {LEDGER}; draftlab online update writes one") from None
     except ValidationError as error:
         raise UserError(f"{folder / LEDGER}: {validation_text(error)}") from None
 
 
-def start(folder: Path, draft: Path) -> None:
-    """Version 0 is a copy of draft; a folder that has begun is left as it is."""
-    if (folder / LEDGER).exists():
-        return
-    with checkpoint.new_directory(version(folder, 0), force=True) as work:
-        shutil.copytree(draft, work, dirs_exist_ok=True)
-    _record(folder, Ledger())
-
-
-def version(folder: Path, number: int) -> Path:
+def version_directory(folder: Path, number: int) -> Path:
     return folder / VERSIONS / f"{number:04d}"
 
 
-def setup(how: Online, draft: Path, *, rows: int, steps: int) -> TrainingSetup:
-    """The window's traffic, by its tokens, and the base cache."""
-    older, _ = how.newest()
-    for cache in (how.base, *older):
-        if read_manifest(cache).text == "data":
-            raise UserError(f"{cache} is of text that the target did not write; build it with --text target")
-    base, held = open_cache(how.base, draft, rows=rows, temperature=how.temperature)
-    opened = {path.name: open_cache(path, draft, rows=rows, temperature=how.temperature) for path in older}
-    if other := next((n for n, (b, _) in opened.items() if b.manifest.vocab != base.manifest.vocab), None):
-        raise UserError(f"{other} lists another vocabulary than {how.base}")
-    tokens = {name: batches.manifest.tokens for name, (batches, _) in opened.items()}
-    shares = {name: (1 - how.replay) * n / sum(tokens.values()) for name, n in tokens.items()}
-    sources = {name: batches for name, (batches, _) in opened.items()} | {"base cache": base}
-    shares |= {"base cache": how.replay} if how.replay else {}
-    text = [batch for _, text in opened.values() for batch in text.batches] + held.batches
-    return TrainingSetup(
-        teacher=CachedTeacher(base.manifest.vocab),
-        batches=Mixed.of(sources, shares, steps),
-        heldout=HeldOut(text, held.bytes_per_token),
-    )
-
-
-def judge(how: Online, candidate: Path, device: torch.device) -> Round:
-    """Both drafts by replay of the newest traffic, which neither has seen, and of the base cache's held-out text."""
-    older, newest = how.newest()
-    held = ledger(how.folder)
-    live = version(how.folder, held.live)
-    found = _compared(newest, live, candidate, how.temperature, device)
-    anchor = _compared(how.base / HELDOUT, live, candidate, how.temperature, device)
-    kept = anchor.after / anchor.before
+def judge(config: OnlineConfig, ledger: Ledger, live: Path, candidate: Path) -> Round:
+    """Replay the newest traffic, unseen by both drafts, and the base outputs' held-out text with both drafts."""
+    older, newest = traffic(config)
+    device = checkpoint.resolve_device(config.device)
+    compared = _compare(newest, live, candidate, config.temperature, device)
+    base = _compare(config.outputs / HELDOUT, live, candidate, config.temperature, device)
+    anchor = base.after / base.before
     return Round(
-        version=_next(held),
+        version=ledger.next_version,
         trained_on=tuple(path.name for path in older),
         judged_by=newest.name,
-        before=found.before,
-        after=found.after,
-        gain_low=found.gain_low,
-        anchor=kept,
-        promoted=found.gain_low > 1 and kept >= 1 - ANCHOR_LOSS,
+        before=compared.before,
+        after=compared.after,
+        gain_low=compared.gain_low,
+        anchor=anchor,
+        promoted=compared.gain_low > 1 and anchor >= 1 - ANCHOR_LOSS,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def candidate(how: Online) -> Path:
-    """Where the round's draft is written, by its number and by what trained it."""
-    older, newest = how.newest()
-    return how.folder / VERSIONS / f"candidate-{_next(ledger(how.folder)):04d}-{older[-1].name}-{newest.name}"
-
-
-def settle(folder: Path, made: Path, found: Round) -> None:
-    """Promote or drop the candidate. live is moved last, so that it always names a whole version."""
-    held = ledger(folder)
-    if not found.promoted:
-        shutil.rmtree(made)
-        _record(folder, held.model_copy(update={"rounds": (*held.rounds, found)}))
-        return
-    shutil.rmtree(version(folder, found.version), ignore_errors=True)  # of a promotion that was killed
-    made.rename(version(folder, found.version))
-    update = {"live": found.version, "before": held.live, "rounds": (*held.rounds, found)}
-    _record(folder, held.model_copy(update=update))
-    for old in (folder / VERSIONS).iterdir():
-        if old not in (version(folder, found.version), version(folder, held.live)):
-            shutil.rmtree(old)
-
-
 def rollback(folder: Path) -> int:
-    """Make the version before the live one again; its number.
+    """Make the version before the live one live again, and return its number.
 
     Raises:
         UserError: there is none.
     """
-    held = ledger(folder)
-    if held.before is None:
-        raise UserError(f"{folder} has no version before {held.live} to go back to")
-    _record(folder, held.model_copy(update={"live": held.before, "before": None}))
-    return held.before
+    ledger = read_ledger(folder)
+    if ledger.before is None:
+        raise UserError(f"{folder} has no version before {ledger.live} to roll back to")
+    _write(folder, ledger.model_copy(update={"live": ledger.before, "before": None}))
+    return ledger.before
 
 
-def _next(held: Ledger) -> int:
-    return 1 + max([held.live, *(r.version for r in held.rounds)])
+def _start(folder: Path, draft: Path) -> None:
+    with new_directory(version_directory(folder, 0), force=True) as work:
+        shutil.copytree(draft, work, dirs_exist_ok=True)
+    _write(folder, Ledger())
 
 
-def _record(folder: Path, held: Ledger) -> None:
-    _swap(folder / LEDGER, lambda path: path.write_text(held.model_dump_json(indent=1)))
-    _swap(folder / LIVE, lambda path: path.symlink_to(version(folder, held.live).relative_to(folder)))
+def _train(config: OnlineConfig, older: list[Path], live: Path, output: Output) -> None:
+    setup, inputs = traffic_setup(config, older, live), [live, config.outputs]
+    model = TrainedModel(config=checkpoint.read_config(live), like=live, lora_rank=config.lora_rank)
+    with claimed_state(output, inputs):
+        fit_and_write(load_student(live, config), setup, config, model, output, inputs)
 
 
-def _swap(path: Path, make: Callable[[Path], object]) -> None:
-    """Replace path by what make puts under another name, in one step."""
-    writing = path.with_name(f".{path.name}.writing")
-    writing.unlink(missing_ok=True)
-    make(writing)
-    os.replace(writing, path)
+def traffic_setup(config: OnlineConfig, older: list[Path], draft: Path) -> TrainingSetup:
+    """Return a setup from traffic, weighted by tokens, and the base outputs.
+
+    Raises:
+        UserError: text that the target did not write, or another vocabulary.
+    """
+    for stored in (config.outputs, *older):
+        if read_manifest(stored).text == "data":
+            raise UserError(f"{stored} is of text that the target did not write; store outputs with --text target")
+    sizes = {"rows": config.batch_size, "temperature": config.temperature}
+    base, base_heldout = open_cache(config.outputs, draft, **sizes)
+    opened = {path.name: open_cache(path, draft, **sizes) for path in older}
+    if other := next((n for n, (b, _) in opened.items() if b.manifest.vocab != base.manifest.vocab), None):
+        raise UserError(f"{other} lists another vocabulary than {config.outputs}")
+    tokens = {name: batches.manifest.tokens for name, (batches, _) in opened.items()}
+    shares = {name: (1 - config.replay) * n / sum(tokens.values()) for name, n in tokens.items()}
+    sources = {name: batches for name, (batches, _) in opened.items()} | {"base outputs": base}
+    shares |= {"base outputs": config.replay} if config.replay else {}
+    heldout = [batch for _, text in opened.values() for batch in text.batches] + base_heldout.batches
+    return TrainingSetup(
+        teacher=StoredTeacher(base.manifest.vocab),
+        batches=MixedBatches.of(sources, shares, config.steps),
+        heldout=HeldOut(heldout, base_heldout.bytes_per_token),
+        loss=parse_loss(config.loss),
+        temperature=config.temperature,
+    )
 
 
-def _compared(cache: Path, live: Path, candidate: Path, temperature: float, device: torch.device) -> Length:
-    manifest = read_manifest(cache)
+def _settle(folder: Path, ledger: Ledger, candidate: Path, verdict: Round) -> None:
+    """Promote or drop the candidate. live is moved last, so that it always names a whole version."""
+    rounds = (*ledger.rounds, verdict)
+    if not verdict.promoted:
+        shutil.rmtree(candidate)
+        _write(folder, ledger.model_copy(update={"rounds": rounds}))
+        return
+    promoted, live = version_directory(folder, verdict.version), version_directory(folder, ledger.live)
+    shutil.rmtree(promoted, ignore_errors=True)  # of a promotion that was killed
+    candidate.rename(promoted)
+    _write(folder, Ledger(live=verdict.version, before=ledger.live, rounds=rounds))
+    for old in (folder / VERSIONS).iterdir():
+        if old not in (promoted, live):
+            shutil.rmtree(old)
+
+
+def _write(folder: Path, ledger: Ledger) -> None:
+    write_atomic(folder / LEDGER, ledger.model_dump_json(indent=1))
+    link = folder / f".{LIVE}.part"
+    link.unlink(missing_ok=True)
+    link.symlink_to(version_directory(folder, ledger.live).relative_to(folder))
+    link.replace(folder / LIVE)
+
+
+def _compare(stored: Path, live: Path, candidate: Path, temperature: float, device: torch.device) -> LengthComparison:
+    manifest = read_manifest(stored)
     for draft in (live, candidate):
         check_tokenizer(manifest, draft)
-    texts, log_p = _written(cache, temperature)
+    texts, log_p = _target_texts(stored, temperature)
     chances = []
     for draft in (live, candidate):
         model = checkpoint.load_model(draft, torch.float32, device).eval()
-        chances.append(evaluate.replayed(model, texts, log_p, temperature))
-    return next(found for found in evaluate.lengths(*chances) if found.k == JUDGED_K)
+        chances.append(evaluate.replay(model, texts, log_p, temperature))
+    return next(c for c in evaluate.compare_lengths(*chances) if c.k == JUDGED_K)
 
 
-def _written(cache: Path, temperature: float) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[np.ndarray]]:
-    """Texts as (prompt, written) ids, and the target's log-probability of what it wrote, at temperature."""
-    manifest = read_manifest(cache)
+def _target_texts(stored: Path, temperature: float) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[np.ndarray]]:
+    """Return texts as ids of (prompt, continuation), and the target's log-probabilities of each continuation."""
+    manifest = read_manifest(stored)
     texts, log_p = [], []
     for number in range(len(manifest.shards)):
-        shard = read_shard(cache, manifest, number)
+        shard = read_shard(stored, manifest, number)
         lse = shard["lse"][..., manifest.temperatures.index(temperature)]  # [R, T]
-        for ids, mask, came, rest in zip(shard["input_ids"], shard["mask"], shard["tok_logp"], lse, strict=True):
-            where = mask.nonzero()[0]
-            if len(where) and len(texts) < MOST:
-                first, last = int(where[0]), int(where[-1]) + 1
+        for ids, mask, own, rest in zip(shard["input_ids"], shard["mask"], shard["tok_logp"], lse, strict=True):
+            counted = mask.nonzero()[0]
+            if len(counted) and len(texts) < MOST:
+                first, last = int(counted[0]), int(counted[-1]) + 1
                 texts.append((ids[: first + 1].astype(np.int64), ids[first + 1 : last + 1].astype(np.int64)))
-                log_p.append(came[first:last].astype(np.float64) / temperature - rest[first:last])
+                log_p.append(own[first:last].astype(np.float64) / temperature - rest[first:last])
     return texts, log_p

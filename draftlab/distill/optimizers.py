@@ -1,38 +1,45 @@
-"""AdamW, or Muon on matrices; and the dtype that they train in."""
+"""AdamW, or Muon for matrices; and the dtype to train in."""
 
-from typing import Any, Literal
+import re
+from typing import Any
 
 import torch
 from torch import nn
 
-OptimizerName = Literal["adamw", "muon"]
+from draftlab.config.shared import TrainerSettings
 
 
 def optimizers_for(
-    model: nn.Module, name: OptimizerName, lr: float, weight_decay: float, others: list[dict[str, Any]]
+    model: nn.Module, config: TrainerSettings, other_groups: list[dict[str, Any]]
 ) -> list[torch.optim.Optimizer]:
-    """AdamW on all; or Muon (Jordan et al. 2024) on the blocks' matrices and AdamW on the rest.
+    """Return AdamW for everything; or Muon (Jordan et al. 2024) for the matrices of the blocks and AdamW for the rest.
 
-    others: groups of parameters with rates of their own, for AdamW. Muon's update is scaled to AdamW's size (Liu et al.
-    2025), so that one learning rate serves both.
+    other_groups: parameter groups with rates of their own, for AdamW. Muon's update is scaled to AdamW's size (Liu et
+    al. 2025), so that one learning rate serves both.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if p.ndim == 2 and ".layers." in name]
-    ends = [p for name, p in named if p.ndim == 2 and ".layers." not in name]
+    in_blocks = {name for name, _ in named if re.search(r"\.\d+\.", name)}  # model.layers.3.mlp, transformer.h.3.attn
+    matrices = [p for name, p in named if p.ndim == 2 and name in in_blocks]
+    others = [p for name, p in named if p.ndim > 2 or (p.ndim == 2 and name not in in_blocks)]
     vectors = [p for _, p in named if p.ndim < 2]
 
-    def adamw(decayed: list[nn.Parameter], kept: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-        return torch.optim.AdamW([g for g in [*groups, *others] if g["params"]], lr=lr, betas=(0.9, 0.95))
+    def adamw(decayed: list[nn.Parameter], undecayed: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": undecayed, "weight_decay": 0.0},
+            *other_groups,
+        ]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95))
 
-    if name == "adamw" or not named:
-        return [adamw(matrices + ends, vectors)]
-    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-    return [muon, adamw([], ends + vectors)]
+    if config.optimizer == "adamw" or not matrices:
+        return [adamw(matrices + others, vectors)]
+    muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    rest = others + vectors  # none where LoRA trains adapters alone
+    return [muon, adamw([], rest)] if rest or other_groups else [muon]
 
 
 def training_dtype(name: str) -> str:
-    """auto: bfloat16 where it is fast; a CPU without AVX-512 takes three times as long as in float32."""
+    """Return what auto means here: bfloat16 where it is fast, which it is not on a CPU without AVX-512."""
     if name != "auto":
         return name
     return "bfloat16" if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"

@@ -1,4 +1,4 @@
-"""The target as teacher: its distributions, from memory, from a cache or from a server.
+"""The target as teacher: its distributions from memory, from disk or from a server.
 
 B rows, T tokens, N of them that count, D hidden, V vocab, k listed tokens.
 """
@@ -19,29 +19,30 @@ from draftlab.errors import UserError
 from draftlab.servers.client import Server
 
 
-class Listing(Protocol):
-    """A teacher that is not in memory: it lists the most probable of its vocab tokens."""
+class ListingTeacher(Protocol):
+    """A teacher that is not in memory, and lists its most probable tokens."""
 
     @property
     def vocab(self) -> int: ...
 
-    def look(self, batch: Batch) -> TopK: ...
+    def distributions(self, batch: Batch) -> TopK: ...
 
 
 @dataclass(frozen=True, slots=True)
-class PlainHead:
-    """Whether a model's logits are its head's product with the last hidden states, and nothing more.
+class OutputHead:
+    """How a model makes logits.
 
-    Then the product may be taken in parts. Models that scale or cap their logits give whole logits instead, and so do
-    models whose head lies on disk or in other processes. vocab: the first so many logits count, others are padding.
+    plain: as the product of its head and the last hidden states, so that it may be taken in parts. Models that scale or
+    cap their logits give whole logits instead, and so do models whose head lies on disk or in other processes. vocab:
+    the first logits count, others are padding.
     """
 
     plain: bool
     vocab: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, vocab: int) -> "PlainHead":
-        """Tried on a few tokens."""
+    def of(cls, model: PreTrainedModel, vocab: int) -> "OutputHead":
+        """Run a few tokens through the model to see whether its head is plain."""
         head = _head(model)
         weight = head.get_parameter("weight")
         if weight.is_meta or isinstance(weight, DTensor):
@@ -53,7 +54,7 @@ class PlainHead:
             return cls(torch.equal(head(hidden).float(), whole.float()), vocab)
 
     def hidden_and_weight(self, model: PreTrainedModel, ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """At the counted positions of ids [B, T]: hidden states [N, D] and head [V, D], or logits [N, V] and None."""
+        """Return hidden states [N, D] and head [V, D], or logits [N, V] and None, at the counted positions of ids."""
         if not self.plain:
             logits = model(input_ids=ids, use_cache=False).logits[..., : self.vocab]
             return logits.flatten(0, 1)[counted.to(logits.device)], None
@@ -62,7 +63,7 @@ class PlainHead:
 
 
 def logits_of(model: PreTrainedModel) -> int:
-    """How many logits a model has, padding included."""
+    """Return how many logits a model has, padding included."""
     return _head(model).get_parameter("weight").shape[0]
 
 
@@ -73,21 +74,21 @@ def _head(model: PreTrainedModel) -> nn.Module:
 
 
 def shard_by_layer(model: PreTrainedModel) -> None:
-    """Spread a model's weights over all processes (FSDP2); each layer is gathered while it runs."""
+    """Shard a model's weights over all processes (FSDP2); each layer is gathered while it runs."""
     for layer in model.get_decoder().get_submodule("layers").children():
         fully_shard(layer)
     fully_shard(model)
 
 
 class LocalTeacher:
-    """The target itself, in memory or spread over devices and disk by accelerate; what it says comes to device."""
+    """The target in memory, perhaps spread over devices and disk by accelerate. Its distributions come to device."""
 
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
-        self.model, self.head, self.device = model, PlainHead.of(model, vocab), device
+        self.model, self.head, self.device = model, OutputHead.of(model, vocab), device
 
     @torch.no_grad()
-    def look(self, batch: Batch) -> Dense:
-        """Its distributions after the positions that count."""
+    def distributions(self, batch: Batch) -> Dense:
+        """Return the target's distributions at the positions that count."""
         ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
         hidden, weight = self.head.hidden_and_weight(self.model, ids, counted)
@@ -95,19 +96,19 @@ class LocalTeacher:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedTeacher:
-    """What a cache keeps of the target; the target itself is not needed."""
+class StoredTeacher:
+    """The target's outputs as stored beside the text; the target itself is not needed."""
 
     vocab: int
 
-    def look(self, batch: Batch) -> TopK:
-        """Its distributions after the positions that count.
+    def distributions(self, batch: Batch) -> TopK:
+        """Return the target's distributions at the positions that count.
 
         Raises:
-            ValueError: a batch that does not come from a cache.
+            ValueError: the batch carries none.
         """
         if batch.top_logprobs is None:
-            raise ValueError("the batch carries nothing of a target")
+            raise ValueError("the batch carries no outputs of a target")
         counted = batch.mask > 0
         listed = (batch.top_logprobs.ids, batch.top_logprobs.log_p, batch.top_logprobs.tail)
         return TopK(*(torch.from_numpy(array[counted]) for array in listed))
@@ -115,50 +116,59 @@ class CachedTeacher:
 
 @dataclass(frozen=True, slots=True)
 class ServedTeacher:
-    """A target that runs on a server, asked anew for every batch: its k most probable tokens."""
+    """A target that runs on a server and is asked for its k most probable tokens for every batch."""
 
     server: Server
     k: int
     vocab: int
 
-    def look(self, batch: Batch) -> TopK:
-        """Its distributions after the positions that count.
+    def distributions(self, batch: Batch) -> TopK:
+        """Return the target's distributions at the positions that count.
 
         Raises:
             UserError: the server fails, or lists a token beyond the vocabulary.
         """
-        ids, log_p, _ = look_through(self.server, batch, self.k, self.vocab)
-        return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_rest(log_p))))
+        ids, log_p, _ = served_logprobs(self.server, batch, self.k, self.vocab)
+        return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_tail_mass(log_p))))
 
 
-def look_through(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What a server thinks of the tokens that count: ids [N, k], log-probabilities [N, k], those of what came [N].
+def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
+    """Return listed tokens on a device; a local teacher's distributions are there already."""
+    if isinstance(teacher, Dense):
+        return teacher
+    return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))
+
+
+def served_logprobs(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ask a server for the k most probable tokens at the positions that count.
+
+    Returns: their ids [N, k] and log-probabilities [N, k], and the log-probabilities of the text's own tokens [N].
 
     Raises:
         UserError: the server fails, or lists a token beyond vocab.
     """
     counted = batch.mask > 0
-    ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]  # what comes later decides nothing
-    asked = [number for number, end in enumerate(ends) if end]
-    found = server.prompt_logprobs([batch.ids[number, : ends[number] + 1].tolist() for number in asked], k)
-    ids, log_p, came = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)], [np.empty(0, np.float32)]
-    for number, row in zip(asked, found, strict=True):
-        here = counted[number, : ends[number]]
-        ids.append(np.array(row.top_ids, np.int64)[here])
-        log_p.append(np.array(row.top_logprobs, np.float32)[here])
-        came.append(np.array(row.logprobs, np.float32)[here])
+    ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]  # later tokens decide nothing
+    numbers = [number for number, end in enumerate(ends) if end]
+    answers = server.prompt_logprobs([batch.ids[number, : ends[number] + 1].tolist() for number in numbers], k)
+    ids, log_p, own = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)], [np.empty(0, np.float32)]
+    for number, answer in zip(numbers, answers, strict=True):
+        places = counted[number, : ends[number]]
+        ids.append(np.array(answer.top_ids, np.int64)[places])
+        log_p.append(np.array(answer.top_logprobs, np.float32)[places])
+        own.append(np.array(answer.logprobs, np.float32)[places])
     listed = np.concatenate(ids)
     check_ids(listed, vocab)
-    return listed, np.concatenate(log_p), np.concatenate(came)
+    return listed, np.concatenate(log_p), np.concatenate(own)
 
 
 def check_ids(listed: np.ndarray, vocab: int) -> None:
     """Raises UserError: a server lists a token beyond vocab."""
     if listed.max(initial=0) >= vocab:
-        raise UserError(f"the server lists token {listed.max()}, and the vocabulary here has {vocab} tokens")
+        raise UserError(f"the server lists token {listed.max()}, and the vocabulary has {vocab} tokens")
 
 
-def log_rest(log_p: np.ndarray) -> np.ndarray:
-    """log mass of the tokens that are not listed: [N, k] -> [N]. 1e-7 where rounding leaves less."""
+def log_tail_mass(log_p: np.ndarray) -> np.ndarray:
+    """Return the log mass of all unlisted tokens, [N, k] -> [N]; that of 1e-7 where rounding leaves less."""
     listed = np.logaddexp.reduce(log_p.astype(np.float64), axis=-1)
     return np.log(-np.expm1(np.minimum(listed, -1e-7))).astype(np.float32)

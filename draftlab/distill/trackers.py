@@ -1,14 +1,14 @@
-"""Who else is told how a run goes: TensorBoard, Weights & Biases, trackio and others, through accelerate."""
+"""Experiment trackers such as TensorBoard, Weights & Biases and trackio, through accelerate."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 from accelerate import tracking
 
 from draftlab.errors import UserError, did_you_mean
-from draftlab.provenance import plain
+from draftlab.output import Output
 
 PROJECT = "draftlab"
 
@@ -17,39 +17,38 @@ PROJECT = "draftlab"
 class Trackers:
     each: list[tracking.GeneralTracker]
 
-    def log(self, record: object) -> None:
-        """A step's or an evaluation's numbers at its step; those of an evaluation are named heldout/..."""
-        values = {n: v for n, v in asdict(record).items() if isinstance(v, float)}  # type: ignore[call-overload]
-        evaluation = "cross_entropy" in values
-        named = {f"heldout/{n}" if evaluation else f"train/{n}": v for n, v in values.items()}
+    def log(self, record: Any) -> None:
+        """Log the numbers of a step or an evaluation at its step; those of an evaluation are named heldout/..."""
+        values = {n: v for n, v in asdict(record).items() if isinstance(v, float)}
+        part = "heldout" if "cross_entropy" in values else "train"
         for tracker in self.each:
-            tracker.log(named, step=record.step)  # type: ignore[attr-defined]
+            tracker.log({f"{part}/{n}": v for n, v in values.items()}, step=record.step)
 
 
 @contextlib.contextmanager
-def tracked(names: tuple[str, ...], out: Path, arguments: dict[str, object]) -> Iterator[Trackers]:
-    """Trackers by accelerate's names; files go beside out, in a folder of the tracker's name."""
-    trackers = Trackers([_started(name, out, arguments) for name in names])
+def tracked(names: Sequence[str], output: Output) -> Iterator[Trackers]:
+    """Yield trackers of accelerate's names; their files go beside the output, in a folder of the tracker's name."""
+    trackers = Trackers([_start(name, output) for name in names])
     yield trackers
     for tracker in trackers.each:
         tracker.finish()
 
 
-def check(names: tuple[str, ...]) -> None:
+def check(names: Sequence[str]) -> None:
     """Raises UserError: a name that accelerate does not know, or a package that is not installed."""
     known = sorted(tracking.LOGGER_TYPE_TO_CLASS)
     installed = {str(name) for name in tracking.get_available_trackers()}
     for name in names:
         if name not in known:
-            raise UserError(f"--track {name!r} is not known{did_you_mean(name, known)}; want one of {', '.join(known)}")
+            raise UserError(f"--report-to {name!r} is unknown{did_you_mean(name, known)}; known: {', '.join(known)}")
         if name not in installed:
-            raise UserError(f"--track {name}: its package is not installed; pip install {name}")
+            raise UserError(f"--report-to {name}: its package is not installed; pip install {name}")
 
 
-def _started(name: str, out: Path, arguments: dict[str, object]) -> tracking.GeneralTracker:
-    kind = tracking.LOGGER_TYPE_TO_CLASS[name]
+def _start(name: str, output: Output) -> tracking.GeneralTracker:
+    kind, out = tracking.LOGGER_TYPE_TO_CLASS[name], output.out
     tracker = kind(out.name, out.parent / name) if kind.requires_logging_directory else kind(PROJECT)
     tracker.start()
-    values = plain(arguments)
+    values = output.config.settings()
     tracker.store_init_configuration({n: v if isinstance(v, int | float | str) else str(v) for n, v in values.items()})
     return tracker

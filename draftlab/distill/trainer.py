@@ -1,7 +1,7 @@
-"""The one training loop: cross-entropy on text, or a divergence from a teacher, on accelerate.
+"""The training loop: cross-entropy on text, or a divergence from a teacher, on accelerate.
 
-B rows, T predicted tokens per row, V vocabulary. A step is a pure function of (weights, optimiser state, step index),
-so a run that was killed goes on bit for bit.
+B rows, T predicted tokens per row, V vocabulary. A step is a pure function of (weights, optimizer state, step index),
+so a run that was killed resumes bit for bit.
 """
 
 import contextlib
@@ -9,10 +9,10 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -20,94 +20,75 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.distill import checkpointer, distributed
-from draftlab.distill.evaluate import Length
-from draftlab.distill.fused_loss import Dense, Teacher, TopK, fused_loss, per_token
-from draftlab.distill.losses import Loss, parse_loss
+from draftlab.distill.evaluate import LengthComparison
+from draftlab.distill.fused_loss import Teacher, fused_loss
+from draftlab.distill.losses import Loss
 from draftlab.distill.on_policy import Batches
-from draftlab.distill.optimizers import OptimizerName, optimizers_for
-from draftlab.distill.selection import Selection, furthest_behind
-from draftlab.distill.teachers import Listing, LocalTeacher, PlainHead, logits_of, shard_by_layer
+from draftlab.distill.optimizers import optimizers_for, training_dtype
+from draftlab.distill.teachers import (
+    ListingTeacher,
+    LocalTeacher,
+    OutputHead,
+    logits_of,
+    moved_to,
+    shard_by_layer,
+)
 from draftlab.errors import UserError
 
-Teaching = LocalTeacher | Listing
-GivenTeacher = PreTrainedModel | Listing | None
+TeacherModel = PreTrainedModel | ListingTeacher | None
+MAX_GRAD_NORM = 1.0
 
 
-Choose = Callable[[Batch, Teaching | None], Batch]
+class LengthEvaluator(Protocol):
+    """Measures acceptance length: tokens per target pass."""
 
+    def __call__(self, student: PreTrainedModel, step: int) -> float:
+        """Return the acceptance length at K = 4, and keep what was measured under the step."""
+        ...
 
-class Measure(Protocol):
-    """Tokens per target pass at K = 4 of a student after so many steps; and later, for every K, of two of those."""
-
-    def __call__(self, student: PreTrainedModel, step: int) -> float: ...
-
-    def compared(self, before: int, after: int) -> list[Length]: ...
+    def compare(self, before: int, after: int) -> list[LengthComparison]:
+        """Compare two evaluated steps at every K."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """What a student learns from, and how it is measured on the way.
+    """What a student learns from, and how it is evaluated.
 
-    teacher: None where the text alone is learnt. selection: which tokens of a batch count.
+    teacher: None to learn from the text alone. temperature: of both distributions in the divergence.
     """
 
-    teacher: GivenTeacher
+    teacher: TeacherModel
     batches: Batches
     heldout: HeldOut
-    length: Measure | None = None
-    selection: Selection | None = None
+    loss: Loss
+    temperature: float = 1.0
+    length: LengthEvaluator | None = None
 
 
 class Constraint(Protocol):
-    """What a student is trained under besides its loss, such as masks; a module with parameters of its own."""
+    """What is trained along with a student, such as masks: a module with parameters of its own."""
 
     progress: float  # share of the run that is done
 
     def draw(self) -> None:
-        """Called before every forward pass."""
+        """Sample what is random; called before every forward pass."""
         ...
 
     def penalty(self) -> Tensor: ...
 
     def groups(self) -> list[dict[str, Any]]:
-        """Its parameters as an AdamW takes them, with their rates."""
+        """Return its parameters as groups for AdamW, with their rates."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What decides a run's numbers. tokens per step = rows x seq_len of the batches, over all processes."""
-
-    loss: str
-    steps: int
-    lr: float
-    temperature: float = 1.0
-    warmup_share: float = 0.03
-    optimizer: OptimizerName = "adamw"
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    micro_tokens: int = 0  # per forward, padding counted; 0: all at once
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    compile: bool = False
-    eval_every: int = 100
-    save_every: int = 200
-    keep_last: int = 1  # checkpoints
-    patience: int = 0  # evaluations without a better one before the run ends; 0: it runs to its end
-    seed: int = 0
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any], **others: Any) -> "Settings":
-        """The settings among a command's arguments, which have the same names, and others."""
-        names = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in arguments.items() if name in names} | others)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimiser step. loss in nats per token; acceptance is sum min(p, q), None without a teacher."""
+    """One optimizer step. loss in nats per token; acceptance is sum min(p, q), None without a teacher."""
 
     step: int
     loss: float
@@ -120,10 +101,10 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """Held-out means over tokens, teacher-forced. agreement: share where both top tokens are the same.
+    """Held-out means over tokens, teacher-forced. agreement: share of tokens with the same argmax.
 
-    acceptance and agreement are None without a teacher. slack: what acceptance may be more, where a cache lists only
-    the most probable tokens. mean_acceptance_length: tokens per target pass at K = 4, where it was measured.
+    acceptance and agreement are None without a teacher. slack: by how much acceptance may be higher, where only the
+    most probable tokens are stored. mean_acceptance_length: tokens per target pass at K = 4, None if not measured.
     """
 
     step: int
@@ -136,15 +117,15 @@ class EvalRecord:
     mean_acceptance_length: float | None = None
 
     @property
-    def merit(self) -> float:
-        """What the best evaluation has most of: tokens per target pass, or else acceptance, or else likelihood."""
+    def selection_metric(self) -> float:
+        """The value that is highest at the best step: acceptance length, else acceptance, else likelihood."""
         if self.mean_acceptance_length is not None:
             return self.mean_acceptance_length
         return -self.cross_entropy if self.acceptance is None else self.acceptance
 
 
 class DistillStep(nn.Module):
-    """Student and objective in one forward, so that DDP and FSDP hooks see the whole of it."""
+    """Student and objective in one forward pass, so that the hooks of DDP and FSDP cover both."""
 
     def __init__(
         self,
@@ -159,280 +140,257 @@ class DistillStep(nn.Module):
         self.loss = loss
         self.temperature = temperature
         self.constraint = constraint
-        self.head = PlainHead.of(student, vocab or logits_of(student))
+        self.head = OutputHead.of(student, vocab or logits_of(student))
         self.progress = 0.0
 
-    def begin(self, progress: float) -> None:
-        """Tell what depends on it how much of the run is done."""
+    def set_progress(self, progress: float) -> None:
+        """Set the share of the run that is done, on which schedules depend."""
         self.progress = progress
         if self.constraint is not None:
             self.constraint.progress = progress
 
-    def forward(self, ids: Tensor, mask: Tensor, teacher: Teacher, each: bool = False) -> Tensor:
-        """Sums over tokens, [6]: objective, cross-entropy, acceptance, its slack, agreement, and what to descend on.
+    def forward(self, ids: Tensor, mask: Tensor, teacher: Teacher) -> Tensor:
+        """Return sums over tokens, [6]: objective, cross-entropy, acceptance, its slack, agreement, total to descend.
 
         ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
-        each: the loss of every such token instead, [N], without gradient.
         """
         if self.constraint is not None:
             self.constraint.draw()
         counted = mask.flatten().nonzero().squeeze(1)
         hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
-        loss = self.loss.at(self.progress)
-        if each:
-            return per_token(hidden, head, labels, teacher, loss, self.temperature)
-        found = fused_loss(hidden, head, labels, weights, teacher, loss, self.temperature)
-        total = found.objective
+        sums = fused_loss(hidden, head, labels, weights, teacher, self.loss.at(self.progress), self.temperature)
+        total = sums.objective
         if self.constraint is not None:  # on every token, as the objective is a sum over tokens
             total = total + self.constraint.penalty() * weights.sum()
-        watched = [found.objective, found.cross_entropy, found.acceptance, found.slack, found.agreement]
+        watched = [sums.objective, sums.cross_entropy, sums.acceptance, sums.slack, sums.agreement]
         return torch.stack([*(w.detach() for w in watched), total])
 
 
 def train(
     student: PreTrainedModel,
     setup: TrainingSetup,
-    settings: Settings,
+    config: TrainerSettings,
     state: Path,
     constraint: Constraint | None = None,
 ) -> Iterator[StepRecord | EvalRecord]:
-    """Train student in place; yields a record per optimiser step and per held-out evaluation (before, during, after).
+    """Train student in place; yield a record per step and per held-out evaluation: before, during and after.
 
-    state: where checkpoints go while training, and the weights of the best evaluation, which checkpointer.best_weights
-    reads; a checkpoint found there is gone on from. constraint: trained along; a student whose weights are frozen is
-    trained through it alone, and the last evaluation counts as the best.
+    state: directory of checkpoints and of the weights of the best evaluation (checkpointer.best_weights). A checkpoint
+    that is there already is resumed from. constraint: trained along; then the last evaluation counts as the best.
 
     Raises:
         UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
+        KeyboardInterrupt: SIGTERM or Ctrl-C, after a checkpoint was saved.
     """
-    loss = parse_loss(settings.loss)
-    batches, heldout, length = setup.batches, setup.heldout.batches, setup.length
-    if loss.needs_teacher and setup.teacher is None:
-        raise UserError(f"loss {settings.loss!r} compares with a target; give one, or train with ce")
-    torch.manual_seed(settings.seed)
-    AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
-    checkpointer.process_state()
-    accelerator = distributed.new_accelerator(settings.dtype, settings.clip)
-    student.train()
-    vocab = _shared_vocab(student, setup.teacher)
-    step_module = DistillStep(student, loss, settings.temperature, vocab, constraint)
-    others = constraint.groups() if constraint else []
-    optimizers = optimizers_for(student, settings.optimizer, settings.lr, settings.weight_decay, others)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["peak_lr"] = group["lr"]
-    step_module, *optimizers = accelerator.prepare(step_module, *optimizers)
-    if settings.compile:
-        student.get_decoder().compile()
-    choose = _chooser(accelerator, setup.selection, step_module, loss, settings.temperature, vocab)
-    taught, best = _teaching(setup.teacher, vocab, accelerator, settings.compile), checkpointer.Best()
-    accelerator.register_for_checkpointing(best)
-    if isinstance(batches, DynamicBatches):
-        accelerator.register_for_checkpointing(batches)
-
-    def evaluated(done: int) -> EvalRecord:
-        record = evaluate(accelerator, step_module, taught, heldout, done)
-        if length is not None:
-            record = replace(record, mean_acceptance_length=length(student, done))
-        merit = record.merit if constraint is None else done
-        best.offer(merit, done, accelerator, step_module, state)
-        return record
-
-    began_at = checkpointer.restore(accelerator, state)
-    if began_at == 0:
-        yield evaluated(0)
+    if setup.loss.needs_teacher and setup.teacher is None:
+        raise UserError(f"loss {setup.loss.name!r} compares with a target; name one, or train with --loss ce")
+    trainer = Trainer(student, setup, config, state, constraint)
+    start = checkpointer.restore(trainer.accelerator, state)
+    if start == 0:
+        yield trainer.evaluate(0)
     else:
-        note(f"resuming from step {began_at} of {settings.steps}")
-    with _signals_noted() as noted:
-        for step in range(began_at, settings.steps):
-            yield _step(accelerator, step_module, optimizers, taught, batches, choose, settings, step)
-            done = step + 1
-            if done % settings.eval_every == 0 or done == settings.steps:
-                yield evaluated(done)
-            if settings.patience and best.since >= settings.patience:
+        note(f"resuming from step {start} of {config.steps}")
+    with _deferred_signals() as received:
+        for index in range(start, config.steps):
+            yield trainer.step(index)
+            done = index + 1
+            if done % config.eval_steps == 0 or done == config.steps:
+                yield trainer.evaluate(done)
+            if done == config.steps or trainer.out_of_patience:
                 break
-            if isinstance(batches, DynamicBatches) and done % batches.every == 0:
-                sources = batches.heldout.items()
-                losses = {n: evaluate(accelerator, step_module, None, rows, done).cross_entropy for n, rows in sources}
-                batches.reweigh(done, losses)
-            if done == settings.steps:
-                break
-            stopping = _any(accelerator, bool(noted))
-            if done % settings.save_every == 0 or stopping:
-                checkpointer.save(accelerator, state, done, settings.keep_last)
+            trainer.reweigh(done)
+            stopping = trainer.in_any_process(bool(received))
+            if done % config.save_steps == 0 or stopping:
+                checkpointer.save(trainer.accelerator, state, done, config.save_total_limit)
             if stopping:
                 raise KeyboardInterrupt
-    accelerator.free_memory()
+    trainer.accelerator.free_memory()
+
+
+class Trainer:
+    """A student, its optimizers and its teacher under accelerate."""
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        setup: TrainingSetup,
+        config: TrainerSettings,
+        state: Path,
+        constraint: Constraint | None,
+    ) -> None:
+        torch.manual_seed(config.seed)
+        AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
+        checkpointer.process_state()
+        self.student, self.setup, self.config, self.state, self.constraint = student, setup, config, state, constraint
+        self.accelerator = distributed.new_accelerator(training_dtype(config.training_dtype), MAX_GRAD_NORM)
+        student.train()
+        vocab = _shared_vocab(student, setup.teacher)
+        module = DistillStep(student, setup.loss, setup.temperature, vocab, constraint)
+        optimizers = optimizers_for(student, config, constraint.groups() if constraint else [])
+        for group in _groups(optimizers):
+            group["peak_lr"] = group["lr"]
+        self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
+        if config.torch_compile:
+            student.get_decoder().compile()
+        self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, config.torch_compile)
+        self.best = checkpointer.Best()
+        self.accelerator.register_for_checkpointing(self.best)
+        if isinstance(setup.batches, DynamicBatches):
+            self.accelerator.register_for_checkpointing(setup.batches)
+
+    @property
+    def out_of_patience(self) -> bool:
+        return 0 < self.config.patience <= self.best.evaluations_since
+
+    def evaluate(self, done: int) -> EvalRecord:
+        """Evaluate on held-out text, and keep the weights if they are the best so far."""
+        record = self._heldout(self.setup.heldout.batches, self.teacher, done)
+        if self.setup.length is not None:
+            record = replace(record, mean_acceptance_length=self.setup.length(self.student, done))
+        metric = record.selection_metric if self.constraint is None else done
+        self.best.offer(metric, done, self.accelerator, self.module, self.state)
+        return record
+
+    def step(self, index: int) -> StepRecord:
+        """Take one optimizer step."""
+        started_at = time.perf_counter()
+        self.accelerator.unwrap_model(self.module).set_progress(index / self.config.steps)
+        parts = self._micro_batches(index)
+        tokens = int(self._total(torch.tensor(sum(int(part.mask.sum()) for part in parts))))
+        rate = schedule(index, self.config)
+        for group in _groups(self.optimizers):
+            group["lr"] = rate * group["peak_lr"]
+        sums = self._accumulate_gradients(parts, tokens)
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
+        if not math.isfinite(objective):
+            raise UserError(f"loss is {objective} at step {index}: lower --lr ({self.config.lr:g})")
+        return StepRecord(
+            step=index + 1,
+            loss=objective,
+            acceptance=None if self.teacher is None else alpha,
+            grad_norm=math.nan if norm is None else float(norm),
+            lr=rate * self.config.lr,
+            tokens=tokens,
+            seconds=time.perf_counter() - started_at,
+        )
+
+    def reweigh(self, done: int) -> None:
+        """Update the weights of a mixture where that is due."""
+        batches = self.setup.batches
+        if isinstance(batches, DynamicBatches) and done % batches.every == 0:
+            losses = {n: self._heldout(rows, None, done).cross_entropy for n, rows in batches.heldout.items()}
+            batches.reweigh(done, losses)
+
+    def in_any_process(self, here: bool) -> bool:
+        """Return whether it is so in one of the processes, which must save and stop together."""
+        return here if self.accelerator.num_processes == 1 else bool(self._total(torch.tensor(int(here))))
+
+    def _micro_batches(self, index: int) -> list[Batch]:
+        """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
+        processes = self.accelerator.num_processes
+        parts = self.setup.batches.batch(index).packed(self.config.micro_batch_tokens * processes)
+        return [part.shard(self.accelerator.process_index, processes) for part in parts]
+
+    def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
+        """Return the sums of DistillStep over all parts, [6]. tokens: of the whole step, in all processes."""
+        totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
+        for number, part in enumerate(parts, 1):
+            accelerator.sync_gradients = number == len(parts)  # DeepSpeed clips and steps in that backward pass
+            unsynced = contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.module)
+            with unsynced:
+                sums = self._sums(self.teacher, part)
+                # DDP averages over processes; the token count is that of the whole step, so scale back
+                accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
+            totals += sums.detach().double().cpu()
+        return totals
+
+    def _heldout(self, batches: list[Batch], teacher: LocalTeacher | ListingTeacher | None, step: int) -> EvalRecord:
+        self.module.eval()
+        totals, tokens = torch.zeros(6, dtype=torch.float64), 0
+        with torch.no_grad():
+            for batch in batches:  # split by rows: under FSDP every process takes part in every forward pass
+                part = batch.shard(self.accelerator.process_index, self.accelerator.num_processes)
+                totals += self._sums(teacher, part).double().cpu()
+                tokens += int(part.mask.sum())
+        self.module.train()
+        totals, tokens = self._total(totals), int(self._total(torch.tensor(tokens)))
+        loss, cross_entropy, alpha, slack, agreement, _ = (totals / tokens).tolist()
+        return EvalRecord(
+            step=step,
+            tokens=tokens,
+            loss=loss,
+            cross_entropy=cross_entropy,
+            acceptance=None if teacher is None else alpha,
+            agreement=None if teacher is None else agreement,
+            slack=slack,
+        )
+
+    def _sums(self, teacher: LocalTeacher | ListingTeacher | None, batch: Batch) -> Tensor:
+        device = self.accelerator.device
+        ids, mask = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.mask).to(device)
+        return self.module(ids, mask, None if teacher is None else moved_to(device, teacher.distributions(batch)))
+
+    def _total(self, values: Tensor) -> Tensor:
+        """Sum over all processes."""
+        return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device)))
+
+
+def schedule(step: int, config: TrainerSettings) -> float:
+    """Return the share of the peak rate: linear warm-up, then linear to zero (Bergsma et al. 2025)."""
+    warmup = max(1, round(config.warmup_ratio * config.steps))
+    return min((step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup), 1.0)
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[list[int]]:
-    """Inside, SIGTERM and the first Ctrl-C are only noted, so that a checkpoint fits in before the end."""
-    noted: list[int] = []
+def _deferred_signals() -> Iterator[list[int]]:
+    """Yield a list to which SIGTERM and the first Ctrl-C are added, so that a checkpoint is saved before the end."""
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield noted
+        yield received
         return
 
     def handler(number: int, _: object) -> None:
-        if number == signal.SIGINT and noted:
+        if number == signal.SIGINT and received:
             raise KeyboardInterrupt
-        noted.append(number)
+        received.append(number)
         if number == signal.SIGINT:
             note("stopping after this step and its checkpoint; Ctrl-C again stops at once")
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield noted
+        yield received
     finally:
         for number, old in before.items():
             signal.signal(number, old)
 
 
-def _any(accelerator: Accelerator, mine: bool) -> bool:
-    """Whether it is so in one of the processes, which must save and stop together."""
-    return mine if accelerator.num_processes == 1 else bool(_total(accelerator, torch.tensor(int(mine))))
+def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def _shared_vocab(student: PreTrainedModel, teacher: GivenTeacher) -> int:
-    """Logits that both have: what is beyond them pads one of the heads."""
-    ours = logits_of(student)
+def _shared_vocab(student: PreTrainedModel, teacher: TeacherModel) -> int:
+    """Return how many logits both have: those beyond pad one of the heads."""
+    own = logits_of(student)
     if teacher is None:
-        return ours
-    return min(ours, logits_of(teacher) if isinstance(teacher, PreTrainedModel) else teacher.vocab)
+        return own
+    return min(own, logits_of(teacher) if isinstance(teacher, PreTrainedModel) else teacher.vocab)
 
 
-def _teaching(teacher: GivenTeacher, vocab: int, accelerator: Accelerator, compiled: bool) -> Teaching | None:
+def _prepare_teacher(
+    teacher: TeacherModel, vocab: int, accelerator: Accelerator, compiled: bool
+) -> LocalTeacher | ListingTeacher | None:
     if not isinstance(teacher, PreTrainedModel):
         return teacher
     model = teacher.eval()
     if accelerator.is_fsdp2:
         shard_by_layer(model)
     elif getattr(model, "hf_device_map", None) is None:  # accelerate has not spread it over devices already
-        model.to(accelerator.device)  # type: ignore[arg-type]
+        model.to(cast(Any, accelerator.device))
     if compiled:
         model.get_decoder().compile()
     return LocalTeacher(model, vocab, accelerator.device)
-
-
-def evaluate(
-    accelerator: Accelerator,
-    step_module: nn.Module,
-    teacher: Teaching | None,
-    heldout: list[Batch],
-    step: int,
-) -> EvalRecord:
-    step_module.eval()
-    totals, tokens = torch.zeros(6, dtype=torch.float64), 0
-    with torch.no_grad():
-        for batch in heldout:  # split by rows: under FSDP every process takes part in every forward
-            share = batch.shard(accelerator.process_index, accelerator.num_processes)
-            totals += _sums(accelerator, step_module, teacher, share).double().cpu()
-            tokens += int(share.mask.sum())
-    step_module.train()
-    totals = _total(accelerator, totals)
-    tokens = int(_total(accelerator, torch.tensor(tokens)))
-    loss, cross_entropy, alpha, slack, agreement, _ = (totals / tokens).tolist()
-    return EvalRecord(
-        step=step,
-        tokens=tokens,
-        loss=loss,
-        cross_entropy=cross_entropy,
-        acceptance=None if teacher is None else alpha,
-        agreement=None if teacher is None else agreement,
-        slack=slack,
-    )
-
-
-def schedule(step: int, settings: Settings) -> float:
-    """Share of the peak rate: linear warm-up, then linear to zero (Bergsma et al. 2025, "Straight to zero")."""
-    warmup = max(1, round(settings.warmup_share * settings.steps))
-    return min((step + 1) / warmup, (settings.steps - step) / max(1, settings.steps - warmup), 1.0)
-
-
-def _step(
-    accelerator: Accelerator,
-    step_module: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    teacher: Teaching | None,
-    batches: Batches,
-    choose: Choose,
-    settings: Settings,
-    step: int,
-) -> StepRecord:
-    began = time.perf_counter()
-    totals = torch.zeros(6, dtype=torch.float64)
-    accelerator.unwrap_model(step_module).begin(step / settings.steps)
-    # parts are made before they are shared out, so that every process takes part in as many passes
-    parts = batches.batch(step).packed(settings.micro_tokens * accelerator.num_processes)
-    shares = [choose(p.shard(accelerator.process_index, accelerator.num_processes), teacher) for p in parts]
-    tokens = int(_total(accelerator, torch.tensor(sum(int(share.mask.sum()) for share in shares))))
-    rate = schedule(step, settings)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = rate * group["peak_lr"]
-    for number, share in enumerate(shares, 1):
-        accelerator.sync_gradients = number == len(shares)  # DeepSpeed clips and steps in that backward pass
-        waiting = contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(step_module)
-        with waiting:
-            sums = _sums(accelerator, step_module, teacher, share)
-            # DDP averages over processes; the token count is that of the whole step, so scale back
-            accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
-        totals += sums.detach().double().cpu()
-    norm = accelerator.clip_grad_norm_(step_module.parameters(), settings.clip)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    objective, _, alpha, *_ = (_total(accelerator, totals) / max(1, tokens)).tolist()
-    if not math.isfinite(objective):
-        raise UserError(f"loss is {objective} at step {step}: lower the learning rate ({settings.lr:g})")
-    return StepRecord(
-        step=step + 1,
-        loss=objective,
-        acceptance=None if teacher is None else alpha,
-        grad_norm=math.nan if norm is None else float(norm),
-        lr=rate * settings.lr,
-        tokens=tokens,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _total(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """Sum over all processes."""
-    return cast(Tensor, accelerator.reduce(values.to(accelerator.device)))
-
-
-def _sums(
-    accelerator: Accelerator, step_module: nn.Module, teacher: Teaching | None, batch: Batch, each: bool = False
-) -> Tensor:
-    """What step_module says of a batch: sums, or the loss of each token."""
-    ids = torch.from_numpy(batch.ids).to(accelerator.device)
-    mask = torch.from_numpy(batch.mask).to(accelerator.device)
-    return step_module(ids, mask, None if teacher is None else _on(teacher.look(batch), accelerator.device), each)
-
-
-def _chooser(
-    accelerator: Accelerator,
-    selection: Selection | None,
-    step_module: nn.Module,
-    loss: Loss,
-    temperature: float,
-    vocab: int,
-) -> Choose:
-    """What keeps the tokens that count, by the losses of student and reference on them."""
-    if selection is None:
-        return lambda batch, teacher: batch
-    kept, device = selection, cast(Any, accelerator.device)
-    reference = DistillStep(kept.reference.to(device), loss, temperature, vocab).eval()
-
-    @torch.no_grad()
-    def choose(batch: Batch, teacher: Teaching | None) -> Batch:
-        reference.begin(accelerator.unwrap_model(step_module).progress)
-        draft, other = (_sums(accelerator, module, teacher, batch, each=True) for module in (step_module, reference))
-        return furthest_behind(batch, draft, other, kept.keep)
-
-    return choose
-
-
-def _on(teacher: Dense | TopK, device: torch.device) -> Dense | TopK:
-    if isinstance(teacher, Dense):
-        return teacher  # a local teacher knows where its student is
-    return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))

@@ -1,10 +1,9 @@
-"""What a draft learns from: a teacher, text to learn on, and how it is measured on the way."""
+"""Setups of distillation: the teacher, the text to learn on, and the evaluation on the way."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +12,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import max_positions
+from draftlab.config.distill import DistillConfig
 from draftlab.console import note, progress
 from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout
 from draftlab.distill import evaluate
-from draftlab.distill.evaluate import Length, Written
+from draftlab.distill.evaluate import LengthComparison, TargetText
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.on_policy import Batches, GeneratedRows, Mixed, StudentText, kept
-from draftlab.distill.teachers import CachedTeacher, ServedTeacher
+from draftlab.distill.on_policy import (
+    Batches,
+    GeneratedRows,
+    MixedBatches,
+    StudentBatches,
+    load_or_make,
+    parse_texts,
+)
+from draftlab.distill.optimizers import training_dtype
+from draftlab.distill.teachers import ServedTeacher, StoredTeacher
 from draftlab.distill.trainer import DistillStep, TrainingSetup
 from draftlab.engine.batch_generate import BatchSettings, generate_batch, load_generator
 from draftlab.errors import UserError
@@ -33,101 +41,86 @@ from draftlab.servers.client import Server
 from draftlab.target_outputs.cache import open_cache
 from draftlab.target_outputs.logprob_sources import same_ids, vocab_of
 
-REPLAYED_TEXTS, REPLAYED_PROMPT, REPLAYED_LENGTH = 48, 64, 64  # what the target writes to measure tokens per pass
+EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = 48, 64, 64  # texts of the target for acceptance length
 HELDOUT_ROWS = 64
 CPU_OPERATIONS = 7e11  # of the texts of an evaluation on a CPU, some four seconds: fewer texts where they need more
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Which text a draft is distilled on, and how it is made.
-
-    texts: shares of data itself, of what the target and of what the draft writes after its starts. compared: whether a
-    loss compares with the target.
-    """
-
-    data: str
-    texts: dict[str, float]
-    rows: int
-    seq_len: int
-    steps: int
-    prompt_tokens: int
-    sample_temperature: float
-    serve_temperature: float
-    reweigh_every: int
-    seed: int
-    dtype: str
-    device: torch.device
-    device_map: str | None
-    memory: float
-    compared: bool
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any], **others: Any) -> "Reading":
-        """From a command's arguments, which have the same names, and others."""
-        names = {f.name for f in fields(cls)} - others.keys()
-        return cls(**{name: arguments[name] for name in names}, **others)
-
-
-def cached_lesson(cache: Path, draft: Path, *, rows: int, temperature: float) -> TrainingSetup:
-    """From what a cache keeps of a target.
+def stored_setup(outputs: Path, draft: Path, *, loss: str, batch_size: int, temperature: float) -> TrainingSetup:
+    """Return a setup from stored target outputs.
 
     Raises:
-        UserError: another vocabulary, an unfinished or corrupt cache, or a temperature that it does not hold.
+        UserError: another vocabulary, unfinished or corrupt outputs, or a temperature that they do not hold.
     """
     check_embeds(draft)
-    batches, heldout = open_cache(cache, draft, rows=rows, temperature=temperature)
-    return TrainingSetup(teacher=CachedTeacher(batches.manifest.vocab), batches=batches, heldout=heldout)
+    batches, heldout = open_cache(outputs, draft, rows=batch_size, temperature=temperature)
+    teacher = StoredTeacher(batches.manifest.vocab)
+    return TrainingSetup(
+        teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss(loss), temperature=temperature
+    )
 
 
 def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
-    """What a server says of text.
+    """Return a teacher that asks a server for its k most probable tokens.
 
     Raises:
-        UserError: another tokenizer, or it cannot look at text.
+        UserError: another tokenizer, or a server that cannot score given text.
     """
     same_ids(server, draft)
     if not server.adapter.has_prompt_logprobs:
-        raise UserError(f"{server.kind} does not score given text; build a cache, or use vLLM or SGLang")
+        raise UserError(f"{server.kind} does not score given text; store target outputs, or use vLLM or SGLang")
     return ServedTeacher(server, k, vocab_of(draft))
 
 
-def target_lesson(
+def text_setup(
+    config: DistillConfig,
     student: PreTrainedModel,
     draft: Path,
     target: Path | None,
-    how: Reading,
     state: Path,
     served: ServedTeacher | None = None,
 ) -> TrainingSetup:
-    """From the target itself, loaded here or run by a server; neither where text alone is learnt.
+    """Return a setup from text, with the target loaded here or run by a server; with neither if text alone is learnt.
 
-    What the target writes is written first and kept in state, so that it is in memory once at a time.
+    What the target writes is written first and stored in state, so that the target is in memory once at a time.
     """
-    tokenizer = checkpoint.load_tokenizer(draft)
-    local = target is not None and how.compared
-    sizes = {"rows": how.rows, "seq_len": how.seq_len}
-    note(f"reading {how.data}")
-    heldout = open_heldout(how.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
-    data: Batches = open_batches(how.data, tokenizer, steps=how.steps, seed=how.seed, **sizes)
-    if how.reweigh_every and target is not None:
-        note(f"loading {hub.checkpoint_name(target)} for its loss on each source")
-        reference = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], how.device, how.device_map).eval()
-        data = reweighing(data, reference, tokenizer, how.reweigh_every)
-        del reference
-    known = known_ids(*(model for model in (draft, target) if model))
-    author = None if target is None else Author(target, how, known)
-    length = Replayed.of(author, draft, heldout, how, state) if local and author else None
-    batches = _mixed(how, data, checkpoint.eos_token_ids(target or draft), known, student, author, state)
+    tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(config.loss)
+    sizes = {"rows": config.batch_size, "seq_len": config.seq_len}
+    note(f"reading {config.data}")
+    heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
+    data: Batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
+    author = None if target is None else Author(target, config, known_ids(draft, target))
+    if config.reweigh_steps and author is not None:
+        note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
+        data = reweighing(data, author.load_model().eval(), tokenizer, config.reweigh_steps)
+    length = None
+    if author is not None and loss.needs_teacher:
+        length = TargetTextEvaluator.of(author, draft, heldout, state)
+    batches = _mixed(config, data, student, draft, author, state)
+    setup = TrainingSetup(
+        teacher=served, batches=batches, heldout=heldout, loss=loss, temperature=config.temperature, length=length
+    )
     del author  # and the target with it, before it is loaded as a teacher
-    if target is None or not how.compared:
-        return TrainingSetup(teacher=served if how.compared else None, batches=batches, heldout=heldout)
-    operations = 2 * (Weights(target).parameters + student.num_parameters())
-    note(f"loading {hub.checkpoint_name(target)} as teacher in {how.dtype}")
-    teacher = checkpoint.load_model(target, checkpoint.DTYPES[how.dtype], device_map=how.device_map)
-    spread = heldout.subset(affordable(HELDOUT_ROWS, operations * how.seq_len, how.device))
-    rows = max(1, min(how.rows, max_positions(checkpoint.vocab_size(target), how.memory) // how.seq_len))
-    return TrainingSetup(teacher=teacher, batches=batches, heldout=spread.batched(rows), length=length)
+    return setup if target is None or not loss.needs_teacher else _with_target(setup, config, student, target)
+
+
+def _with_target(setup: TrainingSetup, config: DistillConfig, student: PreTrainedModel, target: Path) -> TrainingSetup:
+    """Load the target as teacher, and fit the held-out batches to the memory for its logits."""
+    operations, device = 2 * (Weights(target).parameters + student.num_parameters()), resolved_device(config)
+    dtype = training_dtype(config.training_dtype)
+    note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")
+    teacher = checkpoint.load_model(target, checkpoint.DTYPES[dtype], device_map=config.device_map)
+    spread = setup.heldout.subset(affordable(HELDOUT_ROWS, operations * config.seq_len, device))
+    fitting = max_positions(checkpoint.vocab_size(target), config.memory) // config.seq_len
+    rows = max(1, min(config.batch_size, fitting))
+    return TrainingSetup(
+        teacher=teacher, batches=setup.batches, heldout=spread.batched(rows), loss=setup.loss,
+        temperature=setup.temperature, length=setup.length,
+    )  # fmt: skip
+
+
+def resolved_device(config: DistillConfig) -> torch.device:
+    return checkpoint.resolve_device(config.device)
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
@@ -137,128 +130,132 @@ def affordable(most: int, operations: float, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Author:
-    """The target as what writes text, loaded when it first does. known: ids that the draft knows, too."""
+    """The target as a writer of text, loaded at first use. known: ids that the draft knows, too."""
 
     target: Path
-    how: Reading
+    config: DistillConfig
     known: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return checkpoint.DTYPES[training_dtype(self.config.training_dtype)]
+
+    def load_model(self) -> PreTrainedModel:
+        return checkpoint.load_model(self.target, self.dtype, resolved_device(self.config), self.config.device_map)
 
     @cached_property
     def model(self) -> Decoder:
-        how = self.how
-        return load_generator(self.target, checkpoint.DTYPES[how.dtype], how.device, how.device_map)
-
-    def sampling(self, length: int, temperature: float) -> SamplingParams:
-        ends = checkpoint.eos_token_ids(self.target)
-        return SamplingParams(max_tokens=length, temperature=temperature, seed=self.how.seed, stop_token_ids=ends)
+        return load_generator(self.target, self.dtype, resolved_device(self.config), self.config.device_map)
 
     @property
     def settings(self) -> BatchSettings:
-        return BatchSettings(vocab=self.known, memory=self.how.memory)
+        return BatchSettings(vocab=self.known, memory=self.config.memory)
+
+    def sampling(self, length: int, temperature: float) -> SamplingParams:
+        ends = checkpoint.eos_token_ids(self.target)
+        return SamplingParams(max_tokens=length, temperature=temperature, seed=self.config.seed, stop_token_ids=ends)
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """Measures a student by replay of what the target wrote; state keeps the chances of every evaluation."""
+class TargetTextEvaluator:
+    """Evaluates a student on text of the target. state: keeps the acceptance probabilities of every evaluation."""
 
-    written: Written
+    text: TargetText
     state: Path
     memory: float = 2.0
 
     @classmethod
-    def of(cls, author: Author, draft: Path, heldout: HeldOut, how: Reading, state: Path) -> "Replayed | None":
-        """None where every text of the target ends with its first token: there is nothing to draft."""
-        context = min(max_model_len(author.target), max_model_len(draft))
-        prompt = min(REPLAYED_PROMPT, context // 2)
-        sampling = author.sampling(min(REPLAYED_LENGTH, context - prompt), how.serve_temperature)
+    def of(cls, author: Author, draft: Path, heldout: HeldOut, state: Path) -> "TargetTextEvaluator | None":
+        """Let the target write; None where it ends every text with its first token, so that nothing is drafted."""
+        context, temperature = min(max_model_len(author.target), max_model_len(draft)), author.config.eval_temperature
+        prompt = min(EVALUATED_PROMPT, context // 2)
+        sampling = author.sampling(min(EVALUATED_LENGTH, context - prompt), temperature)
         operations = 2 * Weights(author.target).parameters * (prompt + sampling.max_tokens)
-        windows = heldout.ids[: affordable(REPLAYED_TEXTS, operations, how.device), :prompt]
+        count = affordable(EVALUATED_TEXTS, operations, resolved_device(author.config))
+        windows = heldout.ids[:count, :prompt]
 
         def make() -> dict[str, np.ndarray]:
-            with progress("the target writes to be drafted for", len(windows)) as advance:
-                found = evaluate.write(author.model, windows, sampling, author.settings, lambda n: advance(n, "texts"))
-            return {"ids": found.ids, "lengths": found.lengths, "log_p": found.log_p}
+            with progress("the target writes text to evaluate on", len(windows)) as advance:
+                text = evaluate.generate(
+                    author.model, windows, sampling, author.settings, lambda n: advance(n, "texts")
+                )
+            return {"ids": text.ids, "lengths": text.lengths, "log_p": text.log_p}
 
-        text = kept(state / "evaluation.safetensors", make)
-        if text["lengths"].max(initial=0) < 2:
-            note("the target ends every text at once: tokens per target pass are not measured")
+        arrays = load_or_make(state / "evaluation.safetensors", make)
+        if arrays["lengths"].max(initial=0) < 2:
+            note("the target ends every text at once: acceptance length is not measured")
             return None
-        written = Written(text["ids"], windows.shape[1], text["lengths"], text["log_p"], how.serve_temperature)
-        return cls(written, state, how.memory)
+        text = TargetText(arrays["ids"], windows.shape[1], arrays["lengths"], arrays["log_p"], temperature)
+        return cls(text, state, author.config.memory)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
-        """Tokens per target pass at K = 4."""
-        found = evaluate.chances(student, self.written, self.memory)
-        kept(self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(found)})
-        tokens, passes = tokens_per_pass(found, 4).sum(0)
+        """Return tokens per target pass at K = 4."""
+        chances = evaluate.acceptance_probabilities(student, self.text, self.memory)
+        load_or_make(self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)})
+        tokens, passes = tokens_per_pass(chances, 4).sum(0)
         return float(tokens / passes)
 
-    def compared(self, before: int, after: int) -> list[Length]:
-        found = [load_file(self._file(step)) for step in (before, after)]
-        return evaluate.lengths(*([chances[name] for name in sorted(chances)] for chances in found))
+    def compare(self, before: int, after: int) -> list[LengthComparison]:
+        """Compare two evaluated steps at every K."""
+        rows = [load_file(self._file(step)) for step in (before, after)]
+        return evaluate.compare_lengths(*([chances[name] for name in sorted(chances)] for chances in rows))
 
     def _file(self, step: int) -> Path:
-        return self.state / f"chances-{step:08d}.safetensors"
+        return self.state / f"acceptance-{step:08d}.safetensors"
 
 
 def _mixed(
-    how: Reading,
-    data: Batches,
-    ends: tuple[int, ...],
-    known: int,
-    student: PreTrainedModel,
-    author: Author | None,
-    state: Path,
+    config: DistillConfig, data: Batches, student: PreTrainedModel, draft: Path, author: Author | None, state: Path
 ) -> Batches:
-    """data, what the target writes after the starts of its rows, and what the draft writes, by their shares of steps.
-
-    The target's text is made once and kept in state.
-    """
-    if list(how.texts) != ["data"] and how.seq_len <= how.prompt_tokens:
-        raise UserError(f"--prompt-tokens {how.prompt_tokens} leaves nothing to write in sequences of {how.seq_len}")
-    sources: dict[str, Batches] = {"data": data}
-    if "target" in how.texts and author is not None:
-        steps = min(how.steps, math.ceil(how.steps * how.texts["target"]) + 1)
-        sources["target"] = _target_text(data, author, state, steps)
-    if "draft" in how.texts:
-        sources["draft"] = StudentText(
-            student, data, how.prompt_tokens, how.sample_temperature, ends, known, how.seed, how.memory
+    """Mix data, text of the target and text of the draft by their shares of steps."""
+    texts = parse_texts(config.text)
+    if config.generates and config.seq_len <= config.prompt_tokens:
+        raise UserError(
+            f"--prompt-tokens {config.prompt_tokens} leaves nothing to generate in sequences of {config.seq_len}"
         )
-    if len(how.texts) == 1:
-        return sources[next(iter(how.texts))]
-    return Mixed.of(sources, how.texts, how.steps)
+    sources: dict[str, Batches] = {"data": data}
+    if "target" in texts and author is not None:
+        sources["target"] = _target_text(data, author, state, math.ceil(config.steps * texts["target"]) + 1)
+    if "draft" in texts:
+        ends, known = (author.target, author.known) if author else (draft, known_ids(draft))
+        sources["draft"] = StudentBatches(
+            student, data, config.prompt_tokens, config.sample_temperature, checkpoint.eos_token_ids(ends), known,
+            config.seed, config.memory,
+        )  # fmt: skip
+    return sources[next(iter(texts))] if len(texts) == 1 else MixedBatches.of(sources, texts, config.steps)
 
 
 def _target_text(data: Batches, author: Author, state: Path, steps: int) -> GeneratedRows:
-    """Rows that begin as those of data do and go on as the target samples."""
-    how = author.how
-    length = how.seq_len + 1 - how.prompt_tokens
+    """Return rows that begin like those of data and that the target continues; made once, and stored in state."""
+    config = author.config
+    length = config.seq_len + 1 - config.prompt_tokens
 
     def make() -> dict[str, np.ndarray]:
-        prompts = np.concatenate([data.batch(step).ids[:, : how.prompt_tokens] for step in range(steps)])
-        with progress("the target writes to be learnt from", len(prompts)) as advance:
-            written = generate_batch(
-                author.model, prompts.tolist(), author.sampling(length, how.sample_temperature), author.settings,
+        starts = [data.batch(step).ids[:, : config.prompt_tokens] for step in range(min(config.steps, steps))]
+        prompts = np.concatenate(starts)
+        with progress("the target writes text to train on", len(prompts)) as advance:
+            texts = generate_batch(
+                author.model, prompts.tolist(), author.sampling(length, config.sample_temperature), author.settings,
                 advance=lambda n: advance(n, "texts"),
             )  # fmt: skip
-        rows = GeneratedRows.of(prompts, written, length, how.rows)
+        rows = GeneratedRows.of(prompts, texts, length, config.batch_size)
         return {"ids": rows.ids, "lengths": rows.lengths}
 
-    text = kept(state / "target_text.safetensors", make)
-    return GeneratedRows(text["ids"], text["lengths"], how.prompt_tokens, how.rows)
+    arrays = load_or_make(state / "target_text.safetensors", make)
+    return GeneratedRows(arrays["ids"], arrays["lengths"], config.prompt_tokens, config.batch_size)
 
 
 def reweighing(
     batches: TokenBatches, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, every: int
 ) -> DynamicBatches:
-    """batches with weights that follow the student's held-out loss on each source, against a reference model's.
+    """Return batches whose weights follow the student's held-out loss on each source, relative to a reference model's.
 
     Raises:
         UserError: a source without one held-out window.
     """
-    most, rows = 16, min(8, batches.rows)
+    rows = min(8, batches.rows)
     heldout = {
-        name: open_heldout(name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=most).batches
+        name: open_heldout(name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=16).batches
         for name in batches.weights
     }
     losses = {name: _cross_entropy(reference, b) for name, b in heldout.items()}
@@ -267,8 +264,6 @@ def reweighing(
 
 @torch.inference_mode()
 def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
-    step = DistillStep(model, parse_loss("ce"), 1.0)
-    sums = [
-        step(torch.from_numpy(b.ids).to(model.device), torch.from_numpy(b.mask).to(model.device), None) for b in batches
-    ]
+    step, device = DistillStep(model, parse_loss("ce"), 1.0), model.device
+    sums = [step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None) for b in batches]
     return float(sum(s[1] for s in sums) / sum(int(b.mask.sum()) for b in batches))

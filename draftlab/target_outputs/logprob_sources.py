@@ -19,7 +19,7 @@ from draftlab.console import note
 from draftlab.data import Batch
 from draftlab.distill.fused_loss import Dense
 from draftlab.distill.on_policy import GeneratedRows
-from draftlab.distill.teachers import check_ids, log_rest, look_through
+from draftlab.distill.teachers import check_ids, log_tail_mass, served_logprobs
 from draftlab.engine.batch_generate import BatchSettings, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
@@ -164,7 +164,7 @@ class Served:
         )  # fmt: skip
 
     def see(self, batch: Batch, k: int) -> Entries:
-        ids, log_p, came = look_through(self.server, batch, k, self.vocab)
+        ids, log_p, came = served_logprobs(self.server, batch, k, self.vocab)
         try:
             return listed_entries(ids, log_p, came, batch.ids[:, 1:][batch.mask > 0])
         except ValueError as error:
@@ -230,7 +230,8 @@ def listed_entries(ids: np.ndarray, log_p: np.ndarray, came: np.ndarray, labels:
             f"token {labels[i]} at place {i} has log-probability {came[i]:.4f}, and by the list {settled[i]:.4f}"
         )
     lse = np.zeros((len(ids), 1), dtype=np.float32)
-    return Entries(ids.astype(np.uint32), log_p.astype(np.float16), log_rest(log_p), settled.astype(np.float16), lse)
+    tail = log_tail_mass(log_p)
+    return Entries(ids.astype(np.uint32), log_p.astype(np.float16), tail, settled.astype(np.float16), lse)
 
 
 def kept_rows(found: Sequence[Completion], seq_len: int, k: int) -> Kept:

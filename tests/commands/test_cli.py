@@ -58,7 +58,7 @@ def refused(*arguments: str) -> str:
 
 
 PRUNE = ("prune", "--layers", "2", "--width", "32", "--calibration-tokens", "128", "--seq-len", "32")
-DISTILL = ("distill", "--steps", "2", "--rows", "2", "--seq-len", "16", "--dtype", "float32")
+DISTILL = ("distill", "--steps", "2", "--batch-size", "2", "--seq-len", "16", "--training-dtype", "float32")
 SCORE = ("score", "--k", "1,2", "--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1")
 
 
@@ -146,7 +146,7 @@ def test_an_output_with_a_torn_record_is_skipped(space, torn):
         (("prune", "--layers", "2", "--source", "nope"), "no checkpoint at nope"),
         (("prune", "--layers", "2", "--source", "/nope/none"), "no checkpoint at /nope/none"),
         (("prune", "--layers", "2", "--data", "nope"), "neither a built-in source nor a file"),
-        (("distill",), "run draftlab prune first"),
+        (("distill",), "prune"),
         (("distill", "--draft", "nope"), "no checkpoint at nope"),
         (("score",), "run draftlab distill first"),
         (("score", "--draft", "nope"), "no checkpoint at nope"),
@@ -155,7 +155,7 @@ def test_an_output_with_a_torn_record_is_skipped(space, torn):
         (("design",), "give one budget"),
         (("design", "--params", "1m", "--layers", "0-3"), "holds no number from 1 on"),
         (("init", "--preset", "tiny"), "--force"),
-        (("train", "--data", "stdlib", "--out", "x"), "say what to train"),
+        (("train", "--data", "stdlib", "--out", "x"), "--model"),
         (("run", "nope.yaml"), "No such file"),
     ],
 )

@@ -106,7 +106,7 @@ def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_p
 def test_a_distillation_whose_options_are_left_out_is_done_when_it_is_done(tmp_path, family_dirs):
     source, text = str(family_dirs["llama"]), tmp_path / "text.txt"
     text.write_text("\n\n".join(f"def f{i}(line):\n    return line\n" * 40 for i in range(60)))
-    options = {"draft": source, "target": source, "data": str(text), "steps": 1, "rows": 1, "loss": "ce"}
+    options = {"draft": source, "data": str(text), "steps": 1, "batch_size": 1, "loss": "ce"}
     step = read_recipe(write(tmp_path / "r.yaml", {"distill": options | {"out": str(tmp_path / "a")}}))[0]
     run_recipe([step], dry_run=False)
     assert is_done(step)

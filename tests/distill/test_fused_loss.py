@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draftlab.distill.fused_loss import Dense, Sums, Teacher, TopK, fused_loss, per_token
+from draftlab.distill.fused_loss import Dense, Sums, Teacher, TopK, fused_loss
 from draftlab.distill.losses import Pair, log_probs, parse_loss, wide
 
 N, D, V = 13, 6, 31
@@ -92,22 +92,6 @@ def test_fused_is_naive_in_fp64(name, temperature, chunk):
 def test_a_vocabulary_that_is_worked_through_in_blocks_and_slices_changes_nothing(name):
     x = inputs(vocab=30_000)
     same(fused(x, name, 1.3, 5, whole(x)), naive(x, name, 1.3), x, ALL[:2] if name == "ce" else ALL)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("vocab", [V, 30_000])
-def test_per_token_is_what_the_objective_sums(name, vocab):
-    x = inputs(vocab=vocab)
-    for teacher in (whole(x), top_k(x, 4, 1.0)):
-        each = per_token(x["hidden"], x["head"], x["labels"], teacher, parse_loss(name), 1.0, budget(x, 5))
-        assert not each.requires_grad
-        torch.testing.assert_close((x["weights"] * each).sum(), fused(x, name, 1.0, 5, teacher).objective.detach())
-    torch.testing.assert_close(
-        per_token(x["hidden"], x["head"], x["labels"], whole(x), parse_loss(name), 1.0),
-        naive(x, name, 1.0)["each"].detach(),
-        atol=1e-10,
-        rtol=1e-10,
-    )
 
 
 @pytest.mark.parametrize("name", LOSSES)

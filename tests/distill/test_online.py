@@ -14,8 +14,9 @@ from draftlab.commands import COMMANDS
 from draftlab.distill import online
 from draftlab.errors import UserError
 
-distill, rollback = COMMANDS["distill"], COMMANDS["rollback"]
-FAST = {"steps": 30, "rows": 4, "dtype": "float32", "lr": 3e-3, "eval_every": 15, "save_every": 10}
+update, rollback = COMMANDS["online update"], COMMANDS["online rollback"]
+FAST = {"steps": 30, "batch_size": 4, "training_dtype": "float32", "optimizer": "adamw", "lr": 3e-3}
+FAST |= {"eval_steps": 15, "save_steps": 10}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,8 @@ def world(family_dirs, text, tmp_path_factory) -> Path:  # noqa: F811
 
 
 def follow(world: Path, folder: Path, draft: Path, **changes):
-    words = {"online": world / "traffic", "cache": world / "base", "draft": str(draft), "out": folder} | FAST | changes
-    return distill(**words)
+    words = {"traffic": world / "traffic", "outputs": world / "base", "draft": str(draft), "out": folder}
+    return update(**words | FAST | changes)
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +77,21 @@ def test_a_draft_that_gains_on_unseen_traffic_is_promoted_and_can_be_taken_back(
     start = load_file(draft / "model.safetensors")
     assert any(not torch.equal(start[name], w) for name, w in weights(live).items())
     assert "nothing newer" in follow(world, live, draft).show[0]
-    rollback(live)
+    rollback(folder=live)
     assert all(torch.equal(start[name], w) for name, w in weights(live).items())
     with pytest.raises(UserError, match="no version before 0"):
-        rollback(live)
+        rollback(folder=live)
 
 
 def test_a_draft_that_loses_is_not_promoted(world, draft, tmp_path):
     bad = tmp_path / "bad"
     shutil.copytree(world, bad)
     spoil(bad / "traffic" / "day1")
-    outcome = follow(bad, tmp_path / "live", draft, replay=0.0, steps=60, eval_every=60)
+    outcome = follow(bad, tmp_path / "live", draft, replay=0.0, steps=60, eval_steps=60)
     assert not outcome.data["promoted"]
     assert (tmp_path / "live" / "live").resolve().name == "0000"
     assert [p.name for p in (tmp_path / "live" / "versions").iterdir()] == ["0000"]
-    assert online.ledger(tmp_path / "live").judged() == {"day2"}
+    assert [r.judged_by for r in online.read_ledger(tmp_path / "live").rounds] == ["day2"]
 
 
 def test_what_judges_does_not_train(world, draft, followed, family_dirs, text, tmp_path):  # noqa: F811
@@ -142,7 +143,7 @@ def test_only_the_live_version_and_the_one_before_are_kept(world, draft, live, f
         )  # fmt: skip
         outcome = follow(mine, live, draft, window=1)
         assert outcome.data["trained_on"] == (f"day{day - 1}",)
-    held = online.ledger(live)
+    held = online.read_ledger(live)
     kept = {p.name for p in (live / "versions").iterdir()}
     assert kept == {f"{n:04d}" for n in (held.live, held.before) if n is not None}
     assert len(held.rounds) == 3
@@ -151,18 +152,17 @@ def test_only_the_live_version_and_the_one_before_are_kept(world, draft, live, f
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"online": "nowhere"}, "0 caches of traffic"),
-        ({"cache": None}, "--online needs --cache"),
-        ({"cache": "data"}, "build it with --text target"),
+        ({"traffic": "nowhere"}, "--traffic .*nowhere"),
+        ({"outputs": "data"}, "--text target"),
     ],
 )
 def test_what_cannot_be_followed_is_said(changes, message, world, draft, family_dirs, text, tmp_path):  # noqa: F811
     changes = dict(changes)
-    if changes.get("cache") == "data":
+    if changes.get("outputs") == "data":
         build_cache(family_dirs["llama"], text, tmp_path / "data", sequences=8)
-        changes["cache"] = tmp_path / "data"
-    if "online" in changes:
-        changes["online"] = tmp_path / changes["online"]
+        changes["outputs"] = tmp_path / "data"
+    if "traffic" in changes:
+        changes["traffic"] = tmp_path / changes["traffic"]
     with pytest.raises(UserError, match=message):
         follow(world, tmp_path / "live", draft, **changes)
 

@@ -8,15 +8,16 @@ import torch
 from builders import build, setup
 from torch import nn
 
+from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
-from draftlab.distill.trainer import Settings, train
+from draftlab.distill.trainer import train
 from draftlab.distill.vocabulary import resize
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
 from draftlab.sampling import SamplingParams
 
-SETTINGS = Settings(loss="fkl", steps=2, lr=1e-3, dtype="float32", eval_every=2, save_every=9, weight_decay=0.0)
+SETTINGS = TrainerSettings(steps=2, optimizer="adamw", lr=1e-3, training_dtype="float32", eval_steps=2, save_steps=9)
 
 
 class Rows:
@@ -42,8 +43,7 @@ def test_padding_of_one_head_changes_no_step(loss, draft_rows, target_rows, tmp_
     def run(name: str, draft: int, target: int):
         student = padded(build("llama", 0, num_hidden_layers=2), draft)
         teacher = padded(build("llama", 9, num_hidden_layers=2), target)
-        settings = Settings(loss=loss, steps=2, lr=1e-3, dtype="float32", eval_every=2, save_every=9, weight_decay=0.0)
-        records = list(train(student, setup(teacher, Rows(), [Rows().batch(9)]), settings, tmp_path / name))
+        records = list(train(student, setup(teacher, Rows(), [Rows().batch(9)], loss), SETTINGS, tmp_path / name))
         return student, records
 
     wanted, plain_records = run("plain", 0, 0)

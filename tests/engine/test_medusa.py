@@ -14,7 +14,7 @@ from draftlab.benchmark.drafter_factory import parse
 from draftlab.commands import COMMANDS
 from draftlab.data import Batch
 from draftlab.distill import run
-from draftlab.distill.medusa_heads import Heads, OwnTeacher, Trunk, each_head
+from draftlab.distill.medusa_heads import FrozenTarget, Heads, SelfTeacher, repeat_rows
 from draftlab.distill.teachers import LocalTeacher
 from draftlab.distill.trainer import StepRecord, train
 from draftlab.engine.drafters import medusa
@@ -74,7 +74,7 @@ def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, ro
 def test_the_engine_drafts_what_the_heads_say_of_transformers_states(family_dirs, target):
     drafter = Told(target, random_heads())
     output_tokens(speculative_decode(target, drafter, PROMPTS, HEADS, SamplingParams(max_tokens=16)))
-    trunk = Trunk(build("llama"))
+    trunk = FrozenTarget(build("llama"))
     head = cast(Any, trunk.model.get_output_embeddings())
     for texts, draft in drafter.seen[:4]:
         for row, one in enumerate(texts):
@@ -85,12 +85,12 @@ def test_the_engine_drafts_what_the_heads_say_of_transformers_states(family_dirs
 
 def test_a_head_is_taught_what_the_target_says_of_the_token_that_it_predicts():
     ids = np.random.default_rng(0).integers(3, 300, (2, 13))
-    trunk = Trunk(build("llama"))
+    trunk = FrozenTarget(build("llama"))
     student = Heads(trunk, HEADS)
-    spread = each_head(Batch(ids, np.ones((2, 12), np.float32)), HEADS)
+    spread = repeat_rows(Batch(ids, np.ones((2, 12), np.float32)), HEADS)
     assert spread.mask.reshape(2, HEADS, 12).sum(2).tolist() == [[11, 10, 9]] * 2
-    found = OwnTeacher(trunk, HEADS).look(spread)
-    wanted = LocalTeacher(build("llama"), 307, torch.device("cpu")).look(spread)
+    found = SelfTeacher(trunk, HEADS).distributions(spread)
+    wanted = LocalTeacher(build("llama"), 307, torch.device("cpu")).distributions(spread)
     torch.testing.assert_close(found.hidden, wanted.hidden)
     states = student.states(torch.from_numpy(spread.ids[:, :-1]))
     own = trunk(torch.from_numpy(ids[:, :-1]))
@@ -99,8 +99,8 @@ def test_a_head_is_taught_what_the_target_says_of_the_token_that_it_predicts():
 
 
 def words(family_dirs: dict[str, Path], text: Path, **more: object) -> dict[str, Any]:
-    given = {"target": str(family_dirs["llama"]), "data": str(text), "heads": 2, "steps": 6, "rows": 2, "seq_len": 32}
-    return given | {"dtype": "float32", "eval_every": 2, "save_every": 2, "lr": 3e-3} | more
+    given = {"target": str(family_dirs["llama"]), "data": str(text), "heads": 2, "steps": 6, "batch_size": 2}
+    return given | {"seq_len": 32, "training_dtype": "float32", "eval_steps": 2, "save_steps": 2, "lr": 3e-3} | more
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def trained(family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.T
 
 def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_dirs, text, tmp_path):
     before = (family_dirs["llama"] / "model.safetensors").read_bytes()
-    outcome = COMMANDS["medusa"](**words(family_dirs, text, steps=30, lr=1e-2, eval_every=30), out=tmp_path / "heads")
+    outcome = COMMANDS["medusa"](**words(family_dirs, text, steps=30, lr=1e-2, eval_steps=30), out=tmp_path / "heads")
     found = cast(Any, outcome.data)
     assert found["after"]["loss"] < 0.9 * found["before"]["loss"]
     assert [set(one) for one in found["heads"]] == [{"acceptance", "agreement"}] * 2

@@ -72,8 +72,8 @@ def folder(tmp_path_factory, family_dirs) -> Path:
 COMMANDS = {
     "prune": "prune --source BAD --layers 2 --calibration-tokens 64 --seq-len 16",
     "masks": "prune-masks --source BAD --layers 2 --steps 1 --batch-size 1 --seq-len 16",
-    "distill": "distill --draft BAD --steps 1 --rows 1 --seq-len 16",
-    "distill from": "distill --draft good --target BAD --steps 1 --rows 1 --seq-len 16",
+    "distill": "distill --draft BAD --steps 1 --batch-size 1 --seq-len 16",
+    "distill from": "distill --draft good --target BAD --steps 1 --batch-size 1 --seq-len 16",
     "score": "score --draft BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4 --repeats 2 --k 1 --tasks none",
     "score with": "score --draft good --target BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4 --k 1 --tasks none",
     "trace": "trace record --target BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4",
@@ -81,8 +81,8 @@ COMMANDS = {
     "profile": "profile BAD --k 1 --repeats 3 --context 8",
     "export": "export BAD",
     "check": "check BAD --files-only",
-    "train": "train --model BAD --data text.txt --steps 1 --rows 1 --seq-len 16 --out trained",
-    "medusa": "medusa --target BAD --steps 1 --rows 1 --seq-len 16",
+    "train": "train --model BAD --data text.txt --steps 1 --batch-size 1 --seq-len 16 --out trained",
+    "medusa": "medusa --target BAD --steps 1 --batch-size 1 --seq-len 16",
 }
 
 

@@ -1,19 +1,19 @@
 """Masked is extracted: a model with masks gives the logits of the smaller one that they cut out."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, build, setup
+from builders import FAMILIES, altered, build, setup
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draftlab.commands.prune import prune_masks
+from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
-from draftlab.distill.trainer import EvalRecord, Settings, StepRecord, train
+from draftlab.distill.trainer import EvalRecord, StepRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
@@ -220,16 +220,26 @@ class Rows:
         return Batch(ids, np.ones((4, 16), dtype=np.float32))
 
 
-SETTINGS = Settings(loss="fkl", steps=6, lr=1e-4, dtype="float32", eval_every=6, save_every=2, warmup_share=0.1)
+SETTINGS = TrainerSettings(
+    steps=6, optimizer="adamw", lr=1e-4, training_dtype="float32", eval_steps=6, save_steps=2, warmup_ratio=0.1,
+    weight_decay=0.1,
+)  # fmt: skip
 
 
-def run(tmp_path: Path, settings: Settings, *, stop: int | None = None, weights: str = "full", micro_tokens: int = 0):
+def run(
+    tmp_path: Path,
+    settings: TrainerSettings,
+    *,
+    stop: int | None = None,
+    weights: str = "full",
+    micro_tokens: int = 0,
+):
     have = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
     model, masks = build("mistral", seed=1), Masks(have, smaller(have), 0)
     model.requires_grad_(weights == "full")
     records = []
     with masked(model, masks, 1e-6):
-        settings = replace(settings, micro_tokens=micro_tokens)
+        settings = altered(settings, micro_batch_tokens=micro_tokens)
         data = Rows(307)
         given = setup(build("mistral", seed=1), data, [data.batch(60)])
         for record in train(model, given, settings, tmp_path, masks):
@@ -240,7 +250,7 @@ def run(tmp_path: Path, settings: Settings, *, stop: int | None = None, weights:
 
 
 def test_the_constraint_is_met_at_the_end_of_a_short_run(tmp_path):
-    _, masks, records = run(tmp_path, replace(SETTINGS, steps=300, save_every=1000, eval_every=300), weights="frozen")
+    _, masks, records = run(tmp_path, altered(SETTINGS, steps=300, save_steps=1000, eval_steps=300), weights="frozen")
     assert max(masks.gaps().values()) < 0.01
     assert isinstance(records[-1], EvalRecord)
 
@@ -266,7 +276,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     model = build("mistral", seed=1)
     with torch.no_grad():
         model.get_parameter("model.norm.weight")[0] = torch.nan
-    records = train(model, setup(None, Rows(307), [Rows(307).batch(0)]), replace(SETTINGS, loss="ce"), tmp_path)
+    records = train(model, setup(None, Rows(307), [Rows(307).batch(0)], "ce"), SETTINGS, tmp_path)
     with pytest.raises(UserError, match="loss is nan"):
         list(records)
 

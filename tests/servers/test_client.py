@@ -503,7 +503,7 @@ def test_a_step_from_a_real_vllm_is_one_from_the_same_list_of_the_target(loss, v
     local = TopK(ids, values, dense.scatter(1, ids, -torch.inf).logsumexp(-1))
     shape = checkpoint.read_config(fp32) | {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
     found = []
-    for teacher in (ServedTeacher(vllm, 32, 4096).look(rows), local):
+    for teacher in (ServedTeacher(vllm, 32, 4096).distributions(rows), local):
         step = DistillStep(checkpoint.new_model(shape, 0), parse_loss(loss), 1.0)
         step(torch.from_numpy(rows.ids), torch.from_numpy(rows.mask), teacher)[5].backward()
         found.append(torch.cat([p.grad.flatten() for p in step.student.parameters() if p.grad is not None]))

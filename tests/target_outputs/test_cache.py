@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import build, setup
+from builders import altered, build, setup
 from loopback_servers import SmallVLLM, replay, running
 from safetensors.numpy import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab import provenance, workspace
 from draftlab.commands import cache as commands
+from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, text_batch
 from draftlab.distill.fused_loss import TopK
 from draftlab.distill.losses import log_probs, parse_loss
-from draftlab.distill.teachers import CachedTeacher, LocalTeacher, ServedTeacher
-from draftlab.distill.trainer import DistillStep, EvalRecord, Settings, StepRecord, train
+from draftlab.distill.teachers import LocalTeacher, ServedTeacher, StoredTeacher
+from draftlab.distill.trainer import DistillStep, EvalRecord, StepRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.sampling import SamplingParams
@@ -64,13 +65,13 @@ def made(family_dirs, text, tmp_path_factory) -> Path:
 def whole(target: Path, batch: Batch) -> torch.Tensor:
     """The target's log-probabilities [n, V] where the batch counts."""
     teacher = LocalTeacher(checkpoint.load_model(target, torch.float32).eval(), 307, CPU)
-    return teacher.look(batch).log_probs(slice(None), 1.0)
+    return teacher.distributions(batch).log_probs(slice(None), 1.0)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_what_is_read_back_is_the_targets_distribution(temperature, made, family_dirs):
     batch = CachedBatches(made, 4, temperature).batch(2)
-    listed = CachedTeacher(307).look(batch)
+    listed = StoredTeacher(307).distributions(batch)
     log_p = log_probs(whole(family_dirs["llama"], replace(batch, top_logprobs=None)), temperature)
     assert torch.equal(listed.ids.sort().values, log_p.topk(8).indices.sort().values)
     torch.testing.assert_close(listed.log_p, log_p.gather(1, listed.ids), atol=8e-3, rtol=1e-3)
@@ -176,10 +177,10 @@ def test_text_of_the_targets_own_counts_only_what_it_wrote(family_dirs, text, tm
     assert (batch.mask[:, 3] == 1).all()
 
 
-SETTINGS = Settings(loss="fkl", steps=6, lr=3e-3, dtype="float32", eval_every=6, save_every=2, weight_decay=0.0)
+SETTINGS = TrainerSettings(steps=6, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=6, save_steps=2)
 
 
-def fit(batches, teacher, state: Path, settings: Settings = SETTINGS, stop: int | None = None):
+def fit(batches, teacher, state: Path, settings: TrainerSettings = SETTINGS, stop: int | None = None):
     model = build("llama", 3, num_hidden_layers=2)
     records = []
     for record in train(model, setup(teacher, batches, [batches.batch(99)]), settings, state):
@@ -228,9 +229,9 @@ def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, te
         def batch(self, step: int) -> Batch:
             return replace(batches.batch(step), top_logprobs=None)
 
-    gentle = replace(SETTINGS, lr=1e-4)
+    gentle = altered(SETTINGS, lr=1e-4)
     teacher = checkpoint.load_model(target, torch.float32)
-    _, cached = fit(batches, CachedTeacher(307), tmp_path / "a", gentle)
+    _, cached = fit(batches, StoredTeacher(307), tmp_path / "a", gentle)
     _, local = fit(Bare(), teacher, tmp_path / "b", gentle)
     for a, b in zip(cached, local, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=2e-3)
@@ -239,9 +240,9 @@ def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, te
 
 def test_a_resumed_run_from_a_cache_is_the_uninterrupted_one(made, tmp_path):
     batches = CachedBatches(made, 3)
-    wanted, records = fit(batches, CachedTeacher(307), tmp_path / "a")
-    fit(batches, CachedTeacher(307), tmp_path / "b", stop=3)
-    found, _ = fit(batches, CachedTeacher(307), tmp_path / "b")
+    wanted, records = fit(batches, StoredTeacher(307), tmp_path / "a")
+    fit(batches, StoredTeacher(307), tmp_path / "b", stop=3)
+    found, _ = fit(batches, StoredTeacher(307), tmp_path / "b")
     assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True))
     assert isinstance(records[-1], EvalRecord)
     assert isinstance(records[0], EvalRecord)
@@ -249,8 +250,8 @@ def test_a_resumed_run_from_a_cache_is_the_uninterrupted_one(made, tmp_path):
 
 
 def test_a_batch_without_lists_is_no_batch_of_a_cache():
-    with pytest.raises(ValueError, match="nothing of a target"):
-        CachedTeacher(307).look(text_batch([np.arange(5)]))
+    with pytest.raises(ValueError, match="target"):
+        StoredTeacher(307).distributions(text_batch([np.arange(5)]))
 
 
 def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
@@ -260,7 +261,7 @@ def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_d
     bare = replace(batches.batch(0), top_logprobs=None)
     few, whole = (
         next(iter(train(model, setup(given, batches, [rows]), SETTINGS, tmp_path / name)))
-        for name, given, rows in (("a", CachedTeacher(307), batches.batch(0)), ("b", teacher, bare))
+        for name, given, rows in (("a", StoredTeacher(307), batches.batch(0)), ("b", teacher, bare))
     )
     assert few.acceptance - 1e-3 <= whole.acceptance <= few.acceptance + few.slack + 1e-3
     assert few.slack > 0.01
@@ -302,7 +303,7 @@ def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, t
     assert (manifest.source, manifest.logprobs, manifest.temperatures) == ("vllm", "raw_logprobs", (1.0,))
     assert (manifest.target, manifest.target_sha256, manifest.sampling) == ("small", None, None)
     batches, held = open_cache(tmp_path / "c", family_dirs["llama"], rows=4, temperature=1.0)
-    assert CachedTeacher(307).look(batches.batch(0)).ids.shape == (64, 8)
+    assert StoredTeacher(307).distributions(batches.batch(0)).ids.shape == (64, 8)
     assert len(held.batches) == 16
     with pytest.raises(UserError, match="holds temperatures"):
         CachedBatches(tmp_path / "c", 4, 0.8)
@@ -385,20 +386,20 @@ def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):
     batch = replace(CachedBatches(made, 4).batch(0), top_logprobs=None)
     batch = Batch(batch.ids, batch.mask * (np.arange(16) > 4) * (np.arange(16) < 13))
     batch.mask[2] = 0  # a row of which nothing counts
-    listed = ServedTeacher(small, 8, 307).look(batch)
+    listed = ServedTeacher(small, 8, 307).distributions(batch)
     log_p = whole(family_dirs["llama"], batch)
     assert listed.ids.shape == (3 * 8, 8)
     torch.testing.assert_close(listed.log_p, log_p.topk(8).values, atol=1e-4, rtol=0)
     tail = 1 - log_p.gather(1, listed.ids).exp().sum(1)
     torch.testing.assert_close(listed.tail.exp(), tail, atol=1e-5, rtol=0)
-    nothing = ServedTeacher(small, 8, 307).look(Batch(batch.ids, np.zeros_like(batch.mask)))
+    nothing = ServedTeacher(small, 8, 307).distributions(Batch(batch.ids, np.zeros_like(batch.mask)))
     assert nothing.ids.shape == (0, 8)
 
 
 def test_a_token_beyond_the_drafts_vocabulary_is_refused(small, made):
     batch = replace(CachedBatches(made, 4).batch(0), top_logprobs=None)
-    with pytest.raises(UserError, match=r"lists token \d+, and the vocabulary here has 200 tokens"):
-        ServedTeacher(small, 8, 200).look(batch)
+    with pytest.raises(UserError, match=r"token \d+.* 200 tokens"):
+        ServedTeacher(small, 8, 200).distributions(batch)
 
 
 def gradient(teacher: TopK, batch: Batch, loss: str) -> torch.Tensor:
@@ -415,7 +416,7 @@ def test_a_step_from_a_server_is_one_from_the_same_list_of_the_target(loss, smal
     log_p = whole(family_dirs["llama"], batch)
     values, ids = log_p.topk(8)
     local = TopK(ids, values, log_p.scatter(1, ids, -torch.inf).logsumexp(-1))
-    ours, theirs = (gradient(t, batch, loss) for t in (ServedTeacher(small, 8, 307).look(batch), local))
+    ours, theirs = (gradient(t, batch, loss) for t in (ServedTeacher(small, 8, 307).distributions(batch), local))
     assert (ours - theirs).norm() < 1e-4 * theirs.norm()
 
 
@@ -450,7 +451,7 @@ def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tmp_path
         text = (line["prompt_ids"] + line["ids"])[:17]
         assert row.tolist() == text + [0] * (17 - len(text))
         assert np.flatnonzero(mask).tolist() == list(range(len(line["prompt_ids"]) - 1, len(text) - 1))
-    listed, log_p = CachedTeacher(307).look(batch), whole(target, replace(batch, top_logprobs=None))
+    listed, log_p = StoredTeacher(307).distributions(batch), whole(target, replace(batch, top_logprobs=None))
     torch.testing.assert_close(listed.log_p, log_p.topk(8).values, atol=8e-3, rtol=1e-3)
     assert cache.verify(tmp_path / "c", Local(target, CPU), 0).good
 

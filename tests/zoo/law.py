@@ -20,7 +20,7 @@ RUNNER = CliRunner()
 WORKS = "works"
 PART = "def part{0}(line):\n    if not line:\n        return {0}\n    return [int(part) for part in line.split(',')]\n"
 TEXT = "\n\n".join(PART.format(i) for i in range(200))  # 8 % of paragraphs are held out
-BRIEF = "--steps 1 --rows 2 --dtype float32"
+BRIEF = "--steps 1 --batch-size 2 --training-dtype float32"
 TEACH = f"{BRIEF} --seq-len 32"
 WROTE = "--prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 SCORE = f"score --k 2 --repeats 1 --tasks none {WROTE}"
@@ -71,7 +71,7 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "distill on target text": f"distill {there} {TEACH} --text target --prompt-tokens 8 --out on-text",
         "cache build": f"{CACHE} --out cache",
         "cache verify": "cache verify cache --target M",
-        "distill from a cache": f"distill --draft {draft} --cache cache {BRIEF} --out from-cache",
+        "distill from a cache": f"distill --draft {draft} --outputs cache {BRIEF} --out from-cache",
         "cache build on target text": f"{CACHE} --text target --prompt-tokens 8 --out wrote",
         "trace record": f"trace record --target M {WROTE} --out trace",
         "trace replay": f"trace replay trace --draft {draft} --k 2 --out replay",

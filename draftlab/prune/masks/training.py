@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from draftlab.distill.losses import parse_loss
 from draftlab.distill.optimizers import training_dtype
 from draftlab.distill.run import fit
 from draftlab.distill.trackers import check, tracked
-from draftlab.distill.trainer import Settings, TrainingSetup
+from draftlab.distill.trainer import TrainingSetup
 from draftlab.distill.training_setup import reweighing
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
@@ -53,21 +52,15 @@ def train_masks(config: PruneMasksConfig, source: Source, shape: Shape, output: 
     Raises:
         UserError: unequal vocabularies, or a loss that is not finite.
     """
-    check(tuple(config.report_to))
+    check(config.report_to)
     masks = Masks(source.shape, shape, config.seed)
     student = _student(config, source)
     setup = _setup(config, source, student)
-    settings = Settings(
-        loss=config.loss, steps=config.steps, lr=config.lr, warmup_share=0.1, optimizer=config.optimizer,
-        weight_decay=config.weight_decay, micro_tokens=config.micro_batch_tokens,
-        dtype=cast(Any, training_dtype(config.training_dtype)), eval_every=config.eval_steps,
-        save_every=config.save_steps, keep_last=config.save_total_limit, seed=config.seed,
-    )  # fmt: skip
     with (
         masked(student, masks, float(str(source.config["rms_norm_eps"]))),
-        tracked(tuple(config.report_to), output.out, config.settings()) as trackers,
+        tracked(config.report_to, output) as trackers,
     ):
-        fit(student, setup, settings, state=output.state, what="masks", constraint=masks, trackers=trackers)
+        fit(student, setup, config, state=output.state, what="masks", constraint=masks, trackers=trackers)
     with torch.no_grad():  # under FSDP the module holds a part of its parameters
         for name, trained in best_weights(output.state, "constraint").items():
             masks.get_parameter(name).copy_(trained)
@@ -79,8 +72,8 @@ def train_masks(config: PruneMasksConfig, source: Source, shape: Shape, output: 
 
 def _setup(config: PruneMasksConfig, source: Source, student: PreTrainedModel) -> TrainingSetup:
     tokenizer = checkpoint.load_tokenizer(source.directory)
-    teacher = None
-    if parse_loss(config.loss).needs_teacher:
+    teacher, loss = None, parse_loss(config.loss)
+    if loss.needs_teacher:
         target = checkpoint.locate(config.target) if config.target else source.directory
         common_vocabulary(source.directory, target)
         teacher = checkpoint.load_model(target, checkpoint.DTYPES[training_dtype(config.training_dtype)])
@@ -90,7 +83,7 @@ def _setup(config: PruneMasksConfig, source: Source, student: PreTrainedModel) -
         reference = checkpoint.load_model(source.directory, torch.bfloat16, student.device).eval()
         batches = reweighing(batches, reference, tokenizer, config.reweigh_steps)
     heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
-    return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout)
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=loss)
 
 
 def _student(config: PruneMasksConfig, source: Source) -> PreTrainedModel:

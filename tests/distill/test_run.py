@@ -1,4 +1,4 @@
-"""A run on disk: the best weights are written, checkpoints are kept, trackers are told, a pilot picks a loss."""
+"""A run on disk: the best weights are written, checkpoints are kept, trackers log it, a killed command resumes."""
 
 import json
 from dataclasses import replace
@@ -7,24 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import build, setup
+from builders import altered, build, setup
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftlab.commands import COMMANDS
+from draftlab.config.distill import DistillConfig
+from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, TopLogprobs
-from draftlab.distill import pilot as pilots
 from draftlab.distill import run
 from draftlab.distill.checkpointer import BEST, best_weights
 from draftlab.distill.teachers import LocalTeacher
 from draftlab.distill.trackers import check
-from draftlab.distill.trainer import EvalRecord, Settings, StepRecord, train
-from draftlab.distill.training_setup import Reading, Replayed, target_lesson
+from draftlab.distill.trainer import EvalRecord, StepRecord, train
+from draftlab.distill.training_setup import TargetTextEvaluator, text_setup
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
+from draftlab.output import Output
 
-SETTINGS = Settings(
-    loss="fkl", steps=12, lr=1e-2, dtype="float32", eval_every=2, save_every=3, warmup_share=0.2, weight_decay=0.0
+SETTINGS = TrainerSettings(
+    steps=12, optimizer="adamw", lr=1e-2, training_dtype="float32", eval_steps=2, save_steps=3, warmup_ratio=0.2
 )
 CPU = torch.device("cpu")
 
@@ -46,7 +48,7 @@ class Scripted:
     def __call__(self, student, step: int) -> float:
         return self.values[step]
 
-    def compared(self, before: int, after: int) -> list:
+    def compare(self, before: int, after: int) -> list:
         return []
 
 
@@ -54,7 +56,9 @@ def student():
     return build("llama", 0, num_hidden_layers=2)
 
 
-def go(state: Path, settings: Settings = SETTINGS, values: dict[int, float] | None = None, stop: int | None = None):
+def go(
+    state: Path, settings: TrainerSettings = SETTINGS, values: dict[int, float] | None = None, stop: int | None = None
+):
     """Records of a run, and the student's weights at every evaluation."""
     model, seen = student(), {}
     given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
@@ -94,12 +98,12 @@ def test_without_a_measure_acceptance_decides(tmp_path):
 
 @pytest.mark.parametrize(("patience", "last"), [(0, 12), (1, 6), (2, 8), (3, 10), (4, 12)])
 def test_a_run_ends_after_so_many_evaluations_without_a_better_one(patience, last, tmp_path):
-    records, _ = go(tmp_path, replace(SETTINGS, patience=patience), RISE_AND_FALL)
+    records, _ = go(tmp_path, altered(SETTINGS, patience=patience), RISE_AND_FALL)
     assert records[-1].step == last
 
 
 def test_a_killed_run_ends_where_the_whole_one_ends(tmp_path):
-    settings = replace(SETTINGS, patience=2)
+    settings = altered(SETTINGS, patience=2)
     go(tmp_path, settings, RISE_AND_FALL, stop=7)
     records, _ = go(tmp_path, settings, RISE_AND_FALL)
     assert records[-1].step == 8
@@ -107,7 +111,7 @@ def test_a_killed_run_ends_where_the_whole_one_ends(tmp_path):
 
 @pytest.mark.parametrize(("keep", "wanted"), [(1, [9]), (2, [6, 9]), (9, [3, 6, 9])])
 def test_the_newest_checkpoints_are_kept(keep, wanted, tmp_path):
-    go(tmp_path, replace(SETTINGS, keep_last=keep))
+    go(tmp_path, altered(SETTINGS, save_total_limit=keep))
     assert sorted(int(p.name[5:]) for p in tmp_path.glob("step-*")) == wanted
 
 
@@ -115,18 +119,18 @@ def test_the_written_model_is_the_best_one(family_dirs, tmp_path):
     source = family_dirs["llama"]
     given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
     given = replace(given, length=Scripted(RISE_AND_FALL))
-    job = run.Job(
-        command="distill", arguments={}, inputs=[], out=tmp_path / "out", like=source,
-        config=checkpoint.read_config(source), began=0.0, force=False, vocab=320,
-    )  # fmt: skip
+    model = run.TrainedModel(config=checkpoint.read_config(source), like=source, vocab=320)
+    output = output_of(tmp_path / "out")
     kept = {}
 
     def keep(step: int) -> float:
-        kept[step] = load_file(job.state / BEST) if (job.state / BEST).exists() else {}
+        kept[step] = load_file(output.state / BEST) if (output.state / BEST).exists() else {}
         return RISE_AND_FALL[step]
 
     given = replace(given, length=type("Watch", (Scripted,), {"__call__": lambda self, model, step: keep(step)})({}))
-    fitted = run.fit_and_write(job, checkpoint.load_model(source, torch.float32), given, SETTINGS)
+    student = checkpoint.load_model(source, torch.float32)
+    with run.claimed_state(output, []):
+        fitted = run.fit_and_write(student, given, SETTINGS, model, output, [])
     assert fitted.after.step == 4
     assert fitted.after.mean_acceptance_length == 1.7
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -137,23 +141,29 @@ def test_the_written_model_is_the_best_one(family_dirs, tmp_path):
     record = json.loads((tmp_path / "out" / "draftlab.json").read_text())
     assert record["notes"]["vocab"] == "307 -> 320"
     assert record["notes"]["after"]["step"] == 4
-    assert not job.state.exists()
+    assert not output.state.exists()
 
 
 def test_tensorboard_is_told_every_step_and_evaluation(family_dirs, tmp_path):
     reading = pytest.importorskip("tensorboardX.proto.event_pb2")
     source = family_dirs["llama"]
     given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
-    job = run.Job(
-        command="distill", arguments={"lr": 0.01, "loss": "fkl", "data": None}, inputs=[], out=tmp_path / "out",
-        like=source, config=checkpoint.read_config(source), began=0.0, force=False, track=("tensorboard",),
-    )  # fmt: skip
-    run.fit_and_write(job, checkpoint.load_model(source, torch.float32), given, replace(SETTINGS, steps=4))
+    model, output = run.TrainedModel(config=checkpoint.read_config(source), like=source), output_of(tmp_path / "out")
+    settings, student = (
+        altered(SETTINGS, steps=4, report_to=["tensorboard"]),
+        checkpoint.load_model(source, torch.float32),
+    )
+    with run.claimed_state(output, []):
+        run.fit_and_write(student, given, settings, model, output, [])
     events = next((tmp_path / "tensorboard" / "out").glob("events*"))
     seen = {(v.tag, e.step) for e in records_of(events, reading.Event) for v in e.summary.value}
     assert {("train/loss", n) for n in (1, 2, 3, 4)} <= seen
     assert {("heldout/acceptance", n) for n in (0, 2, 4)} <= seen
     assert not any(tag == "train/cross_entropy" for tag, _ in seen)
+
+
+def output_of(out: Path) -> Output:
+    return Output(command="distill", config=DistillConfig.build({"draft": "tiny", "lr": 0.01}), out=out)
 
 
 def records_of(file: Path, kind):
@@ -171,32 +181,6 @@ def records_of(file: Path, kind):
 def test_unknown_trackers_are_refused(name, message):
     with pytest.raises(UserError, match=message):
         check((name,))
-
-
-def test_a_pilot_ranks_losses_leaves_the_student_alone_and_goes_on_after_a_kill(tmp_path, monkeypatch):
-    model = student()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
-    whole = pilots.pilot(model, given, SETTINGS, 4, made(tmp_path / "a"))
-    assert set(whole) == set(pilots.LOSSES)
-    assert list(whole.values()) == sorted(whole.values(), reverse=True)
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-    alone = list(train(student(), given, replace(SETTINGS, steps=4, eval_every=4, loss="nla"), tmp_path / "alone"))
-    assert whole["nla"] == alone[-1].acceptance
-    state = made(tmp_path / "b")
-    tried = []
-
-    def killed(student, setup, settings, folder):
-        tried.append(settings.loss)
-        if len(tried) == 3:
-            raise KeyboardInterrupt
-        return train(student, setup, settings, folder)
-
-    monkeypatch.setattr(pilots, "train", killed)
-    with pytest.raises(KeyboardInterrupt):
-        pilots.pilot(student(), given, SETTINGS, 4, state)
-    assert pilots.pilot(student(), given, SETTINGS, 4, state) == whole
-    assert tried == [*pilots.LOSSES[:3], *pilots.LOSSES[2:]]  # what was done is not done again
 
 
 def made(path: Path) -> Path:
@@ -242,8 +226,8 @@ def test_a_teacher_partly_on_disk_says_what_one_in_memory_says(family_dirs, tmp_
     spread = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, device_map=places, offload_folder=tmp_path / "offload"
     ).eval()
-    whole = LocalTeacher(checkpoint.load_model(source, torch.float32).eval(), 307, CPU).look(Rows().batch(0))
-    found = LocalTeacher(spread, 307, CPU).look(Rows().batch(0))
+    whole = LocalTeacher(checkpoint.load_model(source, torch.float32).eval(), 307, CPU).distributions(Rows().batch(0))
+    found = LocalTeacher(spread, 307, CPU).distributions(Rows().batch(0))
     torch.testing.assert_close(found.log_probs(slice(None), 1.0), whole.log_probs(slice(None), 1.0))
 
 
@@ -252,20 +236,19 @@ def test_a_lesson_from_a_target_measures_tokens_per_pass(serve, family_dirs, tmp
     text = "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(120))
     (tmp_path / "text.txt").write_text(text)
     target = family_dirs["llama"]
-    how = Reading(
-        data=str(tmp_path / "text.txt"), texts={"data": 0.5, "target": 0.25, "draft": 0.25}, rows=2, seq_len=96,
-        steps=8, prompt_tokens=4, sample_temperature=1.0, serve_temperature=serve, reweigh_every=0, seed=0,
-        dtype="float32", device=CPU, device_map=None, memory=2.0, compared=True,
+    config = DistillConfig(
+        data=str(tmp_path / "text.txt"), text="data=0.5,target=0.25,draft=0.25", batch_size=2, seq_len=96, steps=8,
+        prompt_tokens=4, eval_temperature=serve, training_dtype="float32", device="cpu",
     )  # fmt: skip
     model = checkpoint.load_model(target, torch.float32)
-    given = target_lesson(model, target, target, how, made(tmp_path / "state"))
-    assert isinstance(given.length, Replayed)
-    drafted = given.length.written.lengths - 1  # the first token comes with the prefill
+    given = text_setup(config, model, target, target, made(tmp_path / "state"))
+    assert isinstance(given.length, TargetTextEvaluator)
+    drafted = given.length.text.lengths - 1  # the first token comes with the prefill
     passes = -(-drafted // 5)  # it drafts for itself: four tokens stand, and one more comes with them
     assert given.length(model, 0) == pytest.approx(drafted.sum() / passes.sum(), abs=1e-3)
     assert drafted.max() == 63
     assert given.length(student(), 1) < 3
-    found = given.length.compared(1, 0)
+    found = given.length.compare(1, 0)
     assert found[3].before < 3 < found[3].after
     assert {given.batches.turns[n][0] for n in range(8)} == {"data", "target", "draft"}
 
@@ -280,13 +263,14 @@ def text(tmp_path_factory) -> str:
 @pytest.mark.parametrize(("source", "lora"), [("data=0.4,target=0.3,draft=0.3", 0), ("data", 4), ("cache", 0)])
 def test_a_killed_command_writes_the_bytes_of_one_that_was_not(source, lora, text, family_dirs, tmp_path, monkeypatch):
     draft, target = family_dirs["llama"], family_dirs["llama_mha"]
-    words = {"draft": str(draft), "lora": lora, "steps": 6, "rows": 2, "dtype": "float32", "eval_every": 2}
-    words |= {"save_every": 2, "lr": 1e-2, "prompt_tokens": 8, "serve_temperature": 1.0}
+    words = {"draft": str(draft), "lora_rank": lora, "steps": 6, "batch_size": 2, "training_dtype": "float32"}
+    words |= {"eval_steps": 2, "save_steps": 2, "lr": 1e-2}
     if source == "cache":
         COMMANDS["cache build"](target=str(target), data=text, sequences=16, seq_len=48, k=16, out=tmp_path / "cache")
-        words |= {"cache": tmp_path / "cache"}
+        words |= {"outputs": tmp_path / "cache"}
     else:
-        words |= {"target": str(target), "data": text, "text": source, "seq_len": 48}
+        words |= {"target": str(target), "data": text, "text": source, "seq_len": 48, "eval_temperature": 1.0}
+        words |= {"prompt_tokens": 8} if source != "data" else {}
     COMMANDS["distill"](**words, out=tmp_path / "whole")
 
     def killed(*given):

@@ -1,0 +1,164 @@
+"""Settings of the commands that train."""
+
+import re
+from pathlib import Path
+
+from pydantic import model_validator
+from typing_extensions import Self
+
+from draftlab.config import shared
+from draftlab.config.base import CHECKPOINTS, SERVER, Config, Only, OutputConfig, option
+from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettings, TrainingSettings
+from draftlab.model import hub
+
+GENERATED = "Generated text"  # panel of --help
+
+
+class TrainConfig(OutputConfig, TrainingSettings):
+    data: str = option(help="Text to train on: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
+    model: str | None = option(None, "Checkpoint to continue from.")
+    shape: Path | None = option(None, "Shape file of a new model, which starts from random weights.")
+    tokenizer: str | None = option(None, "Checkpoint or directory with the tokenizer of a new model.")
+    context: int = option(2048, "Longest context of a new model.", ge=8, advanced=True)
+    steps: int = shared.steps(1000)
+    seq_len: int = shared.seq_len(512)
+    weight_decay: float = shared.weight_decay(0.1)
+
+    only = (Only(("shape", "tokenizer", "context"), lambda c: c.model is None, "--model brings its own"),)
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> Self:
+        if self.model is None and (self.shape is None or self.tokenizer is None):
+            raise ValueError("--model CHECKPOINT is required; or, for a new model, --shape FILE and --tokenizer DIR")
+        return self
+
+    def default_name(self) -> str:
+        return f"train-{self.shape.stem if self.shape else Path(str(self.model)).name}"
+
+
+class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
+    draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one.")
+    target: str = shared.target()
+    data: str = shared.data()
+    text: str = option(
+        "data", "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3."
+    )
+    outputs: Path | None = option(None, "Stored target outputs to distil from, instead of a target and text.")
+    loss: str = shared.loss()
+    temperature: float = shared.loss_temperature()
+    top_logprobs: int = option(20, "Most probable tokens to ask a server for.", ge=1, panel=SERVER, advanced=True)
+    prompt_tokens: int = option(32, "Tokens of data before each generated text.", ge=1, panel=GENERATED, advanced=True)
+    sample_temperature: float = option(
+        1.0, "Temperature at which target and draft generate training text.", ge=0, panel=GENERATED, advanced=True
+    )
+    eval_temperature: float = option(
+        0.0, "Temperature at which acceptance length is evaluated; 0 is greedy.", ge=0, panel=CHECKPOINTS,
+        advanced=True,
+    )  # fmt: skip
+    lora_rank: int = shared.lora_rank()
+    gradient_checkpointing: bool = shared.gradient_checkpointing()
+    reweigh_steps: int = shared.reweigh_steps()
+    device: str = shared.device()
+    device_map: str | None = shared.device_map()
+    memory: float = shared.memory()
+
+    only = (
+        Only(
+            ("target", "data", "text", "server", "seq_len", "reweigh_steps"),
+            lambda c: c.outputs is None,
+            "--outputs brings text and the target's probabilities",
+        ),
+        Only(("server",), lambda c: c.compares_with_target, "--loss ce asks no target"),
+        Only(("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "there is no --server"),
+        Only(("target", "reweigh_steps"), lambda c: c.server is None, "--server runs the target"),
+        Only(("target", "device_map"), lambda c: c.needs_target, "no target is loaded here"),
+        Only(("prompt_tokens", "sample_temperature"), lambda c: c.generates, "only for --text target or draft"),
+        Only(("eval_temperature",), lambda c: c.evaluates_length, "needs a target in memory and a loss that uses it"),
+        Only(("memory",), lambda c: c.needs_target or c.generates, "nothing is generated and no target is loaded here"),
+        Only(("temperature",), lambda c: c.outputs or c.compares_with_target, "--loss ce has no temperature"),
+    )
+
+    @model_validator(mode="after")
+    def _server_scores_only(self) -> Self:
+        if self.server is not None and "target" in names(self.text):
+            raise ValueError(
+                f"--text {self.text}: --server is asked for log-probabilities of given text only; store what its "
+                "model writes with draftlab outputs, and distil with --outputs"
+            )
+        return self
+
+    @property
+    def compares_with_target(self) -> bool:
+        """Whether the loss has a term besides cross-entropy."""
+        return names(self.loss) != {"ce"}
+
+    @property
+    def generates(self) -> bool:
+        """Whether a model writes training text."""
+        return self.outputs is None and bool(names(self.text) & {"target", "draft"})
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the target's checkpoint is loaded."""
+        asked = self.compares_with_target or "target" in names(self.text) or self.reweigh_steps > 0
+        return self.outputs is None and self.server is None and asked
+
+    @property
+    def evaluates_length(self) -> bool:
+        """Whether evaluations measure acceptance length, on text that the target writes."""
+        return self.needs_target and self.compares_with_target
+
+    def resolved(self) -> Self:
+        if self.draft is not None:
+            return self
+        return self.model_copy(update={"draft": str(shared.newest_output("prune", "prune-masks"))})
+
+    def default_name(self) -> str:
+        draft = Path(str(self.resolved().draft))
+        return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
+
+
+class OnlineConfig(OutputConfig, TrainerSettings):
+    traffic: Path = option(help="Folder of stored outputs of served traffic, named in the order of time.")
+    outputs: Path = option(help="Stored target outputs on which the draft must not get worse.")
+    draft: str | None = option(None, "Checkpoint to start the first round from. Default: the newest draft.")
+    replay: float = option(0.25, "Share of steps on --outputs, against forgetting.", ge=0, le=0.99)
+    window: int = option(4, "Newest stored outputs of traffic to train on.", ge=1)
+    loss: str = shared.loss()
+    temperature: float = shared.loss_temperature()
+    lora_rank: int = shared.lora_rank()
+    gradient_checkpointing: bool = shared.gradient_checkpointing()
+    device: str = shared.device()
+
+    def default_name(self) -> str:
+        return "online"
+
+
+class RollbackConfig(Config):
+    folder: Path = option(help="Output of draftlab online update.", argument=True)
+
+
+class MedusaConfig(OutputConfig, LoopSettings):
+    heads: int = option(3, "Heads, each for one drafted token.", ge=1, le=8)
+    target: str = shared.target()
+    data: str = shared.data()
+    batch_size: int = shared.batch_size(8)
+    seq_len: int = shared.seq_len(ge=16)
+    lr: float = shared.lr(1.0e-3)  # AdamW's, as in the paper: the heads are not matrices of blocks
+    device: str = shared.device()
+
+    def default_name(self) -> str:
+        return f"medusa-{Path(self.target.partition('@')[0]).name}"
+
+    def training(self) -> TrainerSettings:
+        """Return the settings of the trainer."""
+        return TrainerSettings(
+            steps=self.steps, batch_size=self.batch_size, warmup_ratio=self.warmup_ratio, lr=self.lr,
+            training_dtype=self.training_dtype, eval_steps=self.eval_steps, save_steps=self.save_steps,
+            save_total_limit=self.save_total_limit, patience=self.patience, seed=self.seed, optimizer="adamw",
+        )  # fmt: skip
+
+
+def names(spec: str) -> set[str]:
+    """Return the names in a mixture or a loss, as {"fkl", "lk"} of "fkl@0.2 -> 0.5*lk(3)"."""
+    return set(re.findall(r"[a-z]{2,}", spec.lower()))

@@ -1,0 +1,153 @@
+"""Training a draft against its target, and any model on text: from a config to an output."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from draftlab.config.distill import DistillConfig, OnlineConfig, TrainConfig
+from draftlab.data import open_batches, open_heldout
+from draftlab.distill import checkpointer, distributed, trackers
+from draftlab.distill.lora import adapt
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.on_policy import parse_texts
+from draftlab.distill.run import TrainedModel, TrainingResult, claimed_state, fit_and_write
+from draftlab.distill.trainer import TrainingSetup
+from draftlab.distill.training_setup import resolved_device, served_teacher, stored_setup, text_setup
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, hub
+from draftlab.model.checkpoint import max_model_len
+from draftlab.model.shape import Shape, read_shape_file
+from draftlab.model.size import ApproximateSize, read_size, training_cost
+from draftlab.model.tokenizer import common_vocabulary
+from draftlab.output import Output
+from draftlab.servers.client import Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The checkpoints of a distillation. target: None where it is not loaded."""
+
+    draft: Path
+    target: Path | None
+
+    @classmethod
+    def of(cls, config: DistillConfig, weights: bool) -> "Pair":
+        """Find both and check that they fit each other and the settings. weights: whether those must be there, too.
+
+        Raises:
+            UserError: a checkpoint that cannot be had, unequal vocabularies, or settings that cannot be trained.
+        """
+        parse_texts(config.text)
+        parse_loss(config.loss)
+        trackers.check(config.report_to)
+        distributed.check(optimizer=config.optimizer)
+        draft = hub.locate(str(config.draft), weights)
+        target = hub.locate(config.target, weights) if config.needs_target else None
+        for model in (draft, target) if config.outputs is None else ():
+            check_length(model, config.seq_len)
+        if target is not None:
+            common_vocabulary(draft, target)
+        return cls(draft=draft, target=target)
+
+
+def plan_distill(config: DistillConfig) -> Mapping[str, object]:
+    """Return models and cost of a distillation, for people."""
+    pair = Pair.of(config, weights=False)
+    student, teacher = read_size(pair.draft), read_size(pair.target) if pair.target else None
+    tokens = config.steps * config.batch_size * config.seq_len
+    cost = training_cost(student, teacher, tokens=tokens, seq_len=config.seq_len)
+    return {"draft": student.describe(), "target": teacher.describe() if teacher else "none"} | cost
+
+
+def distill(config: DistillConfig, output: Output) -> TrainingResult:
+    """Train a draft to agree with its target, and write it.
+
+    Raises:
+        UserError: see Pair.of; or training fails.
+    """
+    pair = Pair.of(config, weights=True)
+    inputs = [path for path in (pair.draft, pair.target, config.outputs) if path is not None]
+    for model in (pair.draft, pair.target):
+        if model is not None:
+            checkpoint.check(model)
+    checkpointer.process_state(None if config.device == "auto" else resolved_device(config))
+    model = TrainedModel(
+        config=checkpoint.read_config(pair.draft), like=pair.draft, lora_rank=config.lora_rank,
+        vocab=checkpoint.vocab_size(pair.target) if pair.target else None,
+    )  # fmt: skip
+    with claimed_state(output, inputs) as state:
+        student = load_student(pair.draft, config)
+        setup = _setup(config, student, pair, state)
+        return fit_and_write(student, setup, config, model, output, inputs)
+
+
+def _setup(config: DistillConfig, student: PreTrainedModel, pair: Pair, state: Path) -> TrainingSetup:
+    if config.outputs is not None:
+        return stored_setup(
+            config.outputs, pair.draft, loss=config.loss, batch_size=config.batch_size, temperature=config.temperature
+        )
+    served = None
+    if config.server is not None:
+        server = Server.connect(config.server, config.served_model, config.api_key_file)
+        served = served_teacher(server, pair.draft, config.top_logprobs)
+    return text_setup(config, student, pair.draft, pair.target, state, served)
+
+
+def load_student(draft: Path, config: DistillConfig | OnlineConfig) -> PreTrainedModel:
+    """Return the draft in fp32, ready to be trained as the settings want."""
+    student = checkpoint.load_model(draft, torch.float32)
+    if config.gradient_checkpointing:
+        student.gradient_checkpointing_enable()
+    return adapt(student, config.lora_rank, config.seed) if config.lora_rank else student
+
+
+def plan_training(config: TrainConfig) -> Mapping[str, object]:
+    """Return the model and the cost of training it, for people."""
+    _, _, shape = _model_to_train(config, weights=False)
+    tokens = config.steps * config.batch_size * config.seq_len
+    return {"model": shape.describe()} | training_cost(shape, None, tokens=tokens, seq_len=config.seq_len)
+
+
+def train_on_text(config: TrainConfig, output: Output) -> TrainingResult:
+    """Train a model with cross-entropy on text, and write it.
+
+    Raises:
+        UserError: a model that cannot be had or does not fit the settings; or training fails.
+    """
+    source, model_config, _ = _model_to_train(config, weights=True)
+    tokenizer = checkpoint.load_tokenizer(source)
+    if config.model is None:
+        student = checkpoint.new_model(model_config, config.seed)
+    else:
+        checkpoint.check(source)
+        student = checkpoint.load_model(source, torch.float32)
+    sizes = {"rows": config.batch_size, "seq_len": config.seq_len}
+    batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
+    heldout = open_heldout(config.data, tokenizer, most_rows=512, **sizes)
+    setup = TrainingSetup(teacher=None, batches=batches, heldout=heldout, loss=parse_loss("ce"))
+    with claimed_state(output, [source]):
+        return fit_and_write(student, setup, config, TrainedModel(config=model_config, like=source), output, [source])
+
+
+def _model_to_train(config: TrainConfig, weights: bool) -> tuple[Path, dict[str, object], Shape | ApproximateSize]:
+    """Return the directory of the model or of a new model's tokenizer, the config to build, and its shape."""
+    trackers.check(config.report_to)
+    distributed.check(optimizer=config.optimizer)
+    if config.model is not None:
+        source = hub.locate(config.model, weights)
+        check_length(source, config.seq_len)
+        return source, checkpoint.read_config(source), read_size(source)
+    source, shape = Path(str(config.tokenizer)), read_shape_file(Path(str(config.shape)))
+    if not source.is_dir():  # which needs to be no checkpoint where it is a directory
+        source = hub.locate(str(config.tokenizer), weights=False)
+    special = checkpoint.special_ids(checkpoint.load_tokenizer(source))
+    return source, checkpoint.llama_config(shape, context=config.context, **special), shape
+
+
+def check_length(model: Path | None, seq_len: int) -> None:
+    """Raises UserError: sequences are longer than a checkpoint's context."""
+    if model is not None and seq_len > max_model_len(model):
+        raise UserError(f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens")

@@ -1,8 +1,7 @@
-"""llama.py's narrow passes as CUDA graphs: one launch replays a pass, or all that drafts K tokens, for any lengths.
+"""CUDA graphs of llama.py's narrow passes: one launch replays a pass, or the drafting of K tokens, for any lengths.
 
-B rows, T new tokens, K drafted tokens, S cached + new, V vocab. A graph is fixed to a shape, a cache's memory and a
-bucket of S; where the rows stand is data. On a CPU the same static tensors are used and nothing is captured, which is
-how its tests run.
+B rows, T new tokens, K drafted tokens, S cached + new, V vocab. A graph has a fixed shape, cache memory and bucket of
+S; the rows' lengths are data. On a CPU the same static tensors are used without capture, as in tests.
 """
 
 import weakref
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from draftlab.model.llama import Cache, Llama, Tree
 
-BUCKET = 256  # S is rounded up to a multiple: what lies behind a row's own length is masked
-WIDE = 64  # a pass over more tokens is bound by arithmetic, not by launches
+BUCKET = 256  # S is rounded up to a multiple; positions after a row's end are masked
+WIDE = 64  # wider passes are bound by arithmetic, not by launches
 
 Sampler = Callable[
     [Tensor, Tensor], tuple[Tensor, Tensor | None]
@@ -24,11 +23,11 @@ Sampler = Callable[
 
 @dataclass(slots=True)
 class _Store:
-    """A cache's memory, lent to one cache at a time, so that its graphs serve the next text, too."""
+    """Memory that one cache at a time uses, so that its graphs can be replayed for the next text."""
 
     keys: Tensor
     values: Tensor
-    lent: weakref.ref[Tensor]
+    user: weakref.ref[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _Chain:
-    logits: Tensor  # [B, V], behind the texts
+    logits: Tensor  # [B, V], after the texts
     used: Tensor  # [B, 1]
     uniform: Tensor  # [B, K]
     drafted: tuple[Tensor, Tensor | None]
@@ -49,9 +48,9 @@ class _Chain:
 
 
 class CudaGraphLlama(Llama):
-    """A Llama whose narrow passes are replayed. Shares the weights of the model it is made from.
+    """A Llama whose narrow passes are replayed graphs, with the weights of the given model.
 
-    What a pass or a chain gives is overwritten by the next one of its shape.
+    Outputs of a pass or chain are overwritten by the next one of its shape.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -63,18 +62,18 @@ class CudaGraphLlama(Llama):
     def new_cache(self, rows: int, capacity: int) -> Cache:
         self.check_fits(capacity)
         size = (self.shape.layers, rows, self.shape.kv_heads, -(-capacity // BUCKET) * BUCKET, self.shape.head_dim)
-        free = (s for s in self._stores if s.keys.shape == size and s.lent() is None)
+        free = (s for s in self._stores if s.keys.shape == size and s.user() is None)
         store = next(free, None)
         if store is None:
             keys, values = self.embed.new_zeros(size), self.embed.new_zeros(size)
             self._stores.append(store := _Store(keys, values, weakref.ref(keys)))
-        lent = store.keys.view_as(store.keys)  # dies with the cache that it is lent to
-        store.lent = weakref.ref(lent)
-        return Cache(lent, store.values)
+        keys = store.keys.view_as(store.keys)  # collected with the cache that uses it
+        store.user = weakref.ref(keys)
+        return Cache(keys, store.values)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        if tree is not None or ids.numel() > WIDE or not any(cache.used):  # prompts come in every length, and once
+        if tree is not None or ids.numel() > WIDE or not any(cache.used):  # prompts: each length is seen once
             return super().forward(ids, cache, last, tree)
         width = ids.shape[1]
         end = _end(cache, width)
@@ -92,9 +91,9 @@ class CudaGraphLlama(Llama):
     def draft_chain(
         self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler
     ) -> tuple[Tensor, Tensor | None]:
-        """As chain, behind what the cache holds: the K choices and the K - 1 passes between them are one graph.
+        """Draft K tokens after the cached ones, see draft_chain; all choices and passes are one graph.
 
-        choose: hashable; equal ones share a graph. Nothing in it may wait for the device.
+        choose: hashable; equal ones share a graph. It must not synchronise with the device.
         """
         rows, count = uniform.shape
         end = _end(cache, count - 1)
@@ -112,38 +111,37 @@ class CudaGraphLlama(Llama):
     def _capture_chain(self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, end: int) -> _Chain:
         used = torch.tensor(cache.used, device=self.device).unsqueeze(1)
         keys, values = cache.keys.detach(), cache.values
-        made = _Chain(logits.clone(), used, uniform.clone(), (used, None), lambda: None)
+        graph = _Chain(logits.clone(), used, uniform.clone(), (used, None), lambda: None)
 
         def run() -> None:
-            place = used
+            length = used
 
             def following(token: Tensor) -> Tensor:
-                nonlocal place
-                found = self.decode(token.unsqueeze(1), keys, values, self.attention_metadata(place, 1, end), 1)[:, -1]
-                place = place + 1
-                return found
+                nonlocal length
+                metadata = self.attention_metadata(length, 1, end)
+                length = length + 1
+                return self.decode(token.unsqueeze(1), keys, values, metadata, 1)[:, -1]
 
-            made.drafted = draft_chain(made.logits, made.uniform, choose, following)
+            graph.drafted = draft_chain(graph.logits, graph.uniform, choose, following)
 
-        made.replay = capture(run) if self.device.type == "cuda" else run
-        return made
+        graph.replay = capture(run) if self.device.type == "cuda" else run
+        return graph
 
     def _capture(self, ids: Tensor, cache: Cache, last: int, end: int) -> _Graph:
         ids, used = ids.clone(), torch.tensor(cache.used, device=self.device).unsqueeze(1)
-        keys, values = cache.keys.detach(), cache.values  # the cache that is lent may die before the graph
+        keys, values = cache.keys.detach(), cache.values  # the cache may be collected before the graph
         logits = torch.empty(
             *ids.shape[:1], last or ids.shape[1], self.shape.vocab, dtype=keys.dtype, device=self.device
         )
 
         def run() -> None:
-            place = self.attention_metadata(used, ids.shape[1], end)
-            logits.copy_(self.decode(ids, keys, values, place, last))
+            logits.copy_(self.decode(ids, keys, values, self.attention_metadata(used, ids.shape[1], end), last))
 
         return _Graph(ids, used, logits, capture(run) if self.device.type == "cuda" else run)
 
 
 def _end(cache: Cache, width: int) -> int:
-    """S of a graph that feeds so many tokens. Raises ValueError: they do not fit the cache."""
+    """Return S of a graph for width tokens. Raises ValueError: they do not fit the cache."""
     end = max(cache.used) + width
     if end > cache.capacity:
         raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
@@ -153,9 +151,9 @@ def _end(cache: Cache, width: int) -> int:
 def draft_chain(
     logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens drafted one behind the other, [B, K], and the distributions they were drawn from, [B, K, V], if any.
+    """Draft tokens autoregressively, [B, K]; return them and the distributions they were drawn from, [B, K, V], if any.
 
-    logits: behind the texts, [B, V]. uniform: draws in [0, 1), [B, K]. following: logits behind one more token, [B].
+    logits: after the texts, [B, V]. uniform: draws in [0, 1), [B, K]. following: returns logits after one more token.
     """
     ids, q = [], []
     for draws in uniform.unbind(1):
@@ -166,18 +164,18 @@ def draft_chain(
 
 
 def capture(run: Callable[[], object]) -> Callable[[], object]:
-    """run as one CUDA graph, to be replayed on the tensors that it holds."""
+    """Capture run as a CUDA graph; return a function that replays it on the same tensors."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # libraries choose kernels and allocate before they may be captured
+        for _ in range(3):  # libraries choose kernels and allocate before a capture
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
 
-    def replay(alive: Callable[[], object] = run) -> None:  # the graph reads and writes the tensors that run holds
+    def replay(alive: Callable[[], object] = run) -> None:  # keeps the tensors that the graph uses alive
         graph.replay()
 
     return replay

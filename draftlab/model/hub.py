@@ -1,4 +1,4 @@
-"""Names of checkpoints to directories: embedded models, folders, the Hugging Face hub; which files count. No torch."""
+"""Checkpoints by name: embedded models, directories, the Hugging Face hub; and their weight files. No torch."""
 
 import functools
 import json
@@ -7,6 +7,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 from draftlab.errors import UserError, did_you_mean
@@ -15,16 +16,16 @@ from draftlab.model.layouts import other_layout
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]  # configuration and tokenizer
-PATIENCE = 3  # seconds
+TIMEOUT_SECONDS = 3
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint: an embedded name (``tiny``), a directory, or a hub name, which is fetched.
+    """Return the directory of a checkpoint: an embedded name (``tiny``), a directory, or a hub name, downloaded.
 
-    A hub name is OWNER/NAME or OWNER/NAME@REVISION. Without weights its configuration and tokenizer alone are fetched.
+    A hub name is OWNER/NAME or OWNER/NAME@REVISION. weights=False downloads configuration and tokenizer only.
 
     Raises:
-        UserError: none of these, with what was tried; weights that are not there or lie there in another layout.
+        UserError: there is no such checkpoint, or its weights are missing or in another layout.
     """
     path = Path(name)
     embedded = sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir())
@@ -46,10 +47,10 @@ def locate(name: str | Path, weights: bool = True) -> Path:
 
 
 def import_source(name: str) -> Path:
-    """Return what draftlab import reads: a path, or a hub name, of which .bin files and adapters are fetched.
+    """Return the path to import from: the given one, or that of a hub repository's .bin files or adapter, downloaded.
 
     Raises:
-        UserError: a hub name that cannot be had.
+        UserError: the repository cannot be downloaded.
     """
     if Path(name).exists() or name.count("/") != 1 or Path(name).is_absolute():
         return Path(name)
@@ -58,7 +59,7 @@ def import_source(name: str) -> Path:
 
 
 def checkpoint_name(directory: Path) -> str:
-    """Return what a checkpoint's directory is called, which in the hub's cache is not the name of the directory."""
+    """Return the name of a checkpoint; in the hub's cache it is not that of the directory."""
     if directory.parent.name == "snapshots":
         return directory.parent.parent.name.rpartition("--")[2]
     return directory.absolute().name
@@ -67,87 +68,84 @@ def checkpoint_name(directory: Path) -> str:
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
     """Return the files of a checkpoint's weights as transformers picks them: model.safetensors, or those of an index.
 
-    Each with the tensors that the index takes from it, None for all.
+    The value is the names of the tensors that the index takes from a file, or None for all.
 
     Raises:
-        UserError: none there, or an index that is broken, names a tensor twice or a file that is missing or outside.
+        UserError: no weights, or an index that is broken, names a tensor twice or a file that is missing or outside.
     """
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: None}
     if not (directory / INDEX).is_file():
         _refuse_other_layouts(directory)
         shards = sorted(p.name for p in directory.glob("*.safetensors"))
-        why = f"; {shards[0]} needs its {INDEX}" if shards else ""
-        raise UserError(f"{directory} holds no {SINGLE} and no {INDEX}{why}")
+        hint = f"; {shards[0]} needs its {INDEX}" if shards else ""
+        raise UserError(f"{directory} has no {SINGLE} and no {INDEX}{hint}")
     index = read_index(directory / INDEX)
     files = {directory / name: {t for t, file in index.items() if file == name} for name in sorted(set(index.values()))}
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise UserError(f"{directory}: {missing[0]} is missing, which {INDEX} names")
+        raise UserError(f"{directory}: {missing[0]}, named in {INDEX}, is missing")
     return dict(files)
 
 
 def read_index(file: Path) -> dict[str, str]:
     """Return the file name of each tensor. Raises UserError: see weight_files."""
 
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = [name for name, _ in pairs]
-        twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-        if twice is not None:
-            raise UserError(f"{file}: two tensors are called {twice!r}")
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 0)
+        if count > 1:
+            raise UserError(f"{file}: two tensors are called {name!r}")
         return dict(pairs)
 
     try:
-        read = json.loads(file.read_text(), object_pairs_hook=once)
-        index = {str(tensor): str(name) for tensor, name in read["weight_map"].items()}
+        content = json.loads(file.read_text(), object_pairs_hook=unique)
+        index = {str(tensor): str(name) for tensor, name in content["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no index of tensors: {type(error).__name__} {error}") from None
+        raise UserError(f"{file} is not an index of tensors: {type(error).__name__} {error}") from None
     outside = [name for name in index.values() if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside or not index:
-        raise UserError(f"{file} names {'a file outside its folder: ' + outside[0] if outside else 'no tensor'}")
+        raise UserError(f"{file} names {'a file outside its directory: ' + outside[0] if outside else 'no tensor'}")
     return index
 
 
 def check_data(mixture: str) -> str:
     """Return the mixture. Raises UserError: part of it is on the hub, which cannot be reached."""
     on_hub = [part.strip().partition("=")[0] for part in mixture.split(",") if part.strip().startswith("hf:")]
-    why = unreachable() if on_hub else None
-    if why:
+    reason = offline_reason() if on_hub else None
+    if reason:
         raise UserError(
-            f"data {on_hub[0]!r} is on the hub, which cannot be reached ({why}); "
-            "name text that is here: --data FILE, a folder, or stdlib"
+            f"data {on_hub[0]!r} is on the hub, which cannot be reached ({reason}); "
+            "name local text: --data FILE, a folder, or stdlib"
         )
     return mixture
 
 
-def unreachable() -> str | None:
-    """Return why the hub cannot be reached; None where it answers. Found out once for each endpoint."""
+def offline_reason() -> str | None:
+    """Return why the hub cannot be reached, or None if it can; each endpoint is tried once."""
     from huggingface_hub import constants
 
-    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _silence(constants.ENDPOINT)
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _connection_error(constants.ENDPOINT)
 
 
 @functools.cache
-def _silence(endpoint: str) -> str | None:
+def _connection_error(endpoint: str) -> str | None:
     outcome: list[str | None] = []
 
-    def ask() -> None:
+    def connect() -> None:
         try:
-            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PATIENCE).close()
+            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=TIMEOUT_SECONDS).close()
         except urllib.error.HTTPError:
-            outcome.append(None)  # an answer
+            outcome.append(None)  # an answer all the same
         except OSError as error:
-            why = getattr(error, "reason", error)
-            outcome.append(
-                None if isinstance(why, ssl.SSLError) else str(why)
-            )  # the client may know other certificates
+            reason = getattr(error, "reason", error)
+            outcome.append(None if isinstance(reason, ssl.SSLError) else str(reason))  # the client has its own CAs
         else:
             outcome.append(None)
 
-    asking = threading.Thread(target=ask, daemon=True)  # looking a name up knows no time limit
-    asking.start()
-    asking.join(PATIENCE)
-    return outcome[0] if outcome else f"no answer from {endpoint} in {PATIENCE} s"
+    thread = threading.Thread(target=connect, daemon=True)  # a name look-up has no time limit of its own
+    thread.start()
+    thread.join(TIMEOUT_SECONDS)
+    return outcome[0] if outcome else f"no answer from {endpoint} in {TIMEOUT_SECONDS} s"
 
 
 def _refuse_other_layouts(path: Path) -> None:
@@ -163,63 +161,65 @@ def _siblings(path: Path) -> list[str]:
 
 def _from_hub(name: str, weights: bool) -> Path:
     repo, _, revision = name.partition("@")
-    place = _fetch(repo, revision, PLAIN, ["*/*"])
-    if not (place / "config.json").is_file():
-        raise UserError(f"{name} is no checkpoint: it has no config.json{_other_layout_there(repo, place)}")
-    if not weights or (place / SINGLE).is_file():
-        return place
-    files = sorted(set(read_index(place / INDEX).values())) if (place / INDEX).is_file() else [SINGLE]
-    place = _fetch(repo, revision, files)
-    if not all((place / file).is_file() for file in files):
-        raise UserError(f"{name} has no {files[0]}{_other_layout_there(repo, place)}")
-    return place
+    directory = _fetch(repo, revision, PLAIN, ["*/*"])
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{name} is not a checkpoint: it has no config.json{_import_hint(repo, directory)}")
+    if not weights or (directory / SINGLE).is_file():
+        return directory
+    index = directory / INDEX
+    files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]
+    directory = _fetch(repo, revision, files)
+    if not all((directory / file).is_file() for file in files):
+        raise UserError(f"{name} has no {files[0]}{_import_hint(repo, directory)}")
+    return directory
 
 
 def _fetch(repo: str, revision: str, patterns: list[str], ignored: list[str] | None = None) -> Path:
-    """Return the directory of a hub repository with the files of these patterns in it.
+    """Return the local directory of a hub repository, with the files of these patterns.
 
     Raises:
-        UserError: they are neither in the hub's cache here nor to be had.
+        UserError: they are neither in the hub's cache nor can be downloaded.
     """
     from huggingface_hub import constants, errors, snapshot_download
 
-    name, why = f"{repo}@{revision}" if revision else repo, unreachable()
+    name, offline = f"{repo}@{revision}" if revision else repo, offline_reason()
     try:
-        place = snapshot_download(
+        directory = snapshot_download(
             repo,
             revision=revision or None,
             allow_patterns=patterns,
             ignore_patterns=ignored,
-            local_files_only=bool(why),
+            local_files_only=bool(offline),
         )
-        return Path(place)
+        return Path(directory)
     except errors.GatedRepoError:
-        reason = f"its owner gives it to whom asks: do so at {constants.ENDPOINT}/{repo}, then type: hf auth login"
+        reason = f"access must be requested at {constants.ENDPOINT}/{repo}; then run hf auth login"
     except errors.RepositoryNotFoundError:
-        reason = "the hub has no such name, or it is private (then type: hf auth login)"
+        reason = "the hub has no such repository, or it is private (then run hf auth login)"
     except errors.RevisionNotFoundError:
         reason = f"it has no revision {revision!r}"
     except errors.LocalEntryNotFoundError as error:
-        why = why or " ".join(str(error.__cause__ or error).split())[:160]
+        offline = offline or " ".join(str(error.__cause__ or error).split())[:160]
         reason = (
-            f"the hub cannot be reached ({why}), and not all of it was fetched before; name a directory, "
-            "or begin with: draftlab init --preset tiny"
+            f"the hub cannot be reached ({offline}), and its cache lacks files; name a directory, "
+            "or start with draftlab init --preset tiny"
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    raise UserError(f"{name} is no directory here and could not be fetched: {reason}")
+    raise UserError(f"{name} is not a directory and could not be downloaded: {reason}")
 
 
-def _other_layout_there(repo: str, place: Path) -> str:
-    """Return how to import what a hub repository holds instead, as the end of a message; '' where that is nothing."""
+def _import_hint(repo: str, directory: Path) -> str:
+    """Return the end of a message with the commands that import another layout of a repository, '' if it has none."""
     from huggingface_hub import HfApi
 
-    files = [] if unreachable() else HfApi().list_repo_files(repo, revision=place.name)
+    files = [] if offline_reason() else HfApi().list_repo_files(repo, revision=directory.name)
     kinds = [".gguf", "adapter_config.json", "pytorch_model.bin", "pytorch_model.bin.index.json"]
     other = next((file for kind in kinds for file in files if file.endswith(kind)), None)
     if other is None:
         return ""
     folder = repo.split("/")[1]
-    given = f"{folder}/{other}" if other.endswith(".gguf") else folder
-    fetch = shlex.join(["hf", "download", repo, *([other] if given != folder else []), "--local-dir", folder])
-    return f", but {other}; type: {fetch} && {shlex.join(['draftlab', 'import', given, '--out', f'{folder}-imported'])}"
+    source = f"{folder}/{other}" if other.endswith(".gguf") else folder
+    fetch = shlex.join(["hf", "download", repo, *([other] if source != folder else []), "--local-dir", folder])
+    convert = shlex.join(["draftlab", "import", source, "--out", f"{folder}-imported"])
+    return f", but {other}; import it with: {fetch} && {convert}"

@@ -1,4 +1,4 @@
-"""Layouts in which checkpoints come, other than a Hugging Face directory with safetensors. No torch."""
+"""Layouts of checkpoints other than Hugging Face directories with safetensors. No torch."""
 
 import shlex
 from dataclasses import dataclass
@@ -7,26 +7,27 @@ from typing import Literal
 
 Kind = Literal["gguf", "bin", "adapter"]
 NOUNS: dict[Kind, str] = {"gguf": "a GGUF file", "bin": "a checkpoint in .bin files", "adapter": "a PEFT adapter"}
-BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")  # of two, the index counts
+BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")  # the index wins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Another layout: its kind, and the file or directory that draftlab import takes."""
+    """The kind of a layout, and the file or directory that draftlab import reads."""
 
     kind: Kind
     path: Path
 
     def advice(self) -> str:
-        """Return what it is and the command to type, to go on after 'PATH is'."""
+        """Return the end of a sentence that starts with 'PATH is': the noun and the command that imports it."""
         out = self.path.stem if self.kind == "gguf" else f"{self.path.absolute().name}-imported"
-        return f"{NOUNS[self.kind]}; first type: {shlex.join(['draftlab', 'import', str(self.path), '--out', out])}"
+        command = shlex.join(["draftlab", "import", str(self.path), "--out", out])
+        return f"{NOUNS[self.kind]}; first import it with: {command}"
 
 
 def other_layout(path: Path) -> Layout | None:
-    """Return what draftlab import would read at path; None where there is nothing that it reads.
+    """Return the layout that draftlab import would read at path, or None if it is not one of those.
 
-    A directory that holds one GGUF file and no config.json stands for that file, a .bin file for its directory.
+    A directory with a single GGUF file stands for that file, a .bin file for its directory.
     """
     if path.is_file():
         if path.suffix == ".gguf" or _starts_as_gguf(path):

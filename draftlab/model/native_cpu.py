@@ -1,7 +1,7 @@
-"""llama.py's pass as one compiled function, for CPUs: Python and dispatch cost more than the products of a small model.
+"""Narrow passes of llama.py in compiled C++, for CPUs, where Python and dispatch cost more than small products.
 
-B rows, T new tokens, V vocab. Built from native_cpu.cpp on first use and kept. Weights are those of the model, or int8
-with one scale per output. Narrow passes give a text the same bits at every width and beside any other rows.
+B rows, T new tokens, V vocab. native_cpu.cpp is compiled on first use. Weights are the model's, or int8 with a scale
+per output. A text gets the same bits at every width of a pass and beside any other rows.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from draftlab.model.llama import Block, Cache, Llama, Tree
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"  # Clang on Arm has this alone
-WIDE = 32  # a pass over more tokens is bound by arithmetic: torch's own products are faster there
+TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"  # the only one of Clang on Arm
+WIDE = 32  # wider passes are bound by arithmetic, in which torch is faster
 
 
 class _Matrix(Structure):
@@ -58,20 +58,20 @@ class _Pass(Structure):
 
 
 class NativeLlama(Llama):
-    """A Llama on the CPU whose narrow passes run compiled. Shares the weights of the model it is made from."""
+    """A Llama on the CPU whose narrow passes are compiled, with the weights of the given model."""
 
     def __init__(self, model: Llama, int8: bool = False) -> None:
-        """Raises UserError: not on the CPU, a dtype other than float32 and bfloat16, or no compiler."""
+        """Raises UserError: not on the CPU, neither float32 nor bfloat16, or no compiler."""
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
         self._run: Callable[..., None] = getattr(library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}")
-        self._held: list[Tensor] = []  # what the structures point to
-        self._model = self._describe()
+        self._tensors: list[Tensor] = []  # those that the structures point to
+        self._model = self._structure()
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """As Llama's; logits are float32."""
+        """Run one pass, see Llama.forward; logits are float32."""
         rows, width = ids.shape
         if ids.numel() > WIDE and not self.int8:
             return super().forward(ids, cache, last, tree)
@@ -79,20 +79,23 @@ class NativeLlama(Llama):
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
         logits = torch.empty(rows, last or width, len(self.head))
         ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
-        shape = (None, None) if tree is None else (tree.depth.data_ptr(), tree.sees.data_ptr())
-        held = (cache.keys.data_ptr(), cache.values.data_ptr(), logits.data_ptr())
-        now = _Pass(rows, width, last or width, cache.capacity, ids.data_ptr(), ctypes.addressof(used), *shape, *held)
+        tree_data = (None, None) if tree is None else (tree.depth.data_ptr(), tree.mask.data_ptr())
+        buffers = (cache.keys.data_ptr(), cache.values.data_ptr(), logits.data_ptr())
+        step = _Pass(
+            rows, width, last or width, cache.capacity, ids.data_ptr(), ctypes.addressof(used), *tree_data, *buffers
+        )
         self._model.threads = torch.get_num_threads()
-        self._run(ctypes.byref(self._model), ctypes.byref(now))
+        self._run(ctypes.byref(self._model), ctypes.byref(step))
         cache.used = [used + width for used in cache.used]
         return self.expand_logits(logits)
 
-    def _describe(self) -> _Model:
+    def _structure(self) -> _Model:
         s = self.shape
         layers = (_Layer * s.layers)(*map(self._layer, self.blocks))
         return _Model(
             s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, len(self.head), 1, self.eps,
-            self._at(self.embed), *map(self._float, (self.norm, self.cos, self.sin)), self._matrix(self.head), layers,
+            self._pointer(self.embed), *map(self._float_pointer, (self.norm, self.cos, self.sin)),
+            self._matrix(self.head), layers,
         )  # fmt: skip
 
     def _layer(self, block: Block) -> _Layer:
@@ -102,7 +105,7 @@ class NativeLlama(Llama):
             self._matrix(block.o, block.o_bias),
             self._matrix(block.gate_up, block.gate_up_bias),
             self._matrix(block.down, block.down_bias),
-            *map(self._float, (block.input_norm, block.post_norm, q_norm, k_norm)),
+            *map(self._float_pointer, (block.input_norm, block.post_norm, q_norm, k_norm)),
         )
 
     def _matrix(self, weights: Tensor, bias: Tensor | None = None) -> _Matrix:
@@ -110,18 +113,18 @@ class NativeLlama(Llama):
         if self.int8:
             scale = weights.float().abs().amax(1).clamp_min(1e-12) / 127  # [out]
             weights = (weights.float() / scale.unsqueeze(1)).round().to(torch.int8)
-        return _Matrix(self._at(weights), self._float(scale), self._float(bias))
+        return _Matrix(self._pointer(weights), self._float_pointer(scale), self._float_pointer(bias))
 
-    def _float(self, values: Tensor | None) -> int | None:
-        return None if values is None else self._at(values.float())
+    def _float_pointer(self, values: Tensor | None) -> int | None:
+        return None if values is None else self._pointer(values.float())
 
-    def _at(self, values: Tensor) -> int:
-        self._held.append(values.contiguous())
-        return self._held[-1].data_ptr()
+    def _pointer(self, values: Tensor) -> int:
+        self._tensors.append(values.contiguous())
+        return self._tensors[-1].data_ptr()
 
 
 def check(device: torch.device, dtype: torch.dtype) -> str:
-    """The dtype's name. Raises UserError: not on the CPU, or a dtype other than float32 and bfloat16."""
+    """Return the dtype's name. Raises UserError: not on the CPU, or neither float32 nor bfloat16."""
     name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
         raise UserError(f"mode native runs float32 and bfloat16 on a CPU, not {name} on {device.type}")
@@ -130,14 +133,14 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 
 @cache
 def library(tuned: str = TUNED) -> ctypes.CDLL:
-    """native_cpu.cpp, compiled for this machine, or for what tuned says; built on first use.
+    """Return native_cpu.cpp, compiled for this processor on first use. tuned: the compiler's flag for that.
 
     Raises:
-        UserError: no compiler, one that cannot compile it, or nowhere to keep what it built.
+        UserError: no compiler, a compiler error, or no writable cache directory.
     """
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if compiler is None:
-        raise UserError("mode native needs a C++ compiler, and there is no c++, g++ or clang++; take eager")
+        raise UserError("mode native needs a C++ compiler, and there is no c++, g++ or clang++; use --mode eager")
     command = [compiler, *FLAGS, tuned, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[:16]
     file = Path.home() / ".cache" / "draftlab" / f"native-{key}.so"
@@ -146,21 +149,21 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
             _compile(command, file)
         return ctypes.CDLL(str(file))
     except OSError as error:
-        raise UserError(f"mode native cannot use {file.parent}: {error}; take mode eager") from None
+        raise UserError(f"mode native cannot use {file.parent}: {error}; use --mode eager") from None
 
 
 def _compile(command: list[str], file: Path) -> None:
-    note(f"compiling {SOURCE.name}, once on this machine")
+    note(f"compiling {SOURCE.name}, once per machine")
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; take mode eager")
+        raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; use --mode eager")
     part.rename(file)
 
 
 def _features() -> str:
-    """What this processor can do: a home directory may be shared by machines that differ."""
+    """Return the processor's features: different machines may share a home directory."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())

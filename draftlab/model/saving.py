@@ -1,4 +1,4 @@
-"""A checkpoint's directory written: config, safetensors shards, tokenizer files."""
+"""Writing of checkpoints: config, safetensors shards, tokenizer files."""
 
 import json
 import shutil
@@ -24,15 +24,15 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SHARD_BYTES = 1_000_000_000  # what is held in memory while a checkpoint is written piece by piece
+SHARD_BYTES = 1_000_000_000  # buffered in memory while weights are produced one at a time
 
 
 def write_checkpoint(
     directory: Path, config: dict[str, object], weights: Iterable[tuple[str, Tensor]], tokenizer_from: Path | None
 ) -> int:
-    """config.json, safetensors shards and the tokenizer's files, copied verbatim; the weights' bytes.
+    """Write config.json, safetensors shards and a copy of the tokenizer; return the bytes of the weights.
 
-    weights may be made one at a time: no more than a shard of them is held.
+    weights may be a generator: at most one shard is kept in memory.
     """
     try:
         dtypes, size = _save_sharded(directory, weights)
@@ -52,12 +52,12 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters as dtype on the CPU; a tied head is left out, as in any Hugging Face checkpoint."""
+    """Return the parameters as dtype on the CPU, without a tied head, as Hugging Face checkpoints are."""
     return ((name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters())
 
 
 def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:
-    """model.safetensors, or numbered shards of at most SHARD_BYTES and their index; dtypes and bytes written."""
+    """Write model.safetensors, or shards of at most SHARD_BYTES and their index; return dtypes and bytes."""
     index: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
     dtypes, total, number = set(), 0, 1

@@ -1,4 +1,4 @@
-"""Tokenizers that come as SentencePiece's file alone: read so that they give the ids that SentencePiece gives."""
+"""Tokenizers with SentencePiece's file only, checked and corrected to give SentencePiece's own ids."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerBase, TokenizersBack
 
 from draftlab.errors import UserError
 
-# Texts in which tokenizers of one vocabulary part ways: white space, digits, case, scripts, what is glued together.
+# Texts on which tokenizers of one vocabulary differ: white space, digits, case, scripts, punctuation.
 PROBES = (
     "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n",
     "The quick brown fox jumps over the lazy dog.",
@@ -35,40 +35,40 @@ PROBES = (
 
 
 def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
-    """Return tokenizer, or one that gives SentencePiece's own ids where it does not.
+    """Return the tokenizer, corrected if its ids are not SentencePiece's.
 
-    transformers 5 orders merges by id, and LLaMA's runs of spaces have the first ids and the last scores; without a
-    tokenizer_config.json it also puts neither a space nor bos in front, as LLaMA's does.
+    transformers 5 orders merges by id, while LLaMA's runs of spaces have the first ids and the last scores; without a
+    tokenizer_config.json it also omits the leading space and bos.
 
     Raises:
-        UserError: none does.
+        UserError: no correction helps.
     """
     try:
         processor = SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError):
-        return tokenizer  # tiktoken's, by the same name
+        return tokenizer  # tiktoken's file has the same name
     if _agrees(tokenizer, processor):
         return tokenizer
-    alone: dict[str, Any] = {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}
-    for candidate in (tokenizer, LlamaTokenizer.from_pretrained(file.parent, **alone)):
+    defaults: dict[str, Any] = {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}
+    for candidate in (tokenizer, LlamaTokenizer.from_pretrained(file.parent, **defaults)):
         if isinstance(candidate, TokenizersBackend) and isinstance(candidate.backend_tokenizer.model, models.BPE):
             candidate.backend_tokenizer.model = _by_score(processor)  # type: ignore[assignment]
             if _agrees(candidate, processor):
                 return candidate
-    raise UserError(f"transformers gives other ids than SentencePiece by {file}; put its tokenizer.json beside it")
+    raise UserError(f"transformers gives other ids than SentencePiece with {file}; add the model's tokenizer.json")
 
 
 def _agrees(tokenizer: PreTrainedTokenizerBase, processor: SentencePieceProcessor) -> bool:
-    texts = [text.lstrip(" ") for text in PROBES]  # transformers puts no space in front of a space, and means it
+    texts = [text.lstrip(" ") for text in PROBES]  # transformers adds no space before a space, on purpose
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] == processor.encode(texts)
 
 
 def _by_score(processor: SentencePieceProcessor) -> models.BPE:
-    """Return its merges by score; of one score, what begins furthest left grows first, as there."""
+    """Return a BPE model with SentencePiece's merges, by score and then leftmost first."""
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
-    aside = {i for i in ids if processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)}
-    scores = {piece: processor.get_score(i) for piece, i in vocab.items() if i not in aside}
+    special = {i for i in ids if processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)}
+    scores = {piece: processor.get_score(i) for piece, i in vocab.items() if i not in special}
     merges = [
         (piece[:at], piece[at:])
         for piece in scores

@@ -1,4 +1,4 @@
-"""How large a checkpoint of any architecture is, by its config and the names of its tensors: for plans and cards."""
+"""Sizes of checkpoints of any architecture, from config and tensor names; costs of training, for plans and cards."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from draftlab.model.shape import Shape, format_count
 
 @dataclass(frozen=True, slots=True)
 class ApproximateSize:
-    """A model that is not LLaMA-like: what transformers builds of its config, which is all that is known of it."""
+    """Sizes of a model that is not LLaMA-like, by the module that transformers builds; partly upper bounds."""
 
     kind: str
     count: int
@@ -29,16 +29,16 @@ class ApproximateSize:
         return self.count * bytes_per_weight
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Return that of as many full heads as the hidden size has: an upper bound of what attention caches."""
+        """Return an upper bound: KV heads as wide as the hidden size."""
         return int(2 * self.layers * self.hidden * bytes_per_value)
 
     def flops_per_token(self, context: int) -> int:
-        """Two for every parameter: an upper bound where a token passes only some of the experts."""
+        """Return two per parameter, an upper bound for a mixture of experts."""
         return 2 * self.count
 
 
 def read_size(directory: Path) -> Shape | ApproximateSize:
-    """Return the shape of a checkpoint, or its parameters where it is not LLaMA-like.
+    """Return the shape of a checkpoint, or its approximate size if it is not LLaMA-like.
 
     Raises:
         UserError: config or tensors cannot be read or contradict each other, or transformers cannot build it.
@@ -47,18 +47,18 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
         return checkpoint.planned_shape(directory)
     except OtherArchitecture:
         config = checkpoint.read_config(directory)
-        built = checkpoint.meta_model(config, torch.float32)
-        text, count = built.config.get_text_config(), sum(p.numel() for p in built.parameters())
+        model = checkpoint.meta_model(config, torch.float32)
+        text, count = model.config.get_text_config(), sum(p.numel() for p in model.parameters())
         return ApproximateSize(str(config.get("model_type")), count, text.num_hidden_layers, text.hidden_size)
 
 
 def training_cost(
     student: Shape | ApproximateSize, teacher: Shape | ApproximateSize | None, *, tokens: int, seq_len: int
 ) -> dict[str, str]:
-    """What a training run needs, for people: tokens, floating-point operations, memory, disk.
+    """Return what a training run needs, as text: tokens, floating-point operations, memory, disk.
 
     6 operations per weight and token to train, 2 for the teacher's pass; fp32 weights, gradients and two Adam moments;
-    the teacher in bf16. Activations are left out; logits are made in chunks of some 100 MB.
+    a bf16 teacher. Activations are not included; logits are computed in chunks of about 100 MB.
     """
     weights = 16 * student.params() + (teacher.weight_bytes() if teacher else 0)
     per_token = 3 * student.flops_per_token(seq_len // 2) + (teacher.flops_per_token(seq_len // 2) if teacher else 0)

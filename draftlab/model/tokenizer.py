@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer for source code and save it as a Hugging Face tokenizer."""
+"""Training of byte-level BPE tokenizers for source code, and checks that vocabularies fit."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from draftlab.model.checkpoint import load_tokenizer, vocab_size
 from draftlab.model.hub import checkpoint_name
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
-# A word with what is glued to its front; up to three digits; punctuation with the line break and the indentation
-# that follow; blank lines with the next indentation. Indentation is most of Python's white space: one token for it.
+# A word with one sign before it; up to three digits; punctuation with the line break and indentation after it; blank
+# lines with the next indentation. Most of Python's white space is indentation, so it gets single tokens.
 CODE_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:[\r\n]+[ \t]*)?|\s*[\r\n]+[ \t]*|[ \t]+"
 
 
 def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json under out; every byte is covered, bos is put in front."""
+    """Write tokenizer.json and tokenizer_config.json under out; all bytes are covered, and bos starts each text."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(CODE_PIECES), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -41,33 +41,33 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
 
 
 def known_ids(*models: Path) -> int:
-    """Return how many ids, from 0 on, stand for a token in all of them: further logits are padding."""
+    """Return the number of ids that are tokens in all models; logits above it are padding."""
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
 
 
 def check_embeds(model: Path) -> None:
-    """Raises UserError: its tokenizer makes ids of text that it has no embedding for; added tokens do not count."""
-    words, have = load_tokenizer(model).vocab_size, vocab_size(model)
-    if words > have:
-        raise UserError(f"{model} knows {have:,} ids, and its tokenizer makes {words:,}: they are of different models")
+    """Raises UserError: the tokenizer has ids without an embedding; added tokens are not counted."""
+    ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
+    if ids > embeddings:
+        raise UserError(f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,}: they do not fit")
 
 
 def common_vocabulary(draft: Path, target: Path) -> int:
-    """How many ids, from 0 on, both models have logits for and both tokenizers give the same meaning.
+    """Return the number of ids that both models have logits for; both tokenizers must give them the same tokens.
 
-    Speculation compares ids. Heads of one family are padded to different sizes: the smaller size counts.
+    Speculation compares ids. Heads of one family may be padded to different sizes; the smaller one counts.
 
     Raises:
-        UserError: the first id below it that differs, or a model that does not know what its tokenizer makes of text.
+        UserError: an id that differs, or a tokenizer with ids that its model does not embed.
     """
     for model in (draft, target):
         check_embeds(model)
     size = min(vocab_size(model) for model in (draft, target))
-    mine, its = ({i: t for t, i in load_tokenizer(model).get_vocab().items()} for model in (draft, target))
-    first = next((i for i in range(size) if mine.get(i) != its.get(i)), None)
+    drafts, targets = ({i: t for t, i in load_tokenizer(model).get_vocab().items()} for model in (draft, target))
+    first = next((i for i in range(size) if drafts.get(i) != targets.get(i)), None)
     if first is not None:
         raise UserError(
             f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: "
-            f"id {first} is {mine.get(first)!r} and {its.get(first)!r}; speculation needs the same vocabulary"
+            f"id {first} is {drafts.get(first)!r} and {targets.get(first)!r}; speculation needs the same vocabulary"
         )
     return size

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read lazily; buffers that transformers ignores are ignored."""
+"""Lazily read tensors of a checkpoint, without the buffers that transformers ignores."""
 
 import re
 from collections import Counter
@@ -13,38 +13,38 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.model.hub import weight_files
 
-# Buffers that checkpoints of LLaMA 1 and 2 and their age hold and that no model reads: transformers makes them itself.
+# Buffers in checkpoints of the age of LLaMA 1 and 2 that no model reads: transformers computes them itself.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
 PIECE_BYTES = 1 << 25
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint's safetensors files, read one at a time when asked for, as dtype on device.
+    """The tensors of a checkpoint's safetensors files, each read on access, as dtype on device.
 
-    Files are read and not mapped, large tensors a piece at a time: pages of a mapping and a copy in another dtype would
-    count as memory beside the tensor itself.
+    Files are read and not mapped, large tensors in pieces: pages of a mapping and a copy in another dtype would use
+    memory beside the tensor itself.
 
     Raises:
-        UserError: a file that is missing, cut off or no safetensors; a tensor that is there twice or not at all; on
-            reading, one that holds NaN.
+        UserError: a file is missing, truncated or not safetensors; a tensor is missing or there twice; on access, a
+            value is not finite.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
-        """dtype, device: left out, as stored, in memory."""
-        self.directory, self._as, self._device = directory, dtype, device
+        """dtype: default as stored. device: default the CPU."""
+        self.directory, self._dtype, self._device = directory, dtype, device
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, str] = {}
-        seen: dict[str, Path] = {}
+        files: dict[str, Path] = {}
         for file, listed in weight_files(directory).items():
             headers = _headers(file)
-            lost, twice = sorted((listed or set()) - set(headers)), sorted(set(headers) & set(seen))
-            if lost:
-                raise UserError(f"{file} has no tensor {lost[0]!r}, which the index takes from it")
+            missing, twice = sorted((listed or set()) - set(headers)), sorted(set(headers) & set(files))
+            if missing:
+                raise UserError(f"{file} has no tensor {missing[0]!r}, which the index assigns to it")
             if twice:
-                raise UserError(f"{directory} holds {twice[0]!r} twice: in {seen[twice[0]].name} and {file.name}")
-            seen |= dict.fromkeys(headers, file)
+                raise UserError(f"{directory} has {twice[0]!r} twice: in {files[twice[0]].name} and {file.name}")
+            files |= dict.fromkeys(headers, file)
             for name, (shape, stored) in headers.items():
                 if (listed is None or name in listed) and not BUFFERS.search(name) and stored != "BOOL":
                     self._files[name], self._shapes[name], self._stored[name] = file, shape, stored
@@ -53,7 +53,7 @@ class Weights(Mapping[str, Tensor]):
         rows, stored = self._slice(name), STORED.get(self._stored[name])
         if stored is None or not self._shapes[name]:
             return rows[...].to(self._device)
-        tensor = torch.empty(self._shapes[name], dtype=self._as or stored, device=self._device)
+        tensor = torch.empty(self._shapes[name], dtype=self._dtype or stored, device=self._device)
         step = max(1, PIECE_BYTES * len(tensor) // max(1, stored.itemsize * tensor.numel()))
         for at in range(0, len(tensor), step):
             piece = rows[at : min(at + step, len(tensor))]
@@ -62,7 +62,7 @@ class Weights(Mapping[str, Tensor]):
         return tensor
 
     def slices(self) -> dict[str, Any]:
-        """Return what transformers takes for a state dict and reads when it needs it."""
+        """Return a state dict of lazy slices, as transformers accepts it."""
         return {name: self._slice(name) for name in self}
 
     def _slice(self, name: str) -> Any:
@@ -70,24 +70,22 @@ class Weights(Mapping[str, Tensor]):
 
     @property
     def parameters(self) -> int:
-        """How many values all tensors hold."""
+        """Return the number of values in all tensors."""
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        """What most values are stored as.
+        """Return the dtype of most values.
 
         Raises:
-            UserError: as no floating-point type that is computed with: quantised.
+            UserError: it is not a floating-point dtype of models; the checkpoint is quantised.
         """
         values: Counter[str] = Counter()
         for name, shape in self._shapes.items():
             values[self._stored[name]] += torch.Size(shape).numel()
         most = values.most_common(1)[0][0]
         if most not in STORED:
-            raise UserError(
-                f"{self.directory} is quantised (its weights are stored as {most}); name the plain checkpoint"
-            )
+            raise UserError(f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights")
         return STORED[most]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -107,7 +105,7 @@ def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
         and tensor.numel()
         and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
     ):
-        raise UserError(f"{directory}: {name} holds values that are not finite (NaN or infinity)")
+        raise UserError(f"{directory}: {name} has values that are not finite (NaN or infinity)")
 
 
 def _headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:

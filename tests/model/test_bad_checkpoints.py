@@ -36,13 +36,13 @@ def doubled(place: Path) -> None:
 
 WRONG = {
     "truncated": (lambda p: truncate(p / SECOND), f"{SECOND} is not a readable safetensors file"),
-    "missing": (lambda p: (p / SECOND).unlink(), f"{SECOND} is missing, which model.safetensors.index.json names"),
-    "outside": (lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"), "a file outside its folder"),
+    "missing": (lambda p: (p / SECOND).unlink(), f"{SECOND}, named in model.safetensors.index.json"),
+    "outside": (lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"), "a file outside"),
     "doubled": (doubled, "'model.norm.weight' twice"),
     "sizes": (lambda p: configured(p, intermediate_size=96), "(96, 64)"),
     "layers": (lambda p: configured(p, num_hidden_layers=7), "model.layers.5"),
     "quantised": (lambda p: configured(p, quantization_config={"quant_method": "fp8"}), "is quantised (fp8)"),
-    "nan": (lambda p: spoiled(p, "model.norm.weight", float("nan")), "model.norm.weight holds values that are not fin"),
+    "nan": (lambda p: spoiled(p, "model.norm.weight", float("nan")), "model.norm.weight has values that are not fin"),
 }
 OTHER = {
     "draft.gguf": "draftlab import",

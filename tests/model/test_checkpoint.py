@@ -59,7 +59,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
     code = f"""
         import resource, signal, torch
         from pathlib import Path
-        from draftlab import checkpoint, saving
+        from draftlab.model import checkpoint, saving
         from draftlab.errors import UserError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
@@ -110,7 +110,7 @@ def spoil(directory, tmp_path, change):
     [
         (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "no tensor 'model.layers.2.mlp.up_proj.weight'"),
         (lambda t: t.update({"model.layers.0.mlp.router.weight": torch.ones(2)}), "unknown tensor"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"is \(63,\), its config.json says \(64,\)"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"model.norm.weight is \(63,\).*\(64,\)"),
     ],
 )
 def test_a_checkpoint_that_contradicts_its_config_is_refused(family_dirs, tmp_path, change, message):
@@ -124,7 +124,7 @@ def test_missing_checkpoints_say_what_was_tried(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         checkpoint.locate(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no"):
+    with pytest.raises(UserError, match="no model.safetensors"):
         checkpoint.Weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(UserError, match="not a readable safetensors file"):
@@ -190,19 +190,19 @@ def test_a_tied_head_that_is_also_stored_is_read_and_another_one_is_refused(fami
     place = spoil(family_dirs["llama3_tied"], tmp_path, lambda tensors: head(tensors, 0))
     assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama3_tied"])
     place = spoil(family_dirs["llama3_tied"], tmp_path, lambda tensors: head(tensors, 1))
-    with pytest.raises(UserError, match="ties the head to the embedding, and the two differ"):
+    with pytest.raises(UserError, match="tie_word_embeddings"):
         checkpoint.read_shape(place)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: (p / "model-00002-of-00002.safetensors").unlink(), "model-00002-of-00002.safetensors is missing"),
-        (lambda p: rewrite(p, "model.norm.weight", "model-00009.safetensors"), "model-00009.safetensors is missing"),
-        (lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"), "a file outside its folder: ../x.safetensors"),
-        (lambda p: rewrite(p, "model.norm.weight", "/x.safetensors"), "a file outside its folder: /x.safetensors"),
+        (lambda p: (p / "model-00002-of-00002.safetensors").unlink(), "model-00002-of-00002.safetensors, named"),
+        (lambda p: rewrite(p, "model.norm.weight", "model-00009.safetensors"), "model-00009.safetensors, named"),
+        (lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"), "outside its directory: ../x.safetensors"),
+        (lambda p: rewrite(p, "model.norm.weight", "/x.safetensors"), "outside its directory: /x.safetensors"),
         (lambda p: rewrite(p, "no.such", "model-00001-of-00002.safetensors"), "has no tensor 'no.such'"),
-        (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is no index of tensors"),
+        (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is not an index of tensors"),
         (lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "names no tensor"),
         (lambda p: (p / "model.safetensors.index.json").unlink(), "needs its model.safetensors.index.json"),
         (
@@ -245,9 +245,9 @@ def test_a_weight_that_is_no_number_is_named(family_dirs, tmp_path, dtype, value
         tensors["model.norm.weight"][63] = value
 
     place = spoil(family_dirs["llama"], tmp_path, change)
-    with pytest.raises(UserError, match=r"model\.norm\.weight holds values that are not finite"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight has values that are not finite"):
         checkpoint.Weights(place)["model.norm.weight"]
-    with pytest.raises(UserError, match=r"model\.norm\.weight holds values that are not finite"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight has values that are not finite"):
         checkpoint.load_model(place, torch.float32)
 
 
@@ -288,7 +288,7 @@ def test_a_record_reads_back_as_written(tmp_path, family_dirs):
     arguments = {"out": tmp_path, "steps": 3, "names": ["a"], "none": None}
     record = provenance.write_record(tmp_path, "prune", arguments, [family_dirs["llama"]], 0.0, params=7)
     assert provenance.read_record(tmp_path) == record
-    assert record.arguments == provenance.plain(arguments)
+    assert record.config == provenance.plain(arguments)
     assert record.notes == {"params": 7}
     (tmp_path / "draftlab.json").write_text(json.dumps({"command": "x"}))
     with pytest.raises(UserError, match="not a draftlab record"):

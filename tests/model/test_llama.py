@@ -132,7 +132,7 @@ def test_a_full_cache_is_an_error(family_dirs):
     ("change", "said"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary scaling 'dynamic'"),
-        ({"hidden_act": "gelu"}, "the engine computes silu"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
     ],
 )
 def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_path, change, said):

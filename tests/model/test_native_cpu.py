@@ -103,7 +103,7 @@ def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
 
 def described(model: NativeLlama, ids: list[int], widths: list[int]) -> bytes:
     """A model and a text as native_driver.cpp reads them."""
-    held = [(t.data_ptr(), t.nbytes) for t in model._held]
+    held = [(t.data_ptr(), t.nbytes) for t in model._tensors]
     tensors = b"".join(struct.pack("<QQ", *place) + ctypes.string_at(*place) for place in held)
     told = model._model
     layers = bytes(ctypes.cast(told.layer, ctypes.POINTER(native_cpu._Layer * told.layers)).contents)
@@ -184,10 +184,10 @@ def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch):
         NativeLlama(model).forward(IDS, model.new_cache(2, 20))
     native_cpu.library.cache_clear()
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="there is no c\\+\\+, g\\+\\+ or clang\\+\\+; take eager"):
+    with pytest.raises(UserError, match="clang.* --mode eager"):
         NativeLlama(model)
     monkeypatch.undo()
     (tmp_path / ".cache").write_text("a file")
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"cannot use .*; take mode eager"):
+    with pytest.raises(UserError, match=r"cannot use .*--mode eager"):
         NativeLlama(model)

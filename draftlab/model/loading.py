@@ -1,0 +1,46 @@
+"""Models built by transformers: of configs, of tensors that are read and not mapped, and of files."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from draftlab.model.weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
+    """Return a randomly initialised model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **fields), dtype=dtype)
+
+
+def from_slices(directory: Path, weights: Weights, dtype: torch.dtype) -> Any:
+    """Return a model in memory, and transformers' report of keys; files are read and not mapped."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.models.auto.auto_factory import _get_model_class
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config: Any = AutoConfig.from_pretrained(directory)
+    model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)  # as from_pretrained itself does
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True
+    )
+    model.name_or_path = model.config.name_or_path = str(directory)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model, info
+
+
+def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
+    """Return a model of any files that transformers reads, and its report of keys."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device_map, output_loading_info=True)

@@ -55,4 +55,5 @@ class Output:
 
     def record(self, directory: Path, inputs: Sequence[Path], **notes: object) -> None:
         """Write draftlab.json into directory: the settings, hashes of the inputs, versions, time and memory."""
+        notes |= {"command_line": self.command_line}
         provenance.write_record(directory, self.command, self.config.settings(), inputs, self.started_at, **notes)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from draftlab.commands import cache, trace
 from draftlab.commands.base import Command, Outcome
 from draftlab.commands.environment import env
+from draftlab.commands.export import check, export, trim_vocab
 from draftlab.commands.law import law
 from draftlab.commands.legacy import legacy
 from draftlab.commands.make import design, import_checkpoint, init, tokenizer
@@ -13,7 +14,6 @@ from draftlab.commands.medusa import medusa
 from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.search import search
-from draftlab.commands.ship import check, export, trim
 from draftlab.commands.train import distill, online_rollback, online_update, train
 
 _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
@@ -33,7 +33,7 @@ _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
     "law": law,
     "predict": predict,
     "check": check,
-    "trim": trim,
+    "trim-vocab": trim_vocab,
     "export": export,
     "train": train,
     "tokenizer": tokenizer,

@@ -1,4 +1,4 @@
-"""README.md of an exported draft: what it is, how it was made, what was measured. No torch."""
+"""The model card (README.md) of an exported draft. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,65 +9,63 @@ from draftlab.results.warnings import score_warnings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a card says. commands: that made the draft, the first one first."""
+    """The facts of a card."""
 
     name: str
     target: str
-    size: str  # in words
+    size: str  # for people
     vocab: int
     context: int
-    commands: Sequence[str]
-    held_out: tuple[float, float] | None  # acceptance on held-out text, before and after distilling
+    commands: Sequence[str]  # that made the draft, the first one first
+    heldout: tuple[float, float] | None  # acceptance on held-out text, before and after distillation
     scores: list[Score]
     changed: Sequence[str]
-    serving: tuple[str, str] | None  # the script's name and text
-    verified: str  # what scoring it again where it runs gave
+    script: tuple[str, str] | None  # name and text
+    verified: str  # result of scoring the export where it runs
 
     def text(self) -> str:
         head = ["---", f"base_model: {self.target}", "tags: [speculative-decoding, draft-model]", "---"]
-        parts = [head, [f"# {self.name}"], self._what(), self._measured(), self._serving(), self._made()]
+        parts = [head, [f"# {self.name}"], self._summary(), self._results(), self._usage(), self._training()]
         return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
-    def _what(self) -> list[str]:
-        changed = f" In this copy: {', '.join(self.changed)}." if self.changed else ""
+    def _summary(self) -> list[str]:
+        changed = f" Changed in this export: {', '.join(self.changed)}." if self.changed else ""
         return [
-            f"A draft model for speculative decoding with **{self.target}**: it proposes tokens, the target checks "
-            "them, and the target's output stays what it is.",
+            f"A draft model for speculative decoding with **{self.target}**. It proposes tokens, the target verifies them, "
+            "and the output is the target's own.",
             "",
-            f"{self.size}; {self.vocab:,} ids, those of the target; {self.context:,} tokens of context.{changed}",
+            f"{self.size}; vocabulary of {self.vocab:,} tokens, the target's; context of {self.context:,} tokens."
+            + changed,
         ]
 
-    def _measured(self) -> list[str]:
-        lines = ["## Measured", ""]
-        for score in self.scores:
-            k, c = score.best_k, score.conditions
-            speed, took = score.best_k_speedup, score.acceptance(k)
-            lines += [
-                f"* {score.tokens_per_pass(k):.2f} tokens per target pass, {took.draft_acceptance_rate:.0%} of what "
-                f"is drafted accepted, {speed.value:.2f}x the speed of no draft ({speed.low:.2f} to {speed.high:.2f}) "
-                f"at K = {k}: {c.prompts} prompts of {c.data}, {c.decoding}, {c.dtype}, {c.mode}, {c.device}, "
-                f"{score.created[:10]}.",
-                f"  `{score.command}`",
-            ]
+    def _results(self) -> list[str]:
+        lines = [line for score in self.scores for line in _score_lines(score)]
         lines += [f"* {text}." for text in score_warnings(self.scores)] if self.scores else []
-        if self.held_out is not None:
-            before, after = self.held_out
+        if self.heldout is not None:
+            before, after = self.heldout
             lines.append(
-                f"* Acceptance on held-out text, token by token: {before:.3f} before distilling, {after:.3f} after."
+                f"* Acceptance per token on held-out text: {before:.3f} before distillation, {after:.3f} after."
             )
         if self.verified:
-            lines.append(f"* After export, in {self.verified}.")
-        if len(lines) == 2:
-            lines.append("Nothing yet: `draftlab score` measures acceptance and speed against the target.")
-        return lines
+            lines.append(f"* Verified after export: {self.verified}.")
+        return ["## Results", "", *(lines or ["Not measured yet: run `draftlab score` against the target."])]
 
-    def _serving(self) -> list[str]:
-        if self.serving is None:
+    def _usage(self) -> list[str]:
+        if self.script is None:
             return []
-        name, text = self.serving
-        return ["## Serve", "", f"`{name}`, beside this file:", "", "```", text.rstrip(), "```"]
+        name, text = self.script
+        return ["## Usage", "", f"`{name}` in this directory:", "", "```", text.rstrip(), "```"]
 
-    def _made(self) -> list[str]:
-        if not self.commands:
-            return []
-        return ["## How it was made", "", "```", *self.commands, "```"]
+    def _training(self) -> list[str]:
+        return ["## How it was made", "", "```", *self.commands, "```"] if self.commands else []
+
+
+def _score_lines(score: Score) -> list[str]:
+    k, c, speedup = score.best_k, score.conditions, score.best_k_speedup
+    return [
+        f"* {score.tokens_per_pass(k):.2f} tokens per target pass, "
+        f"{score.acceptance(k).draft_acceptance_rate:.0%} of drafted tokens accepted, {speedup.value:.2f}x speed-up "
+        f"({speedup.low:.2f} to {speedup.high:.2f}) at K = {k}: {c.prompts} prompts of {c.data}, {c.decoding}, "
+        f"{c.dtype}, {c.mode}, {c.device}, {score.created[:10]}.",
+        f"  `{score.command}`",
+    ]

@@ -1,6 +1,6 @@
-"""Whether a draft will work for a target where it is to run: what vLLM, SGLang, llama.cpp and transformers ask of it.
+"""Checks that a draft works for a target in vLLM, SGLang, llama.cpp and transformers.
 
-What they ask was read in vLLM 0.32, SGLang's standalone worker, llama.cpp as of llama-cpp-python 0.3.36 and
+Their requirements were read in vLLM 0.32, SGLang's standalone worker, llama.cpp as of llama-cpp-python 0.3.36 and
 transformers 5.23. The target's weights are not needed.
 """
 
@@ -11,43 +11,55 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from draftlab.acceptance import token_logprobs
+from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.config.export import CheckConfig
+from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import gguf, gguf_tokenizer
-from draftlab.model import checkpoint, decoder
-from draftlab.model.checkpoint import max_model_len
+from draftlab.model import checkpoint, decoder, hub
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape, multiples_near
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds
 from draftlab.sampling import SamplingParams
 
-Runtime = Literal["vllm", "sglang", "llama.cpp", "transformers"]
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 FLASHINFER_HEADS = (64, 128, 256)
-VOCABULARY_SLACK = 128  # logits by which llama.cpp lets the two differ
+LLAMA_CPP_VOCAB_SLACK = 128  # largest difference of vocabulary sizes
 BLOCK, K_BLOCK = 32, 256  # weights of a row that share a scale in llama.cpp's plain types and in its K types
-HOPELESS = 0.9  # of the logarithm of the vocabulary: a draft that knows its text is far below
+UNTRAINED = 0.9  # of the logarithm of the vocabulary: the cross-entropy of a trained draft is far below
+PROMPTS, PROMPT_TOKENS = 8, 96  # of held-out text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """bad: it will not work or not draft; note: it works, with something to know; fix: what to do about it."""
+    """error: the draft will not work. warning: it works, with something to know. fix: what to do."""
 
+    level: Literal["ok", "warning", "error"]
     about: str
-    level: Literal["ok", "note", "bad"]
     text: str
     fix: str = ""
 
     def line(self) -> str:
-        return f"{self.level:4}  {self.about}: {self.text}" + (f"; {self.fix}" if self.fix else "")
+        return f"{self.level:7}  {self.about}: {self.text}" + (f"; {self.fix}" if self.fix else "")
+
+
+def ok(about: str, text: str) -> Finding:
+    return Finding("ok", about, text)
+
+
+def warning(about: str, text: str, fix: str) -> Finding:
+    return Finding("warning", about, text, fix)
+
+
+def error(about: str, text: str, fix: str = "") -> Finding:
+    return Finding("error", about, text, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class ModelFiles:
     """A model as its files describe it."""
 
     path: Path
@@ -57,270 +69,242 @@ class Side:
     context: int
 
     @classmethod
-    def of(cls, path: Path) -> "Side":
+    def read(cls, path: Path) -> "ModelFiles":
         """Raises UserError: not readable, or with the tokenizer of a larger model."""
         config = checkpoint.read_config(path)
         check_embeds(path)
         return cls(
             path=path, config=config, tokenizer=checkpoint.load_tokenizer(path), vocab=checkpoint.vocab_size(path),
-            context=max_model_len(path, 2048),
+            context=checkpoint.max_model_len(path, gguf.DEFAULT_CONTEXT),
         )  # fmt: skip
 
 
-def parse_runtimes(text: str) -> list[Runtime]:
-    """'vllm,llama.cpp' -> names.
+def check_draft(config: CheckConfig) -> tuple[Path, list[Finding]]:
+    """Return the draft's directory and all findings.
 
     Raises:
-        UserError: one that is not known.
+        UserError: a model cannot be read, or a runtime is unknown.
     """
+    draft, target = config.draft_directory(), hub.locate(config.target, weights=False)
+    findings = check_files(draft, target, parse_runtimes(config.runtimes))
+    if not config.files_only:
+        device = checkpoint.resolve_device(config.device)
+        data, tokenizer = hub.check_data(config.data), checkpoint.load_tokenizer(draft)
+        prompts = heldout_prompts(data, tokenizer, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
+        model = decoder.load(draft, checkpoint.resolve_dtype("auto", device), device)
+        findings += [check_perplexity(model, prompts, checkpoint.vocab_size(draft)), check_decoding(model, prompts[:2])]
+    return draft, findings
+
+
+def parse_runtimes(text: str) -> list[str]:
+    """Split 'vllm,llama.cpp'. Raises UserError: an unknown name."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in ASKED:
-            raise UserError(f"no runtime {name!r}{did_you_mean(name, ASKED)}")
-    return [known for known in ASKED if known in names]
+        if name not in RUNTIME_CHECKS:
+            raise UserError(f"--for {name}: no such runtime{did_you_mean(name, RUNTIME_CHECKS)}")
+    return [name for name in RUNTIME_CHECKS if name in names]
 
 
-def files(draft: Path, target: Path, runtimes: list[Runtime]) -> list[Finding]:
-    """What the files of both say; nothing is computed.
+def check_files(draft_path: Path, target_path: Path, runtimes: list[str]) -> list[Finding]:
+    """Compare the files of draft and target; nothing is computed.
 
     Raises:
-        UserError: one of them cannot be read at all.
+        UserError: one of them cannot be read.
     """
-    checkpoint.check(draft)
-    mine, its, size = Side.of(draft), Side.of(target), read_size(draft)
-    shape = size if isinstance(size, Shape) else None
-    found = [*_ids(mine, its), *_special(mine, its), *_padding(mine, its), *_template(mine, its)]
-    found += [*_context(mine, its), *_weights(draft)]
+    checkpoint.check(draft_path)
+    draft, target, size = ModelFiles.read(draft_path), ModelFiles.read(target_path), read_size(draft_path)
+    findings = [finding for check in MODEL_CHECKS for finding in check(draft, target)]
     for runtime in runtimes:
-        here = list(ASKED[runtime](mine, its, shape))
-        found += here or [Finding(about=runtime, level="ok", text="takes it as it is")]
-    return found
+        shape = size if isinstance(size, Shape) else None
+        own = list(RUNTIME_CHECKS[runtime](draft, target, shape))
+        findings += own or [ok(runtime, "loads it as it is")]
+    return findings
 
 
-def runs(draft: Path, prompts: list[list[int]], dtype: torch.dtype, device: torch.device) -> list[Finding]:
-    """What the draft does: its perplexity on text, and whether it accepts itself. prompts: token ids of text."""
-    model = decoder.load(draft, dtype, device)
-    vocab = checkpoint.vocab_size(draft)
+def check_perplexity(model: decoder.Decoder, prompts: list[list[int]], vocab: int) -> Finding:
+    """prompts: token ids of text."""
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
-    looked = token_logprobs.score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
-    entropy = -float(np.concatenate([one.logprobs for one in looked]).mean())
-    return [_perplexity(entropy, vocab), _accepts_itself(model, prompts[:2])]
+    scored = score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
+    return judge_perplexity(-float(np.concatenate([s.logprobs for s in scored]).mean()), vocab)
 
 
-def _ids(mine: Side, its: Side) -> Iterator[Finding]:
-    size = min(mine.vocab, its.vocab)
-    ours, theirs = ({i: t for t, i in side.tokenizer.get_vocab().items()} for side in (mine, its))
-    copy = f"if the draft was trained on the target's ids, copy the tokenizer files of {its.path} into it"
-    first = next((i for i in range(size) if ours.get(i) != theirs.get(i)), None)
+def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
+    text = f"{math.exp(min(cross_entropy, 50)):,.4g} on text; a uniform distribution has {vocab:,}"
+    if not cross_entropy < UNTRAINED * math.log(vocab):
+        return error("perplexity", text, "the draft was not trained, or its weights do not fit its config.json")
+    return ok("perplexity", text)
+
+
+def check_decoding(model: decoder.Decoder, prompts: list[list[int]]) -> Finding:
+    """Decode with the draft as its own target, which must accept every drafted token."""
+    prompts, sampling = [ids[:16] for ids in prompts], SamplingParams(max_tokens=24)
+    steps = list(speculative_decode(model, ModelDrafter(model), prompts, 4, sampling))
+    drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
+    text = f"as its own target it accepts {accepted} of {drafted} tokens"
+    if accepted < drafted:
+        return error("decoding", text, "decoding is broken: report it with the output of draftlab env")
+    return ok("decoding", text)
+
+
+def _tokenizers(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
+    size, about = min(draft.vocab, target.vocab), "tokenizer"
+    tokens, target_tokens = ({i: t for t, i in m.tokenizer.get_vocab().items()} for m in (draft, target))
+    copy = f"copy the tokenizer files of {target.path} into the draft if it was trained on the target's ids"
+    first = next((i for i in range(size) if tokens.get(i) != target_tokens.get(i)), None)
     if first is not None:
-        text = f"id {first} is {ours.get(first)!r} in the draft and {theirs.get(first)!r} in the target"
-        yield Finding(about="tokenizer", level="bad", text=text, fix=f"{copy}; otherwise cut another source")
+        text = f"id {first} is {tokens.get(first)!r} in the draft and {target_tokens.get(first)!r} in the target"
+        yield error(about, text, f"{copy}; otherwise prune another source")
         return
-    parted = [text for text in PROBES if not _same(mine, its, text)]
-    if parted:
-        text = f"{len(parted)} of {len(PROBES)} probe texts get other ids, the first {parted[0][:30]!r}"
-        yield Finding(about="tokenizer", level="bad", text=text, fix=copy)
+    differing = [t for t in PROBES if draft.tokenizer(t)["input_ids"] != target.tokenizer(t)["input_ids"]]
+    if differing:
+        yield error(about, f"{len(differing)} of {len(PROBES)} probe texts get other ids: {differing[0][:30]!r}", copy)
     else:
-        text = f"{size:,} ids and {len(PROBES)} probe texts are the same"
-        yield Finding(about="tokenizer", level="ok", text=text)
-    for side in (mine, its):
-        largest = max(side.tokenizer.get_vocab().values())
-        if largest >= side.vocab:
-            yield Finding(
-                about="tokenizer", level="note",
-                text=f"of {side.path} has the id {largest}, the model {side.vocab} logits",
-                fix="transformers adds tokens of its own by model_type: name tokenizer_class in tokenizer_config.json",
-            )  # fmt: skip
+        yield ok(about, f"{size:,} ids and {len(PROBES)} probe texts are the same")
+    for model in (draft, target):
+        largest = max(model.tokenizer.get_vocab().values())
+        if largest >= model.vocab:
+            text = f"the tokenizer of {model.path} has the id {largest}, but the model has {model.vocab} logits"
+            fix = "transformers adds tokens by model_type: set tokenizer_class in tokenizer_config.json"
+            yield warning(about, text, fix)
 
 
-def _same(mine: Side, its: Side, text: str) -> bool:
-    ours, theirs = (side.tokenizer(text)["input_ids"] for side in (mine, its))
-    return ours == theirs
-
-
-def _special(mine: Side, its: Side) -> Iterator[Finding]:
-    ours, theirs = (checkpoint.special_ids(side.tokenizer) for side in (mine, its))
+def _special_tokens(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
+    about, (ids, target_ids) = "special tokens", (checkpoint.special_ids(m.tokenizer) for m in (draft, target))
     for name in ("bos", "eos"):
-        if ours[name] != theirs[name]:
-            yield Finding(
-                about="special tokens", level="bad",
-                text=f"{name} is {ours[name]} in the draft and {theirs[name]} in the target",
-                fix=f"copy tokenizer_config.json of {its.path}",
-            )  # fmt: skip
-    ends, stops = (checkpoint.eos_token_ids(side.path) for side in (mine, its))
-    if ends != stops:
-        yield Finding(
-            about="special tokens", level="note",
-            text=f"texts end at {list(ends)} in the draft and at {list(stops)} in the target",
-            fix=f"copy eos_token_id and generation_config.json of {its.path}",
-        )  # fmt: skip
+        if ids[name] != target_ids[name]:
+            text = f"{name} is {ids[name]} in the draft and {target_ids[name]} in the target"
+            yield error(about, text, f"copy tokenizer_config.json of {target.path}")
+    ends, target_ends = (checkpoint.eos_token_ids(m.path) for m in (draft, target))
+    if ends != target_ends:
+        text = f"texts end at {list(ends)} in the draft and at {list(target_ends)} in the target"
+        yield warning(about, text, f"copy eos_token_id and generation_config.json of {target.path}")
 
 
-def _padding(mine: Side, its: Side) -> Iterator[Finding]:
-    known = len(mine.tokenizer.get_vocab())
-    if mine.vocab == its.vocab:
-        text = f"{mine.vocab:,} logits in both" + (f", {mine.vocab - known:,} of them padding" * (mine.vocab > known))
-        yield Finding(about="vocabulary", level="ok", text=text)
+def _vocabularies(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
+    padding = draft.vocab - len(draft.tokenizer.get_vocab())
+    if draft.vocab == target.vocab:
+        yield ok("vocabulary", f"{draft.vocab:,} logits in both" + f", {padding:,} of them padding" * (padding > 0))
     else:
-        yield Finding(
-            about="vocabulary", level="note", text=f"{mine.vocab:,} logits in the draft, {its.vocab:,} in the target",
-            fix=f"draftlab export --to hf --target {its.path} gives it as many",
-        )  # fmt: skip
+        text = f"{draft.vocab:,} logits in the draft, {target.vocab:,} in the target"
+        yield warning("vocabulary", text, f"draftlab export --to hf --target {target.path} resizes it")
 
 
-def _template(mine: Side, its: Side) -> Iterator[Finding]:
-    if mine.tokenizer.chat_template != its.tokenizer.chat_template:
-        has = "no chat template, the target one" if not mine.tokenizer.chat_template else "another chat template"
-        yield Finding(
-            about="chat template", level="note",
-            text=f"the draft has {has}; a runtime uses the target's, the draft was perhaps trained on other text",
-            fix="distil on chats: draftlab distill --text target, or on your traffic",
-        )  # fmt: skip
+def _chat_templates(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
+    if draft.tokenizer.chat_template != target.tokenizer.chat_template:
+        has = "another chat template than" if draft.tokenizer.chat_template else "no chat template, unlike"
+        text = f"the draft has {has} the target; runtimes use the target's, which the draft may not have seen"
+        yield warning("chat template", text, "distil on chats: draftlab distill --text target, or on your traffic")
 
 
-def _context(mine: Side, its: Side) -> Iterator[Finding]:
-    if mine.context < its.context:
-        yield Finding(
-            about="context", level="note",
-            text=f"the draft reads {mine.context:,} tokens, the target {its.context:,}: behind these vLLM does not let "
-            "it draft, and elsewhere it drafts nonsense",
-            fix=f"serve at most {mine.context:,} tokens, or distil at a longer --seq-len from a source that reads more",
-        )  # fmt: skip
-    else:
-        yield Finding(about="context", level="ok", text=f"{mine.context:,} tokens, the target's {its.context:,}")
+def _contexts(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
+    if draft.context >= target.context:
+        yield ok("context", f"{draft.context:,} tokens, the target's {target.context:,}")
+        return
+    yield warning(
+        "context",
+        f"{draft.context:,} tokens, the target's {target.context:,}: on longer texts vLLM stops drafting, and other "
+        "runtimes draft nonsense",
+        f"serve at most {draft.context:,} tokens, or distil at a longer --seq-len from a source with more context",
+    )
 
 
-def _weights(draft: Path) -> Iterator[Finding]:
-    weights = checkpoint.Weights(draft)
+def _weights(draft: ModelFiles, _: ModelFiles) -> Iterator[Finding]:
     try:
-        empty = [name for name, tensor in weights.items() if name.endswith("proj.weight") and not bool(tensor.any())]
-        wrong = f"{empty[0]} is all zero" if empty else None
-    except UserError as error:
-        wrong = str(error)
-    if wrong:
-        yield Finding(about="weights", level="bad", text=wrong, fix="train again from the last good checkpoint")
-    dtype = checkpoint.dtype_name(checkpoint.stored_dtype(draft))
+        weights = checkpoint.Weights(draft.path).items()
+        broken = next((f"{n} is all zero" for n, t in weights if n.endswith("proj.weight") and not bool(t.any())), None)
+    except UserError as failure:
+        broken = str(failure)
+    if broken:
+        yield error("weights", broken, "train again from the last good checkpoint")
+    dtype = checkpoint.dtype_name(checkpoint.stored_dtype(draft.path))
     if dtype == "float32":
         fix = "draftlab export --to hf --dtype bfloat16 halves it"
-        yield Finding(about="weights", level="note", text="stored in float32, runtimes use 16 bits", fix=fix)
+        yield warning("weights", "stored in float32, while runtimes compute in 16 bits", fix)
     else:
-        yield Finding(about="weights", level="ok", text=f"finite, {dtype}")
+        yield ok("weights", f"finite, {dtype}")
 
 
-def _vllm(mine: Side, its: Side, shape: Shape | None) -> Iterator[Finding]:
-    yield from _equal_vocabularies("vllm", mine, its)
+def _vllm(draft: ModelFiles, target: ModelFiles, shape: Shape | None) -> Iterator[Finding]:
+    yield from _same_vocab_size("vllm", draft, target)
     if shape is None:
-        yield _unknown_heads("vllm", mine)
+        yield _unknown_heads("vllm", draft)
         return
     if shape.head_dim % 8 or shape.head_dim > max(VLLM_CPU_HEADS):
-        text = f"heads of {shape.head_dim}; its attention takes multiples of 8 up to 256"
-        yield Finding(about="vllm", level="bad", text=text, fix="cut a source with such heads")
+        text = f"head_dim {shape.head_dim}; its attention supports multiples of 8 up to 256"
+        yield error("vllm", text, "prune a source with another head_dim")
     elif shape.head_dim not in VLLM_CPU_HEADS:
-        text = f"heads of {shape.head_dim}; its CPU build takes {', '.join(map(str, VLLM_CPU_HEADS))}"
-        yield Finding(about="vllm", level="note", text=text)
-    if mine.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
-        text = (
-            f"takes heads of a Qwen2 to be width / heads wide; {shape.heads} of {shape.head_dim} are not {shape.hidden}"
-        )
-        heads = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
-        yield Finding(
-            about="vllm", level="bad", text=text, fix=f"prune to --width {heads} with --heads width / head_dim"
-        )
+        text = f"head_dim {shape.head_dim}; its CPU build supports {', '.join(map(str, VLLM_CPU_HEADS))}"
+        yield warning("vllm", text, "run it on a GPU")
+    if draft.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
+        widths = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
+        text = f"wants width = heads x head_dim in a Qwen2; {shape.heads} x {shape.head_dim} is not {shape.hidden}"
+        yield error("vllm", text, f"prune to --width {widths} with --heads width / head_dim")
     splits = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
     if splits != [1, 2, 4, 8]:
         text = f"runs a draft on as many devices as the target; this one splits over {', '.join(map(str, splits))}"
-        fix = "take heads and ffn that are multiples of the target's --tensor-parallel-size"
-        yield Finding(about="vllm", level="note", text=text, fix=fix)
+        yield warning("vllm", text, "prune to heads and ffn that are multiples of the target's --tensor-parallel-size")
 
 
-def _unknown_heads(runtime: Runtime, mine: Side) -> Finding:
-    text = f"whether its attention takes heads of a {mine.config.get('model_type')} model is not known here"
-    return Finding(about=runtime, level="note", text=text, fix="start it once with the draft alone")
+def _unknown_heads(runtime: str, draft: ModelFiles) -> Finding:
+    text = f"draftlab does not know whether its attention supports the heads of {draft.config.get('model_type')} models"
+    return warning(runtime, text, "start it once with the draft alone")
 
 
 def _splits(shape: Shape, devices: int) -> bool:
-    kv = shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0  # fewer are repeated
+    kv = shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0  # vLLM repeats kv heads if there are fewer
     return shape.heads % devices == 0 and kv and shape.ffn % devices == 0
 
 
-def _sglang(mine: Side, its: Side, shape: Shape | None) -> Iterator[Finding]:
-    yield from _equal_vocabularies("sglang", mine, its)
+def _sglang(draft: ModelFiles, target: ModelFiles, shape: Shape | None) -> Iterator[Finding]:
+    yield from _same_vocab_size("sglang", draft, target)
     if shape is None:
-        yield _unknown_heads("sglang", mine)
+        yield _unknown_heads("sglang", draft)
     elif shape.head_dim not in FLASHINFER_HEADS:
-        text = f"heads of {shape.head_dim}; flashinfer takes {', '.join(map(str, FLASHINFER_HEADS))}"
-        yield Finding(about="sglang", level="note", text=text, fix="start it with --attention-backend triton")
+        text = f"head_dim {shape.head_dim}; flashinfer supports {', '.join(map(str, FLASHINFER_HEADS))}"
+        yield warning("sglang", text, "start it with --attention-backend triton")
 
 
-def _llama_cpp(mine: Side, its: Side, _: Shape | None) -> Iterator[Finding]:
+def _llama_cpp(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterator[Finding]:
     about = "llama.cpp"
     try:
-        gguf.architecture(mine.path)
-        shape, vocabulary = checkpoint.read_shape(mine.path), gguf_tokenizer.read_tokenizer(mine.path, mine.vocab)
-    except UserError as error:
-        yield Finding(about=about, level="bad", text=str(error))
+        gguf.architecture(draft.path)
+        shape, tokenizer = checkpoint.read_shape(draft.path), gguf_tokenizer.read_tokenizer(draft.path, draft.vocab)
+    except UserError as failure:
+        yield error(about, str(failure))
         return
-    if abs(mine.vocab - its.vocab) > VOCABULARY_SLACK:
-        text = f"{mine.vocab:,} logits against {its.vocab:,}; it takes a difference of {VOCABULARY_SLACK}"
-        yield Finding(about=about, level="bad", text=text, fix="draftlab export gives the draft as many")
-    if vocabulary.same < 1:
+    if abs(draft.vocab - target.vocab) > LLAMA_CPP_VOCAB_SLACK:
+        text = f"{draft.vocab:,} logits against {target.vocab:,}; it allows a difference of {LLAMA_CPP_VOCAB_SLACK}"
+        yield error(about, text, "draftlab export resizes the draft's")
+    if tokenizer.match < 1:
         text = (
-            f"has no pre-tokenizer that cuts text as this one; with {vocabulary.pre!r} {vocabulary.same:.0%} of the "
-            "probe texts get the same ids"
+            f"has no pre-tokenizer that splits text as this tokenizer does; {tokenizer.pre!r} gives the same ids for "
+            f"{tokenizer.match:.0%} of the probe texts"
         )
-        yield Finding(
-            about=about, level="note", text=text, fix="the same for the target; send token ids where it matters"
-        )
+        yield warning(about, text, "the target has the same problem; send token ids where it matters")
     rows = {"--width": shape.hidden, "heads x head_dim": shape.heads * shape.head_dim, "--ffn": shape.ffn}
     for block, types in ((BLOCK, "Q8_0 and Q4_0"), (K_BLOCK, "the K types")):
         odd = {name: size for name, size in rows.items() if size % block}
         for name, size in odd.items():
-            near = " or ".join(map(str, multiples_near(size, block)))
-            text = f"{name} {size} is no multiple of {block}: such matrices stay larger in {types}"
-            yield Finding(about=about, level="note", text=text, fix=f"prune to {name} {near}")
+            text = f"{name} {size} is no multiple of {block}: these matrices stay f16 in {types}"
+            yield warning(about, text, f"prune to {name} {' or '.join(map(str, multiples_near(size, block)))}")
         if odd:
             return
 
 
-def _transformers(mine: Side, its: Side, _: Shape | None) -> Iterator[Finding]:
-    if mine.vocab != its.vocab:
-        text = f"{mine.vocab:,} logits against {its.vocab:,}: generate() takes the tokenizers for different ones"
-        fix = f"draftlab export --to transformers --target {its.path}"
-        yield Finding(about="transformers", level="bad", text=text, fix=fix)
+def _transformers(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterator[Finding]:
+    yield from _same_vocab_size("transformers", draft, target)
 
 
-def _equal_vocabularies(runtime: Runtime, mine: Side, its: Side) -> Iterator[Finding]:
-    if mine.vocab != its.vocab:
-        text = f"{mine.vocab:,} logits against {its.vocab:,}; it wants as many"
-        fix = f"draftlab export --to {runtime} --target {its.path}"
-        yield Finding(about=runtime, level="bad", text=text, fix=fix)
+def _same_vocab_size(runtime: str, draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
+    if draft.vocab != target.vocab:
+        text = f"{draft.vocab:,} logits against {target.vocab:,}; it wants the same number"
+        yield error(runtime, text, f"draftlab export --to {runtime} --target {target.path}")
 
 
-ASKED: dict[Runtime, Callable[[Side, Side, Shape | None], Iterator[Finding]]] = {
+MODEL_CHECKS = (_tokenizers, _special_tokens, _vocabularies, _chat_templates, _contexts, _weights)
+RUNTIME_CHECKS: dict[str, Callable[[ModelFiles, ModelFiles, Shape | None], Iterator[Finding]]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,
     "transformers": _transformers,
 }
-
-
-def _perplexity(entropy: float, vocab: int) -> Finding:
-    text = f"perplexity {math.exp(min(entropy, 50)):,.4g} on text, {vocab:,} would be guessing"
-    if not entropy < HOPELESS * math.log(vocab):
-        fix = "it was not trained, or its weights are not what its config.json says"
-        return Finding(about="perplexity", level="bad", text=text, fix=fix)
-    return Finding(about="perplexity", level="ok", text=text)
-
-
-def _accepts_itself(model: decoder.Decoder, prompts: list[list[int]]) -> Finding:
-    """As its own target it must accept every token that it drafts; if not, decoding with its cache is wrong."""
-    steps = list(
-        speculative_decode(model, ModelDrafter(model), [ids[:16] for ids in prompts], 4, SamplingParams(max_tokens=24))
-    )
-    drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
-    text = f"as its own target it accepts {accepted} of {drafted} tokens"
-    if accepted < drafted:
-        return Finding(
-            about="self-draft", level="bad", text=text, fix="report it with draftlab env: decoding is broken"
-        )
-    return Finding(about="self-draft", level="ok", text=text)

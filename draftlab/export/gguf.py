@@ -1,11 +1,11 @@
-"""GGUF, as llama.cpp reads it: its names of tensors and settings. Weights are converted and written one at a time."""
+"""GGUF files with llama.cpp's names of tensors and settings; weights are converted and written one at a time."""
 
 import math
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,42 +14,37 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.export.gguf_tokenizer import GGUFTokenizer, read_tokenizer
 from draftlab.model import checkpoint
-from draftlab.model.checkpoint import max_model_len
 from draftlab.model.shape import Shape
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of matrices; vectors are always f32
-K_TYPES = ("q2_k", "q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "q6_k")  # only llama.cpp's own quantiser makes these
-WIDE = "f16"  # of a matrix whose rows do not divide into blocks
+K_TYPES = ("q2_k", "q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "q6_k")  # only llama.cpp's own quantizer makes these
+UNQUANTIZED = "f16"  # type of a matrix whose rows do not divide into blocks
 ROPE_FACTORS = "rope_freqs.weight"
+DEFAULT_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One tensor of a GGUF file: its name there and in the checkpoint, its size, its type."""
+class TensorInfo:
+    """One tensor of a GGUF file: its names there and in the checkpoint, its size, its type."""
 
     name: str
     source: str
     dims: tuple[int, ...]
-    kind: str
+    qtype: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A GGUF file. wide: matrices that stayed f16, because their rows do not divide into blocks."""
+    """A GGUF file. unquantized: matrices that stayed f16, as their rows do not divide into blocks."""
 
     path: Path
-    kind: str
-    words: GGUFTokenizer
-    wide: list[str]
+    tokenizer: GGUFTokenizer
+    unquantized: list[str]
 
 
 def library() -> Any:
-    """The gguf package.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return the gguf package. Raises UserError: it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -58,98 +53,97 @@ def library() -> Any:
 
 
 def architecture(directory: Path) -> str:
-    """llama.cpp's name of it.
+    """Return llama.cpp's name of a checkpoint's architecture.
 
-    A Qwen2 whose heads do not add up to its width, as cutting makes them, has no place under "qwen2" there; it is a
-    "llama" with biases.
+    llama.cpp's "qwen2" wants heads x head_dim = width; a Qwen2 cut otherwise is written as a "llama" with biases.
 
     Raises:
         UserError: it has none, or computes something else under that name.
     """
     config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
-    kind = str(config.get("model_type"))
-    if kind not in ARCHITECTURES:
-        raise UserError(f"{directory} is a {kind} model; GGUF is written for {', '.join(ARCHITECTURES)}")
+    model_type = str(config.get("model_type"))
+    if model_type not in ARCHITECTURES:
+        raise UserError(f"{directory} is a {model_type} model; GGUF export supports {', '.join(ARCHITECTURES)}")
     if config.get("hidden_act") != "silu":
-        raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; llama.cpp computes silu there")
-    return "llama" if kind == "qwen2" and shape.sizes["q"] != shape.hidden else ARCHITECTURES[kind]
+        raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; llama.cpp computes silu")
+    return "llama" if model_type == "qwen2" and shape.sizes["q"] != shape.hidden else ARCHITECTURES[model_type]
 
 
-def write(directory: Path, file: Path, kind: str) -> Written:
-    """The checkpoint as one GGUF file with matrices of that type.
+def write(directory: Path, file: Path, qtype: str) -> Written:
+    """Write a checkpoint as one GGUF file with matrices of that type.
 
     Raises:
-        UserError: llama.cpp does not know the model, its tokenizer or its rotary scheme.
+        UserError: llama.cpp does not know the model, its tokenizer or its rotary scaling.
     """
     gguf, name, shape = library(), architecture(directory), checkpoint.read_shape(directory)
-    words, rope = read_tokenizer(directory, shape.vocab), _rope(directory)
+    tokenizer, rope = read_tokenizer(directory, shape.vocab), _rope(directory)
     weights: Mapping[str, Tensor] = checkpoint.Weights(directory)
-    planned = entries(shape, kind)
+    infos = tensor_infos(shape, qtype)
     if rope["rope_type"] == "llama3":
         factors = _rope_factors(directory, shape)
-        weights = ChainMap({ROPE_FACTORS: factors}, weights)  # type: ignore[arg-type]  # only read
-        planned.insert(0, Entry(name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), kind="f32"))
-    codes = {entry.name: gguf.GGMLQuantizationType[entry.kind.upper()] for entry in planned}
+        weights = ChainMap({ROPE_FACTORS: factors}, cast(Any, weights))  # only read
+        infos.insert(0, TensorInfo(name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"))
+    codes = {info.name: gguf.GGMLQuantizationType[info.qtype.upper()] for info in infos}
     writer = gguf.GGUFWriter(file, name)
-    _add_settings(writer, directory, shape, rope, kind)
-    _add_words(writer, words)
-    for entry in planned:
-        size = gguf.quant_shape_to_byte_shape(entry.dims, codes[entry.name])
-        writer.add_tensor_info(entry.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=codes[entry.name])
+    _add_settings(writer, directory, shape, rope, qtype)
+    _add_tokenizer(writer, tokenizer)
+    for info in infos:
+        size = gguf.quant_shape_to_byte_shape(info.dims, codes[info.name])
+        writer.add_tensor_info(info.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=codes[info.name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for entry in planned:
-        tensor = arranged(weights[entry.source], entry, name, shape).float().numpy()
-        data = gguf.quants.quantize(tensor, codes[entry.name])
+    for info in infos:
+        tensor = permute_rope(weights[info.source], info, name, shape).float().numpy()
+        data = gguf.quants.quantize(tensor, codes[info.name])
         writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
     writer.close()
-    wide = [e.name for e in planned if len(e.dims) == 2 and e.kind != kind]
-    return Written(path=file, kind=kind, words=words, wide=wide)
+    unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
+    return Written(path=file, tokenizer=tokenizer, unquantized=unquantized)
 
 
-def entries(shape: Shape, kind: str) -> list[Entry]:
-    """What a file with matrices of that type holds, in the order of the checkpoint."""
+def tensor_infos(shape: Shape, qtype: str) -> list[TensorInfo]:
+    """Return the tensors of a file with matrices of that type, in the checkpoint's order."""
     gguf = library()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, shape.layers)  # has every name that the others have
-    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]][0]
-    found = []
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, shape.layers)  # has every name of the others
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype.upper()]][0]
+    infos = []
     for source, axes in shape.axes().items():
         dims = shape.dims(axes)
-        of_matrix = kind if dims[-1] % block == 0 else WIDE
+        of_matrix = qtype if dims[-1] % block == 0 else UNQUANTIZED
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
-        found.append(Entry(name=name, source=source, dims=dims, kind=of_matrix if len(dims) == 2 else "f32"))
-    return found
+        infos.append(TensorInfo(name=name, source=source, dims=dims, qtype=of_matrix if len(dims) == 2 else "f32"))
+    return infos
 
 
-def arranged(tensor: Tensor, entry: Entry, architecture: str, shape: Shape) -> Tensor:
-    """The tensor as the file has it.
+def permute_rope(tensor: Tensor, info: TensorInfo, architecture: str, shape: Shape) -> Tensor:
+    """Return a tensor in llama.cpp's row order.
 
-    Under the architecture "llama" neighbours turn together: of each head the two halves are interleaved.
+    The architecture "llama" rotates neighbouring rows together: the two halves of each head are interleaved.
     """
-    part = entry.source.split(".")[-2]
+    part = info.source.split(".")[-2]
     if architecture != "llama" or part not in ("q_proj", "k_proj"):
         return tensor
     heads = shape.heads if part == "q_proj" else shape.kv_heads
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def rounded(tensor: Tensor, kind: str) -> Tensor:
-    """The tensor as that type keeps it: there and back; itself where its rows do not divide into blocks."""
+def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
+    """Return a tensor quantized to a type and back; unchanged if its rows do not divide into blocks."""
     gguf = library()
-    code = gguf.GGMLQuantizationType[kind.upper()]
+    code = gguf.GGMLQuantizationType[qtype.upper()]
     if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[code][0]:
         return tensor
     back = gguf.quants.dequantize(gguf.quants.quantize(tensor.float().numpy(), code), code)
     return torch.from_numpy(np.ascontiguousarray(back)).to(tensor.dtype)
 
 
-def _add_settings(writer: Any, directory: Path, shape: Shape, rope: dict[str, Any], kind: str) -> None:
+def _add_settings(writer: Any, directory: Path, shape: Shape, rope: dict[str, Any], qtype: str) -> None:
     gguf, config = library(), checkpoint.read_config(directory)
     writer.add_type("model")
     writer.add_name(directory.name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(kind, f"MOSTLY_{kind.upper()}")])
+    writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")])
     writer.add_block_count(shape.layers)
     writer.add_context_length(_context(directory, config))
     writer.add_embedding_length(shape.hidden)
@@ -169,29 +163,29 @@ def _add_settings(writer: Any, directory: Path, shape: Shape, rope: dict[str, An
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
 
 
-def _add_words(writer: Any, words: GGUFTokenizer) -> None:
-    writer.add_tokenizer_model(words.model)
-    writer.add_tokenizer_pre(words.pre)
-    writer.add_token_list(words.tokens)
-    writer.add_token_types(words.types)
-    if words.scores is not None:
-        writer.add_token_scores(words.scores)
-        writer.add_add_space_prefix(words.add_space_prefix)
-    if words.merges is not None:
-        writer.add_token_merges(words.merges)
+def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
+    writer.add_tokenizer_model(tokenizer.model)
+    writer.add_tokenizer_pre(tokenizer.pre)
+    writer.add_token_list(tokenizer.tokens)
+    writer.add_token_types(tokenizer.types)
+    if tokenizer.scores is not None:
+        writer.add_token_scores(tokenizer.scores)
+        writer.add_add_space_prefix(tokenizer.add_space_prefix)
+    if tokenizer.merges is not None:
+        writer.add_token_merges(tokenizer.merges)
     add = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "pad": writer.add_pad_token_id}
-    for name, number in words.special.items():
+    for name, number in tokenizer.special.items():
         if number is not None:
             (add | {"unk": writer.add_unk_token_id})[name](number)
-    writer.add_add_bos_token(words.add_bos)
-    writer.add_add_eos_token(words.add_eos)
-    if words.chat_template is not None:
-        writer.add_chat_template(words.chat_template)
+    writer.add_add_bos_token(tokenizer.add_bos)
+    writer.add_add_eos_token(tokenizer.add_eos)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
 
 
 def _context(directory: Path, config: dict[str, object]) -> int:
-    """Longest text in tokens; of a model with a sliding window, the window: up to there attention is full."""
-    context, window = max_model_len(directory, 2048), config.get("sliding_window")
+    """Return the context in tokens, or a sliding window that is shorter: within it, attention is full."""
+    context, window = checkpoint.max_model_len(directory, DEFAULT_CONTEXT), config.get("sliding_window")
     return min(context, window) if isinstance(window, int) and config.get("use_sliding_window", True) else context
 
 
@@ -200,14 +194,12 @@ def _rope(directory: Path) -> dict[str, Any]:
 
     rope = {"rope_type": "default", **AutoConfig.from_pretrained(directory).rope_parameters}
     if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
-        raise UserError(
-            f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF is written for linear, llama3 and yarn"
-        )
+        raise UserError(f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export has linear, llama3 and yarn")
     return rope
 
 
 def _rope_factors(directory: Path, shape: Shape) -> Tensor:
-    """What llama.cpp divides the plain frequencies by, [C / 2]: Llama 3's scaling is not among its settings."""
+    """Return the divisors of the plain frequencies, [C / 2]: llama.cpp has no setting for Llama 3's scaling."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

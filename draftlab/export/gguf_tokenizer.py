@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer as GGUF keeps it: the list of tokens, how they merge, and how llama.cpp cuts text."""
+"""Hugging Face tokenizers in GGUF: tokens, merges, and the pre-tokenizer that llama.cpp splits text with."""
 
 import json
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class PreTokenizer:
     ignore_merges: bool = False
 
 
-# llama.cpp's names for what some models' tokenizer.json say. It knows no others: it has the expressions in its code.
+# llama.cpp's names of pre-tokenizers; it knows no others, as it has their patterns in its code
 PRE_TOKENIZERS = {
     "llama-bpe": PreTokenizer(("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), ignore_merges=True),
     "qwen2": PreTokenizer(("|".join((ENDINGS, LETTERS, r"\p{N}", SIGNS, SPACES)),)),
@@ -47,11 +47,11 @@ PRE_TOKENIZERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTokenizer:
-    """What GGUF says of a vocabulary. same: share of the probe texts that llama.cpp cuts as the tokenizer does."""
+    """A tokenizer as GGUF stores it. match: share of the probe texts for which llama.cpp gives the same ids."""
 
     model: str  # gpt2: byte-level BPE; llama: SentencePiece
     pre: str
-    same: float
+    match: float
     tokens: list[str]
     types: list[int]
     scores: list[float] | None
@@ -64,32 +64,32 @@ class GGUFTokenizer:
 
 
 def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
-    """The tokenizer in directory with vocab tokens, those that it does not have as padding.
+    """Read the tokenizer of a directory, padded to vocab tokens.
 
     Raises:
         UserError: neither byte-level BPE nor SentencePiece's BPE, or more tokens than logits.
     """
     wrapped: Any = checkpoint.load_tokenizer(directory)
-    file = directory / "tokenizer.json"  # what is in it counts: transformers adds tokens of its own by model type
+    file = directory / "tokenizer.json"  # transformers adds tokens of its own by model type
     fast: Tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else wrapped.backend_tokenizer
     spec = json.loads(fast.to_str())
     if spec["model"]["type"] != "BPE":
-        raise UserError(f"{directory}: its tokenizer is {spec['model']['type']}; GGUF is written for BPE only")
-    bytes_fall_back = bool(spec["model"].get("byte_fallback"))
-    tokens, types = _tokens(spec, vocab, directory, bytes_fall_back)
+        raise UserError(f"{directory}: its tokenizer is {spec['model']['type']}; GGUF export supports BPE only")
+    byte_fallback = bool(spec["model"].get("byte_fallback"))
+    tokens, types = _tokens(spec, vocab, directory, byte_fallback)
     merges = [" ".join(m) if isinstance(m, list) else m for m in spec["model"]["merges"]]
-    pre, same = ("default", 1.0) if bytes_fall_back else nearest_pre_tokenizer(fast)
+    pre, match = ("default", 1.0) if byte_fallback else nearest_pre_tokenizer(fast)
     bos, eos = wrapped.bos_token_id, wrapped.eos_token_id
     framed = wrapped("a")["input_ids"]
     special = checkpoint.special_ids(wrapped) | {"unk": wrapped.unk_token_id}
     return GGUFTokenizer(
-        model="llama" if bytes_fall_back else "gpt2",
+        model="llama" if byte_fallback else "gpt2",
         pre=pre,
-        same=same,
+        match=match,
         tokens=tokens,
         types=types,
-        scores=_scores(tokens, merges) if bytes_fall_back else None,
-        merges=None if bytes_fall_back else merges,
+        scores=_scores(tokens, merges) if byte_fallback else None,
+        merges=None if byte_fallback else merges,
         special={name: i for name, i in special.items() if i is None or i < vocab},
         add_bos=bos is not None and framed[0] == bos,
         add_eos=eos is not None and framed[-1] == eos,
@@ -99,23 +99,23 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
 
 
 def nearest_pre_tokenizer(fast: Tokenizer) -> tuple[str, float]:
-    """llama.cpp's name of the way to cut text that gives the same ids of most probe texts, and of how many (0 to 1).
+    """Return llama.cpp's pre-tokenizer that gives the same ids for most probe texts, and their share (0 to 1).
 
-    Of equals the one that the tokenizer spells out, else the first.
+    Of equals the one whose patterns the tokenizer has, else the first.
     """
     spec = json.loads(fast.to_str())
     spelled = json.dumps(spec["pre_tokenizer"])
-    wanted = [fast.encode(text, add_special_tokens=False).ids for text in PROBES]
-    found: dict[str, tuple[float, int]] = {}
+    expected = [fast.encode(text, add_special_tokens=False).ids for text in PROBES]
+    ranks: dict[str, tuple[float, int]] = {}
     for name, pre_tokenizer in PRE_TOKENIZERS.items():
         set_pre_tokenizer(spec, pre_tokenizer)
         other = Tokenizer.from_str(json.dumps(spec))
         ids = [other.encode(text, add_special_tokens=False).ids for text in PROBES]
-        same = sum(a == b for a, b in zip(ids, wanted, strict=True)) / len(PROBES)
-        known = [json.dumps(e) in spelled for e in pre_tokenizer.patterns]
-        found[name] = same, all(known) * len(known)
-    best = max(found, key=lambda name: found[name])
-    return best, found[best][0]
+        match = sum(a == b for a, b in zip(ids, expected, strict=True)) / len(PROBES)
+        known = [json.dumps(pattern) in spelled for pattern in pre_tokenizer.patterns]
+        ranks[name] = match, all(known) * len(known)
+    best = max(ranks, key=lambda name: ranks[name])
+    return best, ranks[best][0]
 
 
 def set_pre_tokenizer(spec: dict[str, Any], pre_tokenizer: PreTokenizer) -> None:
@@ -129,27 +129,27 @@ def set_pre_tokenizer(spec: dict[str, Any], pre_tokenizer: PreTokenizer) -> None
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 
 
-def _tokens(spec: dict[str, Any], vocab: int, directory: Path, bytes_fall_back: bool) -> tuple[list[str], list[int]]:
+def _tokens(spec: dict[str, Any], vocab: int, directory: Path, byte_fallback: bool) -> tuple[list[str], list[int]]:
     by_id: dict[int, str] = {i: token for token, i in spec["model"]["vocab"].items()}
     kinds = dict.fromkeys(by_id, NORMAL)
-    if bytes_fall_back:
+    if byte_fallback:
         kinds |= {i: BYTE for i, token in by_id.items() if len(token) == 6 and token.startswith("<0x")}
         unknown = spec["model"].get("unk_token")
         kinds |= {i: UNKNOWN for i, token in by_id.items() if token == unknown}
     for added in spec["added_tokens"]:
         if added["id"] >= vocab:
-            continue  # a token of pictures, say, that this model neither reads nor writes
+            continue  # such as an image token, which this model neither reads nor writes
         by_id[added["id"]] = added["content"]
         if kinds.get(added["id"]) != UNKNOWN:
             kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if max(by_id) >= vocab:
-        raise UserError(f"{directory}: its tokenizer has the id {max(by_id)}, the model only {vocab} logits")
+        raise UserError(f"{directory}: its tokenizer has the id {max(by_id)}, but the model has {vocab} logits")
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(vocab)]
     return tokens, [kinds.get(i, UNUSED) for i in range(vocab)]
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """llama.cpp merges the pair with the highest score first, Hugging Face the first pair in its list."""
+    """Return scores in the order of merges: llama.cpp merges the pair with the highest score first."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)

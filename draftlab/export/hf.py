@@ -1,44 +1,44 @@
-"""A draft as a Hugging Face directory that runtimes take: as many logits as the target, one dtype."""
+"""Drafts as Hugging Face directories: with the target's tokenizer and number of logits, in one dtype."""
 
 from pathlib import Path
 
 import torch
 
 from draftlab.distill.vocabulary import resize
-from draftlab.export.gguf import TYPES, rounded
+from draftlab.export.gguf import TYPES, fake_quantize
 from draftlab.model import checkpoint, saving
 
 
-def write(draft: Path, out: Path, *, words_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:
-    """Write it into out, with the tokenizer of words_from; what was changed, in words."""
+def write(draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:
+    """Write a draft; return what was changed, for people. vocab: number of logits. dtype: None, as stored."""
     changed = []
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
         changed.append(f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}")
-    kept = ((name, tensor.to(dtype or stored)) for name, tensor in checkpoint.Weights(draft).items())
-    saving.write_checkpoint(out, checkpoint.read_config(draft), kept, words_from)
+    weights = ((name, tensor.to(dtype or stored)) for name, tensor in checkpoint.Weights(draft).items())
+    saving.write_checkpoint(out, checkpoint.read_config(draft), weights, tokenizer_from)
     if vocab is not None and (resized := resize(out, vocab)):
         changed.append(f"logits {resized}")
-    if _words(words_from) != _words(draft):
-        changed.append(f"tokenizer files of {words_from.name}")
+    if _tokenizer_files(tokenizer_from) != _tokenizer_files(draft):
+        changed.append(f"tokenizer files of {tokenizer_from.name}")
     return changed
 
 
-def write_fake_quantized(draft: Path, out: Path, kind: str) -> None:
-    """Write draft into out, in float32, with every matrix rounded as GGUF's kind keeps it."""
+def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
+    """Write a draft in float32, every matrix rounded as GGUF's type rounds it."""
     weights = (
-        (name, rounded(tensor.float(), kind) if tensor.ndim == 2 else tensor.float())
+        (name, fake_quantize(tensor.float(), qtype) if tensor.ndim == 2 else tensor.float())
         for name, tensor in checkpoint.Weights(draft).items()
     )
     saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
 
 
 def parse_quantized_name(name: str) -> tuple[str, str | None]:
-    """'draft@q8_0' is draft, and a type of TYPES; any other name is itself."""
-    base, _, kind = name.rpartition("@")
-    return (base, kind) if base and kind in TYPES else (name, None)
+    """Split 'draft@q8_0' into name and type; any other name has no type."""
+    base, _, qtype = name.rpartition("@")
+    return (base, qtype) if base and qtype in TYPES else (name, None)
 
 
-def _words(directory: Path) -> list[bytes | None]:
+def _tokenizer_files(directory: Path) -> list[bytes | None]:
     files = (directory / name for name in saving.TOKENIZER_FILES)
     return [file.read_bytes() if file.is_file() else None for file in files]

@@ -1,7 +1,7 @@
-"""Run by a Python that has llama-cpp-python, not by ours: asks on stdin, answers on stdout, both JSON.
+"""A worker for a Python that has llama-cpp-python: reads a JSON job on stdin, writes a JSON answer on stdout.
 
-quantize: [from, to, type] makes a file of one of llama.cpp's own types.  model, rows: the most probable next token
-behind every token of each row.  texts: their ids.
+quantize: [from, to, type], converts a file to one of llama.cpp's own types. model, rows: returns the argmax after every
+token of each row. texts: returns their token ids.
 """
 
 import json
@@ -12,10 +12,10 @@ import numpy as np
 
 
 def quantize(source: str, out: str, kind: str) -> None:
-    how = llama_cpp.llama_model_quantize_default_params()
-    how.ftype, how.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}"), 1
-    if llama_cpp.llama_model_quantize(source.encode(), out.encode(), how):
-        raise RuntimeError(f"llama.cpp could not quantise {source} to {kind}")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}"), 1
+    if llama_cpp.llama_model_quantize(source.encode(), out.encode(), params):
+        raise RuntimeError(f"llama.cpp could not quantize {source} to {kind}")
 
 
 def most_probable(model: llama_cpp.Llama, row: list[int]) -> list[int]:
@@ -25,16 +25,16 @@ def most_probable(model: llama_cpp.Llama, row: list[int]) -> list[int]:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    if "quantize" in asked:
-        quantize(*asked["quantize"])
-    longest = max(map(len, asked["rows"]), default=1)
+    job = json.load(sys.stdin)
+    if "quantize" in job:
+        quantize(*job["quantize"])
+    longest = max(map(len, job["rows"]), default=1)
     model = llama_cpp.Llama(
-        asked["model"], n_ctx=max(64, longest), n_batch=max(64, longest), n_threads=1, n_threads_batch=1,
+        job["model"], n_ctx=max(64, longest), n_batch=max(64, longest), n_threads=1, n_threads_batch=1,
         logits_all=True, verbose=False, n_gpu_layers=0,
     )  # fmt: skip
-    ids = [model.tokenize(text.encode(), add_bos=False, special=False) for text in asked["texts"]]
-    best = [most_probable(model, row) for row in asked["rows"]]
+    ids = [model.tokenize(text.encode(), add_bos=False, special=False) for text in job["texts"]]
+    best = [most_probable(model, row) for row in job["rows"]]
     json.dump({"best": best, "ids": ids, "version": llama_cpp.__version__}, sys.stdout)
 
 

@@ -1,4 +1,4 @@
-"""How to serve a target with a draft: one small script for each runtime, and nothing to install. No torch.
+"""Scripts that serve a target with a draft, one for each runtime. No torch.
 
 Options are those of vLLM 0.32, SGLang as of 2026-11, llama.cpp as of llama-cpp-python 0.3.36 and transformers 5.23.
 """
@@ -6,15 +6,15 @@ Options are those of vLLM 0.32, SGLang as of 2026-11, llama.cpp as of llama-cpp-
 import json
 import shlex
 
-HERE = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
+DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
 
-def script(runtime: str, *, target: str, k: int, why_k: str, gguf: str = "") -> tuple[str, str]:
-    """Name and text of the file that serves with the draft beside it. gguf: the draft's file, for llama.cpp."""
+def script(runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "") -> tuple[str, str]:
+    """Return name and text of a script that lies in the draft's directory. gguf: the draft's file, for llama.cpp."""
     if runtime == "transformers":
-        return "assist.py", _transformers(target, k, why_k)
+        return "assist.py", _transformers(target, k, k_reason)
     lines = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}[runtime](target, k, gguf)
-    return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {k}: {why_k}", *lines, ""])
+    return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {k}: {k_reason}", *lines, ""])
 
 
 def _vllm(target: str, k: int, gguf: str) -> list[str]:
@@ -22,7 +22,7 @@ def _vllm(target: str, k: int, gguf: str) -> list[str]:
     speculative = '"' + config.replace("@", "$here") + '"'
     return [
         "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",
-        HERE,
+        DIRECTORY,
         f'exec vllm serve {shlex.quote(target)} --speculative-config {speculative} "$@"',
     ]
 
@@ -30,8 +30,8 @@ def _vllm(target: str, k: int, gguf: str) -> list[str]:
 def _sglang(target: str, k: int, gguf: str) -> list[str]:
     options = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
     return [
-        "# sh serve.sh [options of sglang.launch_server]; not run where this was written",
-        HERE,
+        "# sh serve.sh [options of sglang.launch_server]; untested",
+        DIRECTORY,
         f"exec python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm STANDALONE \\",
         f'    --speculative-draft-model-path "$here" {options} "$@"',
     ]
@@ -39,17 +39,17 @@ def _sglang(target: str, k: int, gguf: str) -> list[str]:
 
 def _llama_cpp(target: str, k: int, gguf: str) -> list[str]:
     return [
-        f"# sh serve.sh TARGET.gguf [options of llama-server]; of {target} draftlab export TARGET --to gguf makes it",
+        f"# sh serve.sh TARGET.gguf [options of llama-server]; draftlab export {target} --to gguf writes TARGET.gguf",
         "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0",
-        HERE,
-        "target=${1:?the target as a GGUF file}; shift",
+        DIRECTORY,
+        "target=${1:?name the target's GGUF file}; shift",
         'exec llama-server --model "$target" --spec-type draft-simple \\',
         f'    --spec-draft-model "$here"/{shlex.quote(gguf)} --spec-draft-n-max {k} "$@"',
     ]
 
 
-def _transformers(target: str, k: int, why_k: str) -> str:
-    return f"""# python assist.py "a prompt"; K = {k}: {why_k}
+def _transformers(target: str, k: int, k_reason: str) -> str:
+    return f"""# python assist.py "a prompt"; K = {k}: {k_reason}
 import sys
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""An exported draft scored where it runs: its acceptance there must be its acceptance here, or the export is wrong.
+"""Verification of an export: its acceptance in the runtime must be its acceptance in draftlab's engine.
 
-The target verifies every token, so a draft that a conversion broke still gives fluent text, only no speed. R texts.
+The target verifies every token, so a draft that a conversion broke still gives fluent text, but no speed-up. R texts.
 """
 
 import contextlib
@@ -18,175 +18,169 @@ from typing import IO
 import numpy as np
 import torch
 
-from draftlab.acceptance import token_logprobs
+from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
-from draftlab.intervals import ratio_interval
+from draftlab.intervals import Interval, ratio_interval
 from draftlab.model import checkpoint, decoder
 from draftlab.model.sentencepiece import PROBES
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 
-INSIDE = Path(__file__).parent / "llama_cpp_worker.py"
+WORKER = Path(__file__).parent / "llama_cpp_worker.py"
 START_SECONDS = 600  # of a server
-SAME = {"f32": 0.995, "f16": 0.98, "bf16": 0.97, "q8_0": 0.95}  # share of places with the same hit or miss
-SAME_BELOW_8_BITS = 0.9  # activations are rounded to 8 bits there, too
+MATCH = {"f32": 0.995, "f16": 0.98, "bf16": 0.97, "q8_0": 0.95}  # lowest share of tokens with the same hit or miss
+MATCH_BELOW_8_BITS = 0.9  # llama.cpp rounds activations to 8 bits, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
-    """What the target writes greedily after some prompts, and how much of it counts."""
+class TargetTexts:
+    """Greedy texts of the target. tokens: scored tokens of each text, which is k longer: every step drafts k."""
 
     prompts: list[list[int]]
-    texts: list[list[int]]  # k tokens longer than tokens, so that the last step can draft as many as the others
+    completions: list[list[int]]
     tokens: int
     k: int
 
     @property
     def rows(self) -> list[list[int]]:
-        return [p + t for p, t in zip(self.prompts, self.texts, strict=True)]
+        return [p + c for p, c in zip(self.prompts, self.completions, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """Tokens per target pass here, with a 95 % interval over texts, and there."""
+class Verification:
+    """Acceptance length in draftlab, with a 95 % interval over texts, and in the runtime."""
 
     runtime: str
     k: int
     texts: int
-    here: float
-    low: float
-    high: float
-    there: float
-    words: str
+    expected: Interval
+    measured: float
+    details: str
 
     def line(self) -> str:
         return (
-            f"{self.runtime}: {self.there:.3f} tokens per target pass, here {self.here:.3f} ({self.low:.3f} to "
-            f"{self.high:.3f}), K = {self.k}, {self.texts} texts; {self.words}"
+            f"{self.runtime}: {self.measured:.3f} tokens per target pass, in draftlab {self.expected.value:.3f} "
+            f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, {self.texts} texts; {self.details}"
         )
 
 
-def write_texts(target: Path, prompts: list[list[int]], tokens: int, k: int, device: torch.device) -> Writing:
-    """In float32, and through an end-of-text token: what counts is that both sides see the same."""
+def generate_texts(target: Path, prompts: list[list[int]], tokens: int, k: int, device: torch.device) -> TargetTexts:
+    """Generate greedily in float32, past end-of-text tokens."""
     model = decoder.load(target, torch.float32, device)
-    texts = output_tokens(decode(model, prompts, SamplingParams(max_tokens=tokens + k)))
-    return Writing(prompts=prompts, texts=texts, tokens=tokens, k=k)
+    completions = output_tokens(decode(model, prompts, SamplingParams(max_tokens=tokens + k)))
+    return TargetTexts(prompts=prompts, completions=completions, tokens=tokens, k=k)
 
 
-def hits(draft: Path, writing: Writing, device: torch.device) -> list[np.ndarray]:
-    """Of each text, which tokens are the draft's most probable ones, bool [n]."""
+def top1_hits(draft: Path, texts: TargetTexts, device: torch.device) -> list[np.ndarray]:
+    """Return for each text which of its tokens are the draft's argmax, bool [n]."""
     model = decoder.load(draft, torch.float32, device)
-    pairs = [(np.array(p), np.array(t)) for p, t in zip(writing.prompts, writing.texts, strict=True)]
-    return [
-        one.ranks == 0
-        for one in token_logprobs.score_tokens(model, pairs, checkpoint.vocab_size(draft), SamplingParams())
-    ]
+    pairs = [(np.array(p), np.array(c)) for p, c in zip(texts.prompts, texts.completions, strict=True)]
+    return [scored.ranks == 0 for scored in score_tokens(model, pairs, checkpoint.vocab_size(draft), SamplingParams())]
 
 
-def chain(hit: Sequence[bool], k: int, tokens: int) -> tuple[int, int]:
-    """Greedy steps over one text, and the tokens they emit. The first token comes with the prefill."""
+def greedy_steps(hits: Sequence[bool], k: int, tokens: int) -> tuple[int, int]:
+    """Return tokens and steps of greedy speculative decoding of one text; the prefill gives the first token."""
     at, steps = 1, 0
     while at < tokens:
-        run = next((i for i in range(k) if not hit[at + i]), k)
-        at, steps = at + run + 1, steps + 1
+        accepted = next((i for i in range(k) if not hits[at + i]), k)
+        at, steps = at + accepted + 1, steps + 1
     return at - 1, steps
 
 
 def in_llama_cpp(
-    python: Path, file: Path, kind: str, writing: Writing, ours: list[np.ndarray], words: Path
-) -> Agreement:
-    """file in the llama.cpp that python has. words: directory of the tokenizer.
+    python: Path, file: Path, qtype: str, texts: TargetTexts, hits: list[np.ndarray], tokenizer_from: Path
+) -> Verification:
+    """Score a GGUF file in the llama.cpp of a Python. hits: in draftlab.
 
     Raises:
-        UserError: it cannot be run, or gives another acceptance or other tokens.
+        UserError: it does not run, or gives another acceptance or other tokens.
     """
-    answer = ask(python, {"model": str(file), "rows": writing.rows, "texts": list(PROBES)})
-    theirs = [
-        np.array(best[len(prompt) - 1 : -1]) == np.array(text)
-        for prompt, text, best in zip(writing.prompts, writing.texts, answer["best"], strict=True)
-    ]
-    same = float(np.mean(np.concatenate(ours) == np.concatenate(theirs)))
-    tokenizer = checkpoint.load_tokenizer(words)
-    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROBES]
-    cut = sum(a == b for a, b in zip(answer["ids"], wanted, strict=True))
-    emitted, steps = _counts(theirs, writing).sum(0)
-    found = _agreement(
-        f"llama.cpp ({answer['version']})", writing, ours, float(emitted / steps),
-        f"the same hits in {same:.2%} of places; its tokenizer gives the ids of {cut} of {len(PROBES)} probe texts",
+    answer = run_llama_cpp(python, {"model": str(file), "rows": texts.rows, "texts": list(PROBES)})
+    rows = zip(texts.prompts, texts.completions, answer["best"], strict=True)
+    own = [np.array(best[len(prompt) - 1 : -1]) == np.array(completion) for prompt, completion, best in rows]
+    match = float(np.mean(np.concatenate(hits) == np.concatenate(own)))
+    tokenizer = checkpoint.load_tokenizer(tokenizer_from)
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROBES]
+    same = sum(a == b for a, b in zip(answer["ids"], ids, strict=True))
+    tokens, steps = _counts(own, texts).sum(0)
+    result = _compare(
+        f"llama.cpp ({answer['version']})", texts, hits, float(tokens / steps),
+        f"the same hits for {match:.2%} of tokens; its tokenizer gives the same ids for {same} of {len(PROBES)} "
+        "probe texts",
     )  # fmt: skip
-    if same < SAME.get(kind, SAME_BELOW_8_BITS):
-        raise UserError(f"the exported draft drafts other tokens there. {found.line()}")
-    return found
+    if match < MATCH.get(qtype, MATCH_BELOW_8_BITS):
+        raise UserError(f"--verify-with: the export drafts other tokens in llama.cpp. {result.line()}")
+    return result
 
 
-def in_vllm(binary: Path, draft: Path, target: Path, writing: Writing, ours: list[np.ndarray]) -> Agreement:
-    """draft beside target in a vLLM server that is started for it, by its own counters.
+def in_vllm(program: Path, draft: Path, target: Path, texts: TargetTexts, hits: list[np.ndarray]) -> Verification:
+    """Start a vLLM server of draft and target, and read its counters. hits: in draftlab.
 
     Raises:
-        UserError: it does not start, or its acceptance is another.
+        UserError: it does not start, or has another acceptance.
     """
-    speculative = {"method": "draft_model", "model": str(draft.absolute()), "num_speculative_tokens": writing.k}
-    with _vllm(binary, target, speculative) as server:
+    speculative = {"method": "draft_model", "model": str(draft.absolute()), "num_speculative_tokens": texts.k}
+    with _vllm(program, target, speculative) as server:
         before = server.metrics()
-        asked = SamplingParams(max_tokens=writing.tokens, temperature=0.0, ignore_eos=True)
-        wrote = [one.ids for one in server.generate(writing.prompts, asked)]
-        counted = spec_decode_counters(before, server.metrics())
-    if counted is None:
-        raise UserError(f"{binary} drafted nothing: its /metrics count no speculative steps")
-    same = [a == b for ids, text in zip(wrote, writing.texts, strict=True) for a, b in zip(ids, text, strict=False)]
-    return _agreement(
-        f"vLLM {server.version}", writing, ours, counted.acceptance.mean_acceptance_length,
-        f"it wrote what the target writes here in {float(np.mean(same)):.2%} of places",
-    )  # fmt: skip
+        sampling = SamplingParams(max_tokens=texts.tokens, temperature=0.0, ignore_eos=True)
+        completions = [completion.ids for completion in server.generate(texts.prompts, sampling)]
+        counters = spec_decode_counters(before, server.metrics())
+    if counters is None:
+        raise UserError(f"{program} drafted nothing: its /metrics count no speculative steps")
+    pairs = zip(completions, texts.completions, strict=True)
+    same = float(np.mean([a == b for ids, text in pairs for a, b in zip(ids, text, strict=False)]))
+    length = counters.acceptance.mean_acceptance_length
+    return _compare(f"vLLM {server.version}", texts, hits, length, f"{same:.2%} of its output tokens are the target's")
 
 
-def ask(python: Path, question: dict[str, object]) -> dict:
-    """What llama_cpp_worker.py answers under that Python."""
+def run_llama_cpp(python: Path, job: dict[str, object]) -> dict:
+    """Run llama_cpp_worker.py in a Python that has llama-cpp-python. Raises UserError: it fails."""
     try:
-        done = subprocess.run([python, INSIDE], input=json.dumps(question), capture_output=True, text=True)
+        done = subprocess.run([python, WORKER], input=json.dumps(job), capture_output=True, text=True)
     except OSError as error:
         raise UserError(f"{python} cannot be run: {error.strerror}") from None
     if done.returncode:
-        silent = f"it was ended by signal {-done.returncode}" if done.returncode < 0 else "no word"
-        said = (done.stderr.strip().splitlines() or [silent])[-1]
-        hint = "; it wants a Python with llama-cpp-python" if "No module named" in said else ""
-        raise UserError(f"{python} could not run llama.cpp: {said[:200]}{hint}")
+        silent = f"signal {-done.returncode} ended it" if done.returncode < 0 else "it printed nothing"
+        message = (done.stderr.strip().splitlines() or [silent])[-1]
+        hint = "; it wants a Python with llama-cpp-python" if "No module named" in message else ""
+        raise UserError(f"{python} could not run llama.cpp: {message[:200]}{hint}")
     return json.loads(done.stdout)
 
 
-def _counts(hits: list[np.ndarray], writing: Writing) -> np.ndarray:
-    """Of each text tokens and steps, [R, 2]."""
-    return np.array([chain(hit.tolist(), writing.k, writing.tokens) for hit in hits], dtype=np.float64)
+def _counts(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
+    """Return tokens and steps of each text, [R, 2]."""
+    return np.array([greedy_steps(row.tolist(), texts.k, texts.tokens) for row in hits], dtype=np.float64)
 
 
-def _agreement(runtime: str, writing: Writing, ours: list[np.ndarray], there: float, words: str) -> Agreement:
-    """Raises UserError: what was found there lies outside what texts like these vary by here."""
-    here = ratio_interval(_counts(ours, writing))
-    found = Agreement(
-        runtime=runtime, k=writing.k, texts=len(ours), here=here.value, low=here.low, high=here.high, there=there,
-        words=words,
-    )  # fmt: skip
-    if not here.low <= there <= here.high:
-        raise UserError(f"the exported draft is not what it is here. {found.line()}")
-    return found
+def _compare(
+    runtime: str, texts: TargetTexts, hits: list[np.ndarray], measured: float, details: str
+) -> Verification:
+    """Raises UserError: the runtime's acceptance length is outside the interval of draftlab's."""
+    expected = ratio_interval(_counts(hits, texts))
+    result = Verification(
+        runtime=runtime, k=texts.k, texts=len(hits), expected=expected, measured=measured, details=details
+    )
+    if not expected.low <= measured <= expected.high:
+        raise UserError(f"--verify-with: the export has another acceptance. {result.line()}")
+    return result
 
 
 @contextlib.contextmanager
-def _vllm(binary: Path, target: Path, speculative: dict[str, object]) -> Iterator[Server]:
-    """A server of its own on a free port, in float32, ended with the block."""
+def _vllm(program: Path, target: Path, speculative: dict[str, object]) -> Iterator[Server]:
+    """Yield a float32 server on a free port; it ends with the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [binary, "serve", target, "--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
+    command = [program, "serve", target, "--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
     command += ["--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative)]
     with tempfile.TemporaryFile("w+") as log:
         try:
             process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
         except OSError as error:
-            raise UserError(f"{binary} cannot be run: {error.strerror}") from None
+            raise UserError(f"{program} cannot be run: {error.strerror}") from None
         try:
-            yield _ready(f"http://127.0.0.1:{port}", process, log)
+            yield _wait_for(f"http://127.0.0.1:{port}", process, log)
         finally:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -194,12 +188,12 @@ def _vllm(binary: Path, target: Path, speculative: dict[str, object]) -> Iterato
             process.kill()
 
 
-def _ready(url: str, process: subprocess.Popen[bytes], log: IO[str]) -> Server:
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str]) -> Server:
     for _ in range(START_SECONDS):
         if process.poll() is not None:
             log.seek(0)
-            said = [line for line in log.read().splitlines() if "Error" in line] or ["no word"]
-            raise UserError(f"vLLM did not start: {said[-1].strip()[-300:]}")
+            errors = [line for line in log.read().splitlines() if "Error" in line] or ["it printed no error"]
+            raise UserError(f"vLLM did not start: {errors[-1].strip()[-300:]}")
         with contextlib.suppress(UserError):
             return Server.connect(url, workers=1)
         time.sleep(1)

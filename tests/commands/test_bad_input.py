@@ -150,8 +150,8 @@ CASES = [
     (("export", "few-ids"), "few-ids knows 200 ids"),
     (("export", "other-words"), "different tokenizers"),
     (("check", "draft", "--for", "vlm"), "did you mean 'vllm'"),
-    (("export", "draft", "--to", "gguf", "--type", "q8"), "did you mean 'q8_0'"),
-    (("export", "draft", "--to", "gguf", "--type", "q4_k_m"), "made by llama.cpp itself"),
+    (("export", "draft", "--to", "gguf", "--outtype", "q8"), "did you mean 'q8_0'"),
+    (("export", "draft", "--to", "gguf", "--outtype", "q4_k_m"), "--verify-with"),
     (("export", "draft", "--to", "sglang", "--verify-with", "program"), "sglang is not run from here"),
     (("export", "draft", "--to", "vllm", "--verify-with", "no-program"), "no program at no-program"),
     (("score", "--draft", "draft", "--draft", "draft"), "same directory name"),
@@ -159,7 +159,7 @@ CASES = [
     (("score", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
     (("trace", "record", "--server", "http://127.0.0.1:9", "--prompts", "2"), "no answer from http://127.0.0.1:9"),
     (("rollback", "nope"), "nope"),
-    (("trim", "draft", "--trace", "nope", "--keep", "50"), "nope"),
+    (("trim-vocab", "draft", "--trace", "nope", "--draft-vocab-size", "50"), "nope"),
     # recipes
     (("run", "nope.yaml"), "No such file"),
     (("run", "broken.yaml"), "broken.yaml"),
@@ -186,7 +186,7 @@ USAGE = [
     ("distill", "--steps", "0"),
     ("score", "--temperature", "-1"),
     ("train",),
-    ("trim", "draft"),
+    ("trim-vocab", "draft"),
     ("trace", "recorded"),
     ("cache", "info"),
 ]

@@ -35,20 +35,20 @@ def spoil(directory: Path, name: str, value: float) -> None:
     saving.write_checkpoint(directory, checkpoint.read_config(directory), weights.items(), None)
 
 
-def bad(pair: tuple[Path, Path], about: str) -> str:
-    """The one bad finding about something."""
-    found = [f for f in compatibility.files(*pair, ALL) if f.about == about and f.level == "bad"]
+def error(pair: tuple[Path, Path], about: str) -> str:
+    """The one error about something."""
+    found = [f for f in compatibility.check_files(*pair, ALL) if f.about == about and f.level == "error"]
     assert len(found) == 1
     return found[0].text
 
 
 def notes(pair: tuple[Path, Path], about: str) -> str:
-    return " ".join(f.line() for f in compatibility.files(*pair, ALL) if f.about == about and f.level == "note")
+    return " ".join(f.line() for f in compatibility.check_files(*pair, ALL) if f.about == about and f.level == "warning")
 
 
 def test_a_model_fits_itself_wherever_heads_of_12_run(pair):
-    assert {f.about for f in compatibility.files(*pair, ALL) if f.level == "bad"} == {"vllm"}
-    assert "heads of 12; its attention takes multiples of 8" in bad(pair, "vllm")
+    assert {f.about for f in compatibility.check_files(*pair, ALL) if f.level == "error"} == {"vllm"}
+    assert "head_dim 12" in error(pair, "vllm")
 
 
 def test_ids_that_mean_something_else_are_named(pair):
@@ -59,7 +59,7 @@ def test_ids_that_mean_something_else_are_named(pair):
     words[a], words[b] = words[b], words[a]
     spec["model"]["merges"] = []
     file.write_text(json.dumps(spec))
-    assert "id 270 is" in bad(pair, "tokenizer")
+    assert "id 270 is" in error(pair, "tokenizer")
 
 
 def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):
@@ -67,12 +67,12 @@ def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):
     spec = json.loads(file.read_text())
     spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "."}
     file.write_text(json.dumps(spec))
-    assert f"of {len(compatibility.PROBES)} probe texts get other ids" in bad(pair, "tokenizer")
+    assert f"of {len(compatibility.PROBES)} probe texts get other ids" in error(pair, "tokenizer")
 
 
 def test_another_first_or_last_token_is_named(pair):
     edit(pair[0] / "tokenizer_config.json", eos_token="<pad>")
-    assert "eos is 2 in the draft and 1 in the target" in bad(pair, "special tokens")
+    assert "eos is 2 in the draft and 1 in the target" in error(pair, "special tokens")
 
 
 def test_where_texts_end_is_compared(pair):
@@ -84,18 +84,18 @@ def test_where_texts_end_is_compared(pair):
 def test_padded_vocabularies_are_refused_where_they_are(pair):
     resize(pair[1], 320)
     assert "307 logits in the draft, 320 in the target" in notes(pair, "vocabulary")
-    said = [f for f in compatibility.files(*pair, ALL) if f.level == "bad" and "320" in f.text]
+    said = [f for f in compatibility.check_files(*pair, ALL) if f.level == "error" and "320" in f.text]
     assert {f.about for f in said} == {"vllm", "sglang", "transformers"}  # llama.cpp lets them differ by 128
     assert all("draftlab export --to" in f.fix for f in said)
     resize(pair[1], 307 + 129)
-    assert "it takes a difference of 128" in bad(pair, "llama.cpp")
+    assert "128" in error(pair, "llama.cpp")
 
 
 def test_a_shorter_context_and_another_template_are_noted(pair):
     edit(pair[0] / "config.json", max_position_embeddings=128)
     (pair[1] / "chat_template.jinja").write_text("{{ messages }}")
-    assert "reads 128 tokens, the target 256" in notes(pair, "context")
-    assert "no chat template, the target one" in notes(pair, "chat template")
+    assert "128 tokens, the target's 256" in notes(pair, "context")
+    assert "no chat template" in notes(pair, "chat template")
 
 
 def test_rows_that_do_not_divide_are_noted_with_sizes_that_do(pair):
@@ -105,15 +105,15 @@ def test_rows_that_do_not_divide_are_noted_with_sizes_that_do(pair):
 
 def test_a_qwen2_whose_heads_do_not_add_up_is_refused_by_vllm(family_dirs):
     draft = family_dirs["qwen2"]
-    said = [f.text for f in compatibility.files(draft, draft, compatibility.parse_runtimes("vllm")) if f.level == "bad"]
-    assert "takes heads of a Qwen2 to be width / heads wide; 8 of 12 are not 64" in said
+    said = [f.text for f in compatibility.check_files(draft, draft, compatibility.parse_runtimes("vllm")) if f.level == "error"]
+    assert "wants width = heads x head_dim in a Qwen2; 8 x 12 is not 64" in said
 
 
 @pytest.mark.parametrize(("value", "words"), [(float("nan"), "not finite"), (0.0, "all zero")])
 def test_broken_weights_are_found(pair, value, words):
     spoil(pair[0], "model.layers.1.mlp.up_proj.weight", value)
-    assert "model.layers.1.mlp.up_proj.weight" in bad(pair, "weights")
-    assert words in bad(pair, "weights")
+    assert "model.layers.1.mlp.up_proj.weight" in error(pair, "weights")
+    assert words in error(pair, "weights")
 
 
 def test_devices_that_a_shape_splits_over_are_told(pair):
@@ -126,15 +126,15 @@ def test_devices_that_a_shape_splits_over_are_told(pair):
 
 
 def test_what_was_not_trained_is_told_from_what_was():
-    assert compatibility._perplexity(3.4, 4096).level == "ok"
-    assert compatibility._perplexity(8.3, 4096).level == "bad"
-    assert compatibility._perplexity(float("nan"), 4096).level == "bad"
+    assert compatibility.judge_perplexity(3.4, 4096).level == "ok"
+    assert compatibility.judge_perplexity(8.3, 4096).level == "error"
+    assert compatibility.judge_perplexity(float("nan"), 4096).level == "error"
 
 
 def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
     model = llama.load(family_dirs["llama"], torch.float32)
     prompts = [[0, 5, 9, 20], [0, 7, 7, 30]]
-    assert compatibility._accepts_itself(model, prompts).level == "ok"
+    assert compatibility.check_decoding(model, prompts).level == "ok"
 
     class Forgetful(llama.Llama):
         def forward(self, ids, cache, last=0):
@@ -143,7 +143,7 @@ def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
 
     broken = object.__new__(Forgetful)
     broken.__dict__.update(model.__dict__)
-    assert compatibility._accepts_itself(broken, prompts).level == "bad"
+    assert compatibility.check_decoding(broken, prompts).level == "error"
 
 
 def test_runtimes_are_named_right():

@@ -10,7 +10,7 @@ import torch
 
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
-from draftlab.export import trim
+from draftlab.export import trim_vocab
 from draftlab.model import llama
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
@@ -21,9 +21,8 @@ PROMPTS = [[0, 5, 9, 20], [0, 7, 7, 30, 31]]
 @pytest.fixture
 def halved(family_dirs, tmp_path) -> Path:
     """The small llama, of whose ids every second one counts."""
-    kept = trim.Kept(ids=list(range(0, 307, 2)), covered=1.0)
     (tmp_path / "halved").mkdir()
-    trim.write(family_dirs["llama"], tmp_path / "halved", kept)
+    trim_vocab.write(family_dirs["llama"], tmp_path / "halved", list(range(0, 307, 2)))
     return tmp_path / "halved"
 
 
@@ -57,19 +56,19 @@ def test_drafting_with_it_is_lossless_and_never_drafts_the_others(temperature, h
 
 def test_the_most_frequent_ids_stay():
     texts = [np.array([5, 5, 5, 6, 6, 7]), np.array([5, 6, 8, 9])]
-    kept = trim.choose(texts, 4, 100, always=[1])
-    assert kept.ids == [1, 5, 6, 7]  # 7, 8 and 9 came once: the lowest
-    assert kept.covered == 0.5  # of the second text: those of the first are 1, 5, 6, 7
-    assert trim.choose(texts, 7, 100, always=[]).ids == [0, 1, 5, 6, 7, 8, 9]
+    ids, coverage = trim_vocab.frequent_ids(texts, 4, 100, special=[1])
+    assert ids == [1, 5, 6, 7]  # 7, 8 and 9 came once: the lowest
+    assert coverage == 0.5  # of the second text: those of the first are 1, 5, 6, 7
+    assert trim_vocab.frequent_ids(texts, 7, 100, special=[])[0] == [0, 1, 5, 6, 7, 8, 9]
 
 
 def test_what_cannot_be_trimmed_is_refused(halved, family_dirs, tmp_path):
     texts = [np.array([5]), np.array([6])]
-    for keep, always in ((100, []), (1, [0, 1])):
-        with pytest.raises(UserError, match=f"--keep {keep} is to be above"):
-            trim.choose(texts, keep, 100, always)
-    with pytest.raises(UserError, match="1 texts say too little"):
-        trim.choose(texts[:1], 5, 100, [])
+    for size, special in ((100, []), (1, [0, 1])):
+        with pytest.raises(UserError, match=f"--draft-vocab-size {size}"):
+            trim_vocab.frequent_ids(texts, size, 100, special)
+    with pytest.raises(UserError, match="--trace has 1 texts"):
+        trim_vocab.frequent_ids(texts[:1], 5, 100, [])
     shutil.copytree(family_dirs["llama"], tmp_path / "wrong")
     (tmp_path / "wrong/head_ids.json").write_text(json.dumps([1, 999]))
     with pytest.raises(UserError, match="less than 307"):

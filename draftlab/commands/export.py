@@ -1,0 +1,43 @@
+"""The commands that bring a finished draft to where it runs."""
+
+from draftlab.commands.base import Outcome, command
+from draftlab.config.export import CheckConfig, ExportConfig, TrimVocabConfig
+from draftlab.output import Output
+
+
+@command(CheckConfig)
+def check(config: CheckConfig) -> Outcome:
+    """Check that a draft fits its target and works in vLLM, SGLang, llama.cpp and transformers; exit code 3 if not."""
+    from draftlab.export.compatibility import check_draft
+
+    draft, findings = check_draft(config)
+    errors = sum(finding.level == "error" for finding in findings)
+    missed = [f"{errors} finding{'s' * (errors > 1)} to fix before {draft} is served"] if errors else []
+    rows = [{"about": f.about, "level": f.level, "text": f.text, "fix": f.fix} for f in findings]
+    data: dict[str, object] = {"findings": rows, "fits": not errors}
+    return Outcome(path=draft, show=[f.line() for f in findings], data=data, missed=missed)
+
+
+@command(TrimVocabConfig)
+def trim_vocab(config: TrimVocabConfig, output: Output) -> Outcome:
+    """Compute a draft's head for the target's most frequent tokens only: less work where the vocabulary is large."""
+    from draftlab.export.trim_vocab import trim_vocab as trim
+
+    vocab, coverage = trim(config, output)
+    lines = [
+        f"head of {config.draft_vocab_size:,} of {vocab:,} tokens; those chosen on one half of the texts cover "
+        f"{coverage:.2%} of the other half",
+        "only draftlab computes the smaller head; vLLM, SGLang, llama.cpp and transformers compute all of it",
+    ]
+    facts = {"path": str(output.out), "draft_vocab_size": config.draft_vocab_size, "coverage": coverage}
+    return Outcome(path=output.out, show=[*lines, str(output.out)], data=facts)
+
+
+@command(ExportConfig)
+def export(config: ExportConfig, output: Output) -> Outcome:
+    """Write a draft as runtimes load it, with a model card and a script that serves it; verify it where it runs."""
+    from draftlab.export import run
+
+    exported = run.export(config, output)
+    facts = {"path": str(output.out), **exported.notes}
+    return Outcome(path=output.out, show=[*exported.lines, str(output.out)], data=facts)

@@ -1,0 +1,79 @@
+"""Settings of check, trim-vocab and export."""
+
+from pathlib import Path
+from typing import Literal
+
+from typing_extensions import Self
+
+from draftlab.config.base import Config, Only, OutputConfig, from_workspace, option
+from draftlab.config.shared import data, device, newest_draft, target
+from draftlab.console import note
+from draftlab.model import hub
+
+RUNTIMES = ("vllm", "sglang", "llama.cpp", "transformers")
+
+
+class DraftConfig(Config):
+    draft: str | None = option(None, "Checkpoint of the draft. Default: the newest one.", argument=True)
+
+    def resolved(self) -> Self:
+        if self.draft is not None:
+            return self
+        note(f"draft: {newest_draft()}")
+        return self.model_copy(update={"draft": str(newest_draft())})
+
+    def draft_directory(self) -> Path:
+        """Raises UserError: there is no such checkpoint."""
+        return hub.locate(self.draft or newest_draft())
+
+
+class CheckConfig(DraftConfig):
+    target: str = target()
+    runtimes: str = option(",".join(RUNTIMES), "Runtimes to check for, by comma.", flag="--for")
+    data: str = data("Text to measure perplexity on.")
+    files_only: bool = option(False, "Read files only; do not run the draft.")
+    device: str = device()
+
+    only = (Only(("data", "device"), lambda c: not c.files_only, "--files-only does not run the draft"),)
+
+
+class TrimVocabConfig(DraftConfig, OutputConfig):
+    trace: Path = option(help="Trace of the target's own text; its most frequent tokens stay.")
+    draft_vocab_size: int = option(help="Tokens that the draft can propose.", ge=1)
+
+    def default_name(self) -> str:
+        return f"trim-vocab-{hub.checkpoint_name(self.draft_directory())}-{self.draft_vocab_size}"
+
+
+class ExportConfig(DraftConfig, OutputConfig):
+    to: Literal["hf", "gguf", "vllm", "sglang", "llama.cpp", "transformers"] = option(
+        "hf", "A Hugging Face directory, a GGUF file, or one of them with a script that serves it in a runtime."
+    )
+    target: str = target()
+    outtype: str = option("f16", "GGUF: type of matrices, such as f32, f16, bf16, q8_0, q4_0 or q4_k_m.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "Hugging Face: data type of weights. Default: as stored."
+    )
+    k: int | None = option(None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1)
+    verify_with: Path | None = option(
+        None, "Score the export where it runs: path of vllm, or for GGUF of a Python with llama-cpp-python."
+    )
+    data: str = from_workspace("data", "Prompts to verify with.", advanced=True)
+    prompts: int = option(16, "Number of prompts to verify with.", ge=2, advanced=True)
+    push_to_hub: str | None = option(None, "Repository of the Hugging Face hub to upload to.")
+    device: str = device()
+
+    only = (
+        Only(("outtype",), lambda c: c.is_gguf, "belongs to --to gguf and llama.cpp"),
+        Only(("dtype",), lambda c: not c.is_gguf, "--outtype sets the type of a GGUF file"),
+        Only(("k",), lambda c: c.to not in ("hf", "gguf") or c.verify_with, "belongs to a script or --verify-with"),
+        Only(("verify_with",), lambda c: c.to not in ("sglang", "transformers"), "works for vLLM and llama.cpp"),
+        Only(("data", "prompts", "device"), lambda c: c.verify_with, "belongs to --verify-with"),
+    )
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.to in ("gguf", "llama.cpp")
+
+    def default_name(self) -> str:
+        return f"export-{hub.checkpoint_name(self.draft_directory())}-{self.outtype if self.is_gguf else self.to}"

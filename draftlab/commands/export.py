@@ -2,6 +2,7 @@
 
 from draftlab.commands.base import Outcome, command
 from draftlab.config.export import CheckConfig, ExportConfig, TrimVocabConfig
+from draftlab.model import hub
 from draftlab.output import Output
 
 
@@ -12,7 +13,9 @@ def check(config: CheckConfig) -> Outcome:
 
     draft, findings = check_draft(config)
     errors = sum(finding.level == "error" for finding in findings)
-    missed = [f"{errors} finding{'s' * (errors > 1)} to fix before {draft} is served"] if errors else []
+    missed = (
+        [f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"] if errors else []
+    )
     rows = [{"about": f.about, "level": f.level, "text": f.text, "fix": f.fix} for f in findings]
     data: dict[str, object] = {"findings": rows, "fits": not errors}
     return Outcome(path=draft, show=[f.line() for f in findings], data=data, missed=missed)

@@ -31,8 +31,8 @@ class Card:
     def _summary(self) -> list[str]:
         changed = f" Changed in this export: {', '.join(self.changed)}." if self.changed else ""
         return [
-            f"A draft model for speculative decoding with **{self.target}**. It proposes tokens, the target verifies them, "
-            "and the output is the target's own.",
+            f"A draft model for speculative decoding with **{self.target}**. It proposes tokens, the target verifies "
+            "them, and the output is the target's own.",
             "",
             f"{self.size}; vocabulary of {self.vocab:,} tokens, the target's; context of {self.context:,} tokens."
             + changed,

@@ -65,7 +65,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
             heldout=_heldout(draft), scores=scores, changed=changed, script=script, verified=verified,
         )  # fmt: skip
         (work / "README.md").write_text(facts.text())
-        notes = {"changed": changed, "k": k} | ({"verified": verified} if verified else {})
+        notes: dict[str, object] = {"changed": changed, "k": k}
+        notes |= {"verified": verified} if verified else {}
         output.record(work, [draft], **notes)
     if config.push_to_hub is not None:
         push(output.out, config.push_to_hub)

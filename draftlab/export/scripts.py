@@ -42,7 +42,7 @@ def _llama_cpp(target: str, k: int, gguf: str) -> list[str]:
         f"# sh serve.sh TARGET.gguf [options of llama-server]; draftlab export {target} --to gguf writes TARGET.gguf",
         "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0",
         DIRECTORY,
-        "target=${1:?name the target's GGUF file}; shift",
+        "target=${1:?GGUF file of the target}; shift",
         'exec llama-server --model "$target" --spec-type draft-simple \\',
         f'    --spec-draft-model "$here"/{shlex.quote(gguf)} --spec-draft-n-max {k} "$@"',
     ]

@@ -153,9 +153,7 @@ def _counts(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
     return np.array([greedy_steps(row.tolist(), texts.k, texts.tokens) for row in hits], dtype=np.float64)
 
 
-def _compare(
-    runtime: str, texts: TargetTexts, hits: list[np.ndarray], measured: float, details: str
-) -> Verification:
+def _compare(runtime: str, texts: TargetTexts, hits: list[np.ndarray], measured: float, details: str) -> Verification:
     """Raises UserError: the runtime's acceptance length is outside the interval of draftlab's."""
     expected = ratio_interval(_counts(hits, texts))
     result = Verification(

@@ -43,7 +43,9 @@ def error(pair: tuple[Path, Path], about: str) -> str:
 
 
 def notes(pair: tuple[Path, Path], about: str) -> str:
-    return " ".join(f.line() for f in compatibility.check_files(*pair, ALL) if f.about == about and f.level == "warning")
+    return " ".join(
+        f.line() for f in compatibility.check_files(*pair, ALL) if f.about == about and f.level == "warning"
+    )
 
 
 def test_a_model_fits_itself_wherever_heads_of_12_run(pair):
@@ -105,7 +107,11 @@ def test_rows_that_do_not_divide_are_noted_with_sizes_that_do(pair):
 
 def test_a_qwen2_whose_heads_do_not_add_up_is_refused_by_vllm(family_dirs):
     draft = family_dirs["qwen2"]
-    said = [f.text for f in compatibility.check_files(draft, draft, compatibility.parse_runtimes("vllm")) if f.level == "error"]
+    said = [
+        f.text
+        for f in compatibility.check_files(draft, draft, compatibility.parse_runtimes("vllm"))
+        if f.level == "error"
+    ]
     assert "wants width = heads x head_dim in a Qwen2; 8 x 12 is not 64" in said
 
 

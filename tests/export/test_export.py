@@ -153,7 +153,7 @@ def test_words_of_a_byte_level_vocabulary(family_dirs):
     spec = json.loads((family_dirs["llama"] / "tokenizer.json").read_text())
     assert found.merges == [" ".join(pair) for pair in spec["model"]["merges"]]
     assert (found.add_bos, found.add_eos, found.scores) == (True, False, None)
-    with pytest.raises(UserError, match="id 306.* 200 logits"):
+    with pytest.raises(UserError, match=r"id 306.* 200 logits"):
         gguf_tokenizer.read_tokenizer(family_dirs["llama"], 200)
 
 

@@ -143,9 +143,9 @@ def test_a_qwen2_that_gguf_calls_a_llama_keeps_its_biases(family_dirs, tmp_path)
 @pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
 def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
     """Of every way to cut text that GGUF has a name for; with bos in front and a chat template."""
-    cutting = gguf_tokenizer.PRE_TOKENIZERS[name]
-    inner = Tokenizer(models.BPE(ignore_merges=cutting.ignore_merges))
-    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in cutting.expressions]
+    pre_tokenizer = gguf_tokenizer.PRE_TOKENIZERS[name]
+    inner = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in pre_tokenizer.patterns]
     inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
     inner.decoder = decoders.ByteLevel()
     special, alphabet = ["<s>", "</s>", "<pad>"], pre_tokenizers.ByteLevel.alphabet()

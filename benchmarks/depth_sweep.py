@@ -21,7 +21,7 @@ from draftlab.latency.cost_model import BYTES, active_params
 from draftlab.latency.machine_state import device_name
 from draftlab.latency.profiler import measure_latency, random_model
 from draftlab.model import Mode, checkpoint
-from draftlab.model.families import family
+from draftlab.model.families import Budget, family
 from draftlab.model.shape import Shape, parse_count, parse_numbers
 from draftlab.results.plots import Panel, save_figure
 
@@ -39,9 +39,7 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     place, clock = torch.device(device), time.process_time if device == "cpu" else None
-    shapes = family(
-        shape_of(source)[1], budget=parse_count(params), kind="total", depths=parse_numbers(layers), multiple_of=64
-    )
+    shapes = family(shape_of(source)[1], parse_numbers(layers), Budget(amount=parse_count(params), kind="total"))
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes.split(",")}
     for shape in shapes:
         for mode, rows in found.items():

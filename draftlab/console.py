@@ -1,4 +1,4 @@
-"""What people see while they wait: progress and notes on stderr. Results are printed by cli.py alone."""
+"""Progress and notes on stderr. Results are printed by cli.py only."""
 
 import contextlib
 import os
@@ -11,38 +11,38 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Advance = Callable[[int, str], None]
-SILENT = 20.0
+MAX_SILENT_SECONDS = 20.0
 
 
 def processes() -> int:
-    """How many processes a launcher such as accelerate started for this command."""
+    """Return the number of processes that a launcher such as accelerate started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that speaks and writes."""
+    """Return whether this is rank 0, the only process that prints and writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def note(text: str) -> None:
-    """One line on stderr, not part of the result."""
+    """Print a line on stderr."""
     if not is_main_process():
         return
     Console(stderr=True, soft_wrap=True).print(text, style="dim", highlight=False, markup=False)
 
 
 @contextlib.contextmanager
-def heartbeat(what: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
-    """Say every so many seconds that work of unknown length goes on; the yielded function counts its steps.
+def heartbeat(label: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
+    """Report periodically during work of unknown length; call the yielded function once per pass to count passes.
 
-    It speaks where stderr is now, also while that is sent elsewhere.
+    Reports go to the stderr of the start, even while the block redirects it.
     """
     console, done, count, started = Console(file=sys.stderr, soft_wrap=True), threading.Event(), 0, time.monotonic()
 
-    def speak() -> None:
+    def report() -> None:
         while not done.wait(seconds):
             passes = f"{count} passes in " if count else ""
-            text = f"{what}: {passes}{time.monotonic() - started:.0f} s"
+            text = f"{label}: {passes}{time.monotonic() - started:.0f} s"
             console.print(text, style="dim", highlight=False, markup=False)
 
     def beat() -> None:
@@ -50,7 +50,7 @@ def heartbeat(what: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
         count += 1
 
     if is_main_process():
-        threading.Thread(target=speak, daemon=True).start()
+        threading.Thread(target=report, daemon=True).start()
     try:
         yield beat
     finally:
@@ -59,7 +59,7 @@ def heartbeat(what: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
-    """Say what is being done where the block takes longer than that."""
+    """Print a note if the block takes longer than that."""
     timer = threading.Timer(seconds, note, [text])
     timer.daemon = True
     timer.start()
@@ -70,15 +70,14 @@ def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Advance]:
-    """A bar with time left; call the yielded function with how many are done in all and a word on how it goes.
+def progress(label: str, total: int) -> Iterator[Advance]:
+    """Show a bar with the time left; call the yielded function with the number done and a status text.
 
-    Where stderr is no terminal plain lines are printed: one at the start, then one for every tenth, and at least one in
-    so many SILENT seconds in which something was done.
+    Without a terminal, print a line at the start, at every tenth, and after MAX_SILENT_SECONDS of silence.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not is_main_process():
-        yield _plain_lines(what, total)
+        yield _plain_lines(label, total)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -86,22 +85,22 @@ def progress(what: str, total: int) -> Iterator[Advance]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[word]}"),
+        TextColumn("{task.fields[status]}"),
     )
     with Progress(*columns, console=console) as bars:
-        task = bars.add_task(what, total=total, word="")
-        yield lambda done, word: bars.update(task, completed=done, word=word)
+        task = bars.add_task(label, total=total, status="")
+        yield lambda done, status: bars.update(task, completed=done, status=status)
 
 
-def _plain_lines(what: str, total: int) -> Advance:
-    printed, said = 0, time.monotonic()
-    note(f"{what} 0/{total}")
+def _plain_lines(label: str, total: int) -> Advance:
+    tenths, printed_at = 0, time.monotonic()
+    note(f"{label} 0/{total}")
 
-    def advance(done: int, word: str) -> None:
-        nonlocal printed, said
+    def advance(done: int, status: str) -> None:
+        nonlocal tenths, printed_at
         tenth = 10 * done // max(1, total)
-        if tenth > printed or time.monotonic() - said > SILENT:
-            printed, said = tenth, time.monotonic()
-            note(f"{what} {done}/{total}  {word}".rstrip())
+        if tenth > tenths or time.monotonic() - printed_at > MAX_SILENT_SECONDS:
+            tenths, printed_at = tenth, time.monotonic()
+            note(f"{label} {done}/{total}  {status}".rstrip())
 
     return advance

@@ -1,4 +1,4 @@
-"""What made an output: draftlab.json beside it, with hashes of its inputs. No torch."""
+"""draftlab.json, the record of the command that wrote an output, with hashes of its inputs. No torch."""
 
 import contextlib
 import hashlib
@@ -14,17 +14,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import time
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from draftlab.errors import UserError
+from draftlab.files import FileModel
 
 RECORD_FILE = "draftlab.json"
 
 
-class Record(BaseModel):
-    """What made a directory: draftlab.json beside every output."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Record(FileModel):
+    """The command, settings, inputs and versions that made an output."""
 
     command: str
     config: dict[str, object]
@@ -33,13 +32,13 @@ class Record(BaseModel):
     created: str
     seconds: float
     peak_memory_bytes: int
-    notes: dict[str, object] = {}
+    notes: dict[str, object] = Field(default_factory=dict)
 
 
 def write_record(
     directory: Path, command: str, config: dict[str, object], inputs: Sequence[Path], started_at: float, **notes: object
 ) -> Record:
-    """Provenance of directory, as draftlab.json. started_at: time.time() when the command started."""
+    """Write draftlab.json. started_at: time.time() at the start of the command."""
     record = Record(
         command=command,
         config=plain(config),
@@ -55,26 +54,26 @@ def write_record(
 
 
 def read_record(directory: Path) -> Record | None:
-    """The record beside an output, or None where there is none."""
+    """Return the record of an output, or None if it has none. Raises UserError: it cannot be read."""
     try:
         return Record.model_validate_json((directory / RECORD_FILE).read_text())
     except OSError:
         return None
     except ValueError:
         file = directory / RECORD_FILE
-        raise UserError(f"{file} is not a draftlab record: cut off, or another version's; remove it") from None
+        raise UserError(f"{file} is not a draftlab record: truncated, or of another version; remove it") from None
 
 
-def plain(arguments: dict[str, object]) -> dict[str, object]:
-    """Arguments as JSON has them, so that a record read back compares equal."""
-    return json.loads(json.dumps(arguments, default=str))
+def plain(settings: dict[str, object]) -> dict[str, object]:
+    """Return settings as JSON reads them back, so that records compare equal."""
+    return json.loads(json.dumps(settings, default=str))
 
 
 def fingerprint(path: Path) -> str:
-    """sha256 over what a path holds that decides a result: config and weights of a checkpoint, else every file.
+    """Return the sha256 of a file, or of the files of a directory that decide results: configs, weights, manifests.
 
     Raises:
-        UserError: there is nothing.
+        UserError: no such path.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
@@ -104,17 +103,17 @@ def _add(digest: "hashlib._Hash", file: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What ran: Python, the packages that decide a result, and the commit where draftlab is a clone."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and the packages that decide results, and the commit of a clone."""
+    names = {"python": platform.python_version()}
     for package in ("draftlab", "torch", "transformers", "accelerate", "peft", "lm_eval"):
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
+            names[package] = version(package)
     commit = _commit(Path(__file__).parents[1])
-    return found | ({"git": commit} if commit else {})
+    return names | ({"git": commit} if commit else {})
 
 
 def _commit(folder: Path) -> str | None:
-    """The commit of a clone; None in an installed package, which may lie inside another clone, and without git."""
+    """Return the commit of a clone; None without git and for an installed package, even inside another clone."""
     git = shutil.which("git")
     if git is None or not (folder / ".git").exists():
         return None
@@ -123,6 +122,6 @@ def _commit(folder: Path) -> str | None:
 
 
 def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far."""
+    """Return the largest resident size of this process so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

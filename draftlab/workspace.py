@@ -1,23 +1,21 @@
-"""draftlab.yaml: what commands take when the command line does not say; and where earlier outputs are."""
+"""draftlab.yaml, the defaults of commands; and the outputs of earlier commands. No torch."""
 
 from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
-from draftlab.files import validation_text
+from draftlab.files import FileModel, validation_text
 
 FILE = Path("draftlab.yaml")
 
 
-class Workspace(BaseModel):
-    """Names or directories of checkpoints, a data mixture, and where and how to run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Workspace(FileModel):
+    """Checkpoints by name or directory, a data mixture, and where and how to run."""
 
     target: str
     source: str
@@ -27,7 +25,7 @@ class Workspace(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on cuda, else float32
 
 
-# hub names; the paper's are the default where there is no workspace file
+# hub names; without a workspace file the default is the paper's models
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
     "smollm2": Workspace(target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"),
@@ -51,23 +49,23 @@ DEFAULT = PRESETS["llama-65b"]
 
 
 def preset(name: str) -> Workspace:
-    """A preset.
+    """Return a preset.
 
     Raises:
-        UserError: no such preset; says what else to type.
+        UserError: no such preset.
     """
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).is_dir():
-        raise UserError(f"{name} is no preset but a directory: draftlab init --target {name}")
+        raise UserError(f"{name} is not a preset but a directory; use draftlab init --target {name}")
     raise UserError(
-        f"no preset {name!r}{did_you_mean(name, PRESETS)}; for any other checkpoint: draftlab init --target DIRECTORY, "
-        "or --target ORGANISATION/NAME from the hub"
+        f"no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint use draftlab init --target DIRECTORY "
+        "or --target ORGANISATION/NAME of the hub"
     )
 
 
 def load(folder: Path = Path()) -> Workspace:
-    """The workspace file of folder, or the paper's defaults where there is none.
+    """Return the workspace of a folder, or the paper's models if it has none.
 
     Raises:
         UserError: the file has unknown keys or wrong values.
@@ -84,27 +82,28 @@ def load(folder: Path = Path()) -> Workspace:
 
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
-    """Return the newest output of these commands directly under runs; of one second, the first command's."""
+    """Return the newest output of these commands directly under runs; ties go to the first command."""
     records = {path.parent: record for path in runs.glob("*/draftlab.json") if (record := _record(path.parent))}
-    made = {
+    ages = {
         path: (record.created, -commands.index(record.command))
         for path, record in records.items()
         if record.command in commands
     }
-    return max(made, key=lambda path: made[path], default=None)
+    return max(ages, key=lambda path: ages[path], default=None)
 
 
 def _record(output: Path) -> provenance.Record | None:
     try:
         return provenance.read_record(output)
     except UserError as error:
-        note(f"{output} is skipped: {error}")
+        note(f"skipping {output}: {error}")
         return None
 
 
 def write(workspace: Workspace, folder: Path = Path(), comment: str | None = None) -> Path:
+    """Write draftlab.yaml; return its path."""
     file = folder / FILE
     fields = workspace.model_dump(mode="json")
-    lines = ["what draftlab commands use when the command line does not say", *([comment] if comment else [])]
+    lines = ["defaults of draftlab's commands", *([comment] if comment else [])]
     file.write_text("".join(f"# {line}\n" for line in lines) + yaml.safe_dump(fields, sort_keys=False))
     return file

@@ -140,7 +140,7 @@ def search(
 
 def _shapes(have: Shape, depths: list[int], widths: str | None, params: str | None) -> list[Shape]:
     """The depths, each in the source's proportions at every width, or at the width and ffn that meet a budget."""
-    from draftlab.model.families import family
+    from draftlab.model.families import Budget, family
     from draftlab.search.schedule import default_widths
 
     if params is None:
@@ -148,7 +148,7 @@ def _shapes(have: Shape, depths: list[int], widths: str | None, params: str | No
         return [resolve(have, layers=n, hidden=width) for n in depths for width in across]
     if widths is not None:
         raise UserError("give --widths or --params: a budget decides the widths")
-    found = family(have, budget=parse_count(params), kind="total", depths=depths)
+    found = family(have, depths, Budget(amount=parse_count(params), kind="total"))
     if missing := sorted({*depths} - {shape.layers for shape in found}):
         note(f"no shape of {params} parameters has {', '.join(map(str, missing))} layers within the source")
     return found

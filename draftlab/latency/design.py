@@ -26,23 +26,22 @@ def design(config: DesignConfig) -> Design:
     """
     name, source = prunable_shape(config.source)
     law = read_law(config.law) if config.law else None
-    kind, budget = _budget(config)
-    family = families.family(
-        families.unbounded(source) if config.free else source,
-        budget=budget,
+    kind, amount = _budget(config)
+    budget = families.Budget(
+        amount=amount,
         kind=kind,
-        depths=config.layers,
         multiple_of=config.multiple_of,
         width_multiple_of=config.width_multiple_of,
         tensor_parallel=config.tensor_parallel,
         latency_ms=law.ms if law and kind == "latency" else None,
     )
+    family = families.family(families.unbounded(source) if config.free else source, config.layers, budget)
     shapes = {families.shape_name(shape): shape for shape in family}
-    _write(config, shapes, f"draftlab design: {kind} budget {budget:g}, from {name}")
+    _write(config, shapes, f"draftlab design: {kind} budget {amount:g}, from {name}")
     return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})
 
 
-def _budget(config: DesignConfig) -> tuple[families.Budget, float]:
+def _budget(config: DesignConfig) -> tuple[families.BudgetKind, float]:
     if config.params is not None:
         return "body" if config.body else "total", parse_count(config.params)
     if config.kv_kib is not None:
@@ -51,9 +50,10 @@ def _budget(config: DesignConfig) -> tuple[families.Budget, float]:
 
 
 def _write(config: DesignConfig, shapes: dict[str, Shape], comment: str) -> None:
-    for name, shape in shapes.items() if config.out else ():
-        file = config.out / f"{name}.yaml" if config.out else None
-        assert file is not None
+    if config.out is None:
+        return
+    for name, shape in shapes.items():
+        file = config.out / f"{name}.yaml"
         if file.exists() and not config.overwrite:
             raise UserError(f"{file} exists; replace it with --force")
         write_shape_file(shape, file, comment)

@@ -1,4 +1,4 @@
-"""Shape and the axis table: what every weight of a LLaMA-like model measures, and what that costs. No torch.
+"""Shapes of LLaMA-like models, by a table of the axes of their weights, and what they cost. No torch.
 
 Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x head_dim; head_dim; ffn.
 """
@@ -20,7 +20,7 @@ Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_laye
 
 
 class Row(NamedTuple):
-    """One weight: its name with {} for the layer, the axis of each dimension, and the option that brings it."""
+    """One weight: its name with {} for the layer, the axis of each dimension, and the option that it needs."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -56,9 +56,9 @@ TABLE: tuple[Row, ...] = (
 
 
 class Shape(BaseModel):
-    """Everything that decides a model's size and cost; the options name the rows of the table that it has."""
+    """The numbers that decide a model's size and cost; the options select rows of the table."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)  # else YAML's yes is 1 layer
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)  # YAML's yes must not be 1 layer
 
     layers: PositiveInt
     hidden: PositiveInt
@@ -72,11 +72,11 @@ class Shape(BaseModel):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    qk_layernorm: bool = False  # q/k norms by another name, behind the rotation (Hunyuan)
+    qk_layernorm: bool = False  # q/k norms after the rotation, under another name (Hunyuan)
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """Length of each axis."""
+        """Return the length of each axis."""
         return {
             "vocab": self.vocab,
             "hidden": self.hidden,
@@ -99,7 +99,7 @@ class Shape(BaseModel):
         return frozenset(name for name, on in flags.items() if on)
 
     def axes(self) -> dict[str, tuple[Axis, ...]]:
-        """Every weight's name -> the axis of each of its dimensions, in the order transformers registers them."""
+        """Return the axes of each weight by name, in the order in which transformers registers them."""
         rows = self._rows()
         first = next(i for i, row in enumerate(rows) if row.name.startswith(BLOCK))
         last = max(i for i, row in enumerate(rows) if row.name.startswith(BLOCK)) + 1
@@ -111,11 +111,11 @@ class Shape(BaseModel):
         return tuple(self.sizes[axis] for axis in axes)
 
     def params(self) -> int:
-        """Weights in all, a tied head counted once."""
+        """Return the number of weights, a tied head counted once."""
         return self.body_params() + self._count(row for row in self._rows() if not row.name.startswith(BLOCK))
 
     def body_params(self) -> int:
-        """Weights of the blocks alone: without embedding, head and final norm."""
+        """Return the number of weights of the blocks, without embedding, head and final norm."""
         return self.layers * self._count(row for row in self._rows() if row.name.startswith(BLOCK))
 
     def _rows(self) -> list[Row]:
@@ -126,10 +126,10 @@ class Shape(BaseModel):
         return sum(math.prod(sizes[axis] for axis in row.axes) for row in rows)
 
     def flops_per_token(self, context: int) -> int:
-        """Floating-point operations to decode one token after context tokens: 2 per multiply-add.
+        """Return the floating-point operations to decode one token after context tokens, 2 per multiply-add.
 
         Matrices count once (the embedding is a look-up, a tied head is still a product); attention adds
-        4 x heads x head_dim for every cached token and the new one, per layer.
+        4 x heads x head_dim per layer for each cached token and the new one.
         """
         embedding = self.vocab * self.hidden
         matrices = sum(math.prod(self.dims(axes)) for axes in self.axes().values() if len(axes) == 2)
@@ -140,11 +140,11 @@ class Shape(BaseModel):
         return int(self.params() * bytes_per_weight)
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Cache growth per token: one key and one value of kv_heads x head_dim per layer."""
+        """Return the KV cache's bytes per token: a key and a value of kv_heads x head_dim per layer."""
         return int(2 * self.layers * self.sizes["kv"] * bytes_per_value)
 
     def tensor_parallel(self) -> list[int]:
-        """Numbers of devices, powers of two up to 64, over which heads, kv heads, ffn and vocabulary split evenly."""
+        """Return the powers of two up to 64 that divide heads, kv heads, ffn and vocabulary."""
         common = math.gcd(self.heads, self.kv_heads, self.ffn, self.vocab)
         return [2**i for i in range(7) if common % 2**i == 0]
 
@@ -157,7 +157,7 @@ class Shape(BaseModel):
 
 
 def read_shape_file(path: Path) -> Shape:
-    """A shape file: the fields of Shape as YAML and nothing else.
+    """Read a shape file: the fields of Shape as YAML.
 
     Raises:
         UserError: no such file, not YAML, unknown or missing fields.
@@ -173,20 +173,20 @@ def read_shape_file(path: Path) -> Shape:
 
 
 def write_shape_file(shape: Shape, path: Path, note: str) -> None:
-    """Options that are off are left out; note becomes the comment on the first line."""
+    """Write a shape file with a comment on its first line; options that are off are omitted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = {name: value for name, value in shape.model_dump().items() if value is not False}
     path.write_text(f"# {note}\n" + yaml.safe_dump(fields, sort_keys=False))
 
 
 def check(shape: Shape, *, llama: bool = True) -> None:
-    """Refuse a shape that transformers cannot build, with the nearest legal ones.
+    """Check that transformers can build a shape.
 
-    llama: the config is a LlamaConfig, whose validator (transformers 5) wants heads to divide hidden even when
-    head_dim is given.
+    llama: the config is a LlamaConfig, whose validator (transformers 5) requires that heads divide hidden even if
+    head_dim is set.
 
     Raises:
-        UserError: kv_heads does not divide heads, or heads does not divide hidden.
+        UserError: kv_heads does not divide heads, or heads does not divide hidden; names the nearest legal numbers.
     """
     if shape.heads % shape.kv_heads:
         raise UserError(
@@ -203,20 +203,20 @@ def check(shape: Shape, *, llama: bool = True) -> None:
 
 
 def check_within(shape: Shape, source: Shape) -> None:
-    """Refuse a shape that cannot be cut out of source.
+    """Check that a shape can be cut from source.
 
     Raises:
         UserError: an axis is longer than the source's, or head_dim, vocab or an option differs.
     """
     names = {"layers": "layers", "hidden": "width", "heads": "heads", "kv_heads": "kv-heads", "ffn": "ffn"}
     for field, option in names.items():
-        wanted, have = getattr(shape, field), getattr(source, field)
-        if wanted > have:
-            raise UserError(f"--{option} {wanted} is more than the source has ({have}); at most --{option} {have}")
+        size, limit = getattr(shape, field), getattr(source, field)
+        if size > limit:
+            raise UserError(f"--{option} {size} is more than the source has; at most --{option} {limit}")
     for field in ("head_dim", "vocab", "tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"):
-        wanted, have = getattr(shape, field), getattr(source, field)
-        if wanted != have:
-            raise UserError(f"{field} {wanted} differs from the source's {have}; pruning keeps {field}, use {have}")
+        value, kept_value = getattr(shape, field), getattr(source, field)
+        if value != kept_value:
+            raise UserError(f"{field} {value} differs from the source's {kept_value}, and pruning does not change it")
     if shape.heads // shape.kv_heads > source.heads // source.kv_heads:
         group = source.heads // source.kv_heads
         fewest = fewest_kv_heads(shape.heads, group)
@@ -237,17 +237,17 @@ def resolve(
     params: int | None = None,
     multiple_of: int = 16,
 ) -> Shape:
-    """The shape to cut from source: what is not given keeps the source's proportions.
+    """Return the shape to cut from source, with the source's proportions by default.
 
-    heads defaults to width / head_dim or the nearest number that is legal (see default_heads), kv_heads to the fewest
-    that keep to the source's group size, ffn to the source's ratio rounded up to multiple_of or, with params, to
-    whatever comes nearest to that total.
+    heads defaults to width / head_dim or the nearest legal number (see default_heads), kv_heads to the fewest that
+    do not exceed the source's group size, ffn to the source's ratio rounded up to multiple_of or, with params, to the
+    value nearest to that total.
 
     Raises:
-        UserError: a shape that source does not hold, params that no ffn within it reaches, or params and ffn both.
+        UserError: the shape exceeds source, no ffn reaches params, or both params and ffn are set.
     """
     if params is not None and ffn is not None:
-        raise UserError(f"--params solves for the ffn, and --ffn {ffn} fixes it; give one of the two")
+        raise UserError(f"--params chooses the ffn, and --ffn {ffn} sets it; use one of the two")
     layers, hidden = layers or source.layers, hidden or source.hidden
     group = source.heads // source.kv_heads
     heads = heads or default_heads(source, hidden, kv_heads)
@@ -269,10 +269,10 @@ def resolve(
 
 
 def default_heads(source: Shape, hidden: int, kv_heads: int | None = None) -> int:
-    """Return hidden / head_dim, or the nearest number of heads that source can give and LLaMA's configs allow.
+    """Return hidden / head_dim, or the nearest number of heads that the source has and LLaMA's configs allow.
 
-    Heads divide hidden, and KV heads (kv_heads, if given) divide heads, are no more than the source's and serve no
-    more heads each. The source's own where hidden is, or where nothing is legal.
+    Heads divide hidden; KV heads (kv_heads if set) divide heads, are no more than the source's and serve no more heads
+    each. The source's number for the source's hidden; hidden / head_dim if no number is legal.
     """
     if hidden == source.hidden and kv_heads in (None, source.kv_heads):
         return source.heads
@@ -283,20 +283,20 @@ def default_heads(source: Shape, hidden: int, kv_heads: int | None = None) -> in
         kv = kv_heads or fewest_kv_heads(heads, group)
         return hidden % heads == 0 == heads % kv and kv <= source.kv_heads and heads // kv <= group
 
-    found = [heads for heads in range(1, source.heads + 1) if legal(heads)]
-    return min(found, key=lambda heads: (abs(heads - natural), heads), default=natural)
+    candidates = [heads for heads in range(1, source.heads + 1) if legal(heads)]
+    return min(candidates, key=lambda heads: (abs(heads - natural), heads), default=natural)
 
 
 def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) -> Shape:
-    """shape with the ffn, a multiple of multiple_of, that brings its total nearest to params.
+    """Return the shape with the ffn, a multiple of multiple_of, whose total is nearest to params.
 
     Raises:
         UserError: no ffn from multiple_of to most comes within 1 %.
     """
     base = shape.model_copy(update={"ffn": multiple_of}).params()
     per_unit = (shape.model_copy(update={"ffn": 2 * multiple_of}).params() - base) / multiple_of
-    wanted = multiple_of + (params - base) / per_unit
-    ffn = max(multiple_of, min(most, multiple_of * round(wanted / multiple_of)))
+    exact = multiple_of + (params - base) / per_unit
+    ffn = max(multiple_of, min(most, multiple_of * round(exact / multiple_of)))
     solved = shape.model_copy(update={"ffn": ffn})
     if abs(solved.params() - params) > 0.01 * params:
         low, high = base, shape.model_copy(update={"ffn": most}).params()
@@ -308,7 +308,7 @@ def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) ->
 
 
 def parse_count(text: str) -> int:
-    """'1.3b', '796M', '350k' or a plain number -> a count.
+    """Parse '1.3b', '796M', '350k' or a plain number.
 
     Raises:
         UserError: anything else.
@@ -324,7 +324,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_numbers(text: str) -> list[int]:
-    """'1-4' or '2,4,8' or '1-3,8' -> ascending numbers.
+    """Parse '1-4' or '2,4,8' or '1-3,8' to ascending numbers.
 
     Raises:
         UserError: anything else, or a number below 1.
@@ -336,11 +336,12 @@ def parse_numbers(text: str) -> list[int]:
             raise UserError(f"{text!r} is not a list of numbers; write 1-6 or 2,4,8")
         numbers |= set(range(int(low), int(high or low) + 1))
     if not numbers or min(numbers) < 1:
-        raise UserError(f"{text!r} holds no number from 1 on; write 1-6 or 2,4,8")
+        raise UserError(f"{text!r} has a number below 1; write 1-6 or 2,4,8")
     return sorted(numbers)
 
 
 def format_count(count: float) -> str:
+    """Format with three digits, as 1.3B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= 0.9995 * scale:  # three digits of 999.5M and more are 1B
             return f"{count / scale:.3g}{unit}"
@@ -352,18 +353,18 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def fewest_kv_heads(heads: int, group: int) -> int:
-    """The fewest KV heads that divide heads with at most group heads on each."""
+    """Return the fewest KV heads that divide heads and serve at most group heads each."""
     return next(n for n in range(-(-heads // group), heads + 1) if heads % n == 0)
 
 
 def multiples_near(value: int, base: int) -> list[int]:
-    """The multiples of base on either side of value, none below base."""
+    """Return the multiples of base around value, none below base."""
     below = value // base * base
     return sorted({max(base, below), below + base})
 
 
 def divisors_near(value: int, of: int) -> list[int]:
-    """The divisors of ``of`` nearest to value from below and from above."""
+    """Return the divisors of ``of`` nearest to value from below and above."""
     divisors = [d for d in range(1, of + 1) if of % d == 0]
     below, above = [d for d in divisors if d <= value], [d for d in divisors if d > value]
     return below[-1:] + above[:1]

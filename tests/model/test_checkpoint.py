@@ -124,7 +124,7 @@ def test_missing_checkpoints_say_what_was_tried(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         checkpoint.locate(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="no model.safetensors"):
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
         checkpoint.Weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(UserError, match="not a readable safetensors file"):

@@ -184,7 +184,7 @@ def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch):
         NativeLlama(model).forward(IDS, model.new_cache(2, 20))
     native_cpu.library.cache_clear()
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="clang.* --mode eager"):
+    with pytest.raises(UserError, match=r"clang.* --mode eager"):
         NativeLlama(model)
     monkeypatch.undo()
     (tmp_path / ".cache").write_text("a file")

@@ -280,10 +280,10 @@ def test_kv_heads_that_do_not_divide_heads_are_refused_with_neighbours():
         ("heads", 64, "--heads 64 .* at most --heads 32"),
         ("kv_heads", 16, "--kv-heads 16 .* at most --kv-heads 8"),
         ("ffn", 14337, "--ffn 14337 .* at most --ffn 14336"),
-        ("vocab", 32000, "vocab 32000 .* use 128256"),
-        ("head_dim", 64, "head_dim 64 .* use 128"),
-        ("tied", True, "tied True .* use False"),
-        ("qk_norm", True, "qk_norm True .* use False"),
+        ("vocab", 32000, "vocab 32000 .* 128256"),
+        ("head_dim", 64, "head_dim 64 .* 128"),
+        ("tied", True, "tied True .* False"),
+        ("qk_norm", True, "qk_norm True .* False"),
     ],
 )
 def test_what_the_source_does_not_have_is_refused(field, value, option):

@@ -25,8 +25,8 @@ from draftlab.prune.masks.hard_concrete import (
     LOW,
     WARM_UP,
     Masks,
-    alive,
-    families,
+    keep_probability,
+    mask_sizes,
     sample,
 )
 from draftlab.prune.masks.masked_model import Folded, masked
@@ -153,7 +153,7 @@ def test_hard_concrete_samples_have_their_closed_form(odds):
     z = sample(torch.full((n,), odds))
     assert z.min() >= 0
     assert z.max() <= 1
-    chance = float(alive(torch.tensor(odds)))
+    chance = float(keep_probability(torch.tensor(odds)))
     assert abs(float((z > 0).float().mean()) - chance) < 3 * math.sqrt(chance * (1 - chance) / n)
     # P(z > 1/2): s > (1/2 - LOW) / (HIGH - LOW), which is 1/2 here, so log u/(1-u) > -odds
     assert pytest.approx(0.5) == (0.5 - LOW) / (HIGH - LOW)
@@ -182,15 +182,15 @@ def test_deterministic_masks_have_exactly_the_targets_counts(family, family_dirs
 
 def test_families_are_those_in_which_something_goes():
     have = Shape(layers=4, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=100)
-    assert set(families(have, have)) == set()
-    assert families(have, have.model_copy(update={"heads": 4}))["heads"] == (16, 2, 1)
-    assert families(have, have.model_copy(update={"heads": 4, "kv_heads": 2}))["kv_heads"] == (4, 4, 2)
+    assert set(mask_sizes(have, have)) == set()
+    assert mask_sizes(have, have.model_copy(update={"heads": 4}))["heads"] == (16, 2, 1)
+    assert mask_sizes(have, have.model_copy(update={"heads": 4, "kv_heads": 2}))["kv_heads"] == (4, 4, 2)
 
 
 def test_the_lagrangian_wants_what_it_should_and_multipliers_climb_the_gap():
     have = Shape(layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=100)
     masks = Masks(have, have.model_copy(update={"hidden": 32}), 0)
-    sparsity = 1 - float(alive(masks.log_odds["hidden"].detach()).mean())
+    sparsity = 1 - float(keep_probability(masks.log_odds["hidden"].detach()).mean())
     for progress, wanted in ((0.0, 0.0), (WARM_UP / 2, 0.25), (WARM_UP, 0.5), (1.0, 0.5)):
         masks.progress = progress
         masks.zero_grad()

@@ -1,7 +1,7 @@
 """A transformers model that computes with masks, and the same masks folded into its weights.
 
-B rows, T tokens, D hidden, F ffn, C head_dim. Masked with zeros, a model gives the logits of the smaller model that
-is cut out by them; the fold makes that true for soft masks too.
+B rows, T tokens, D hidden, F ffn, C head_dim. A model masked with zeros gives the logits of the smaller model that they
+cut out; folding makes that true for soft masks too.
 """
 
 import contextlib
@@ -19,26 +19,28 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 @contextlib.contextmanager
 def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
-    """Inside, model computes with masks.values.
+    """Let a model compute with masks.values inside the block.
 
-    They multiply a projection's weights, which a batch of tokens outnumbers; around wrapped layers, such as LoRA's,
-    what goes in and comes out.
+    Masks multiply the weights of a projection, of which there are fewer than activations; the inputs and outputs of a
+    wrapped one, such as LoRA's.
     """
     handles, patched = [], []
     for path, module in model.named_modules():
         name = path[path.find("model.layers.") :] if "model.layers." in path else path
         layer, part = layer_of(name), name.rsplit(".", 1)[-1]
         if part == "embed_tokens":
-            handles.append(module.register_forward_hook(_mask_embedding(masks)))
-        elif part in NORMS and "hidden" in masks.families:
+            handles.append(module.register_forward_hook(lambda _, args, out: out * masks.values.hidden.to(out.dtype)))
+        elif part in NORMS and "hidden" in masks.sizes:
             module.forward = _masked_norm(module, masks, eps)
             patched.append(module)
-        elif part in ("o_proj", "down_proj") and layer is not None and isinstance(module, nn.Linear):
-            module.forward = _masked_linear(module, masks, layer, _columns(masks, part, layer))
-            patched.append(module)
         elif part in ("o_proj", "down_proj") and layer is not None:
-            handles.append(module.register_forward_pre_hook(_mask_input(_columns(masks, part, layer))))
-            handles.append(module.register_forward_hook(_mask_output(masks, layer)))
+            site = _Site(masks, part, layer)
+            if isinstance(module, nn.Linear):
+                module.forward = site.masked_linear(module)
+                patched.append(module)
+            else:
+                handles.append(module.register_forward_pre_hook(site.mask_input))
+                handles.append(module.register_forward_hook(site.mask_output))
     try:
         yield
     finally:
@@ -49,7 +51,7 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
 
 
 class Folded(Mapping[str, Tensor]):
-    """A source's weights with mask values multiplied in, each once; cutting what is zero then changes nothing."""
+    """A source's weights with each mask value multiplied in once; cutting what is zero then changes nothing."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, values: Values) -> None:
         self.weights, self.shape, self.z = weights, shape, values
@@ -77,7 +79,7 @@ class Folded(Mapping[str, Tensor]):
 
 
 def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor], Tensor]:
-    """RMSNorm over the dimensions that are not masked, as the cut model will compute it."""
+    """Return an RMSNorm over the dimensions that are not masked, as the cut model computes it."""
 
     def forward(x: Tensor) -> Tensor:
         z = masks.values.hidden
@@ -90,38 +92,34 @@ def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor]
     return forward
 
 
-def _mask_embedding(masks: Masks) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
-    return lambda _, args, output: output * masks.values.hidden.to(output.dtype)
+class _Site:
+    """The masks of one o_proj or down_proj."""
 
+    def __init__(self, masks: Masks, part: str, layer: int) -> None:
+        self.masks, self.part, self.layer = masks, part, layer
 
-def _columns(masks: Masks, part: str, layer: int) -> Callable[[], Tensor]:
-    """Masks of what goes into a projection: query heads, [H C], or neurons, [F]."""
-    if part == "down_proj":
-        return lambda: masks.values.ffn[layer]
-    return lambda: masks.values.heads[layer].repeat_interleave(masks.source.head_dim)
+    def columns(self) -> Tensor:
+        """Return the masks of its inputs: query heads, [H C], or neurons, [F]."""
+        values = self.masks.values
+        if self.part == "down_proj":
+            return values.ffn[self.layer]
+        return values.heads[self.layer].repeat_interleave(self.masks.source.head_dim)
 
+    def rows(self) -> Tensor:
+        """Return the masks of its outputs, [D]."""
+        return self.masks.values.hidden * self.masks.values.layers[self.layer]
 
-def _rows(masks: Masks, layer: int) -> Tensor:
-    """Masks of what comes out of a projection, [D]."""
-    return masks.values.hidden * masks.values.layers[layer]
+    def masked_linear(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            rows = self.rows()
+            weight = linear.get_parameter("weight") * self.columns() * rows[:, None]
+            bias = None if linear.bias is None else (linear.get_parameter("bias") * rows).to(x.dtype)
+            return functional.linear(x, weight.to(x.dtype), bias)
 
+        return forward
 
-def _masked_linear(linear: nn.Linear, masks: Masks, layer: int, columns: Callable[[], Tensor]) -> Callable[..., Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        rows = _rows(masks, layer)
-        weight = linear.get_parameter("weight") * columns() * rows[:, None]
-        bias = None if linear.bias is None else (linear.get_parameter("bias") * rows).to(x.dtype)
-        return functional.linear(x, weight.to(x.dtype), bias)
+    def mask_input(self, _: nn.Module, args: tuple[Tensor]) -> Tensor:
+        return args[0] * self.columns().to(args[0].dtype)
 
-    return forward
-
-
-def _mask_input(columns: Callable[[], Tensor]) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
-    return lambda _, args: args[0] * columns().to(args[0].dtype)
-
-
-def _mask_output(masks: Masks, layer: int) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
-    def hook(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        return output * _rows(masks, layer).to(output.dtype)
-
-    return hook
+    def mask_output(self, _: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return output * self.rows().to(output.dtype)

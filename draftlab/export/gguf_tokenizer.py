@@ -23,7 +23,7 @@ SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is split before merging: by the patterns, one after another.
+    """A split of text before merging, by the patterns in turn.
 
     ignore_merges: a piece that is a token of its own is not merged.
     """

@@ -92,11 +92,11 @@ class Lockstep:
         ratios = torch.cat([_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1)
         norm.get_parameter("weight").data.mul_(ratios.mean())
 
-    def _refit(self, site: "_Site", draft_streams: list[Stream], wanted: list[Stream]) -> None:
+    def _refit(self, site: "_Site", draft_streams: list[Stream], targets: list[Stream]) -> None:
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for stream, want in zip(draft_streams, wanted, strict=True):
+            for stream, target in zip(draft_streams, targets, strict=True):
                 features, reached = site.features_and_output(stream)
-                yield features, (self._project(want)[0] - reached) / self.draft.residual_multiplier
+                yield features, (self._project(target)[0] - reached) / self.draft.residual_multiplier
 
         _fit_matrix(site.linear, pairs(), self.fitted, self.settings.ridge)
 

@@ -34,7 +34,7 @@ GREEDY_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What stays of the source. weights: the source's in the draft's basis [D, D'], not yet cut."""
+    """The parts of the source to keep. weights: the source's in the draft's basis [D, D'], not yet cut."""
 
     keep: Keep
     basis: Tensor

@@ -43,12 +43,12 @@ class Values:
 
 def mask_sizes(source: Shape, shape: Shape) -> dict[Dimension, MaskSize]:
     """Return the dimensions in which something is cut. One kv mask multiplies the masks of its group's query heads."""
-    group, kept = source.heads // source.kv_heads, shape.heads // shape.kv_heads
+    group, target = source.heads // source.kv_heads, shape.heads // shape.kv_heads
     sizes: dict[Dimension, MaskSize] = {
         "hidden": MaskSize(1, source.hidden, shape.hidden),
         "layers": MaskSize(1, source.layers, shape.layers),
         "kv_heads": MaskSize(source.layers, source.kv_heads, shape.kv_heads),
-        "heads": MaskSize(source.layers * source.kv_heads, group, kept),
+        "heads": MaskSize(source.layers * source.kv_heads, group, target),
         "ffn": MaskSize(source.layers, source.ffn, shape.ffn),
     }
     return {name: size for name, size in sizes.items() if size.target < size.size}

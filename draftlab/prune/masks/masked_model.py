@@ -109,7 +109,7 @@ class _Site:
         """Return the masks of its outputs, [D]."""
         return self.masks.values.hidden * self.masks.values.layers[self.layer]
 
-    def masked_linear(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def masked_linear(self, linear: nn.Linear) -> Callable[..., Tensor]:
         def forward(x: Tensor) -> Tensor:
             rows = self.rows()
             weight = linear.get_parameter("weight") * self.columns() * rows[:, None]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from draftlab import data
-from draftlab.data import Batch, DynamicBatches, TokenBatches
+from draftlab.data import Batch, DynamicBatches, TokenBatches, sources
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_tokenizer
 
@@ -63,7 +63,7 @@ def test_splits_are_disjoint_complete_and_hold_no_tests():
     assert not train & heldout
     assert train | heldout == {d.name for d in data.documents("stdlib")}
     assert 0.03 < len(heldout) / len(train | heldout) < 0.15
-    assert not any(data._is_test(name) or "site-packages" in name for name in train | heldout)
+    assert not any(sources._is_test(name) or "site-packages" in name for name in train | heldout)
 
 
 def test_copies_of_heldout_text_are_dropped():

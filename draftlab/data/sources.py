@@ -1,0 +1,202 @@
+"""Documents of text sources, split by hash into training and held-out text.
+
+A source is ``stdlib`` (the Python standard library on this disk, without its tests), ``stdlib-tests``, ``packages``
+(Python packages installed beside draftlab), ``hf:NAME`` (a hub data set with a ``text`` column), or a path of a
+``.txt``, ``.py`` or ``.jsonl`` file or a folder of these. A mixture is ``stdlib=0.5,packages=0.5``.
+"""
+
+import hashlib
+import json
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from draftlab.errors import UserError, did_you_mean
+
+Split = Literal["train", "heldout"]
+HELDOUT_SHARE = 0.08  # of documents, by a hash of their names
+HUB_ROWS = 50_000  # streamed from a hub data set; calibration and distillation need no more
+TEXT_COLUMNS = ("text", "prompt", "question", "content")
+TEST_FOLDERS = {"test", "tests", "idle_test"}
+NOT_STDLIB = {"site-packages", "dist-packages", "encodings", "pydoc_data"}  # the last two are generated tables
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text, with a name that is the same on all machines."""
+
+    name: str
+    text: str
+
+    @property
+    def heldout(self) -> bool:
+        return unit_hash(self.name) < HELDOUT_SHARE
+
+
+def parse_mixture(spec: str) -> dict[str, float]:
+    """Parse ``a=0.7,b=0.3`` or a source's name to weights that sum to 1.
+
+    Raises:
+        UserError: a weight that is not a positive number.
+    """
+    weights: dict[str, float] = {}
+    for part in spec.split(","):
+        name, _, weight = part.strip().partition("=")
+        try:
+            weights[name] = float(weight) if weight else 1.0
+        except ValueError:
+            raise UserError(f"data {spec!r}: weight {weight!r} of {name!r} is not a number") from None
+        if not name or weights[name] <= 0:
+            raise UserError(f"data {spec!r}: want SOURCE or SOURCE=WEIGHT with a weight above 0, got {part!r}")
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def documents(source: str, split: Split | None = None) -> list[Document]:
+    """Return the documents of a source, of one split or all, in the order of a hash of their names.
+
+    Raises:
+        UserError: unknown source, unreadable file, or an empty split.
+    """
+    selected = [d for d in _read(source) if split is None or d.heldout == (split == "heldout")]
+    if not selected:
+        raise UserError(f"data {source!r}: no documents" + (f" in its {split} split" if split else ""))
+    return sorted(selected, key=lambda d: unit_hash("order:" + d.name))
+
+
+def take_bytes(docs: list[Document], limit: int) -> list[Document]:
+    """Return the first documents, at least one, up to limit bytes of text."""
+    sizes = np.cumsum([len(d.text.encode()) for d in docs])
+    return docs[: max(1, int(np.searchsorted(sizes, limit, side="right")))]
+
+
+def sample_texts(spec: str, limit: int) -> list[str]:
+    """Return texts of the train split of a mixture, each source by its weight, up to limit bytes in all."""
+    return [
+        document.text
+        for name, weight in parse_mixture(spec).items()
+        for document in take_bytes(documents(name, "train"), int(limit * weight))
+    ]
+
+
+def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -> list[Document]:
+    """Drop documents with more than a fifth of their long lines in held-out text.
+
+    Packages vendor standard-library modules (setuptools has distutils), which would flatter held-out numbers.
+    """
+    heldout_lines = {line for d in heldout for line in _long_lines(d.text)}
+    return [d for d in candidates if _overlap(_long_lines(d.text), heldout_lines) <= 0.2]
+
+
+def first_source(spec: str) -> str:
+    return next(iter(parse_mixture(spec)))
+
+
+def _read(source: str) -> Iterator[Document]:
+    if source in PYTHON_SOURCES:
+        return PYTHON_SOURCES[source]()
+    if source.startswith("hf:"):
+        return _hub_dataset(source.removeprefix("hf:"))
+    path = Path(source)
+    if not path.exists():
+        hint = did_you_mean(source, PYTHON_SOURCES)
+        raise UserError(f"data {source!r}: neither a built-in source nor a file or folder{hint}")
+    files = [f for f in sorted(path.rglob("*")) if f.suffix in READERS] if path.is_dir() else [path]
+    if path.is_file() and path.suffix not in READERS:
+        raise UserError(
+            f"data {source!r}: cannot read {path.suffix or 'a file without suffix'}; want {sorted(READERS)}"
+        )
+    return (doc for file in files for doc in READERS[file.suffix](file))
+
+
+def _stdlib() -> Iterator[Document]:
+    return (d for d in _python_files(_stdlib_root(), "stdlib") if not _is_test(d.name))
+
+
+def _stdlib_tests() -> Iterator[Document]:
+    return (d for d in _python_files(_stdlib_root(), "stdlib") if _is_test(d.name))
+
+
+def _packages() -> Iterator[Document]:
+    return _python_files(Path(sysconfig.get_paths()["purelib"]), "packages")
+
+
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _is_test(name: str) -> bool:
+    return bool(TEST_FOLDERS & set(Path(name).parts))
+
+
+def _python_files(root: Path, label: str) -> Iterator[Document]:
+    for file in sorted(root.rglob("*.py")):
+        relative = file.relative_to(root)
+        if label == "stdlib" and NOT_STDLIB & set(relative.parts):
+            continue
+        if 200 <= file.stat().st_size <= 400_000:  # shorter files are empty modules, longer ones generated tables
+            yield Document(f"{label}/{relative.as_posix()}", file.read_text("utf-8", errors="replace"))
+
+
+def _text_file(path: Path) -> Iterator[Document]:
+    """Yield documents of about 4,000 characters, cut at blank lines, or at any line if none is blank."""
+    text = path.read_text("utf-8", errors="replace")
+    paragraphs, separator = re.split(r"\n[ \t]*\n", text), "\n\n"
+    if len(paragraphs) == 1:
+        paragraphs, separator = text.split("\n"), "\n"
+    part: list[str] = []
+    index = 0
+    for paragraph in paragraphs:
+        part.append(paragraph)
+        if sum(map(len, part)) > 4000:
+            yield Document(f"{path.name}:{index}", separator.join(part))
+            part, index = [], index + 1
+    if "".join(part).strip():
+        yield Document(f"{path.name}:{index}", separator.join(part))
+
+
+def _json_lines(path: Path) -> Iterator[Document]:
+    for number, line in enumerate(path.open(encoding="utf-8"), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: not JSON ({error.msg})") from None
+        yield Document(f"{path.name}:{number}", _text_of(row, f"{path}:{number}"))
+
+
+def _hub_dataset(name: str) -> Iterator[Document]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, split="train", streaming=True)
+    except Exception as error:  # the hub client raises many kinds of errors
+        raise UserError(f"data set {name!r} could not be loaded: {error}") from error
+    return (Document(f"{name}:{i}", _text_of(row, f"{name}:{i}")) for i, row in enumerate(rows.take(HUB_ROWS)))
+
+
+def _text_of(row: object, where: str) -> str:
+    columns = [c for c in TEXT_COLUMNS if isinstance(row, dict) and isinstance(row.get(c), str)]
+    if not columns:
+        raise UserError(f"{where}: no text column; want one of {', '.join(TEXT_COLUMNS)}")
+    return row[columns[0]]  # type: ignore[index]
+
+
+def unit_hash(text: str) -> float:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56
+
+
+def _long_lines(text: str) -> set[str]:
+    return {line for line in map(str.strip, text.splitlines()) if len(line) >= 24}
+
+
+def _overlap(lines: set[str], others: set[str]) -> float:
+    return len(lines & others) / len(lines) if lines else 0.0
+
+
+PYTHON_SOURCES = {"stdlib": _stdlib, "stdlib-tests": _stdlib_tests, "packages": _packages}
+READERS = {".txt": _text_file, ".md": _text_file, ".py": _text_file, ".jsonl": _json_lines}

@@ -89,23 +89,23 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
 
     @property
     def compares_with_target(self) -> bool:
-        """Whether the loss has a term besides cross-entropy."""
+        """True if the loss has a term besides cross-entropy."""
         return names(self.loss) != {"ce"}
 
     @property
     def generates(self) -> bool:
-        """Whether a model writes training text."""
+        """True if a model writes training text."""
         return self.outputs is None and bool(names(self.text) & {"target", "draft"})
 
     @property
     def needs_target(self) -> bool:
-        """Whether the target's checkpoint is loaded."""
+        """True if the target's checkpoint is loaded."""
         asked = self.compares_with_target or "target" in names(self.text) or self.reweigh_steps > 0
         return self.outputs is None and self.server is None and asked
 
     @property
     def evaluates_length(self) -> bool:
-        """Whether evaluations measure acceptance length, on text that the target writes."""
+        """True if evaluations measure acceptance length, on text that the target writes."""
         return self.needs_target and self.compares_with_target
 
     def resolved(self) -> Self:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from draftlab.console import note, progress
 from draftlab.distill import checkpointer, vocabulary
 from draftlab.distill.evaluate import LengthComparison
 from draftlab.distill.lora import merged_weights
-from draftlab.distill.trackers import Trackers, tracked
+from draftlab.distill.trackers import tracked
 from draftlab.distill.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
 from draftlab.errors import UserError
 from draftlab.files import removed_if_unused
@@ -28,7 +28,7 @@ LOG = "log.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """How trained weights become a checkpoint.
+    """The checkpoint that trained weights become.
 
     config: of the model. like: checkpoint, or tokenizer directory, whose dtype and tokenizer it gets. lora_rank: of
     adapters on like; 0: all weights were trained. vocab: logits to write; None: those of config.
@@ -88,19 +88,18 @@ def fit(
     state: Path,
     what: str,
     constraint: Constraint | None = None,
-    trackers: Trackers | None = None,
+    log: Callable[[StepRecord | EvalRecord], None] | None = None,
 ) -> TrainingResult:
     """Train student in place. state: keeps checkpoints, the log and the best weights until the caller removes it.
 
     Raises:
         UserError: state cannot be written, or training fails.
     """
-    log = state / LOG
     with progress(what, config.steps) as advance:
         for record in train(student, setup, config, state, constraint):
-            _append(log, record)
-            if trackers is not None:
-                trackers.log(record)
+            _append(state / LOG, record)
+            if log is not None:
+                log(record)
             if isinstance(record, StepRecord):
                 text = f"{record.tokens / record.seconds:,.0f} tokens/s, loss {record.loss:.3f}"
             else:
@@ -108,18 +107,15 @@ def fit(
             alpha = "" if record.acceptance is None else f", acceptance {record.acceptance:.3f}"
             advance(record.step, text + alpha)
     checkpointer.process_state().wait_for_everyone()
-    records = read_log(log)
+    records = read_log(state / LOG)
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
     best = max(evals, key=lambda r: r.selection_metric)  # the first of equals, as Best
     after = best if constraint is None else evals[-1]
     return TrainingResult(
-        before=evals[0],
-        after=after,
-        tokens=sum(r.tokens for r in steps),
-        seconds=sum(r.seconds for r in steps),
+        before=evals[0], after=after, tokens=sum(r.tokens for r in steps), seconds=sum(r.seconds for r in steps),
         bits_per_byte=setup.heldout.bits_per_byte(after.cross_entropy),
-    )
+    )  # fmt: skip
 
 
 def fit_and_write(
@@ -131,8 +127,8 @@ def fit_and_write(
     inputs: Sequence[Path],
 ) -> TrainingResult:
     """Train student in the claimed state directory, then write the best weights, the log and the record."""
-    with tracked(config.report_to, output) as trackers:
-        result = fit(student, setup, config, state=output.state, what=output.command, trackers=trackers)
+    with tracked(config.report_to, output) as log:
+        result = fit(student, setup, config, state=output.state, what=output.command, log=log)
     if setup.length is not None:
         result = replace(result, lengths=setup.length.compare(result.before.step, result.after.step))
     if result.after.step < config.steps:

@@ -1,8 +1,8 @@
 """Experiment trackers such as TensorBoard, Weights & Biases and trackio, through accelerate."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from accelerate import tracking
@@ -10,27 +10,23 @@ from accelerate import tracking
 from draftlab.errors import UserError, did_you_mean
 from draftlab.output import Output
 
-PROJECT = "draftlab"
-
-
-@dataclass(frozen=True, slots=True)
-class Trackers:
-    each: list[tracking.GeneralTracker]
-
-    def log(self, record: Any) -> None:
-        """Log the numbers of a step or an evaluation at its step; those of an evaluation are named heldout/..."""
-        values = {n: v for n, v in asdict(record).items() if isinstance(v, float)}
-        part = "heldout" if "cross_entropy" in values else "train"
-        for tracker in self.each:
-            tracker.log({f"{part}/{n}": v for n, v in values.items()}, step=record.step)
-
 
 @contextlib.contextmanager
-def tracked(names: Sequence[str], output: Output) -> Iterator[Trackers]:
-    """Yield trackers of accelerate's names; their files go beside the output, in a folder of the tracker's name."""
-    trackers = Trackers([_start(name, output) for name in names])
-    yield trackers
-    for tracker in trackers.each:
+def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that logs the numbers of a step or of an evaluation to accelerate's trackers of these names.
+
+    Those of an evaluation are named heldout/... Files go beside the output, in a folder of the tracker's name.
+    """
+    trackers = [_start(name, output) for name in names]
+
+    def log(record: Any) -> None:
+        values = {n: v for n, v in asdict(record).items() if isinstance(v, float)}
+        part = "heldout" if "cross_entropy" in values else "train"
+        for tracker in trackers:
+            tracker.log({f"{part}/{n}": v for n, v in values.items()}, step=record.step)
+
+    yield log
+    for tracker in trackers:
         tracker.finish()
 
 
@@ -46,9 +42,8 @@ def check(names: Sequence[str]) -> None:
 
 
 def _start(name: str, output: Output) -> tracking.GeneralTracker:
-    kind, out = tracking.LOGGER_TYPE_TO_CLASS[name], output.out
-    tracker = kind(out.name, out.parent / name) if kind.requires_logging_directory else kind(PROJECT)
+    kind, out, values = tracking.LOGGER_TYPE_TO_CLASS[name], output.out, output.config.settings()
+    tracker = kind(out.name, out.parent / name) if kind.requires_logging_directory else kind("draftlab")
     tracker.start()
-    values = output.config.settings()
     tracker.store_init_configuration({n: v if isinstance(v, int | float | str) else str(v) for n, v in values.items()})
     return tracker

@@ -29,14 +29,7 @@ from draftlab.distill.fused_loss import Teacher, fused_loss
 from draftlab.distill.losses import Loss
 from draftlab.distill.on_policy import Batches
 from draftlab.distill.optimizers import optimizers_for, training_dtype
-from draftlab.distill.teachers import (
-    ListingTeacher,
-    LocalTeacher,
-    OutputHead,
-    logits_of,
-    moved_to,
-    shard_by_layer,
-)
+from draftlab.distill.teachers import ListingTeacher, LocalTeacher, OutputHead, logits_of, moved_to, shard_by_layer
 from draftlab.errors import UserError
 
 TeacherModel = PreTrainedModel | ListingTeacher | None
@@ -44,20 +37,16 @@ MAX_GRAD_NORM = 1.0
 
 
 class LengthEvaluator(Protocol):
-    """Measures acceptance length: tokens per target pass."""
+    """Measures tokens per target pass: at K = 4 of a student after a step; later, at every K of two such steps."""
 
-    def __call__(self, student: PreTrainedModel, step: int) -> float:
-        """Return the acceptance length at K = 4, and keep what was measured under the step."""
-        ...
+    def __call__(self, student: PreTrainedModel, step: int) -> float: ...
 
-    def compare(self, before: int, after: int) -> list[LengthComparison]:
-        """Compare two evaluated steps at every K."""
-        ...
+    def compare(self, before: int, after: int) -> list[LengthComparison]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """What a student learns from, and how it is evaluated.
+    """Teacher, text, loss and evaluation of a student.
 
     teacher: None to learn from the text alone. temperature: of both distributions in the divergence.
     """
@@ -71,19 +60,15 @@ class TrainingSetup:
 
 
 class Constraint(Protocol):
-    """What is trained along with a student, such as masks: a module with parameters of its own."""
+    """A module that is trained along with a student, such as masks, with parameters of its own."""
 
     progress: float  # share of the run that is done
 
-    def draw(self) -> None:
-        """Sample what is random; called before every forward pass."""
-        ...
+    def draw(self) -> None: ...  # called before every forward pass, to sample what is random
 
     def penalty(self) -> Tensor: ...
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return its parameters as groups for AdamW, with their rates."""
-        ...
+    def groups(self) -> list[dict[str, Any]]: ...  # of parameters for AdamW, with their rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +96,8 @@ class EvalRecord:
     tokens: int
     loss: float
     cross_entropy: float
-    acceptance: float | None
-    agreement: float | None
+    acceptance: float | None = None
+    agreement: float | None = None
     slack: float = 0.0
     mean_acceptance_length: float | None = None
 
@@ -270,14 +255,10 @@ class Trainer:
         if not math.isfinite(objective):
             raise UserError(f"loss is {objective} at step {index}: lower --lr ({self.config.lr:g})")
         return StepRecord(
-            step=index + 1,
-            loss=objective,
-            acceptance=None if self.teacher is None else alpha,
-            grad_norm=math.nan if norm is None else float(norm),
-            lr=rate * self.config.lr,
-            tokens=tokens,
+            step=index + 1, loss=objective, acceptance=None if self.teacher is None else alpha, tokens=tokens,
+            grad_norm=math.nan if norm is None else float(norm), lr=rate * self.config.lr,
             seconds=time.perf_counter() - started_at,
-        )
+        )  # fmt: skip
 
     def reweigh(self, done: int) -> None:
         """Update the weights of a mixture where that is due."""
@@ -286,9 +267,9 @@ class Trainer:
             losses = {n: self._heldout(rows, None, done).cross_entropy for n, rows in batches.heldout.items()}
             batches.reweigh(done, losses)
 
-    def in_any_process(self, here: bool) -> bool:
+    def in_any_process(self, flag: bool) -> bool:
         """Return whether it is so in one of the processes, which must save and stop together."""
-        return here if self.accelerator.num_processes == 1 else bool(self._total(torch.tensor(int(here))))
+        return flag if self.accelerator.num_processes == 1 else bool(self._total(torch.tensor(int(flag))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
         """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
@@ -320,15 +301,8 @@ class Trainer:
         self.module.train()
         totals, tokens = self._total(totals), int(self._total(torch.tensor(tokens)))
         loss, cross_entropy, alpha, slack, agreement, _ = (totals / tokens).tolist()
-        return EvalRecord(
-            step=step,
-            tokens=tokens,
-            loss=loss,
-            cross_entropy=cross_entropy,
-            acceptance=None if teacher is None else alpha,
-            agreement=None if teacher is None else agreement,
-            slack=slack,
-        )
+        compared = {} if teacher is None else {"acceptance": alpha, "agreement": agreement}
+        return EvalRecord(step=step, tokens=tokens, loss=loss, cross_entropy=cross_entropy, slack=slack, **compared)
 
     def _sums(self, teacher: LocalTeacher | ListingTeacher | None, batch: Batch) -> Tensor:
         device = self.accelerator.device

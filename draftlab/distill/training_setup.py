@@ -18,14 +18,7 @@ from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_bat
 from draftlab.distill import evaluate
 from draftlab.distill.evaluate import LengthComparison, TargetText
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.on_policy import (
-    Batches,
-    GeneratedRows,
-    MixedBatches,
-    StudentBatches,
-    load_or_make,
-    parse_texts,
-)
+from draftlab.distill.on_policy import Batches, GeneratedRows, MixedBatches, StudentBatches, load_or_make, parse_texts
 from draftlab.distill.optimizers import training_dtype
 from draftlab.distill.teachers import ServedTeacher, StoredTeacher
 from draftlab.distill.trainer import DistillStep, TrainingSetup

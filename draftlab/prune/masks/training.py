@@ -58,9 +58,9 @@ def train_masks(config: PruneMasksConfig, source: Source, shape: Shape, output: 
     setup = _setup(config, source, student)
     with (
         masked(student, masks, float(str(source.config["rms_norm_eps"]))),
-        tracked(config.report_to, output) as trackers,
+        tracked(config.report_to, output) as log,
     ):
-        fit(student, setup, config, state=output.state, what="masks", constraint=masks, trackers=trackers)
+        fit(student, setup, config, state=output.state, what="masks", constraint=masks, log=log)
     with torch.no_grad():  # under FSDP the module holds a part of its parameters
         for name, trained in best_weights(output.state, "constraint").items():
             masks.get_parameter(name).copy_(trained)

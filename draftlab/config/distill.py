@@ -9,6 +9,7 @@ from typing_extensions import Self
 from draftlab.config import shared
 from draftlab.config.base import CHECKPOINTS, SERVER, Config, Only, OutputConfig, option
 from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettings, TrainingSettings
+from draftlab.console import note
 from draftlab.model import hub
 
 GENERATED = "Generated text"  # panel of --help
@@ -111,10 +112,12 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     def resolved(self) -> Self:
         if self.draft is not None:
             return self
-        return self.model_copy(update={"draft": str(shared.newest_output("prune", "prune-masks"))})
+        draft = shared.newest_output("prune", "prune-masks")
+        note(f"draft: {draft}")
+        return self.model_copy(update={"draft": str(draft)})
 
     def default_name(self) -> str:
-        draft = Path(str(self.resolved().draft))
+        draft = Path(self.draft) if self.draft else shared.newest_output("prune", "prune-masks")
         return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
 
 

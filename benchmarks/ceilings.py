@@ -8,7 +8,7 @@ import typer
 
 from benchmarks import environment
 from draftlab.latency.machine_state import device_name
-from draftlab.latency.profiler import bandwidth_gbs, matmul_tflops
+from draftlab.latency.timing import bandwidth_gbs, matmul_tflops
 from draftlab.model import checkpoint
 
 

@@ -7,7 +7,7 @@ training and calibration, and the bandwidth that a decoder gets of it where the 
 import json
 from dataclasses import dataclass
 
-from draftlab.latency.cost_model import read_device
+from draftlab.latency.roofline import read_device
 from draftlab.model.families import presets, shipped, widths_folder
 from draftlab.model.shape import Shape, resolve
 

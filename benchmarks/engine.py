@@ -22,7 +22,7 @@ from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.machine_state import device_name, steady_clock
-from draftlab.latency.profiler import time_interleaved
+from draftlab.latency.timing import time_interleaved
 from draftlab.model import checkpoint, llama
 from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama

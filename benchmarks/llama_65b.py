@@ -13,8 +13,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from draftlab.latency.cost_model import CostModel, parse_profile
-from draftlab.latency.predict import best_k, constant_workload, predict
+from draftlab.latency.cost_model import CostModel
+from draftlab.latency.predict import best_k, predict
+from draftlab.latency.roofline import parse_profile
+from draftlab.latency.workload import constant_workload
 from draftlab.results.leaderboard import COLOURS, MARKERS
 
 DRAFTS = {  # layers, parameters

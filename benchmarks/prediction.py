@@ -29,8 +29,9 @@ from draftlab.data import heldout_prompts
 from draftlab.latency import predict as predicting
 from draftlab.latency.cost_model import CostModel, Profile, expected_tokens
 from draftlab.latency.machine_state import device_name
-from draftlab.latency.predict import StepCosts, Workload, expected_time, step_costs, steps, workload_of
+from draftlab.latency.predict import StepCosts, expected_time, step_costs, steps
 from draftlab.latency.profiler import Grid, LatencyCurves, measure
+from draftlab.latency.workload import Workload, workload_of
 from draftlab.model import checkpoint, llama
 from draftlab.model.llama import Llama
 from draftlab.results.decoding import Generation, median_timings
@@ -152,7 +153,7 @@ def _row(
         "steps_distilled": DRAFTS[name],
         "k": row.k,
         "acceptance_length": row.tokens_per_pass.value,
-        "steps_predicted_over_counted": float(steps(work, row.k).begun.sum() / counted),
+        "steps_predicted_over_counted": float(steps(work, row.k).starts.sum() / counted),
         "measured": measured.value,
         "measured_interval": [measured.low, measured.high],
         "predicted": row.speedup.value,

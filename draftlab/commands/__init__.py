@@ -6,13 +6,13 @@ from draftlab.commands import cache, trace
 from draftlab.commands.base import Command, Outcome
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export, trim_vocab
-from draftlab.commands.law import law
+from draftlab.commands.latency import law, law_fit, predict, profile
 from draftlab.commands.legacy import legacy
 from draftlab.commands.make import design, import_checkpoint, init, tokenizer
-from draftlab.commands.measure import compare, report, score
+from draftlab.commands.measure import score
 from draftlab.commands.medusa import medusa
-from draftlab.commands.predict import predict, profile
 from draftlab.commands.prune import prune, prune_masks
+from draftlab.commands.results import compare, report
 from draftlab.commands.search import search
 from draftlab.commands.train import distill, online_rollback, online_update, train
 
@@ -31,6 +31,7 @@ _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
     "report": report,
     "profile": profile,
     "law": law,
+    "law-fit": law_fit,
     "predict": predict,
     "check": check,
     "trim-vocab": trim_vocab,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Argument, Option
+from typer import Option
 
 from draftlab import workspace
 from draftlab.commands.shared import (
@@ -314,61 +314,6 @@ def _called(draft: list[str] | None) -> str:
     return draft[0] if draft else "draft"
 
 
-def report(
-    scores: Annotated[
-        list[Path] | None, Argument(help="score.json files or folders; the workspace's runs if left out.")
-    ] = None,
-    out: Annotated[Path | None, Option(help="Directory for report.html and report.md.")] = None,
-    force: Force = False,
-) -> Outcome:
-    """Tables and one self-contained HTML page with plots, from scores."""
-    arguments, began = recorded(locals())
-    from draftlab import provenance
-    from draftlab.model import checkpoint
-    from draftlab.results.report import html, json_rows, markdown
-    from draftlab.results.score import read_score
-    from draftlab.results.tables import score_table
-
-    space = workspace.load()
-    files = _score_files(scores or [space.runs])
-    read = [read_score(file) for file in files]
-    out = out or space.runs / "report"
-    command = command_line("report", arguments, bare="scores")
-    with checkpoint.new_directory(out, force=force) as work:
-        (work / "report.html").write_text(html(read, command))
-        (work / "report.md").write_text(markdown(read))
-        provenance.write_record(work, "report", arguments, files, began)
-    page = out / "report.html"
-    return Outcome(path=page, show=[score_table(read), str(page)], data={"path": str(page), "scores": json_rows(read)})
-
-
-def compare(
-    scores: Annotated[
-        list[Path] | None,
-        Argument(
-            help="score.json files, folders of them, or what predict --json printed; the workspace's runs if left out."
-        ),
-    ] = None,
-    min_speedup: Annotated[float | None, Option(help="Exit with 3 if the fastest does not get there.")] = None,
-    min_acceptance_length: Annotated[
-        float | None, Option(help="Exit with 3 if the fastest does not get there.")
-    ] = None,
-) -> Outcome:
-    """Rank drafts by scores or predictions, and say which cannot be told apart."""
-    from draftlab.results import compare as comparing
-    from draftlab.results.warnings import score_warnings
-
-    places = comparing.rank(comparing.read_candidates(scores or [workspace.load().runs]))
-    best = places[0].candidate
-    measured = [p.candidate.score for p in places if p.candidate.score is not None]
-    warnings = [f"warning: {text}" for text in (score_warnings(measured) if measured else [])]
-    missed = _missed(
-        best.name, best.output_differs, best.speedup.value, best.tokens_per_pass, min_speedup, min_acceptance_length
-    )
-    show = [comparing.comparison_table(places), *comparing.verdict_lines(places), *warnings]
-    return Outcome(path=None, show=show, data={"ranking": [comparing.as_dict(p) for p in places]}, missed=missed)
-
-
 def _by_name(given: list[str], weights: bool) -> dict[str, Path]:
     """Directories by their names, which end with @TYPE where it was asked for so."""
     from draftlab.export.hf import parse_quantized_name
@@ -379,10 +324,3 @@ def _by_name(given: list[str], weights: bool) -> dict[str, Path]:
     if len(named) < len(given):
         raise UserError("two drafts have the same directory name; rename one: " + ", ".join(given))
     return named
-
-
-def _score_files(paths: list[Path]) -> list[Path]:
-    files = [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
-    if not files:
-        raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
-    return files

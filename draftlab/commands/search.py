@@ -12,9 +12,9 @@ from typer import Option
 from draftlab import workspace
 from draftlab.commands import trace
 from draftlab.commands.cache import build
-from draftlab.commands.law import law as measure_law
+from draftlab.commands.latency import law as measure_law
+from draftlab.commands.latency import profile
 from draftlab.commands.measure import score
-from draftlab.commands.predict import profile
 from draftlab.commands.prune import prune
 from draftlab.commands.shared import (
     Data,
@@ -268,7 +268,8 @@ class Work:
         """Make one candidate, replay it, price it."""
         from draftlab.acceptance.expected import chain
         from draftlab.latency.cost_model import CostModel
-        from draftlab.latency.predict import best_k, with_chances, workload_of_replay
+        from draftlab.latency.predict import best_k
+        from draftlab.latency.workload import workload_of_replay
         from draftlab.target_outputs.replay import read_replay
 
         number, steps, shape = len(found.rungs) - 1, found.rungs[-1].steps, found.shapes[name]
@@ -285,7 +286,7 @@ class Work:
         )  # fmt: skip
         cost = CostModel.of(priced.law.profile(shape, name), extrapolate=True)
         work = workload_of_replay(read_replay(replayed / name))
-        hoped = with_chances(work, 1 - HOPED[min(number, 2)] * (1 - work.texts.chances))
+        hoped = work.with_chances(1 - HOPED[min(number, 2)] * (1 - work.texts.chances))
         k, speedup, rate = best_k(cost, priced.target, hoped, self.ks, 1)
         return Trial(
             name=name, k=k, length=chain(work.texts, k).acceptance().mean_acceptance_length, tokens_per_second=rate,

@@ -225,6 +225,21 @@ def comparison_table(ranking: Sequence[Ranked]) -> Table:
     return table
 
 
+def missed_thresholds(
+    candidate: Candidate, acceptance_length: float, min_speedup: float | None, min_acceptance_length: float | None
+) -> list[str]:
+    """Return one sentence for each of the user's thresholds that a candidate does not reach."""
+    name, speedup, missed = candidate.name, candidate.speedup.value, []
+    if min_speedup is not None and candidate.output_differs:
+        missed.append(f"{name}: its output is not the target's own, so that no speed-up counts")
+    if min_speedup is not None and speedup < min_speedup:
+        missed.append(f"{name}: speed-up {speedup:.3f} is below --min-speedup {min_speedup}")
+    if min_acceptance_length is not None and acceptance_length < min_acceptance_length:
+        bar = f"--min-acceptance-length {min_acceptance_length}"
+        missed.append(f"{name}: acceptance length {acceptance_length:.3f} is below {bar}")
+    return missed
+
+
 def as_dict(ranked: Ranked) -> dict[str, Any]:
     c = ranked.candidate
     tests = [asdict(t) | {"difference": t.difference.model_dump(), "significant": t.significant} for t in ranked.tasks]

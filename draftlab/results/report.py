@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from draftlab.errors import UserError
 from draftlab.model.shape import format_count
+from draftlab.output import Output
 from draftlab.results import plots
 from draftlab.results.leaderboard import Entry, accuracy_task, entries_of, leaderboard
-from draftlab.results.score import Latency, Score, TaskResult
+from draftlab.results.score import Latency, Score, TaskResult, read_score
 from draftlab.results.tables import Rows, kv_bytes, optional, three_digits
 from draftlab.results.warnings import score_warnings
 
@@ -58,6 +61,23 @@ def html(scores: list[Score], command: str) -> str:
         command=command,
     )
     return page.strip() + "\n"
+
+
+def write_report(paths: Sequence[Path], output: Output) -> list[Score]:
+    """Write report.html and report.md from score.json files and directories of them; return the scores.
+
+    Raises:
+        UserError: there is none, or a file is not a score.
+    """
+    files = [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
+    if not files:
+        raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
+    scores = list(map(read_score, files))
+    with output.directory() as work:
+        (work / "report.html").write_text(html(scores, output.command_line))
+        (work / "report.md").write_text(markdown(scores))
+        output.record(work, files)
+    return scores
 
 
 def json_rows(scores: list[Score]) -> list[dict[str, Any]]:

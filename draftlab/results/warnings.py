@@ -18,6 +18,8 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
             drafts.setdefault(text, []).append(score.name)
     every = len(scores) if len(scores) > 1 else 0
     texts = [f"{'all drafts' if len(names) == every else ', '.join(names)}: {text}" for text, names in drafts.items()]
+    if not scores:
+        return []
     facts = [s.conditions.model_dump() | {"target": s.target.sha256} for s in scores]
     differing = [name.replace("_", " ") for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)]
     if differing:

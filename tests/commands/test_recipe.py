@@ -7,7 +7,7 @@ import yaml
 
 from draftlab import provenance
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import parse_profile
+from draftlab.latency.roofline import parse_profile
 from draftlab.recipe import is_done, read_recipe, run_recipe
 
 ROOT = Path(__file__).parents[2]

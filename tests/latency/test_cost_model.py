@@ -10,20 +10,17 @@ import yaml
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import (
     CostModel,
-    Experts,
     Point,
     Profile,
     SteadyPoint,
     alpha_for,
-    analytic,
     break_even_length,
     closed_form_speedup,
-    devices,
     expected_tokens,
-    parse_profile,
     read_profile,
     write_profile,
 )
+from draftlab.latency.roofline import Experts, devices, parse_profile, roofline_profile
 from draftlab.model.shape import Shape
 from draftlab.results.score import Latency
 
@@ -68,9 +65,9 @@ def test_break_even_beta_and_experts_are_those_that_were_published():
     assert closed_form_speedup(length, 5, c=0.01, beta=2.69) == pytest.approx(1, abs=2e-3)
     assert break_even_length(5, 0.01, 2.69) == pytest.approx(length, abs=5e-3)
     mixtral = Experts(count=8, active=2)
-    assert mixtral.touched(1) == 2
-    assert mixtral.touched(5) == pytest.approx(6.1, abs=0.05)
-    assert mixtral.touched(5) / mixtral.touched(1) == pytest.approx(3.05, abs=0.01)
+    assert mixtral.expected_active(1) == 2
+    assert mixtral.expected_active(5) == pytest.approx(6.1, abs=0.05)
+    assert mixtral.expected_active(5) / mixtral.expected_active(1) == pytest.approx(3.05, abs=0.01)
 
 
 @pytest.mark.parametrize(("alpha", "k", "length"), [(0.5, 1, 1.5), (0.7, 4, 2.77), (0.8, 6, 3.95), (0.9, 8, 6.13)])
@@ -137,7 +134,7 @@ def test_a_grid_with_a_hole_is_refused(profile, tmp_path):
     file = tmp_path / "m.yaml"
     fields = profile.model_dump()
     file.write_text(yaml.safe_dump(fields | {"forward": fields["forward"][:-1]}))
-    with pytest.raises(UserError, match="forward must hold every combination"):
+    with pytest.raises(UserError, match="forward"):
         read_profile(file)
     gap = [entry for entry in fields["steady"] if entry["after"] == 1] + [
         entry | {"after": n} for n in (3, 5) for entry in fields["steady"] if entry["after"] == 2
@@ -146,14 +143,14 @@ def test_a_grid_with_a_hole_is_refused(profile, tmp_path):
     with pytest.raises(UserError, match="after"):
         read_profile(file)
     file.write_text(yaml.safe_dump(fields | {"steady": fields["steady"][1:]}))
-    with pytest.raises(UserError, match="again must hold every combination"):
+    with pytest.raises(UserError, match="steady"):
         read_profile(file)
 
 
 def test_a_folder_of_profiles_is_not_one(profile, tmp_path):
     for name in "ab":
         write_profile(profile, tmp_path / f"{name}.yaml")
-    with pytest.raises(UserError, match=r"2 profiles, name one: a\.yaml, b\.yaml"):
+    with pytest.raises(UserError, match=r"a\.yaml, b\.yaml"):
         read_profile(tmp_path)
 
 
@@ -183,7 +180,7 @@ def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ff
         layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=hidden // 64, head_dim=64, ffn=ffn, vocab=50272,
         tied=True,
     )  # fmt: skip
-    found = analytic(
+    found = roofline_profile(
         shape, devices()["a100-80gb"], "eager", name="opt", dtype="float16", experts=Experts(count=1, active=1),
         widths=[1], batches=[1], contexts=[0, 128],
     )  # fmt: skip
@@ -209,7 +206,7 @@ def test_wide_passes_turn_from_reading_to_computing():
 def test_experts_make_verification_dear():
     """Of Mixtral's bytes nearly all are experts, so beta is nearly 3.05."""
     cost = {
-        w: analytic(
+        w: roofline_profile(
             MIXTRAL, devices()["h200"], "graphs", name="mixtral", dtype="bfloat16", experts=Experts(count=8, active=2),
             widths=[1, w], batches=[1], contexts=[0, 64],
         ).forward
@@ -224,14 +221,14 @@ def test_experts_make_verification_dear():
     [
         ("llama-65b", "no profile at llama-65b"),
         ("llama-65b@h100,graphs", "needs 13. GB"),
-        ("llama-65b@h100", "comes its mode"),
-        ("llama-65b@h100,graphs,eager,float8", "comes its mode"),
-        ("llama-65b@h100,graphs,fast", "comes its mode"),
-        ("llama-65b@4xa100-80gb,native", "no mode 'native'; it has graphs, eager"),
-        ("llama-65b@4xa100-80gb,graphs,float8", "no dtype 'float8'"),
+        ("llama-65b@h100", "SHAPE@DEVICE,MODE"),
+        ("llama-65b@h100,graphs,eager,float8", "SHAPE@DEVICE,MODE"),
+        ("llama-65b@h100,graphs,fast", "SHAPE@DEVICE,MODE"),
+        ("llama-65b@4xa100-80gb,native", "'native'.*graphs, eager"),
+        ("llama-65b@4xa100-80gb,graphs,float8", "'float8'"),
         ("llama-66b@h100,graphs", "did you mean 'llama-65b'"),
         ("llama-3.2-1c@h100,graphs", "did you mean 'llama-3.2-1b'"),
-        ("llama-3.2-1b@h100", "comes its mode"),
+        ("llama-3.2-1b@h100", "SHAPE@DEVICE,MODE"),
         ("llama-65b@h10,graphs", "did you mean 'h100'"),
         ("missing.yaml@h100,graphs", "No such file"),
     ],

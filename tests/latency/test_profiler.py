@@ -11,15 +11,12 @@ from draftlab import workspace
 from draftlab.cli import app
 from draftlab.engine.generate import clock_for
 from draftlab.latency.cost_model import CostModel, read_profile
-from draftlab.latency.profiler import (
-    AGAIN,
-    WARM_ROUNDS,
-    Grid,
+from draftlab.latency.profiler import AFTER, Grid, host_times, measure
+from draftlab.latency.timing import (
+    WARM_UP_ROUNDS,
     RandomWeights,
     bandwidth_gbs,
-    host_times,
     matmul_tflops,
-    measure,
     random_model,
     time_interleaved,
 )
@@ -54,7 +51,7 @@ def test_every_point_of_the_grid_is_measured():
             (w, b, c) for w in GRID.widths for b in GRID.batches for c in GRID.contexts
         ]
         assert [(p.after, p.width, p.batch, p.context) for p in curves.steady] == [
-            (n, 1, b, c) for n in AGAIN for b in GRID.batches for c in GRID.contexts
+            (n, 1, b, c) for n in AFTER for b in GRID.batches for c in GRID.contexts
         ]
         assert [p.width for p in curves.prefill] == [8, 20]
         assert [p.width for p in curves.host] == [1, 2, 3]
@@ -96,7 +93,7 @@ def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
     assert all(calls[i] == "lead" for i in range(0, len(calls), 2))
     order = calls[1::2]
     assert order[-4:] == ["a", "b", "b", "a"] or order[-4:] == ["b", "a", "a", "b"]  # turned every round
-    assert WARM_ROUNDS[0] <= len(order) / 2 - 3 <= WARM_ROUNDS[1]
+    assert WARM_UP_ROUNDS[0] <= len(order) / 2 - 3 <= WARM_UP_ROUNDS[1]
 
 
 def test_host_time_leaves_the_pass_out():
@@ -148,7 +145,7 @@ def call(*arguments: object, code: int = 0):
     return result
 
 
-SMALL = ("--k", "2", "--context", "8,16", "--repeats", "3", "--threads", "1")
+SMALL = ("--k", "2", "--context", "8,16", "--repeats", "3", "--mode", "eager", "--threads", "1")
 
 
 def test_profiling_as_typed_a_checkpoint_beside_a_shape(space, tmp_path):
@@ -159,7 +156,7 @@ def test_profiling_as_typed_a_checkpoint_beside_a_shape(space, tmp_path):
     assert found["small"].sha256 is None
     assert found["llama"].sha256
     assert found["small"].shape == SHAPE
-    typed = f"draftlab profile --k 2 --batch 1 --context 8,16 --repeats 3 --mode eager --threads 1 {space} small.yaml"
+    typed = f"draftlab profile --k 2 --context 8,16 --repeats 3 --mode eager --threads 1 {space} small.yaml"
     assert found["llama"].command == typed
     assert CostModel.of(found["llama"]).widths.tolist() == [1, 2, 3]
     assert json.loads((out / "draftlab.json").read_text())["command"] == "profile"
@@ -178,7 +175,7 @@ def test_a_dry_run_measures_nothing(space, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("small.yaml", "--mode", "graphs"), "graphs captures CUDA graphs"),
+        (("small.yaml", "--mode", "graphs"), "graphs"),
         (("small.yaml", "small.yaml"), "same name"),
         (("missing.yaml",), "No such file"),
         (("nothing",), "no checkpoint at nothing"),

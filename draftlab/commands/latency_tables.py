@@ -1,0 +1,134 @@
+"""Tables of profiles, laws and predictions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from draftlab.latency.cost_model import BYTES, Profile, active_params
+from draftlab.latency.predict import Prediction, required_length
+from draftlab.latency.predict_pairs import DraftPrediction
+from draftlab.latency.scaling_law import ScalingLaw
+from draftlab.results.plots import Panel, save_figure
+from draftlab.results.score import Latency
+from draftlab.results.tables import terminal_table
+
+
+def profile_table(profile: Profile) -> Table:
+    """Return the milliseconds by tokens fed, batch size and context, with the limits of the device."""
+    contexts = sorted({p.context for p in profile.forward})
+    last = max(p.after for p in profile.steady)
+    rows = []
+    for batch in sorted({p.batch for p in profile.forward}):
+        steady = [p for p in profile.steady if (p.after, p.batch) == (last, batch)]
+        rows.append([str(batch), "1, steady", *_cells(steady)])
+        for width in sorted({p.width for p in profile.forward}):
+            points = [p for p in profile.forward if (p.width, p.batch) == (width, batch)]
+            rows.append([str(batch), str(width), *_cells(points)])
+    heads = ("batch", "tokens", *(f"context {c}" for c in contexts))
+    table = terminal_table(heads, rows, title=f"{profile.describe()}: milliseconds per pass (quartiles)")
+    one = min(profile.steady, key=lambda p: (p.batch, p.context, -p.after)).median_ms
+    weights = active_params(profile.shape) * BYTES[profile.dtype] if profile.shape else 0
+    reached = f"A steady pass over one token reads the weights at {weights / 1e6 / one:.3g} GB/s; " if weights else ""
+    products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
+    prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
+    table.caption = (
+        f"{reached}a matrix-vector product reaches {profile.bandwidth_gbs:.3g} GB/s, a large matrix product {products} "
+        f"TFLOP/s. Prompts: {prompts}. Host time per step: {_ms(profile.host[0])}, and {_ms(profile.host[-1])} to "
+        f"verify {profile.host[-1].width} tokens. steady: after {last} passes of the same model, as in plain decoding; "
+        "the others: right after other work, as in speculative decoding."
+    )
+    return table
+
+
+def law_table(law: ScalingLaw) -> Table:
+    """Return each shape as measured, as fitted, and as predicted from the others."""
+    first = law.profiles[0]
+    rows = []
+    for profile, shape, measured, error in zip(
+        law.profiles, law.shapes, law.measured_ms, law.held_out_errors, strict=True
+    ):
+        cells = [measured, law.ms(shape), *law.curve.parts(shape, law.bytes_per_weight)]
+        rows.append([profile.name, *(f"{cell:.3g}" for cell in cells), f"{error:+.1%}"])
+    title = f"{first.device}, {first.dtype}, {first.mode}: ms of a one-token pass after {law.context} cached tokens"
+    heads = ("shape", "measured", "fitted", "issue", "work", "error when\nheld out")
+    return terminal_table(heads, rows, title=title)
+
+
+def plot_law(path: Path, law: ScalingLaw) -> None:
+    points: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for shape, ms in zip(law.shapes, law.measured_ms, strict=True):
+        name = f"width {shape.hidden}"
+        points.setdefault(name, []).append((shape.layers, float(ms)))
+        lines.setdefault(name, []).append((shape.layers, law.ms(shape)))
+    panel = Panel(x="layers", y="ms per pass: measured (points), law (lines)", series=points, lines=lines)
+    save_figure(path, [panel])
+
+
+def k_table(prediction: Prediction) -> Table:
+    """Return one row per K, the best marked."""
+    heads = (
+        "K", "tokens\nper pass", "break\neven", "tok/s", "speed-up\n95% interval", "free\ndraft", "perfect\ndraft",
+        "% draft,\nverify, host",
+    )  # fmt: skip
+    rows = [
+        [
+            str(row.k), f"{row.tokens_per_pass.value:.2f}", f"{row.break_even_length:.2f}",
+            f"{row.tokens_per_second:.4g}", str(row.speedup), f"{row.free_draft:.2f}", f"{row.perfect_draft:.2f}",
+            ", ".join(f"{100 * row.shares[name]:.0f}" for name in ("draft", "verify", "host")),
+        ]
+        for row in prediction.rows
+    ]  # fmt: skip
+    best = prediction.best
+    title = f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"
+    table = terminal_table(heads, rows, best=prediction.rows.index(best), title=title)
+    table.caption = (
+        f"* Fastest. Plain decoding: {prediction.plain_tokens_per_second:.4g} tok/s. Tokens per pass include the "
+        f"target's own. free draft: speed-up if drafting took no time; perfect draft: if all tokens were accepted. In "
+        f"closed form, with c = {prediction.c:.3f} and beta = {best.beta:.2f}, K = {best.k} gives "
+        f"{best.closed_form_speedup:.2f}. Intervals are over texts, without the spread of latencies."
+    )
+    return table
+
+
+def draft_table(predictions: list[Prediction]) -> Table:
+    """Return one row per draft at its best K, and what each needs to be as fast as the fastest."""
+    fastest = max(predictions, key=lambda p: p.best.speedup.value)
+    heads = ("draft", "c", "K", "tokens\nper pass", "tok/s", "speed-up\n95% interval", "needed to\nbe fastest")
+    rows = []
+    for p in predictions:
+        needed = required_length(p, fastest.best.speedup.value)
+        text = "impossible" if needed is None else f"{needed[1]:.2f} at K = {needed[0]}"
+        rows.append([
+            p.name, f"{p.c:.3f}", str(p.best.k), f"{p.best.tokens_per_pass.value:.2f}",
+            f"{p.best.tokens_per_second:.4g}", str(p.best.speedup), "" if p is fastest else text,
+        ])  # fmt: skip
+    title = f"Predicted with {fastest.target}, batch size {fastest.batch}"
+    table = terminal_table(heads, rows, best=predictions.index(fastest), title=title)
+    table.caption = (
+        f"* Fastest. Plain decoding: {fastest.plain_tokens_per_second:.4g} tok/s. needed to be fastest: tokens per "
+        "target pass."
+    )
+    return table
+
+
+def best_k_table(draft: DraftPrediction) -> Table:
+    """Return the best K by batch size and prompt length."""
+    rows = [
+        [
+            str(best.batch), "of the texts" if best.prompt_tokens is None else str(best.prompt_tokens), str(best.k),
+            f"{best.speedup:.2f}", f"{best.tokens_per_second:.4g}",
+        ]
+        for best in draft.best_ks
+    ]  # fmt: skip
+    heads = ("batch", "prompt\ntokens", "K", "speed-up", "tok/s of\nthe batch")
+    return terminal_table(heads, rows, title=f"Best K of {draft.prediction.name}")
+
+
+def _cells(points: Sequence[Latency]) -> list[str]:
+    return [_ms(p) for p in sorted(points, key=lambda p: getattr(p, "context", 0))]
+
+
+def _ms(latency: Latency) -> str:
+    return f"{latency.median_ms:.3g} ({latency.low_ms:.3g}, {latency.high_ms:.3g})"

@@ -1,0 +1,107 @@
+"""Settings of profile, law, law-fit and predict."""
+
+from pathlib import Path
+
+from pydantic import model_validator
+from typing_extensions import Self
+
+from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.shared import EngineMode, WeightsDtype, device, device_map, dtype, mode, source, threads
+
+PROFILE_HELP = (
+    "Output of draftlab profile, SHAPE@LAW (output of draftlab law) or SHAPE@DEVICE,MODE[,DTYPE] (constants)."
+)
+ACCEPTANCE = ("replay", "score", "alpha", "acceptance_length")
+
+
+class GridConfig(OutputConfig):
+    """The passes to time, and how they run."""
+
+    k: int = option(8, "Most drafted tokens: passes over 1 to K + 1 tokens are timed.", ge=1)
+    batch: Numbers = numbers("1", "Batch sizes, as 1,4,16.")
+    context: Numbers = numbers("16,128,480", "Cached tokens before a pass, and lengths of prompts.")
+    repeats: int = option(20, "Timed repeats of every pass, after a warm-up.", ge=3)
+    mode: EngineMode = mode()
+    dtype: WeightsDtype = dtype()
+    device: str = device()
+    threads: int | None = threads()
+
+
+class ProfileConfig(GridConfig):
+    """Latency of the passes of some models."""
+
+    models: list[str] = option(
+        help="Checkpoints; or shape files and names of shapes, which get random weights.", argument=True
+    )
+    device_map: str | None = device_map()
+
+    only = (
+        Only(
+            ("device_map",), lambda c: c.mode in ("auto", "eager"), "transformers runs the models, so use --mode eager"
+        ),
+    )
+
+    def default_name(self) -> str:
+        return "-".join(["profile", *map(_short, self.models)])
+
+
+class LawConfig(GridConfig):
+    """Latency of shapes with random weights, and the law that it follows."""
+
+    source: str = source()
+    layers: Numbers | None = option(None, "Depths to time. Default: those that span the source.", typed=str)
+    widths: Numbers | None = option(None, "Widths to time at every depth. Default: those of the source.", typed=str)
+    k: int = option(1, "Most drafted tokens: 1 suffices for drafts.", ge=1)
+    context: Numbers = numbers("16,256", "Cached tokens before a pass, and lengths of prompts.")
+    repeats: int = option(10, "Timed repeats of every pass, after a warm-up.", ge=3)
+    plot: Path | None = option(None, "Figure to write, .svg or .png: measured latency and the law.")
+
+    def default_name(self) -> str:
+        return f"law-{_short(self.source)}"
+
+
+class LawFitConfig(Config):
+    """A law of profiles that exist already."""
+
+    profiles: Path = option(help="Directory of profiles: output of draftlab law or profile.", argument=True)
+    plot: Path | None = option(None, "Figure to write, .svg or .png: measured latency and the law.")
+
+
+class PredictConfig(Config):
+    """Profiles of a pair and its acceptance."""
+
+    draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat for several drafts.")
+    target_profile: str = option(help=PROFILE_HELP)
+    replay: list[Path] = option(factory=list, help="Acceptance from replay.json; one file, or one per draft.")
+    score: list[Path] = option(factory=list, help="Acceptance from score.json; one file, or one per draft.")
+    alpha: float | None = option(None, "Acceptance probability of every token.", ge=0, le=1)
+    acceptance_length: str | None = option(None, "Tokens per target pass at some K, as 2.8@4.")
+    k: Numbers = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
+    batch: Numbers = numbers("1", "Batch sizes, as 1,4,16; results by K are of the smallest.")
+    context: Numbers | None = option(None, "Prompt lengths. Default: those of the texts, or 128.", typed=str)
+    max_tokens: int = option(128, "Tokens per text, with --alpha or --acceptance-length.", ge=2)
+    extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
+
+    only = (
+        Only(
+            ("max_tokens",), lambda c: not (c.replay or c.score), "the texts of --replay and --score have their lengths"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _names_acceptance_once(self) -> Self:
+        named = [self.flag(name) for name in ACCEPTANCE if getattr(self, name) not in (None, [])]
+        if len(named) != 1:
+            options = ", ".join(map(self.flag, ACCEPTANCE))
+            raise ValueError(f"give acceptance by one of {options}; got {' and '.join(named) or 'none'}")
+        sources = self.replay or self.score
+        if sources and len(sources) not in (1, len(self.draft_profile)):
+            raise ValueError(
+                f"{named[0]}: {len(sources)} files for {len(self.draft_profile)} drafts; give one, or one per draft"
+            )
+        return self
+
+
+def _short(model: str) -> str:
+    """Return the last part of a path or hub name, without revision and suffix."""
+    return Path(model.partition("@")[0]).name.removesuffix(".yaml")

@@ -1,0 +1,205 @@
+"""Profile models, or the shapes of a latency law, as a config says, and write one profile per model."""
+
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from draftlab import provenance
+from draftlab.config.latency import GridConfig, LawConfig, ProfileConfig
+from draftlab.console import heartbeat, note, progress
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import Profile, active_params, write_profile
+from draftlab.latency.machine_state import device_name, steady_clock
+from draftlab.latency.profiler import Grid, LatencyCurves, measure, weight_bytes
+from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
+from draftlab.latency.timing import bandwidth_gbs, matmul_tflops, random_model
+from draftlab.model import Mode, checkpoint, llama, memory
+from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
+from draftlab.model.families import locate_shape
+from draftlab.model.llama import Llama
+from draftlab.model.shape import Shape
+from draftlab.model.size import read_size
+from draftlab.output import Output
+from draftlab.prune.trial_model import prunable_shape
+
+Models = Mapping[str, Path | Shape]  # checkpoints, and shapes that get random weights
+
+
+def profile_models(config: ProfileConfig, output: Output) -> list[Profile]:
+    """Measure all models in one process, and write NAME.yaml of each.
+
+    Raises:
+        UserError: a mode, shape or context that cannot be run, or too little memory.
+    """
+    models = _models(config, weights=True)
+    for place in models.values():
+        if isinstance(place, Path):
+            checkpoint.check(place)
+    return _profile(config, models, output, config.device_map)
+
+
+def measure_law(config: LawConfig, output: Output) -> ScalingLaw:
+    """Profile the shapes of a law with random weights, and write NAME.yaml of each.
+
+    Raises:
+        UserError: too few shapes, or as profile_models.
+    """
+    return fit_law(_profile(config, law_shapes(config), output))
+
+
+def estimate(config: ProfileConfig) -> Mapping[str, object]:
+    """Return what a profile would take, without reading weights."""
+    models = _models(config, weights=False)
+    check(config, models, config.device_map)
+    facts = {name: (p if isinstance(p, Shape) else read_size(p)).describe() for name, p in models.items()}
+    passes = (config.k + 1) * len(config.batch) * len(config.context) * config.repeats * len(models)
+    needed = sum(needed_bytes(config, models, config.device_map).values())
+    return facts | {"passes": passes, "memory": f"{needed / 1e9:.3g} GB"}
+
+
+def law_estimate(config: LawConfig) -> Mapping[str, object]:
+    """Return what a law would take."""
+    shapes = law_shapes(config)
+    check(config, shapes)
+    needed = sum(needed_bytes(config, shapes).values())
+    return {name: shape.describe() for name, shape in shapes.items()} | {"memory": f"{needed / 1e9:.3g} GB"}
+
+
+def law_shapes(config: LawConfig) -> dict[str, Shape]:
+    """Return the shapes to profile for a law, by name.
+
+    Raises:
+        UserError: fewer than a law needs.
+    """
+    source = prunable_shape(config.source)[1]
+    layers, widths = default_grid(source)
+    shapes = grid_shapes(source, config.layers or layers, config.widths or widths)
+    if len(shapes) < MIN_PROFILES:
+        raise UserError(f"a law needs at least {MIN_PROFILES} shapes, not {len(shapes)}; add --layers or --widths")
+    return shapes
+
+
+def check(config: GridConfig, models: Models, device_map: str | None = None) -> Mode:
+    """Return the mode in which passes run.
+
+    Raises:
+        UserError: a mode that does not run, or a model that the engine does not support in that mode.
+    """
+    device, dtype = _device_and_dtype(config)
+    paths = [place for place in models.values() if isinstance(place, Path)]
+    mode = "eager" if device_map else resolve_mode(config.mode, device, dtype, paths)
+    check_mode(mode, device, dtype)
+    for path in paths if mode != "eager" else ():
+        llama.check_supported(path)
+    for name, place in models.items():
+        if isinstance(place, Shape) and place.qk_layernorm:
+            raise UserError(f"{name} has qk_layernorm, norms of q and k after the rotation: the engine lacks these")
+    return mode
+
+
+def needed_bytes(config: GridConfig, models: Models, device_map: str | None = None) -> dict[str, float]:
+    """Return the bytes of weights, and of the caches of all batches, without what accelerate spreads."""
+    width = _device_and_dtype(config)[1].itemsize
+    tokens = (sum(config.batch) + 1) * _grid(config).capacity
+    sizes = {
+        name: place if isinstance(place, Shape) else read_size(place)
+        for name, place in models.items()
+        if isinstance(place, Shape) or device_map is None
+    }
+    needs: dict[str, float] = {f"weights of {name}": size.weight_bytes(width) for name, size in sizes.items()}
+    return needs | {"caches": sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())}
+
+
+def _models(config: ProfileConfig, weights: bool) -> Models:
+    models = dict(locate_shape(name, weights) for name in config.models)
+    if len(models) < len(config.models):
+        raise UserError(f"two models have the same name; rename one: {', '.join(config.models)}")
+    return models
+
+
+def _device_and_dtype(config: GridConfig) -> tuple[torch.device, torch.dtype]:
+    device = checkpoint.resolve_device(config.device)
+    return device, checkpoint.resolve_dtype(config.dtype, device)
+
+
+def _grid(config: GridConfig) -> Grid:
+    return Grid(
+        widths=range(1, config.k + 2),
+        batches=config.batch,
+        contexts=config.context,
+        prompts=config.context,
+        repeats=config.repeats,
+    )
+
+
+def _profile(config: GridConfig, models: Models, output: Output, device_map: str | None = None) -> list[Profile]:
+    device, dtype = _device_and_dtype(config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    mode = check(config, models, device_map)
+    needed = needed_bytes(config, models, device_map)
+    memory.check_fits(needed, device, "--dtype bfloat16, --device-map auto, or fewer --batch")
+    note(f"loading {', '.join(models)}")
+    grid = _grid(config)
+    context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
+    decoders = {
+        name: random_model(place, dtype, device, context)
+        if isinstance(place, Shape)
+        else load(place, dtype, device, device_map)
+        for name, place in models.items()
+    }
+    load_average, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load_average > cores:
+        note(f"the machine is busy (load {load_average:.1f} on {cores} cores): latencies will be higher and vary more")
+    with heartbeat("passes"), progress("rounds", grid.repeats) as advance:
+        curves = measure(
+            decoders, grid, mode=mode, clock=steady_clock(device), advance=lambda rounds: advance(rounds, "")
+        )
+    dtypes = sorted({dtype, torch.float32, torch.bfloat16}, key=str)
+    tflops = {checkpoint.dtype_name(each): matmul_tflops(each, device) for each in dtypes}
+    profiles = [
+        _as_profile(name, place, decoders[name], curves[name], mode, tflops, dtype, device, output.command_line)
+        for name, place in models.items()
+    ]
+    with output.directory() as work:
+        for profile in profiles:
+            write_profile(profile, work / f"{profile.name}.yaml")
+        output.record(work, [place for place in models.values() if isinstance(place, Path)])
+    return profiles
+
+
+def _as_profile(
+    name: str,
+    place: Path | Shape,
+    model: Decoder,
+    curves: LatencyCurves,
+    mode: Mode,
+    tflops: dict[str, float],
+    dtype: torch.dtype,
+    device: torch.device,
+    command: str,
+) -> Profile:
+    shape = model.shape if isinstance(model, Llama) else None
+    weights = int(active_params(shape)) if shape else weight_bytes(model) // dtype.itemsize
+    return Profile(
+        kind="measured",
+        name=name,
+        sha256=None if isinstance(place, Shape) else provenance.fingerprint(place),
+        shape=shape,
+        device=device_name(device),
+        dtype=checkpoint.dtype_name(dtype),
+        mode=mode,
+        threads=torch.get_num_threads() if device.type == "cpu" else None,
+        forward=curves.forward,
+        steady=curves.steady,
+        prefill=curves.prefill,
+        host=curves.host,
+        bandwidth_gbs=bandwidth_gbs(weights, dtype, device),
+        matmul_tflops=tflops,
+        command=command,
+        versions=provenance.versions(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )

@@ -1,0 +1,209 @@
+"""Profiles computed from a device's constants by the roofline model. No torch.
+
+A pass takes the slower of reading (weights, KV cache) and computing, plus a constant per layer.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from draftlab.errors import UserError, did_you_mean
+from draftlab.files import FileModel, read_model
+from draftlab.latency.cost_model import BYTES, Point, Profile, SteadyPoint, active_params, read_profile
+from draftlab.model import Mode
+from draftlab.model.families import presets, shipped
+from draftlab.model.shape import Shape, read_shape_file
+from draftlab.results.score import Latency
+
+EXAMPLE = "llama-65b@4xa100-80gb,graphs"
+
+
+class HostTimes(FileModel):
+    """The time in which the host issues a pass while the device works; the slower of the two counts."""
+
+    pass_ms: NonNegativeFloat
+    layer_ms: NonNegativeFloat
+    step_ms: NonNegativeFloat  # outside the passes, in addition: sampling, verification
+
+
+class Device(FileModel):
+    """Constants from which latency is computed: configs/profiles/*.yaml, with their sources."""
+
+    kind: Literal["analytic"]
+    name: str
+    count: PositiveInt = 1  # devices that share the weights by tensor parallelism
+    memory_gb: PositiveFloat  # of one
+    bandwidth_gbs: PositiveFloat  # of one, as a decoder reaches it
+    tflops: dict[str, PositiveFloat]  # of one, by dtype of the products
+    dtype: str
+    layer_ms: NonNegativeFloat  # per layer on the device, in addition to reading and computing
+    modes: dict[Mode, HostTimes]
+    allreduce_us: NonNegativeFloat = 0  # each; a layer has two
+    link_gbs: PositiveFloat = 1  # from one device to the others
+
+    @model_validator(mode="after")
+    def _knows_its_dtypes(self) -> "Device":
+        if self.dtype not in self.tflops or not set(self.tflops) <= set(BYTES):
+            raise ValueError(f"tflops needs {self.dtype}, and may have {', '.join(BYTES)}")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts: shape.ffn is the width of each of count experts, of which a token uses active."""
+
+    count: int
+    active: int
+
+    def expected_active(self, tokens: int) -> float:
+        """Return the expected number of experts that tokens use, if each chooses at random: E (1 - (1 - k / E)^w)."""
+        return self.count * (1 - (1 - self.active / self.count) ** tokens)
+
+
+def roofline_profile(
+    shape: Shape,
+    device: Device,
+    mode: Mode,
+    *,
+    name: str,
+    dtype: str,
+    experts: Experts,
+    widths: Sequence[int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+) -> Profile:
+    """Return a profile by the roofline model: a pass reads weights and cache once, plus a constant per layer.
+
+    Raises:
+        UserError: weights that do not fit the device, a mode or dtype for which it has no constants.
+    """
+    for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
+        if value not in known:
+            raise UserError(f"{device.name} has no constants for {what} {value!r}, only for {', '.join(known)}")
+    weights = active_params(shape, experts.count) + (0 if shape.tied else shape.vocab * shape.hidden)
+    cached = max(batches) * (max(contexts) + max(widths)) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
+    need, room = (weights * BYTES[dtype] + cached) / 1e9, device.count * device.memory_gb
+    if need > room:
+        what = f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens"
+        raise UserError(
+            f"{what} needs {need:.0f} GB ({cached / 1e9:.0f} GB of it KV cache); {device.name} has {room:.0f} GB"
+        )
+
+    def pass_ms(width: int, batch: int, context: int) -> float:
+        host = device.modes[mode]
+        issuing = host.pass_ms + host.layer_ms * shape.layers
+        return max(issuing, _device_ms(shape, device, dtype, experts, width, batch, context))
+
+    def computed(width: int, ms: float) -> Latency:
+        return Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=0)
+
+    forward = [
+        Point(**computed(w, pass_ms(w, b, c)).model_dump(), batch=b, context=c)
+        for w, b, c in itertools.product(widths, batches, contexts)
+    ]
+    return Profile(
+        kind="analytic",
+        name=name,
+        sha256=None,
+        shape=shape,
+        device=device.name,
+        dtype=dtype,
+        mode=mode,
+        threads=None,
+        forward=forward,
+        steady=[SteadyPoint(**point.model_dump(), after=1) for point in forward if point.width == 1],
+        prefill=[computed(c, pass_ms(c, 1, 0)) for c in contexts if c > 0],
+        host=[computed(w, device.modes[mode].step_ms) for w in widths],
+        bandwidth_gbs=device.bandwidth_gbs * device.count,
+        matmul_tflops={dtype: device.tflops[dtype] * device.count},
+        command="",
+        versions={},
+        created="",
+    )
+
+
+def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int) -> Profile:
+    """Read the output of ``draftlab profile``, or compute one from ``SHAPE@DEVICE,mode[,dtype][,experts=8/2]``.
+
+    SHAPE and DEVICE are paths, or names of files that come with draftlab. A computed profile has these widths and
+    batches, and contexts up to longest.
+
+    Raises:
+        UserError: it is neither.
+    """
+    name, at, rest = spec.partition("@")
+    if Path(spec).exists():
+        return read_profile(Path(spec))
+    if not at:
+        raise UserError(f"no profile at {spec}; measure one with draftlab profile, or compute one with {EXAMPLE}")
+    place, *words = rest.split(",")
+    shape = _named(name, presets(shipped("widths")), read_shape_file)
+    device = _named(place, devices(), read_device)
+    modes = [mode for mode in get_args(Mode) if mode in words]
+    dtypes = [word for word in words if word in BYTES]
+    sparse = [word for word in words if re.fullmatch(r"experts=[1-9]\d*/[1-9]\d*", word)]
+    if len(modes) != 1 or len(dtypes) > 1 or len(modes + dtypes + sparse) < len(words):
+        raise UserError(
+            f"{spec}: want SHAPE@DEVICE,MODE[,DTYPE][,experts=COUNT/ACTIVE] with a mode of {', '.join(device.modes)}, "
+            f"as in {EXAMPLE}"
+        )
+    count, active = sparse[0].removeprefix("experts=").split("/") if sparse else (1, 1)
+    return roofline_profile(
+        shape,
+        device,
+        modes[0],
+        name=Path(name).name.removesuffix(".yaml"),
+        dtype=dtypes[0] if dtypes else device.dtype,
+        experts=Experts(count=int(count), active=int(active)),
+        widths=widths,
+        batches=batches,
+        contexts=sorted({0, 1, *range(0, longest, -(-longest // 16)), longest}),
+    )
+
+
+def read_device(path: Path) -> Device:
+    """Read the constants of a device.
+
+    Raises:
+        UserError: no such file, or not a device.
+    """
+    return read_model(Device, path)
+
+
+def devices() -> dict[str, Device]:
+    """Return the devices that come with draftlab, by name."""
+    return {path.stem: read_device(path) for path in sorted(shipped("profiles").glob("*.yaml"))}
+
+
+def _device_ms(
+    shape: Shape, device: Device, dtype: str, experts: Experts, width: int, batch: int, context: int
+) -> float:
+    """Return the slower of reading and computing, for weights and for attention, plus the constant per layer."""
+    tokens, count = width * batch, device.count
+    bytes_per_ms, flops_per_ms = device.bandwidth_gbs * 1e6 * count, device.tflops[dtype] * 1e9 * count
+    weights = active_params(shape, experts.expected_active(tokens)) * BYTES[dtype]
+    products = 2 * tokens * active_params(shape, experts.active)
+    cached = batch * (context + width) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
+    attention = 4 * tokens * (context + width) * shape.layers * shape.sizes["q"]
+    parts = ((weights, products), (cached, attention))
+    busy = sum(max(size / bytes_per_ms, flops / flops_per_ms) for size, flops in parts) + device.layer_ms * shape.layers
+    if count == 1:
+        return busy
+    sent_bytes = 2 * (count - 1) / count * tokens * shape.hidden * 2  # per all-reduce and device, 16-bit activations
+    return busy + 2 * shape.layers * (device.allreduce_us * 1e-3 + sent_bytes / (device.link_gbs * 1e6))
+
+
+Named = TypeVar("Named", Shape, Device)
+
+
+def _named(name: str, known: dict[str, Named], read: Callable[[Path], Named]) -> Named:
+    if name in known:
+        return known[name]
+    if Path(name).suffix not in (".yaml", ".yml"):  # names have dots too
+        raise UserError(f"{name!r} is neither a file nor a name that draftlab knows{did_you_mean(name, known)}")
+    return read(Path(name))

@@ -1,0 +1,116 @@
+"""Time tasks in turns, and the limits of a device: memory bandwidth and matrix multiplication."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftlab.engine.generate import Clock, clock_for
+from draftlab.model.llama import Llama
+from draftlab.model.shape import Shape
+from draftlab.results.score import Latency
+
+WARM_UP_ROUNDS = (3, 12)  # least and most
+STEADY = 0.05  # a round is warm if it takes as long as the one before, within this share
+MAX_BUFFER_BYTES = 1 << 30  # on which bandwidth is measured
+SQUARE = {"cpu": 1024, "cuda": 8192}  # sides of the matrices that are multiplied
+COLUMNS = 4096  # of the matrix that is read
+
+Task = Callable[[], object]
+Key = TypeVar("Key")
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """Random weights of a shape, drawn each time they are read, so that none is in memory twice."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.axes, self.dtype, self.device = shape, shape.axes(), dtype, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        size = self.shape.dims(self.axes[name])
+        if len(size) == 1:
+            return torch.ones(size, dtype=self.dtype, device=self.device)
+        return torch.randn(size, dtype=self.dtype, device=self.device).mul_(size[-1] ** -0.5)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+
+def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
+    """Return a model of that shape with random weights, which take as long to compute with as trained ones."""
+    frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+    return Llama(shape, RandomWeights(shape, dtype, device), frequencies, 1.0, 1e-6, context)
+
+
+def time_interleaved(
+    tasks: Mapping[Key, tuple[Task, Task]],
+    *,
+    repeats: int,
+    clock: Clock,
+    advance: Callable[[int], None] = lambda rounds: None,
+) -> dict[Key, list[float]]:
+    """Return the milliseconds of the second task of each pair, run right after the first, once per round.
+
+    The order turns every round, so that drift of the machine affects all alike; rounds of the warm-up do not count.
+    """
+    order = list(tasks)
+
+    def run_round(number: int) -> dict[Key, float]:
+        times = {}
+        for key in order if number % 2 else reversed(order):
+            before, timed = tasks[key]
+            before()
+            start = clock()
+            timed()
+            times[key] = (clock() - start) * 1e3
+        return times
+
+    last = 0.0
+    for number in range(WARM_UP_ROUNDS[1]):
+        total = sum(run_round(number).values())
+        if number + 1 >= WARM_UP_ROUNDS[0] and abs(total - last) <= STEADY * last:
+            break
+        last = total
+    rounds = []
+    for number in range(repeats):
+        rounds.append(run_round(number))
+        advance(number + 1)
+    return {key: [times[key] for times in rounds] for key in tasks}
+
+
+def summarize(width: int, times: Sequence[float]) -> Latency:
+    """Return median and quartiles of times in milliseconds."""
+    ordered = sorted(times)
+    n = len(ordered)
+    return Latency(width=width, median_ms=ordered[n // 2], low_ms=ordered[n // 4], high_ms=ordered[3 * n // 4], n=n)
+
+
+def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the bandwidth of one matrix-vector product over as many weights: an upper bound for a decoder."""
+    size, run = memory_sweep(weights * dtype.itemsize, dtype, device)
+    return size / 1e6 / _fastest_ms(run, device)
+
+
+def matmul_tflops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the rate of one large square matrix product."""
+    side = SQUARE[device.type]
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / 1e9 / _fastest_ms(lambda: a @ b, device)
+
+
+def memory_sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Task]:
+    """Return a product that reads about size bytes, at most MAX_BUFFER_BYTES, and how many it reads."""
+    rows = max(1, min(size, MAX_BUFFER_BYTES) // (COLUMNS * dtype.itemsize))
+    matrix = torch.ones(rows, COLUMNS, dtype=dtype, device=device)
+    vector = torch.ones(1, COLUMNS, dtype=dtype, device=device)
+    return matrix.nbytes, lambda: F.linear(vector, matrix)
+
+
+def _fastest_ms(run: Task, device: torch.device, passes: int = 8) -> float:
+    times = time_interleaved({"": (lambda: None, run)}, repeats=passes, clock=clock_for(device))
+    return min(times[""])

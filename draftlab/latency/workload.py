@@ -1,0 +1,96 @@
+"""What is decoded: texts with the acceptance probability of each token, from a replay, a score or an assumption.
+
+R texts of at most n tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from draftlab.acceptance.expected import Texts, texts_of
+from draftlab.errors import UserError
+from draftlab.results.decoding import Generation
+from draftlab.results.score import Score
+
+if TYPE_CHECKING:  # needs torch
+    from draftlab.target_outputs.replay import Replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Texts with their acceptance probabilities, and the length of each prompt, [R]."""
+
+    texts: Texts
+    prompt_tokens: np.ndarray
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens of a text with its prompt."""
+        return int((self.prompt_tokens + self.texts.lengths).max())
+
+    def with_chances(self, chances: np.ndarray) -> "Workload":
+        """Return the same texts with other acceptance probabilities, [R, n]."""
+        return replace(self, texts=replace(self.texts, chances=chances))
+
+    def with_prompt_tokens(self, prompt_tokens: int) -> "Workload":
+        """Return the same texts after prompts of another length."""
+        return replace(self, prompt_tokens=np.full_like(self.prompt_tokens, prompt_tokens))
+
+
+def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workload:
+    """Return one text whose tokens are all accepted with the same probability; the first comes with the prefill."""
+    return Workload(texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens]))
+
+
+def workload_of(chances: list[np.ndarray], prompts: Sequence[int], limits: Sequence[int] | None = None) -> Workload:
+    """Return texts with known probabilities.
+
+    limits: tokens after the first at which decoding would stop; default: the length of each text.
+    """
+    texts = texts_of(chances, None if limits is None else np.array(limits))
+    return Workload(texts=texts, prompt_tokens=np.array(prompts))
+
+
+def workload_of_replay(replay: "Replay") -> Workload:
+    """Return the texts of a replay, with the probabilities computed there."""
+    return Workload(texts=replay.padded(), prompt_tokens=np.array([text.prompt_tokens for text in replay.texts]))
+
+
+def workload_of_score(score: Score) -> Workload:
+    """Return the texts of a score, each token accepted (1) or not (0).
+
+    Tokens that the target added after a full acceptance were never drafted; they get the share accepted at the last
+    position of the largest K. Greedily every K decodes the same text, so that one K may know what another does not.
+
+    Raises:
+        UserError: servers decoded, which do not report the fate of each token.
+    """
+    if score.served:
+        raise UserError(f"{score.name} was scored on servers, which do not report single tokens; use a replay instead")
+    deepest = max(score.speculative)
+    ks = sorted(score.speculative, reverse=True) if score.identical else [deepest]
+    unknown = score.acceptance(deepest).conditional_acceptance[-1]
+    outcomes: dict[int, np.ndarray] = {}
+    for k in ks:
+        for generation in score.generations(k):
+            row = _outcomes(generation)
+            known = outcomes.setdefault(generation.prompt, row)
+            known[np.isnan(known)] = row[np.isnan(known)]
+    order = sorted(outcomes)
+    limit = score.conditions.max_tokens - 1
+    lengths = [score.prompts[i].tokens if score.prompts else score.conditions.prompt_tokens or 0 for i in order]
+    return workload_of([np.nan_to_num(outcomes[i], nan=unknown) for i in order], lengths, [limit] * len(order))
+
+
+def _outcomes(generation: Generation) -> np.ndarray:
+    """Return 1 for accepted tokens, 0 for rejected ones, nan for those never drafted; without the first token, [n]."""
+    row = np.full(generation.tokens - 1, np.nan)
+    start = 0
+    for drafted, accepted, emitted in zip(generation.drafted, generation.accepted, generation.emitted, strict=True):
+        row[start : start + min(accepted, emitted)] = 1
+        if accepted < drafted and emitted > accepted:
+            row[start + accepted] = 0
+        start += emitted
+    return row

@@ -193,7 +193,7 @@ def open_batches(
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Held-out text as consecutive windows that overlap by one token, so that all tokens but the first are predicted."""
+    """Windows of held-out text that overlap by one token, so that all tokens but the first are predicted."""
 
     batches: list[Batch]
     bytes_per_token: float

@@ -1,4 +1,4 @@
-"""GGUF files, by transformers' own reader; and what that reader leaves out: rotary scaling, biases, head size, ids.
+"""GGUF files by transformers' reader, completed with what it omits: rotary scaling, biases, head size, special ids.
 
 F elements of a rotary table, half of head_dim.
 """
@@ -21,16 +21,16 @@ from draftlab.errors import UserError
 from draftlab.export.gguf import ROPE_FACTORS, library
 from draftlab.export.gguf_tokenizer import PRE_TOKENIZERS, UNUSED, PreTokenizer, set_pre_tokenizer
 
-COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings are completed here
+COMPLETED = ("llama", "qwen2", "qwen3")  # architectures with completed settings
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NOT_WEIGHTS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
-LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")  # slow to read, and not asked for
+LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")  # slow to read and not needed
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id", "eos": "tokenizer.ggml.eos_token_id",
     "unk": "tokenizer.ggml.unknown_token_id", "pad": "tokenizer.ggml.padding_token_id",
 }  # fmt: skip
-# llama.cpp cuts these names of tokenizer.ggml.pre as it cuts the second name
-LIKE = {
+# values of tokenizer.ggml.pre that llama.cpp treats alike
+ALIASES = {
     "mpt": "gpt-2", "olmo": "gpt-2", "jais": "gpt-2", "trillion": "gpt-2",
     "refact": "smollm", "command-r": "smollm", "codeshell": "smollm", "exaone": "smollm", "minerva-7b": "smollm",
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "falcon-h1": "llama-bpe",
@@ -40,10 +40,10 @@ LIKE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file says before its weights: settings by name, and of each tensor its type, number of weights and rank.
+    """The metadata of a file: settings by name, and the type, number of weights and rank of each tensor.
 
-    rope_factors: what the plain rotary frequencies are divided by, [F], where the file has such a tensor.
-    special: the tokens called bos, eos, unk and pad, where the file has them.
+    rope_factors: divisors of the plain rotary frequencies, [F], if the file has them. special: bos, eos, unk and pad
+    tokens, if the file has them.
     """
 
     file: Path
@@ -57,27 +57,31 @@ class Header:
         return str(self.settings["general.architecture"])
 
     def setting(self, name: str) -> Any:
-        """Return a setting of the architecture, as "rope.scaling.type"; None where the file does not have it."""
+        """Return a setting of the architecture, as "rope.scaling.type", or None."""
         return self.settings.get(f"{self.architecture}.{name}")
 
     def weights(self) -> int:
         return sum(count for name, (_, count, _) in self.tensors.items() if name not in NOT_WEIGHTS)
 
     def types(self) -> dict[str, int]:
-        """Return how many weights of its matrices are of each type, the most frequent first."""
+        """Return the number of matrix weights of each type, the most frequent first."""
         counts: Counter[str] = Counter()
         for kind, count, rank in self.tensors.values():
             counts[kind] += count if rank > 1 else 0
         return {kind: count for kind, count in counts.most_common() if count}
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that keeps the matrices as they are, bfloat16 where they are quantised.
+        """Return the dtype that stores the matrices exactly, or bfloat16 if they are quantised.
 
-        bfloat16 rounds each weight by at most 1/256 of itself. Rounding to 8 bits already moved it by 1/254 of the
-        largest of its block, to 4 bits by 1/16: against that it does not count, and float32 would double the size.
+        bfloat16 rounds each weight by at most 1/256 of itself. Quantisation to 8 bits has moved it by up to 1/254 of
+        its block's largest already, to 4 bits by 1/16, so float32 would only double the size.
         """
         kinds = {FLOATS.get(kind, torch.bfloat16) for kind in self.types()}
         return kinds.pop() if len(kinds) == 1 else torch.float32 if set(self.types()) <= set(FLOATS) else torch.bfloat16
+
+
+def describe(header: Header) -> str:
+    return f"{header.architecture}, {header.weights():,} weights in {', '.join(header.types())}"
 
 
 def read_header(file: Path) -> Header:
@@ -89,18 +93,18 @@ def read_header(file: Path) -> Header:
         raise UserError(f"{file} is not a readable GGUF file: {' '.join(str(error).split())[:200]}") from None
     settings = {name: _plain(field.contents()) for name, field in reader.fields.items() if name not in LONG}
     if "general.architecture" not in settings:
-        raise UserError(f"{file} names no architecture (general.architecture)")
+        raise UserError(f"{file} has no general.architecture")
     if settings.get("split.count", 0) > 1:
-        raise UserError(f"{file} is one of {settings['split.count']} parts; join them by llama-gguf-split --merge")
+        raise UserError(f"{file} is one of {settings['split.count']} parts; join them with llama-gguf-split --merge")
     factors = next((t.data.astype(float).tolist() for t in reader.tensors if t.name == ROPE_FACTORS), None)
     tensors = {t.name: (t.tensor_type.name, int(t.n_elements), len(t.shape)) for t in reader.tensors}
     ids = {name: settings[key] for name, key in SPECIAL.items() if key in settings}
-    words = reader.fields.get("tokenizer.ggml.tokens")
-    if words is None or not {"tokenizer.ggml.model", "tokenizer.ggml.token_type"} <= settings.keys():
-        raise UserError(f"{file} holds no tokenizer, and a model without one is of no use here")
-    if max(ids.values(), default=0) >= len(words.data):
-        raise UserError(f"{file} has {len(words.data)} tokens, and calls number {max(ids.values())} special")
-    special = {name: str(words.contents(i)) for name, i in ids.items()}
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    if tokens is None or not {"tokenizer.ggml.model", "tokenizer.ggml.token_type"} <= settings.keys():
+        raise UserError(f"{file} has no tokenizer")
+    if max(ids.values(), default=0) >= len(tokens.data):
+        raise UserError(f"{file} has {len(tokens.data)} tokens, but {max(ids.values())} as the id of a special one")
+    special = {name: str(tokens.contents(i)) for name, i in ids.items()}
     return Header(file=file, settings=settings, tensors=tensors, rope_factors=factors, special=special)
 
 
@@ -108,7 +112,7 @@ def load_config(header: Header) -> Any:
     """Return the transformers config that the file describes.
 
     Raises:
-        UserError: an architecture or a setting that transformers cannot compute.
+        UserError: transformers does not support the architecture or a setting.
     """
     from transformers import AutoConfig
 
@@ -116,7 +120,7 @@ def load_config(header: Header) -> Any:
         config: Any = AutoConfig.from_pretrained(header.file.parent, gguf_file=header.file.name)
     except (ValueError, KeyError, NotImplementedError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{header.file} ({header.architecture}) is not for transformers: {reason}") from None
+        raise UserError(f"{header.file} ({header.architecture}) is not supported by transformers: {reason}") from None
     if header.architecture in COMPLETED:
         config = _completed(config, header)
     elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors:
@@ -128,18 +132,18 @@ def load_config(header: Header) -> Any:
 
 
 def load(header: Header, config: Any, dtype: torch.dtype) -> Any:
-    """Return the file's model, of the config that load_config made of it, every weight of it accounted for.
+    """Return the file's model; config is load_config's. Every weight is accounted for.
 
     Raises:
-        UserError: transformers' reader cannot read it, or leaves something out.
+        UserError: transformers' reader fails or omits weights.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    shown = sys.stderr if sys.stderr.isatty() else io.StringIO()  # its bar is for terminals
+    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()  # for the reader's progress bar
     try:
-        with contextlib.redirect_stderr(shown):
+        with contextlib.redirect_stderr(stream):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True
             )
@@ -149,19 +153,19 @@ def load(header: Header, config: Any, dtype: torch.dtype) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"{header.file} does not fit {type(model).__name__}: it has no {missing[0]}")
-    taken = sum(parameter.numel() for parameter in model.parameters())
-    if taken != header.weights():
+    loaded_weights = sum(parameter.numel() for parameter in model.parameters())
+    if loaded_weights != header.weights():
         raise UserError(
-            f"{header.file} holds {header.weights():,} weights, of which transformers' reader takes {taken:,}; "
+            f"{header.file} has {header.weights():,} weights, but transformers' reader loads {loaded_weights:,}; "
             "this kind of model cannot be imported from GGUF"
         )
-    vars(model).pop("hf_quantizer", None)  # else transformers refuses to save what is a plain model by now
+    vars(model).pop("hf_quantizer", None)  # else transformers refuses to save the dequantised model
     vars(model.config).pop("quantization_config", None)
     return model
 
 
 def special_ids(header: Header) -> dict[str, int | list[int]]:
-    """Return bos_token_id, eos_token_id (a list where texts end in several ways) and pad_token_id, where known."""
+    """Return bos_token_id, eos_token_id (a list if there are several) and pad_token_id, if the file has them."""
     ids = {name: header.settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
     ends = list(dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None))
     named = {
@@ -173,24 +177,24 @@ def special_ids(header: Header) -> dict[str, int | list[int]]:
 
 
 def load_tokenizer(header: Header, context: int | None) -> Any:
-    """Return the file's tokenizer with its chat template, cutting text as llama.cpp would.
+    """Return the file's tokenizer with its chat template and llama.cpp's pre-tokenisation.
 
     Raises:
-        UserError: a kind of vocabulary, or a way to cut text, that is not known here.
+        UserError: an unknown kind of vocabulary or pre-tokeniser.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        read: Any = AutoTokenizer.from_pretrained(header.file.parent, gguf_file=header.file.name)
+        original: Any = AutoTokenizer.from_pretrained(header.file.parent, gguf_file=header.file.name)
     except (ValueError, KeyError, IndexError, NotImplementedError, OSError) as error:
         raise UserError(f"{header.file}: its tokenizer cannot be read: {' '.join(str(error).split())[:200]}") from None
-    spec = json.loads(read.backend_tokenizer.to_str())
+    spec = json.loads(original.backend_tokenizer.to_str())
     if header.settings.get("tokenizer.ggml.model") == "gpt2":
-        set_pre_tokenizer(spec, _cutting(header))
-    _drop_strangers(spec, header)
+        set_pre_tokenizer(spec, _pre_tokenizer(header))
+    _drop_extra_tokens(spec, header)
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
-        chat_template=read.chat_template,
+        chat_template=original.chat_template,
         clean_up_tokenization_spaces=False,
         **({"model_max_length": context} if context else {}),
         **{f"{name}_token": token for name, token in header.special.items()},
@@ -198,26 +202,26 @@ def load_tokenizer(header: Header, context: int | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A number as its float32 was written: 1e-05, not 9.999999747378752e-06."""
+    """Return a float32 as the shortest number: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _completed(config: Any, header: Header) -> Any:
-    """config with what the file says and transformers' reader does not take up."""
+    """Return the config with the settings that transformers' reader ignores."""
     if header.setting("expert_count"):
-        raise UserError(f"{header.file}: a mixture of experts; of this kind only dense models are read from GGUF")
+        raise UserError(f"{header.file}: a mixture of experts; only dense models of this architecture can be imported")
     biases = {name.split(".")[2] for name in header.tensors if name.endswith(".bias") and name.startswith("blk.0.")}
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
-        config = _as(config, "qwen2")  # how llama.cpp keeps a Qwen2 whose heads do not add up to its width
+        config = _as(config, "qwen2")  # llama.cpp's form of a Qwen2 whose heads do not add up to its width
     elif header.architecture == "llama":
-        config = _as(config, "llama")  # of a file called mistral transformers makes what it then cannot load
+        config = _as(config, "llama")  # transformers cannot load its own config of a file called mistral
         config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
     if header.setting("attention.value_length") not in (None, config.head_dim):
-        raise UserError(f"{header.file}: keys and values of different sizes")
+        raise UserError(f"{header.file}: keys and values differ in size")
     if header.setting("rope.dimension_count") not in (None, config.head_dim):
-        raise UserError(f"{header.file}: only a part of each head turns; transformers' reader does not know that")
+        raise UserError(f"{header.file}: partial rotary embeddings are not supported")
     config.rope_parameters = _rope(header, config)
     config.rms_norm_eps = header.setting("attention.layer_norm_rms_epsilon") or config.rms_norm_eps
     return config
@@ -243,13 +247,13 @@ def _rope(header: Header, config: Any) -> dict[str, Any]:
         return scaled | {"original_max_position_embeddings": int(original or config.max_position_embeddings)}
     if kind == "linear":
         return scaled
-    raise UserError(f"{header.file}: rotary scaling {kind!r}; of GGUF linear, yarn and Llama 3's are read")
+    raise UserError(f"{header.file}: rotary scaling {kind!r}; linear, yarn and Llama 3's are supported")
 
 
 def _llama3_scaling(header: Header, theta: float) -> dict[str, Any]:
-    """The settings that make these factors: GGUF has only the outcome, 1 for high frequencies and factor for low ones.
+    """Return the settings behind rope_factors, which are 1 for high frequencies and the factor for low ones.
 
-    Settings scaled together give the same factors; low_freq_factor is 1 and high_freq_factor 4, as in every checkpoint.
+    The settings are unique up to a common scale; low_freq_factor is 1 and high_freq_factor 4, as in every checkpoint.
     """
     factors = header.rope_factors or []
     most, low, high = max(factors), 1.0, 4.0
@@ -263,7 +267,7 @@ def _llama3_scaling(header: Header, theta: float) -> dict[str, Any]:
     for f, wavelength in zip(factors, wavelengths, strict=True):
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
         if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
-            raise UserError(f"{header.file}: its {ROPE_FACTORS} are not of Llama 3's kind, and no other is known")
+            raise UserError(f"{header.file}: its {ROPE_FACTORS} are not Llama 3's, the only supported kind")
     return {
         "rope_type": "llama3",
         "factor": round(most, 4),
@@ -273,26 +277,22 @@ def _llama3_scaling(header: Header, theta: float) -> dict[str, Any]:
     }
 
 
-def _cutting(header: Header) -> PreTokenizer:
-    name = header.settings.get("tokenizer.ggml.pre", "none said")
-    known = LIKE.get(name, name)
+def _pre_tokenizer(header: Header) -> PreTokenizer:
+    name = header.settings.get("tokenizer.ggml.pre", "none")
+    known = ALIASES.get(name, name)
     if known not in PRE_TOKENIZERS:
         raise UserError(
-            f"{header.file}: how its tokenizer cuts text (tokenizer.ggml.pre: {name}) is not known here; "
-            f"known: {', '.join(PRE_TOKENIZERS)}; take the model's own repository"
+            f"{header.file}: unknown pre-tokeniser (tokenizer.ggml.pre: {name}); known: {', '.join(PRE_TOKENIZERS)}; "
+            "download the model's own repository instead"
         )
     return PRE_TOKENIZERS[known]
 
 
-def _drop_strangers(spec: dict[str, Any], header: Header) -> None:
-    """Take out ids without a meaning, which converters call [PAD123], and tokens that transformers adds of its own."""
+def _drop_extra_tokens(spec: dict[str, Any], header: Header) -> None:
+    """Remove unused ids, which converters call [PAD123], and tokens that transformers adds itself."""
     types = header.settings["tokenizer.ggml.token_type"]
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]
     vocabulary = spec["model"]["vocab"]
     if isinstance(vocabulary, dict):
         padding = {f"[PAD{i}]" for i, kind in enumerate(types) if kind == UNUSED}
         spec["model"]["vocab"] = {t: i for t, i in vocabulary.items() if t not in padding or t != f"[PAD{i}]"}
-
-
-def describe(header: Header) -> str:
-    return f"{header.architecture}, {header.weights():,} weights in {', '.join(header.types())}"

@@ -29,31 +29,19 @@ class Workspace(FileModel):
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
     "smollm2": Workspace(target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"),
-    "llama-65b": Workspace(
-        target="huggyllama/llama-65b",
-        source="huggyllama/llama-7b",
-        data="hf:DKYoon/SlimPajama-6B",
-    ),
+    "llama-65b": Workspace(target="huggyllama/llama-65b", source="huggyllama/llama-7b", data="hf:DKYoon/SlimPajama-6B"),
     "llama-2-70b": Workspace(
-        target="meta-llama/Llama-2-70b-hf",
-        source="meta-llama/Llama-2-7b-hf",
-        data="hf:DKYoon/SlimPajama-6B",
+        target="meta-llama/Llama-2-70b-hf", source="meta-llama/Llama-2-7b-hf", data="hf:DKYoon/SlimPajama-6B"
     ),
     "llama-3.1-70b": Workspace(
-        target="meta-llama/Llama-3.1-70B",
-        source="meta-llama/Llama-3.1-8B",
-        data="hf:DKYoon/SlimPajama-6B",
+        target="meta-llama/Llama-3.1-70B", source="meta-llama/Llama-3.1-8B", data="hf:DKYoon/SlimPajama-6B"
     ),
 }
 DEFAULT = PRESETS["llama-65b"]
 
 
 def preset(name: str) -> Workspace:
-    """Return a preset.
-
-    Raises:
-        UserError: no such preset.
-    """
+    """Return a preset. Raises UserError: no such preset."""
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).is_dir():

@@ -1,45 +1,20 @@
 """Text: documents of sources, token batches to train on, held-out windows and prompts."""
 
-from draftlab.data.batches import (
-    Batch,
-    DynamicBatches,
-    HeldOut,
-    TokenBatches,
-    TopLogprobs,
-    heldout_prompts,
-    open_batches,
-    open_heldout,
-    text_batch,
-    tokenize,
-)
-from draftlab.data.sources import (
-    TEXT_COLUMNS,
-    Document,
-    documents,
-    first_source,
-    parse_mixture,
-    sample_texts,
-    take_bytes,
-    without_heldout_lines,
-)
-
-__all__ = [
-    "TEXT_COLUMNS",
-    "Batch",
-    "Document",
-    "DynamicBatches",
-    "HeldOut",
-    "TokenBatches",
-    "TopLogprobs",
-    "documents",
-    "first_source",
-    "heldout_prompts",
-    "open_batches",
-    "open_heldout",
-    "parse_mixture",
-    "sample_texts",
-    "take_bytes",
-    "text_batch",
-    "tokenize",
-    "without_heldout_lines",
-]
+from draftlab.data.batches import Batch as Batch
+from draftlab.data.batches import DynamicBatches as DynamicBatches
+from draftlab.data.batches import HeldOut as HeldOut
+from draftlab.data.batches import TokenBatches as TokenBatches
+from draftlab.data.batches import TopLogprobs as TopLogprobs
+from draftlab.data.batches import heldout_prompts as heldout_prompts
+from draftlab.data.batches import open_batches as open_batches
+from draftlab.data.batches import open_heldout as open_heldout
+from draftlab.data.batches import text_batch as text_batch
+from draftlab.data.batches import tokenize as tokenize
+from draftlab.data.sources import TEXT_COLUMNS as TEXT_COLUMNS
+from draftlab.data.sources import Document as Document
+from draftlab.data.sources import documents as documents
+from draftlab.data.sources import first_source as first_source
+from draftlab.data.sources import parse_mixture as parse_mixture
+from draftlab.data.sources import sample_texts as sample_texts
+from draftlab.data.sources import take_bytes as take_bytes
+from draftlab.data.sources import without_heldout_lines as without_heldout_lines

@@ -56,9 +56,7 @@ class Batch:
     top_logprobs: TopLogprobs | None = None
 
     def rows(self, index: slice) -> "Batch":
-        top = self.top_logprobs
-        top = None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
-        return Batch(self.ids[index], self.mask[index], top)
+        return self._picked(index, self.mask.shape[1])
 
     def split(self, rows: int) -> "list[Batch]":
         """Return parts of at most that many rows."""
@@ -80,7 +78,7 @@ class Batch:
                 parts.append([int(row)])
         return [self._picked(rows, int(lengths[rows[0]])) for rows in parts]
 
-    def _picked(self, rows: list[int], length: int) -> "Batch":
+    def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
         top, index = self.top_logprobs, (rows, slice(0, length))
         top = None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
         return Batch(self.ids[rows, : length + 1], self.mask[index], top)

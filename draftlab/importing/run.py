@@ -67,13 +67,9 @@ def inspect(config: ImportConfig) -> ImportSource:
     if layout.kind == "gguf":
         header = gguf.read_header(layout.path)
         return ImportSource(
-            layout=layout,
-            dtype=dtype or header.dtype(),
-            weights=header.weights(),
-            stored=gguf.describe(header),
-            header=header,
-            config=gguf.load_config(header),
-        )
+            layout=layout, dtype=dtype or header.dtype(), weights=header.weights(), stored=gguf.describe(header),
+            header=header, config=gguf.load_config(header),
+        )  # fmt: skip
     if layout.kind == "bin":
         stored, weights = _bin_weights(layout.path)
         return ImportSource(layout=layout, dtype=dtype or stored, weights=weights, stored=checkpoint.dtype_name(stored))
@@ -81,11 +77,7 @@ def inspect(config: ImportConfig) -> ImportSource:
 
 
 def convert(source: ImportSource, output: Output) -> None:
-    """Write a Hugging Face directory.
-
-    Raises:
-        UserError: parts of the source do not fit each other.
-    """
+    """Write a Hugging Face directory. Raises UserError: parts of the source do not fit each other."""
     with output.directory() as work:
         note(f"reading {source.layout.path}: {source.stored}")
         if source.header is not None:

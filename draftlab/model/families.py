@@ -140,11 +140,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
 
 
 def matching_preset(source: Shape, layers: int, hidden: int, folder: Path) -> tuple[str, Shape] | None:
-    """Return the named shape with these sizes that can be cut from source.
-
-    Raises:
-        UserError: several can.
-    """
+    """Return the named shape with these sizes that can be cut from source. Raises UserError: several can."""
 
     def fits(shape: Shape) -> bool:
         try:

@@ -10,12 +10,7 @@ from draftlab.errors import UserError
 
 CGROUPS = (  # limit, usage, statistics, and the key of reclaimable bytes in them; cgroup v2, then v1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 

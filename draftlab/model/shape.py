@@ -308,11 +308,7 @@ def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) ->
 
 
 def parse_count(text: str) -> int:
-    """Parse '1.3b', '796M', '350k' or a plain number.
-
-    Raises:
-        UserError: anything else.
-    """
+    """Parse '1.3b', '796M', '350k' or a plain number. Raises UserError: anything else."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower(), 1)
     try:
         count = round(float(text if scale == 1 else text[:-1]) * scale)
@@ -324,11 +320,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_numbers(text: str) -> list[int]:
-    """Parse '1-4' or '2,4,8' or '1-3,8' to ascending numbers.
-
-    Raises:
-        UserError: anything else, or a number below 1.
-    """
+    """Parse '1-4' or '2,4,8' or '1-3,8' to ascending numbers. Raises UserError: anything else, or a number below 1."""
     numbers: set[int] = set()
     for part in text.split(","):
         low, _, high = part.partition("-")

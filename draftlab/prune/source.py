@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab.config.prune import CutConfig, PruneMasksConfig
+from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape, check
@@ -92,15 +92,15 @@ def estimate(config: CutConfig) -> dict[str, str]:
         check(shape, llama=not have.options - {"untied"})
     tokens = config.calibration_tokens
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-    streams = (
-        dtype_bytes * tokens * (3 * have.hidden + shape.hidden)
-    )  # before, between and after a layer, and the draft's
-    gram = 16 * shape.ffn**2  # float32, and float64 twice while it is solved
+    streams = dtype_bytes * tokens * (3 * have.hidden + shape.hidden)  # of three places in a layer, and the draft's
+    gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
+    if isinstance(config, PruneConfig) and config.depth == "greedy":
+        weights += dtype_bytes * have.params()
     return {
         "source": have.describe(),
         "draft": shape.describe(),
         "kv": kv_saving(have, shape),
-        "memory": f"about {(weights + streams + gram + 1e9) / 1e9:.2g} GB",
+        "memory": f"about {(weights + streams + gram + 1e9) / 1e9:.1f} GB",
         "compute": f"{2 * tokens * have.flops_per_token(0) / 1e12:,.3g} TFLOP",
         "disk": f"{shape.weight_bytes() / 1e6:,.4g} MB in bf16",
         "tensor parallel": f"splits evenly over {', '.join(map(str, shape.tensor_parallel()))} devices",
@@ -116,7 +116,7 @@ def training_estimate(config: PruneMasksConfig) -> dict[str, str]:
     per_token = 3 * have.flops_per_token(config.seq_len // 2) + teacher.flops_per_token(config.seq_len // 2)
     return facts | {
         "training tokens": f"{tokens:,}",
-        "memory": f"about {(weights + teacher.weight_bytes() + 1e9) / 1e9:.2g} GB and activations",
+        "memory": f"about {(weights + teacher.weight_bytes() + 1e9) / 1e9:.1f} GB and activations",
         "compute": f"{tokens * per_token / 1e12:,.3g} TFLOP",
     }
 

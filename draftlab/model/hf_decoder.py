@@ -1,4 +1,7 @@
-"""Causal language models of transformers as decoders, with a cache that rolls back. B rows, T new tokens, V vocab."""
+"""Causal language models of transformers as decoders, with a cache that rolls back.
+
+B rows, T new tokens, V vocab.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,0 +1,176 @@
+"""Every option is used or refused, in every mode of every command.
+
+Each case runs a command for real on small models and records which settings it reads. A setting that a mode neither
+reads nor refuses would be accepted and ignored.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from draftlab.commands import COMMANDS
+from draftlab.commands.base import Command
+from draftlab.config.base import Config, extra, option
+from draftlab.errors import UserError
+from draftlab.recipe import run
+
+
+@dataclass(frozen=True)
+class World:
+    """What the cases work on: directories of small models, text, and outputs of earlier cases."""
+
+    root: Path
+    source: Path
+    draft: Path
+    text: Path
+
+
+Settings = dict[str, Any]
+CASES: dict[tuple[str, str], Callable[[World], Settings]] = {}
+TINY_CUT: Settings = {"layers": 2, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 40, "seq_len": 16}
+
+
+def case(command: str, mode: str) -> Callable[[Callable[[World], Settings]], Callable[[World], Settings]]:
+    def register(settings: Callable[[World], Settings]) -> Callable[[World], Settings]:
+        CASES[command, mode] = settings
+        return settings
+
+    return register
+
+
+@case("prune", "activation")
+def _(w: World) -> Settings:
+    return TINY_CUT | {"source": str(w.source), "data": str(w.text), "calibration_tokens": 64}
+
+
+@case("prune", "random")
+def _(w: World) -> Settings:
+    return TINY_CUT | {"source": str(w.source), "data": str(w.text), "method": "random", "calibration_tokens": 64}
+
+
+@case("prune", "first, nothing refitted")
+def _(w: World) -> Settings:
+    off = {"refit": False, "rescale_norms": False, "method": "first"}
+    return TINY_CUT | off | {"source": str(w.source), "data": str(w.text)}
+
+
+@case("prune-masks", "frozen")
+def _(w: World) -> Settings:
+    return TINY_CUT | {"source": str(w.source), "data": str(w.text), "steps": 1, "batch_size": 2}
+
+
+@case("prune-masks", "full")
+def _(w: World) -> Settings:
+    few = {"steps": 1, "batch_size": 2, "train_weights": "full", "loss": "ce"}
+    return TINY_CUT | few | {"source": str(w.source), "data": str(w.text)}
+
+
+@case("tokenizer", "")
+def _(w: World) -> Settings:
+    return {"data": str(w.text), "vocab": 300, "megabytes": 0.01}
+
+
+@case("design", "parameters")
+def _(w: World) -> Settings:
+    return {"source": "tiny", "params": "4m", "layers": "2,4"}
+
+
+def traced(config: type[Config]) -> tuple[type[Config], set[str]]:
+    """Return a config class that records which settings are read from its instances."""
+    read: set[str] = set()
+
+    class Traced(config):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            if name in config.model_fields:
+                read.add(name)
+            return super().__getattribute__(name)
+
+    return Traced, read
+
+
+def unread(command: Command, settings: Settings) -> set[str]:
+    """Run a command; return the settings that it neither read nor refuses in this mode."""
+    config_class, read = traced(command.config)
+    config = config_class(**settings)
+    read.clear()  # what rules and validators read is not used
+    command.run(config)
+    ignored = set(command.config.model_fields) - read
+    return {name for name in ignored if not refuses(command.config, settings, name)}
+
+
+def refuses(config: type[Config], settings: Settings, name: str) -> bool:
+    """Return whether a setting with another value than its default is refused beside the others, by its name."""
+    try:
+        config.build(settings | {name: another_value(config.model_fields[name])})
+    except UserError as error:
+        return config.flag(name) in str(error)
+    return False
+
+
+def another_value(field: FieldInfo) -> Any:
+    """Return a valid value that is not the default."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    if get_origin(field.annotation) is Literal:
+        return next(value for value in kinds if value != field.default)
+    if extra(field)["typed"] is str:
+        return "3,5"
+    if bool in kinds:
+        return not field.default
+    if get_origin(field.annotation) is list:
+        return ["other"]
+    if int in kinds or float in kinds:
+        bounds = [getattr(part, "le", None) for part in field.metadata]
+        high = next((bound for bound in bounds if bound is not None), None)
+        return high if high is not None and high != field.default else (field.default or 1) + 1
+    return "other"
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_every_option_is_read_or_refused(name: str, mode: str, world: World, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert unread(COMMANDS[name], CASES[name, mode](world)) == set()
+
+
+def test_every_command_has_a_case() -> None:
+    without = {"env"}  # has no settings
+    assert {name for name, _ in CASES} | without == set(COMMANDS)
+
+
+def test_an_ignored_option_is_noticed(world: World, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = COMMANDS["tokenizer"]
+
+    class Ignoring(command.config):  # type: ignore[name-defined, misc]
+        shuffled: int = option(0, "Ignored.")
+
+    def forgets(config: Any, output: Any) -> object:
+        return command.function(config, output)
+
+    ignoring = Command(name="tokenizer", config=Ignoring, function=forgets, dry_run=False, resumes=False)
+    assert unread(ignoring, CASES["tokenizer", ""](world)) == {"shuffled"}
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values(), run], ids=lambda command: command.name)
+def test_refused_options_exist(command: Command) -> None:
+    for rule in command.config.only:
+        assert set(rule.options) <= set(command.config.model_fields)
+        assert rule.reason
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> World:
+    root = tmp_path_factory.mktemp("world")
+    text = root / "text.jsonl"
+    line = (
+        "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n"
+    )
+    text.write_text("".join(json.dumps({"text": f"# {i}\n" + line * 6}) + "\n" for i in range(80)))
+    source = family_dirs["llama"]
+    draft = root / "draft"
+    COMMANDS["prune"](**TINY_CUT, source=str(source), data=str(text), calibration_tokens=64, refit=False, out=draft)
+    return World(root=root, source=source, draft=draft, text=text)

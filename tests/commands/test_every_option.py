@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import torch
 from pydantic.fields import FieldInfo
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import Config, extra, option
 from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.model.shape import write_shape_file
 from draftlab.recipe import run
 
 
@@ -61,12 +66,12 @@ def _(w: World) -> Settings:
 
 @case("prune-masks", "frozen")
 def _(w: World) -> Settings:
-    return TINY_CUT | {"source": str(w.source), "data": str(w.text), "steps": 1, "batch_size": 2}
+    return TINY_CUT | {"source": str(w.source), "data": str(w.text), "steps": 2, "batch_size": 2, "save_steps": 1}
 
 
 @case("prune-masks", "full")
 def _(w: World) -> Settings:
-    few = {"steps": 1, "batch_size": 2, "train_weights": "full", "loss": "ce"}
+    few = {"steps": 2, "batch_size": 2, "save_steps": 1, "train_weights": "full", "loss": "ce"}
     return TINY_CUT | few | {"source": str(w.source), "data": str(w.text)}
 
 
@@ -78,6 +83,91 @@ def _(w: World) -> Settings:
 @case("design", "parameters")
 def _(w: World) -> Settings:
     return {"source": "tiny", "params": "4m", "layers": "2,4"}
+
+
+FEW: Settings = {"steps": 2, "batch_size": 2, "seq_len": 24, "save_steps": 1}
+
+
+def distilling(w: World, **more: Any) -> Settings:
+    return FEW | {"draft": str(w.draft), "target": str(w.source), "data": str(w.text)} | more
+
+
+@case("distill", "data")
+def _(w: World) -> Settings:
+    return distilling(w)
+
+
+@case("distill", "text of both models, LoRA")
+def _(w: World) -> Settings:
+    return distilling(w, text="target=0.5,draft=0.5", prompt_tokens=8, lora_rank=2)
+
+
+@case("distill", "cross-entropy")
+def _(w: World) -> Settings:
+    return FEW | {"draft": str(w.draft), "data": str(w.text), "loss": "ce"}
+
+
+@case("train", "continued")
+def _(w: World) -> Settings:
+    return FEW | {"model": str(w.source), "data": str(w.text)}
+
+
+@case("train", "new")
+def _(w: World) -> Settings:
+    shape = w.root / "shape.yaml"
+    write_shape_file(checkpoint.read_shape(w.draft), shape, "a test")
+    return FEW | {"shape": shape, "tokenizer": str(w.source), "data": str(w.text)}
+
+
+@case("medusa", "")
+def _(w: World) -> Settings:
+    return FEW | {"target": str(w.source), "data": str(w.text), "heads": 2}
+
+
+@case("check", "run")
+def _(w: World) -> Settings:
+    return {"draft": str(w.draft), "target": str(w.source), "data": str(w.text)}
+
+
+@case("check", "files only")
+def _(w: World) -> Settings:
+    return {"draft": str(w.draft), "target": str(w.source), "files_only": True}
+
+
+@case("export", "hf")
+def _(w: World) -> Settings:
+    return {"draft": str(w.draft), "target": str(w.source)}
+
+
+@case("export", "vllm")
+def _(w: World) -> Settings:
+    return {"draft": str(w.draft), "target": str(w.source), "to": "vllm", "k": 2}
+
+
+@case("import", "")
+def _(w: World) -> Settings:
+    folder = w.root / "bin"
+    if not folder.exists():
+        AutoModelForCausalLM.from_pretrained(w.draft).save_pretrained(folder, safe_serialization=False)
+        if not (folder / "pytorch_model.bin").exists():
+            weights = load_file(w.draft / "model.safetensors")
+            (folder / "model.safetensors").unlink(missing_ok=True)
+            torch.save(weights, folder / "pytorch_model.bin")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((w.draft / name).read_bytes())
+    return {"source": str(folder)}
+
+
+@case("init", "target")
+def _(w: World) -> Settings:
+    Path("draftlab.yaml").touch()
+    return {"target": str(w.source), "source": str(w.draft), "overwrite": True}
+
+
+@case("init", "preset")
+def _(w: World) -> Settings:
+    Path("draftlab.yaml").touch()
+    return {"preset": "tiny", "overwrite": True}
 
 
 def traced(config: type[Config]) -> tuple[type[Config], set[str]]:

@@ -24,6 +24,7 @@ class TrainConfig(OutputConfig, TrainingSettings):
     steps: int = shared.steps(1000)
     seq_len: int = shared.seq_len(512)
     weight_decay: float = shared.weight_decay(0.1)
+    device: str = shared.device()
 
     only = (Only(("shape", "tokenizer", "context"), lambda c: c.model is None, "--model brings its own"),)
 
@@ -163,5 +164,5 @@ class MedusaConfig(OutputConfig, LoopSettings):
 
 
 def names(spec: str) -> set[str]:
-    """Return the names in a mixture or a loss, as {"fkl", "lk"} of "fkl@0.2 -> 0.5*lk(3)"."""
+    """Return the names in a mixture or a loss: {"fkl", "lk"} of "fkl@0.2 -> 0.5*lk(3)"."""
     return set(re.findall(r"[a-z]{2,}", spec.lower()))

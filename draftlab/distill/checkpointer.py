@@ -5,7 +5,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from draftlab.console import processes
 from draftlab.errors import UserError
+from draftlab.model.checkpoint import resolve_device
 
 BEST = "best.safetensors"
 
@@ -30,6 +31,12 @@ def process_state(device: torch.device | None = None) -> PartialState:
     if device is not None and device.type == "cuda" and device.index is not None and processes() == 1:
         torch.cuda.set_device(device)
     return PartialState(cpu=forced or (processes() > 1 and not torch.accelerator.is_available()))
+
+
+def select_device(name: str) -> torch.device:
+    """Choose the device to train on, before anything else does, and return it; auto leaves it to accelerate."""
+    state = process_state(None if name == "auto" else resolve_device(name))
+    return cast(torch.device, state.device)
 
 
 @atexit.register

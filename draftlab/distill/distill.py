@@ -9,13 +9,14 @@ from transformers import PreTrainedModel
 
 from draftlab.config.distill import DistillConfig, OnlineConfig, TrainConfig
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill import checkpointer, distributed, trackers
+from draftlab.distill import distributed, trackers
+from draftlab.distill.checkpointer import select_device
 from draftlab.distill.lora import adapt
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import parse_texts
 from draftlab.distill.run import TrainedModel, TrainingResult, claimed_state, fit_and_write
 from draftlab.distill.trainer import TrainingSetup
-from draftlab.distill.training_setup import resolved_device, served_teacher, stored_setup, text_setup
+from draftlab.distill.training_setup import served_teacher, stored_setup, text_setup
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import max_model_len
@@ -73,7 +74,7 @@ def distill(config: DistillConfig, output: Output) -> TrainingResult:
     for model in (pair.draft, pair.target):
         if model is not None:
             checkpoint.check(model)
-    checkpointer.process_state(None if config.device == "auto" else resolved_device(config))
+    select_device(config.device)
     model = TrainedModel(
         config=checkpoint.read_config(pair.draft), like=pair.draft, lora_rank=config.lora_rank,
         vocab=checkpoint.vocab_size(pair.target) if pair.target else None,
@@ -128,6 +129,7 @@ def train_on_text(config: TrainConfig, output: Output) -> TrainingResult:
     batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
     heldout = open_heldout(config.data, tokenizer, most_rows=512, **sizes)
     setup = TrainingSetup(teacher=None, batches=batches, heldout=heldout, loss=parse_loss("ce"))
+    select_device(config.device)
     with claimed_state(output, [source]):
         return fit_and_write(student, setup, config, TrainedModel(config=model_config, like=source), output, [source])
 

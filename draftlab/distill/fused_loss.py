@@ -6,7 +6,7 @@ rule of losses.py; the backward pass only scales them. The teacher's head is app
 to a chunk; the loss goes through it in blocks that fit the processor's cache, and overwrites logits with gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,8 @@ class TopK:
 
 
 Teacher = Dense | TopK | None
+Chunk = tuple[slice, Tensor, Tensor]  # rows, values of their tokens, gradient of their weighted sum: see _chunks
+Chunks = Callable[[Dense], Iterator[Chunk]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,11 @@ def fused_loss(
         head: [V, D].     labels: next tokens, [N].     weights: [N].
         temperature: softens p and q in the divergence, not in cross-entropy.
     """
-    sums = _Fused.apply(hidden, head, labels, weights, teacher, loss, temperature, budget, torch.is_grad_enabled())
+
+    def chunks(student: Dense) -> Iterator[Chunk]:
+        return _chunks(student, labels, weights, teacher, loss, temperature, budget)
+
+    sums = _Fused.apply(hidden, head, weights, chunks, torch.is_grad_enabled())
     objective, (ce, alpha, slack, agreement) = sums[0], sums.detach()[1:].unbind()
     return Sums(objective=objective, cross_entropy=ce, acceptance=alpha, slack=slack, agreement=agreement)
 
@@ -107,16 +113,7 @@ def fused_loss(
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor | None,
-        labels: Tensor,
-        weights: Tensor,
-        teacher: Teacher,
-        loss: Loss,
-        temperature: float,
-        budget: int,
-        with_gradient: bool,
+        ctx: Any, hidden: Tensor, head: Tensor | None, weights: Tensor, chunks: Chunks, with_gradient: bool
     ) -> Tensor:
         student, exact = _cast(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
         sums = torch.zeros(5, dtype=torch.float64, device=hidden.device)
@@ -125,7 +122,7 @@ class _Fused(torch.autograd.Function):
             d_hidden = torch.empty_like(hidden)
         if with_gradient and ctx.needs_input_grad[1] and head is not None:
             d_head = torch.zeros_like(head, dtype=exact)
-        for rows, values, gradient in _chunks(student, labels, weights, teacher, loss, temperature, budget):
+        for rows, values, gradient in chunks(student):
             sums += (values * weights[rows]).sum(1)
             if d_hidden is not None:
                 d_hidden[rows] = gradient if student.head is None else gradient @ student.head
@@ -143,7 +140,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale = upstream[0][0]
         scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]  # in place: the head's is large
-        return (*scaled, None, None, None, None, None, None, None)
+        return (*scaled, None, None, None)
 
 
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
@@ -160,7 +157,7 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 def _chunks(
     student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, loss: Loss, temperature: float, budget: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+) -> Iterator[Chunk]:
     """Yield rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by its logits [c, V].
 
     Each gradient overwrites the one before.

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from draftlab.config.distill import MedusaConfig
 from draftlab.data import Batch, HeldOut, open_batches, open_heldout
-from draftlab.distill.checkpointer import best_weights, process_state
+from draftlab.distill.checkpointer import best_weights, select_device
 from draftlab.distill.fused_loss import Dense
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches
@@ -57,8 +57,7 @@ def train_medusa(config: MedusaConfig, output: Output) -> MedusaResult:
     llama.check_supported(target)  # the engine drafts with the states that the heads read
     checkpoint.check(target)
     dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
-    device = None if config.device == "auto" else checkpoint.resolve_device(config.device)
-    device = cast(torch.device, process_state(device).device)
+    device = select_device(config.device)
     with claimed_state(output, [target]) as state:
         student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), config.heads)
         tokenizer, sizes = checkpoint.load_tokenizer(target), {"rows": config.batch_size, "seq_len": config.seq_len}
@@ -147,8 +146,6 @@ class SelfTeacher:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBatches:
-    """Batches with each text once for every head."""
-
     batches: Batches
     count: int
 

@@ -1,9 +1,9 @@
 """Acceptance length of a student: tokens per target pass on text that the target wrote, for every K from one pass.
 
-R texts, P prompt tokens, G generated tokens.
+R texts, P prompt tokens, N generated tokens of all texts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.distill.on_policy import GeneratedRows
 from draftlab.engine.batch_generate import BatchSettings, generate_batch
 from draftlab.intervals import ratio_interval
 from draftlab.model.decoder import Decoder
@@ -24,13 +23,18 @@ KS = tuple(range(1, 9))
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
-    """Text that the target wrote: ids [R, P + G], tokens that count of the G [R], log p of each at temperature."""
+    """Text that the target wrote: ids of (prompt, continuation), and its log-probabilities of each continuation."""
 
-    ids: np.ndarray
-    prompt: int
-    lengths: np.ndarray
-    log_p: np.ndarray  # [R, G]
-    temperature: float  # 0: greedy
+    texts: list[tuple[np.ndarray, np.ndarray]]
+    log_p: list[np.ndarray]
+    temperature: float  # of log_p; 0: greedy
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray], temperature: float) -> "TargetText":
+        """Return what generate() returned as arrays."""
+        ends = np.cumsum(arrays["lengths"])[:-1]
+        texts = list(zip(arrays["prompts"], np.split(arrays["ids"], ends), strict=True))
+        return cls(texts, np.split(arrays["log_p"], ends), temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,36 +58,25 @@ def generate(
     sampling: SamplingParams,
     settings: BatchSettings,
     advance: Callable[[int], None],
-) -> TargetText:
-    """Let the target continue prompts [R, P]."""
+) -> dict[str, np.ndarray]:
+    """Let the target continue prompts [R, P]; return them, lengths [R], ids [N] and log_p [N] as arrays of a file."""
     texts = generate_batch(target, prompts.tolist(), sampling, settings, advance=advance)
-    rows = GeneratedRows.of(prompts, texts, sampling.max_tokens, len(prompts))
-    log_p = np.zeros((len(texts), sampling.max_tokens), dtype=np.float32)
-    for row, text in zip(log_p, texts, strict=True):
-        row[: len(text.logprobs)] = text.logprobs
-    return TargetText(rows.ids, rows.prompt, rows.lengths, log_p, sampling.temperature)
+    return {
+        "prompts": prompts,
+        "lengths": np.array([len(text.ids) for text in texts]),
+        "ids": np.concatenate([text.ids for text in texts]),
+        "log_p": np.concatenate([text.logprobs for text in texts]).astype(np.float32),
+    }
 
 
 def acceptance_probabilities(student: PreTrainedModel, text: TargetText, memory: float = 2.0) -> list[np.ndarray]:
     """Return the probability that each token of the target is accepted, by text; a text's first is not drafted."""
-    rows = list(zip(text.ids, text.lengths, text.log_p, strict=True))
-    texts = [(ids[: text.prompt], ids[text.prompt :][:n]) for ids, n, _ in rows]
-    return replay(student, texts, [log_p[:n] for _, n, log_p in rows], text.temperature, memory)
-
-
-def replay(
-    student: PreTrainedModel,
-    texts: list[tuple[np.ndarray, np.ndarray]],
-    log_p: list[np.ndarray],
-    temperature: float,
-    memory: float = 2.0,
-) -> list[np.ndarray]:
-    """Do the same for texts as ids of (prompt, continuation). log_p: the target's, of each continuation."""
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
+    sampling = SamplingParams(temperature=text.temperature)
     student.eval()
-    scored = score_tokens(HFDecoder(student), texts, vocab, SamplingParams(temperature=temperature), memory=memory)
+    scored = score_tokens(HFDecoder(student), text.texts, vocab, sampling, memory=memory)
     student.train(was_training)
-    return [expected.chances(draft.logprobs, target)[1:] for draft, target in zip(scored, log_p, strict=True)]
+    return [expected.chances(draft.logprobs, target)[1:] for draft, target in zip(scored, text.log_p, strict=True)]
 
 
 def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[LengthComparison]:

@@ -19,7 +19,7 @@ from draftlab.config.shared import newest_draft
 from draftlab.data import HeldOut
 from draftlab.distill import distributed, evaluate, trackers
 from draftlab.distill.distill import load_student
-from draftlab.distill.evaluate import LengthComparison
+from draftlab.distill.evaluate import LengthComparison, TargetText
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import MixedBatches
 from draftlab.distill.run import TrainedModel, claimed_state, fit_and_write
@@ -218,16 +218,15 @@ def _compare(stored: Path, live: Path, candidate: Path, temperature: float, devi
     manifest = read_manifest(stored)
     for draft in (live, candidate):
         check_tokenizer(manifest, draft)
-    texts, log_p = _target_texts(stored, temperature)
+    text = _target_text(stored, temperature)
     chances = []
     for draft in (live, candidate):
         model = checkpoint.load_model(draft, torch.float32, device).eval()
-        chances.append(evaluate.replay(model, texts, log_p, temperature))
+        chances.append(evaluate.acceptance_probabilities(model, text))
     return next(c for c in evaluate.compare_lengths(*chances) if c.k == JUDGED_K)
 
 
-def _target_texts(stored: Path, temperature: float) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[np.ndarray]]:
-    """Return texts as ids of (prompt, continuation), and the target's log-probabilities of each continuation."""
+def _target_text(stored: Path, temperature: float) -> TargetText:
     manifest = read_manifest(stored)
     texts, log_p = [], []
     for number in range(len(manifest.shards)):
@@ -239,4 +238,4 @@ def _target_texts(stored: Path, temperature: float) -> tuple[list[tuple[np.ndarr
                 first, last = int(counted[0]), int(counted[-1]) + 1
                 texts.append((ids[: first + 1].astype(np.int64), ids[first + 1 : last + 1].astype(np.int64)))
                 log_p.append(own[first:last].astype(np.float64) / temperature - rest[first:last])
-    return texts, log_p
+    return TargetText(texts, log_p, temperature)

@@ -169,17 +169,15 @@ class TargetTextEvaluator:
 
         def make() -> dict[str, np.ndarray]:
             with progress("the target writes text to evaluate on", len(windows)) as advance:
-                text = evaluate.generate(
+                return evaluate.generate(
                     author.model, windows, sampling, author.settings, lambda n: advance(n, "texts")
                 )
-            return {"ids": text.ids, "lengths": text.lengths, "log_p": text.log_p}
 
         arrays = load_or_make(state / "evaluation.safetensors", make)
         if arrays["lengths"].max(initial=0) < 2:
             note("the target ends every text at once: acceptance length is not measured")
             return None
-        text = TargetText(arrays["ids"], windows.shape[1], arrays["lengths"], arrays["log_p"], temperature)
-        return cls(text, state, author.config.memory)
+        return cls(TargetText.of(arrays, temperature), state, author.config.memory)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
         """Return tokens per target pass at K = 4."""

@@ -598,15 +598,16 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
     draft.save_pretrained(tmp_path / "draft")
     prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
-    written = evaluate.write(
+    arrays = evaluate.generate(
         hf_decoder.HFDecoder(target), prompts, SamplingParams(max_tokens=24), BatchSettings(), lambda done: None
     )
-    kept = evaluate.chances(draft, written)
+    text = evaluate.TargetText.of(arrays, 0.0)
+    chances = evaluate.acceptance_probabilities(draft, text)
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):
-        for row, prompt, chance in zip(written.ids, prompts, kept, strict=True):
+        for row, prompt, chance in zip(text.texts, prompts, chances, strict=True):
             steps = list(speculative_decode(pair[0], engine, [prompt.tolist()], k, SamplingParams(max_tokens=24)))
-            assert tokens_of(steps) == row[6:].tolist()
+            assert tokens_of(steps) == row[1].tolist()
             assert visits(chance, k).sum() == len(steps) - 1  # the prefill emits the first token
 
 

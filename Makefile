@@ -31,3 +31,6 @@ clean:
 
 docs: .venv/ready
 	$(BIN)/python -m typer draftlab.cli utils docs --name draftlab --title Commands > docs/commands.md
+	PYTHONPATH=tests $(BIN)/python -m tests.commands.configuration_page > docs/configuration.md
+	PYTHONPATH=tests $(BIN)/python -m tests.zoo.table > docs/models.md
+	PYTHONPATH=tests $(BIN)/python -m tests.pages

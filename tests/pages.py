@@ -1,9 +1,9 @@
-"""The generated part of docs/architecture.md: python -m tests.pages writes it anew."""
+"""The generated part of docs/architecture.md: `make docs` writes it anew."""
 
 import ast
 from pathlib import Path
 
-from tests.test_layers import LAYERS
+from test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"

@@ -111,21 +111,3 @@ def test_help_does_not_import_torch():
 def test_no_module_outgrows_its_job():
     lengths = {name: len(file.read_text().splitlines()) for name, file in modules().items()}
     assert {name: n for name, n in lengths.items() if n > 400} == {}
-
-
-def test_command_docs_are_current():
-    """make docs writes them from --help."""
-    typer = [
-        sys.executable,
-        "-m",
-        "typer",
-        "draftlab.cli",
-        "utils",
-        "docs",
-        "--name",
-        "draftlab",
-        "--title",
-        "Commands",
-    ]
-    out = subprocess.run(typer, capture_output=True, text=True, check=True)
-    assert (PACKAGE.parent / "docs" / "commands.md").read_text().strip() == out.stdout.strip()

@@ -170,6 +170,44 @@ def _(w: World) -> Settings:
     return {"preset": "tiny", "overwrite": True}
 
 
+LAW: Settings = {"layers": "1,2,3,4", "widths": "24,48", "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
+
+
+@case("law", "")
+def _(w: World) -> Settings:
+    return LAW | {"source": str(w.source), "plot": Path("law.svg")}
+
+
+@case("law-fit", "")
+def _(w: World) -> Settings:
+    COMMANDS["law"](**LAW, source=str(w.source), out=Path("law"))
+    return {"profiles": Path("law"), "plot": Path("law.svg")}
+
+
+@case("profile", "eager")
+def _(w: World) -> Settings:
+    return {"models": [str(w.draft)], "k": 1, "context": "8", "repeats": 3, "mode": "eager"}
+
+
+@case("profile", "native")
+def _(w: World) -> Settings:
+    return {"models": [str(w.draft)], "k": 1, "context": "8", "repeats": 3, "mode": "native"}
+
+
+@case("predict", "alpha")
+def _(w: World) -> Settings:
+    return profiles() | {"alpha": 0.7}
+
+
+@case("predict", "acceptance length")
+def _(w: World) -> Settings:
+    return profiles() | {"acceptance_length": "2.5@4", "batch": "1,2"}
+
+
+def profiles() -> Settings:
+    return {"draft_profile": ["wide-796m@a100-80gb,eager"], "target_profile": "llama-65b@4xa100-80gb,eager"}
+
+
 def traced(config: type[Config]) -> tuple[type[Config], set[str]]:
     """Return a config class that records which settings are read from its instances."""
     read: set[str] = set()

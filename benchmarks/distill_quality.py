@@ -23,7 +23,7 @@ from draftlab.distill.evaluate import LengthComparison
 from draftlab.distill.on_policy import parse_texts
 from draftlab.distill.trainer import EvalRecord, StepRecord, train
 from draftlab.distill.training_setup import Author, TargetTextEvaluator, text_setup
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 from draftlab.model.tokenizer import known_ids
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)", "fkl@0.2 -> lk(3)", "fkl@0.5 -> tvd", "ce")
@@ -63,7 +63,7 @@ def main(
         for arm in chosen:
             file = state / f"{draft.name}-{arm.name.replace(' ', '_')}-{seed}-{steps}-{lr:g}.json"
             if not file.exists():
-                result = _measure(arm, draft, checkpoint.locate(target), data, seed, steps, lr, state)
+                result = _measure(arm, draft, hub.locate(target), data, seed, steps, lr, state)
                 file.write_text(json.dumps(result))
             found[arm.name].append(json.loads(file.read_text()))
             note(f"{arm.name}, seed {seed}: {found[arm.name][-1]}")

@@ -30,7 +30,7 @@ from draftlab.data import HeldOut, TokenBatches, open_batches
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
 from draftlab.distill.training_setup import stored_setup
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 
 TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
 WIDE, SMALL = (3, 256), (2, 192)  # layers and width: a good draft; one with an eighth of the target's operations
@@ -95,7 +95,7 @@ def _draftlab(*words: object) -> None:
 
 
 def _operations_over(draft: Path, seq_len: int) -> float:
-    target, small = (checkpoint.read_shape(path) for path in (checkpoint.locate(TARGET), draft))
+    target, small = (checkpoint.read_shape(path) for path in (hub.locate(TARGET), draft))
     return target.flops_per_token(seq_len // 2) / small.flops_per_token(seq_len // 2)
 
 
@@ -116,7 +116,7 @@ def _taking_turns(arms: dict[str, Step], steps: int) -> dict[str, list[float]]:
 
 
 def _target(settings: TrainerSettings) -> PreTrainedModel:
-    return checkpoint.load_model(checkpoint.locate(TARGET), getattr(torch, settings.training_dtype))
+    return checkpoint.load_model(hub.locate(TARGET), getattr(torch, settings.training_dtype))
 
 
 def _ours(draft: Path, setup: TrainingSetup, settings: TrainerSettings) -> Step:

@@ -23,7 +23,7 @@ from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.timing import time_interleaved
-from draftlab.model import checkpoint, llama
+from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
@@ -54,7 +54,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     place = checkpoint.resolve_device(device)
-    directories = checkpoint.locate(target), checkpoint.locate(draft)
+    directories = hub.locate(target), hub.locate(draft)
     texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0)
     found = {name: _measure(directories, name, texts, k, new_tokens, place) for name in ("float32", "bfloat16")}
     each = {key: {dtype: figures[key] for dtype, figures in found.items()} for key in found["float32"]}

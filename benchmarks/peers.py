@@ -23,7 +23,7 @@ from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.export import gguf
-from draftlab.model import checkpoint, llama
+from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import with_mode
 from draftlab.sampling import SamplingParams
 
@@ -59,7 +59,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
 ) -> None:
     torch.set_num_threads(1)
-    pair = checkpoint.locate(target), checkpoint.locate(draft)
+    pair = hub.locate(target), hub.locate(draft)
     texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(pair[0]), count=prompts + 1, length=64, seed=0)
     asked = {"k": k, "prompts": texts, "new_tokens": new_tokens, "dtype": dtype}
     found: dict[str, Answer] = {}

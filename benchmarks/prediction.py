@@ -32,7 +32,7 @@ from draftlab.latency.machine_state import device_name
 from draftlab.latency.predict import StepCosts, expected_time, step_costs, steps
 from draftlab.latency.profiler import Grid, LatencyCurves, measure
 from draftlab.latency.workload import Workload, workload_of
-from draftlab.model import checkpoint, llama
+from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
 from draftlab.results.decoding import Generation, median_timings
 from draftlab.results.score import Latency
@@ -53,9 +53,9 @@ def main(
     repeats: Annotated[int, typer.Option(help="Times every pass is measured in a round.")] = 3,
 ) -> None:
     torch.set_num_threads(1)
-    target = llama.load(checkpoint.locate(TARGET), torch.float32)
+    target = llama.load(hub.locate(TARGET), torch.float32)
     drafts = {name: llama.load(_draft(name, folder), torch.float32) for name in DRAFTS}
-    tokenizer = checkpoint.load_tokenizer(checkpoint.locate(TARGET))
+    tokenizer = checkpoint.load_tokenizer(hub.locate(TARGET))
     texts = heldout_prompts("stdlib", tokenizer, count=rounds * prompts, length=PROMPT, seed=0)
     contexts = [PROMPT, PROMPT + new_tokens + max(KS)]
     widths = sorted({1, 2, *(k + 1 for k in KS)})

@@ -17,6 +17,7 @@ import torch
 import typer
 
 from benchmarks import environment
+from draftlab import files
 from draftlab.commands.base import Command
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.config.shared import TrainerSettings
@@ -24,7 +25,7 @@ from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.trainer import EvalRecord, TrainingSetup, train
-from draftlab.model import checkpoint, saving
+from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape, read_shape_file
 
 ROWS, SEQ_LEN = 8, 256
@@ -45,7 +46,7 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     torch.set_num_threads(threads)
-    directory, wanted = checkpoint.locate(source), read_shape_file(shape)
+    directory, wanted = hub.locate(source), read_shape_file(shape)
     makers = _arms(directory, shape, data, mask_steps, {"lr": mask_lr, "optimizer": mask_optimizer})
     chosen, steps = arms.split(",") if arms else list(makers), [int(n) for n in budgets.split(",")]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
@@ -85,7 +86,7 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, joint: dict[str
 
 def _random(source: Path, shape: Shape, seed: int, out: Path) -> None:
     config = checkpoint.config_for(shape, checkpoint.read_config(source), list(range(shape.layers)))
-    with checkpoint.new_directory(out, force=True) as work:
+    with files.new_directory(out, force=True) as work:
         weights = saving.model_weights(checkpoint.new_model(config, seed), checkpoint.stored_dtype(source))
         saving.write_checkpoint(work, config, weights, source)
 

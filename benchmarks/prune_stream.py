@@ -22,12 +22,13 @@ import typer
 from torch import Tensor
 
 from benchmarks import environment
+from draftlab import files
 from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.trainer import StepRecord, TrainingSetup, train
-from draftlab.model import checkpoint, saving
+from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape
 from draftlab.prune.masks.hard_concrete import Masks
 from draftlab.prune.masks.masked_model import masked
@@ -68,8 +69,8 @@ def _write_source(out: Path) -> None:
             yield f"model.layers.{layer}.self_attn.rotary_emb.inv_freq", 1e4 ** -(torch.arange(0, 128, 2) / 128)
 
     config = checkpoint.llama_config(LLAMA_7B, context=4096, bos=0, eos=1, pad=2)
-    with checkpoint.new_directory(out, force=False) as work:
-        saving.write_checkpoint(work, config, weights(), checkpoint.locate("tiny"))
+    with files.new_directory(out, force=False) as work:
+        saving.write_checkpoint(work, config, weights(), hub.locate("tiny"))
 
 
 def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, object]:
@@ -111,7 +112,7 @@ def _float16_cost(threads: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         for dtype in ("bfloat16", "float16"):
             source = Path(folder) / dtype
-            weights = checkpoint.Weights(checkpoint.locate("tiny"))
+            weights = checkpoint.Weights(hub.locate("tiny"))
             cast = ((name, weights[name].to(checkpoint.DTYPES[dtype])) for name in weights)
             source.mkdir()
             saving.write_checkpoint(source, checkpoint.read_config(weights.directory), cast, weights.directory)
@@ -128,7 +129,7 @@ def _float16_cost(threads: int) -> dict[str, object]:
 
 def _mask_cost(pairs: int) -> dict[str, object]:
     """CPU seconds of cross-entropy steps of the embedded target, all weights trained, with masks and without in turn"""
-    source = checkpoint.locate("tiny")
+    source = hub.locate("tiny")
     have = checkpoint.read_shape(source)
     shape = have.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512})
     settings = TrainerSettings(

@@ -34,7 +34,7 @@ from draftlab.distill.trainer import StepRecord, TrainingSetup, train
 from draftlab.distill.training_setup import HELDOUT_ROWS, Author, TargetTextEvaluator, text_setup
 from draftlab.errors import UserError
 from draftlab.importing import init
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 from draftlab.model.saving import TOKENIZER_FILES, write_checkpoint
 from draftlab.model.shape import Shape
 from draftlab.model.tokenizer import known_ids
@@ -94,7 +94,7 @@ def _target(folder: Path) -> tuple[Path, bool]:
 
 
 def _copy_tokenizer(place: Path) -> None:
-    tiny = checkpoint.locate("tiny")
+    tiny = hub.locate("tiny")
     for name in TOKENIZER_FILES:
         if (tiny / name).is_file():
             (place / name).write_bytes((tiny / name).read_bytes())

@@ -23,7 +23,7 @@ from draftlab.console import progress
 from draftlab.data import heldout_prompts
 from draftlab.engine.batch_generate import BatchSettings, generate_batch
 from draftlab.engine.generate import ModelDrafter
-from draftlab.model import checkpoint, llama
+from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 
@@ -41,7 +41,7 @@ def main(
     part: Annotated[int, typer.Option(help="Prompts of one turn.")] = 8,
 ) -> None:
     torch.set_num_threads(1)
-    place = checkpoint.locate(target)
+    place = hub.locate(target)
     texts = _written(place, prompts + part, prompt_tokens, new_tokens)
     model = llama.load(draft, torch.float32)
     arms: dict[str, Callable[[Texts], Accepted]] = {

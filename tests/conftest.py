@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders import FAMILIES, SIZES, TOKENIZER_TEXT, build
 
-from draftlab.model import checkpoint, saving
+from draftlab.model import checkpoint, hub, saving
 from draftlab.model.tokenizer import train_tokenizer
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # one: tests run beside each other
@@ -16,7 +16,7 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # one: tests
 @pytest.fixture(scope="session")
 def fp32(tmp_path_factory) -> Path:
     """The embedded target in fp32, so that both sides compute in it."""
-    out, target = tmp_path_factory.mktemp("tiny") / "tiny", checkpoint.locate("tiny")
+    out, target = tmp_path_factory.mktemp("tiny") / "tiny", hub.locate("tiny")
     out.mkdir()
     weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
     saving.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)

@@ -38,14 +38,14 @@ def design(config: DesignConfig) -> Outcome:
     from draftlab.latency.design import design as find_shapes
     from draftlab.results.tables import shape_table
 
-    found = find_shapes(config)
+    family = find_shapes(config)
     if config.plot is not None:
-        _plot(config, found)
+        _plot(config, family)
     rows = {
-        name: shape.model_dump() | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
-        for name, shape in found.shapes.items()
+        name: shape.model_dump() | {"params": shape.params(), "latency_ms": family.latency_ms.get(name)}
+        for name, shape in family.shapes.items()
     }
-    return Outcome(path=config.out, show=[shape_table(found.shapes, found.latency_ms)], data={"shapes": rows})
+    return Outcome(path=config.out, show=[shape_table(family.shapes, family.latency_ms)], data={"shapes": rows})
 
 
 @command(TokenizerConfig)

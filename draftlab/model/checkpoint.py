@@ -13,7 +13,6 @@ from draftlab.files import check_free as check_free
 from draftlab.files import new_directory as new_directory
 from draftlab.model import loading
 from draftlab.model.hub import checkpoint_name
-from draftlab.model.hub import locate as locate
 from draftlab.model.layouts import other_layout
 from draftlab.model.shape import Shape
 from draftlab.model.weights import BUFFERS, Weights, check_finite

@@ -1,4 +1,4 @@
-"""What decoding needs of a model, and the models that provide it: llama.py's where possible, else transformers'.
+"""Decoders: what decoding needs of a model, provided by llama.py where possible, else by transformers.
 
 B rows, T new tokens, V vocab.
 """

@@ -189,7 +189,7 @@ def requested_shape(
         named = matching_preset(source, layers, hidden, widths_folder())
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
-        wanted = resolve(
+        shape = resolve(
             source,
             layers=layers,
             hidden=hidden,
@@ -199,7 +199,7 @@ def requested_shape(
             params=params,
             multiple_of=multiple_of,
         )
-        return wanted, None
+        return shape, None
     check_within(named[1], source)
     return named[1], named[0]
 

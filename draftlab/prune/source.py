@@ -8,7 +8,7 @@ import torch
 
 from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
 from draftlab.errors import UserError
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape, check
 from draftlab.model.size import read_size
 from draftlab.prune.trial_model import check_buildable, check_prunable
@@ -110,7 +110,7 @@ def estimate(config: CutConfig) -> dict[str, str]:
 def training_estimate(config: PruneMasksConfig) -> dict[str, str]:
     """Return what mask training needs and what the cut gives, for --dry-run. Raises UserError: see open_source."""
     facts, (_, have, _) = estimate(config), config.shapes()
-    teacher = read_size(checkpoint.locate(config.target, weights=False)) if config.target else have
+    teacher = read_size(hub.locate(config.target, weights=False)) if config.target else have
     weights = have.params() * (16 if config.train_weights == "full" else 4)  # with gradients and two Adam moments
     tokens = config.steps * config.batch_size * config.seq_len
     per_token = 3 * have.flops_per_token(config.seq_len // 2) + teacher.flops_per_token(config.seq_len // 2)

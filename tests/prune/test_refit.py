@@ -8,7 +8,7 @@ from builders import FAMILIES, build
 from torch import Tensor, nn
 
 from draftlab.config.prune import RefitSettings
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape
 from draftlab.prune.choose import choose, first_scores
 from draftlab.prune.cut import Cut, Rotated, keep_all
@@ -172,7 +172,7 @@ def test_refitting_a_broken_output_matrix_repairs_it(family, family_dirs):
 
 
 def test_on_the_embedded_target_rotation_and_refit_each_raise_acceptance():
-    source = checkpoint.locate("tiny")
+    source = hub.locate("tiny")
     have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
     shape = have.model_copy(update={"layers": 4, "hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 256})
     tokenizer = checkpoint.load_tokenizer(source)

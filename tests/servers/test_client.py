@@ -29,7 +29,7 @@ from draftlab.distill.losses import parse_loss
 from draftlab.distill.teachers import LocalTeacher, ServedTeacher
 from draftlab.distill.trainer import DistillStep
 from draftlab.errors import UserError
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import Completion, SGLang
 from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode_counters
@@ -55,7 +55,7 @@ def recorded(started) -> Server:
 @pytest.fixture(scope="session")
 def tiny() -> Callable[[list[int]], torch.Tensor]:
     """log-probabilities [T, V] of the embedded target in fp32, by transformers."""
-    model = checkpoint.load_model(checkpoint.locate("tiny"), torch.float32).eval()
+    model = checkpoint.load_model(hub.locate("tiny"), torch.float32).eval()
 
     @torch.no_grad()
     def log_probs(ids: list[int]) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_what_vllm_thinks_of_a_text_is_what_transformers_does(recorded, tiny):
 
 
 def test_token_ids_of_a_text_are_the_tokenizers(recorded):
-    tokenizer = checkpoint.load_tokenizer(checkpoint.locate("tiny"))
+    tokenizer = checkpoint.load_tokenizer(hub.locate("tiny"))
     assert recorded.tokenize(PROBE_TEXT) == tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
 
 
@@ -426,7 +426,7 @@ def _ready(url: str, process: subprocess.Popen) -> Server:
 @pytest.fixture(scope="session")
 def rows() -> Batch:
     """Held-out text, 8 rows of 64 predicted tokens."""
-    tokenizer = checkpoint.load_tokenizer(checkpoint.locate("tiny"))
+    tokenizer = checkpoint.load_tokenizer(hub.locate("tiny"))
     return open_heldout("stdlib", tokenizer, rows=8, seq_len=64, most_rows=8).batches[0]
 
 

@@ -24,7 +24,7 @@ from draftlab.distill.losses import log_probs, parse_loss
 from draftlab.distill.teachers import LocalTeacher, ServedTeacher, StoredTeacher
 from draftlab.distill.trainer import DistillStep, EvalRecord, StepRecord, train
 from draftlab.errors import UserError
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import cache
@@ -156,7 +156,7 @@ def test_a_corrupt_shard_is_found(made, tmp_path):
 
 def test_another_vocabulary_or_temperature_is_refused(made, family_dirs):
     with pytest.raises(UserError, match="has another"):
-        open_cache(made, checkpoint.locate("tiny"), rows=4, temperature=1.0)
+        open_cache(made, hub.locate("tiny"), rows=4, temperature=1.0)
     with pytest.raises(UserError, match="holds temperatures"):
         open_cache(made, family_dirs["llama"], rows=4, temperature=0.9)
 
@@ -353,7 +353,7 @@ def test_a_server_verifies_what_its_target_said_and_nothing_else(small, made, fa
 
 def test_another_tokenizer_on_the_server_is_found(small):
     with pytest.raises(UserError, match=r"not that of .*tiny: token 0 of a probing text"):
-        Served.of(small, checkpoint.locate("tiny"), None)
+        Served.of(small, hub.locate("tiny"), None)
 
 
 @pytest.mark.parametrize(
@@ -376,10 +376,10 @@ def test_a_server_is_probed_before_anything_is_built(mode, temperature, message)
     with running(probed) as url:
         server = Server.connect(url)
         if message is None:
-            assert Served.of(server, checkpoint.locate("tiny"), temperature).probe.logprobs_mode == mode
+            assert Served.of(server, hub.locate("tiny"), temperature).probe.logprobs_mode == mode
             return
         with pytest.raises(UserError, match=message):
-            Served.of(server, checkpoint.locate("tiny"), temperature)
+            Served.of(server, hub.locate("tiny"), temperature)
 
 
 def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):

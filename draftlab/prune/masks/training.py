@@ -19,7 +19,7 @@ from draftlab.distill.run import fit
 from draftlab.distill.trackers import check, tracked
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.distill.training_setup import reweighing
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
@@ -74,7 +74,7 @@ def _setup(config: PruneMasksConfig, source: Source, student: PreTrainedModel) -
     tokenizer = checkpoint.load_tokenizer(source.directory)
     teacher, loss = None, parse_loss(config.loss)
     if loss.needs_teacher:
-        target = checkpoint.locate(config.target) if config.target else source.directory
+        target = hub.locate(config.target) if config.target else source.directory
         common_vocabulary(source.directory, target)
         teacher = checkpoint.load_model(target, checkpoint.DTYPES[training_dtype(config.training_dtype)])
     sizes = {"rows": config.batch_size, "seq_len": config.seq_len}

@@ -26,7 +26,7 @@ if [ $small ]; then
   device=cpu mode=eager
   sweep="--params 4.5m --source tiny-16x256 --layers 3,4,6 --passes 3"
   target=tiny-16x256 target_law="--layers 1,2,3,4,5,6 --widths 64 --context 8,64 --repeats 3 --threads 1"
-  drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-new-tokens 16"
+  drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-tokens 16"
   engine="--prompts 1 --new-tokens 8" loss="--tokens 64 --vocab 256 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1"
   masks=1 gigabytes=0.02
 else
@@ -34,7 +34,7 @@ else
   sweep="--passes 60 --dtype bfloat16"
   target=llama-65b target_law="--layers 1,2,4,6,8,10 --widths 8192 --context 128,512 --repeats 20"
   drafts="noft-1.3b wide-1.3b wide-796m wide-543m wide-290m" points="--context 128,512 --repeats 20"
-  text="--context 128 --max-new-tokens 128" engine= loss= masks=12 gigabytes=1
+  text="--context 128 --max-tokens 128" engine= loss= masks=12 gigabytes=1
 fi
 
 part() {  # NAME COMMAND...: its JSON into NAME.json
@@ -57,7 +57,7 @@ target() { part target $draftlab law --source $target $target_law --k 6 --mode $
 
 drafts() {
   part drafts $draftlab profile $drafts --k 1 $points --mode $mode --out runs/gpu/drafts --force --json
-  [ $mode = eager ] || part drafts_eager $draftlab profile $drafts --k 1 $points --out runs/gpu/drafts-eager --force --json
+  [ $mode = eager ] || part drafts_eager $draftlab profile $drafts --k 1 $points --mode eager --out runs/gpu/drafts-eager --force --json
 }
 
 predict() {  # needs target and drafts

@@ -122,6 +122,7 @@ def load_or_make(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[
     with process_state().main_process_first():
         if not file.exists():
             writing = file.with_suffix(".writing")
-            save_file(make(), writing)
+            arrays = make().items()
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays}, writing)  # it ignores strides
             writing.rename(file)
     return load_file(file)

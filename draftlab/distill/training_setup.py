@@ -1,7 +1,7 @@
 """Setups of distillation: the teacher, the text to learn on, and the evaluation on the way."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -47,10 +47,8 @@ def stored_setup(outputs: Path, draft: Path, *, loss: str, batch_size: int, temp
     """
     check_embeds(draft)
     batches, heldout = open_cache(outputs, draft, rows=batch_size, temperature=temperature)
-    teacher = StoredTeacher(batches.manifest.vocab)
-    return TrainingSetup(
-        teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss(loss), temperature=temperature
-    )
+    teacher, parsed = StoredTeacher(batches.manifest.vocab), parse_loss(loss)
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=parsed, temperature=temperature)
 
 
 def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
@@ -86,9 +84,7 @@ def text_setup(
     if config.reweigh_steps and author is not None:
         note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
         data = reweighing(data, author.load_model().eval(), tokenizer, config.reweigh_steps)
-    length = None
-    if author is not None and loss.needs_teacher:
-        length = TargetTextEvaluator.of(author, draft, heldout, state)
+    length = TargetTextEvaluator.of(author, draft, heldout, state) if author and loss.needs_teacher else None
     batches = _mixed(config, data, student, draft, author, state)
     setup = TrainingSetup(
         teacher=served, batches=batches, heldout=heldout, loss=loss, temperature=config.temperature, length=length
@@ -106,10 +102,7 @@ def _with_target(setup: TrainingSetup, config: DistillConfig, student: PreTraine
     spread = setup.heldout.subset(affordable(HELDOUT_ROWS, operations * config.seq_len, device))
     fitting = max_positions(checkpoint.vocab_size(target), config.memory) // config.seq_len
     rows = max(1, min(config.batch_size, fitting))
-    return TrainingSetup(
-        teacher=teacher, batches=setup.batches, heldout=spread.batched(rows), loss=setup.loss,
-        temperature=setup.temperature, length=setup.length,
-    )  # fmt: skip
+    return replace(setup, teacher=teacher, heldout=spread.batched(rows))
 
 
 def resolved_device(config: DistillConfig) -> torch.device:

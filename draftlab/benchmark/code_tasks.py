@@ -1,4 +1,4 @@
-"""Two lm-eval tasks made from held-out code on this disk.
+"""Two lm-eval tasks from held-out code on this disk.
 
 ``code_next_line``: which of four lines of real code comes next. ``code_bits_per_byte``: how well text is predicted.
 """
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from draftlab.data import Document, documents, first_source
 from draftlab.errors import UserError
 
-if TYPE_CHECKING:  # lm-eval takes seconds to import, and who scores without tasks does not need it
+if TYPE_CHECKING:  # lm-eval takes seconds to import, and scores without tasks do not need it
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks.manager import TaskDict
 
 NEXT_LINE = "code_next_line"
 BITS_PER_BYTE = "code_bits_per_byte"
 OWN_TASKS = (NEXT_LINE, BITS_PER_BYTE)
-ITEMS = 256  # of code_next_line where no limit is set
+ITEMS = 256  # of code_next_line without a limit
 CONTEXT_CHARACTERS = (200, 700)  # least and most before an answer; some 60 to 250 tokens of code
-LINE_CHARACTERS = (12, 120)  # least and most of an answer, indentation left out
+LINE_CHARACTERS = (12, 120)  # least and most of an answer without its indentation
 LENGTH_RATIO = (0.7, 1.3)  # of a distractor to the answer
 DISTRACTORS = 3
 DOCUMENT_CHARACTERS = 4000  # of each document of code_bits_per_byte
@@ -47,13 +47,14 @@ def own_tasks(names: list[str], data: str, limit: int | None, seed: int) -> "Tas
 
 
 def next_line_items(docs: list[Document], *, count: int, seed: int) -> list[LineItem]:
-    """Up to count questions, of which the first n are the same for every count from n on.
+    """Return up to count questions; the first n are the same for every count of at least n.
 
-    A distractor is a line of these documents as deep as the answer and about as long, and is not in the context.
+    A distractor is a line of these documents with the indentation of the answer and about its length that is not in
+    the context.
     """
     rng = random.Random(seed)
     lines = [doc.text.split("\n") for doc in docs]
-    places = [(document, number) for document, of in enumerate(lines) for number in range(1, len(of) - 1)]
+    places = [(document, number) for document, rows in enumerate(lines) for number in range(1, len(rows) - 1)]
     rng.shuffle(places)
     pool = _by_indentation(lines)
     items = (_item(lines[document], number, pool, rng) for document, number in places)
@@ -61,8 +62,8 @@ def next_line_items(docs: list[Document], *, count: int, seed: int) -> list[Line
 
 
 def _by_indentation(lines: list[list[str]]) -> dict[str, list[str]]:
-    """Every line that may be asked for, once, under its indentation; last lines may be cut off and are left out."""
-    fit = dict.fromkeys(line for of in lines for line in of[:-1] if _within(len(line.strip()), LINE_CHARACTERS))
+    """Return all distinct lines of a suitable length by indentation; last lines may be cut off and are left out."""
+    fit = dict.fromkeys(line for rows in lines for line in rows[:-1] if _within(len(line.strip()), LINE_CHARACTERS))
     pool: dict[str, list[str]] = {}
     for line in fit:
         pool.setdefault(_indentation(line), []).append(line)
@@ -70,7 +71,7 @@ def _by_indentation(lines: list[list[str]]) -> dict[str, list[str]]:
 
 
 def _item(lines: list[str], number: int, pool: dict[str, list[str]], rng: random.Random) -> LineItem | None:
-    """The question what line number is; None where it is too short or long, comes too early, or has no like."""
+    """Return the question for a line, or None if it is too short, too long, too early, or has too few distractors."""
     answer, context = lines[number], _context(lines[:number])
     if not _within(len(answer.strip()), LINE_CHARACTERS) or len(context) < CONTEXT_CHARACTERS[0]:
         return None
@@ -86,10 +87,10 @@ def _item(lines: list[str], number: int, pool: dict[str, list[str]], rng: random
 
 
 def _context(before: list[str]) -> str:
-    """As many whole lines from the end of before as fit."""
+    """Return as many whole lines from the end of before as fit."""
     sizes = itertools.accumulate(len(line) + 1 for line in reversed(before))
-    kept = sum(1 for _ in itertools.takewhile(lambda size: size <= CONTEXT_CHARACTERS[1], sizes))
-    return "".join(line + "\n" for line in before[len(before) - kept :])
+    count = sum(1 for _ in itertools.takewhile(lambda size: size <= CONTEXT_CHARACTERS[1], sizes))
+    return "".join(line + "\n" for line in before[len(before) - count :])
 
 
 def _indentation(line: str) -> str:
@@ -136,6 +137,6 @@ def _task(config: dict[str, Any], rows: list[dict[str, object]]) -> "Configurabl
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
-    made = {"custom_dataset": lambda **_: {"test": Dataset.from_list(rows)}, "test_split": "test"}
+    dataset = {"custom_dataset": lambda **_: {"test": Dataset.from_list(rows)}, "test_split": "test"}
     plain = {"target_delimiter": "", "num_fewshot": 0, "metadata": {"version": 1}}
-    return ConfigurableTask(config=config | made | plain)
+    return ConfigurableTask(config=config | dataset | plain)

@@ -1,4 +1,4 @@
-"""Accuracy of a model by lm-eval: two tasks made from held-out code on this disk, and every task lm-eval knows."""
+"""Accuracy of a model by lm-eval: two tasks from held-out code on this disk, and all tasks of lm-eval."""
 
 import contextlib
 import difflib
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from draftlab.benchmark.code_tasks import OWN_TASKS, own_tasks
-from draftlab.benchmark.lm_eval_model import Write, code_model, language_model
+from draftlab.benchmark.lm_eval_model import Generate, code_model, language_model
 from draftlab.console import heartbeat
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.checkpoint import load_tokenizer
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """Tasks with their data. limit: items of each; the first ones, so that a smaller limit asks a part of the same."""
+    """Tasks with their data. limit: the first items of each, so a smaller limit is a subset of a larger one."""
 
     own: "TaskDict"
     registered: "TaskDict"
@@ -46,24 +46,24 @@ class Tasks:
     seed: int
 
     @property
-    def written(self) -> "Tasks":
-        """Those whose answers the model writes."""
-        chosen = {n: t for n, t in self.registered["tasks"].items() if t.OUTPUT_TYPE == "generate_until"}
-        return replace(self, own=NOTHING, registered={"tasks": chosen, "groups": {}})
+    def generation(self) -> "Tasks":
+        """Return the tasks whose answers are generated."""
+        tasks = {n: t for n, t in self.registered["tasks"].items() if t.OUTPUT_TYPE == "generate_until"}
+        return replace(self, own=NOTHING, registered={"tasks": tasks, "groups": {}})
 
     def __len__(self) -> int:
         return len(self.own["tasks"]) + len(self.registered["tasks"])
 
 
 def prepare(tasks: list[str], *, limit: int | None, seed: int = 0, data: str = "stdlib") -> Tasks:
-    """Find the data of every task, before any model is loaded.
+    """Load the data of every task, before any model is loaded.
 
     Args:
         tasks: code_next_line, code_bits_per_byte, names that lm-eval registers, or paths to its YAML files.
         data: source of the two code tasks; its held-out split is used.
 
     Raises:
-        UserError: an unknown task, or data that cannot be had.
+        UserError: an unknown task, or data that is not available.
     """
     if limit is not None and limit < 1:
         raise UserError(f"task limit {limit}: want at least 1 item per task")
@@ -75,14 +75,14 @@ def prepare(tasks: list[str], *, limit: int | None, seed: int = 0, data: str = "
 
 
 def evaluate_tasks(
-    model: Decoder, directory: Path, tasks: Tasks, *, context: int = 512, write: Write | None = None
+    model: Decoder, directory: Path, tasks: Tasks, *, context: int = 512, generate: Generate | None = None
 ) -> list[TaskResult]:
-    """Every metric of every task, of a model in memory.
+    """Return every metric of every task for a loaded model.
 
     Args:
-        directory: the checkpoint that the model is of.
-        context: window of the two code tasks in tokens, at most the model's own, which lm-eval's tasks get.
-        write: what writes the answers of generation tasks, instead of the model alone.
+        directory: checkpoint of the model.
+        context: window of the two code tasks in tokens, at most the model's own; lm-eval's tasks get the model's own.
+        generate: generates the answers of generation tasks instead of the model alone.
     """
     tokenizer, results = load_tokenizer(directory), list[TaskResult]()
     with heartbeat(f"lm-eval on {directory.name}") as beat, _quiet(), _seeded(tasks.seed):
@@ -90,33 +90,33 @@ def evaluate_tasks(
             lm = code_model(model, directory, tokenizer, min(context, model.context), beat)
             results += _evaluate(lm, tasks.own, tasks.limit, tasks.seed)
         if tasks.registered["tasks"]:
-            lm = language_model(model, directory, tokenizer, write, tasks.seed, beat)
+            lm = language_model(model, directory, tokenizer, generate, tasks.seed, beat)
             results += _evaluate(lm, tasks.registered, tasks.limit, tasks.seed)
     return results
 
 
 def check_tasks(names: list[str]) -> None:
-    """Raises UserError: a name that is none of draftlab's, none of lm-eval's and no file."""
+    """Raises UserError: a name is neither a task of draftlab or lm-eval nor a file."""
     for name in names:
         if name in OWN_TASKS or Path(name).is_file() or name in _registry().all_tasks:
             continue
         near = difflib.get_close_matches(name, [*OWN_TASKS, *_registry().all_tasks], n=1)
         hint = did_you_mean(name, near or [*OWN_TASKS, "what `lm-eval ls tasks` lists"])
-        raise UserError(f"unknown task {name!r}: neither a task of draftlab or lm-eval nor a YAML file here{hint}")
+        raise UserError(f"--tasks {name}: neither a task of draftlab or lm-eval nor a YAML file{hint}")
 
 
 def _registered_tasks(names: list[str]) -> "TaskDict":
-    """lm-eval's own tasks with their data, or one line on which cannot be had."""
-    found = [_load(name) for name in names]
+    """Load lm-eval's tasks with their data. Raises UserError: one is not available."""
+    loaded = [_load(name) for name in names]
     return {
-        "tasks": {name: task for of in found for name, task in of["tasks"].items()},
-        "groups": {name: group for of in found for name, group in of.get("groups", {}).items()},
+        "tasks": {name: task for tasks in loaded for name, task in tasks["tasks"].items()},
+        "groups": {name: group for tasks in loaded for name, group in tasks.get("groups", {}).items()},
     }
 
 
 @functools.cache
 def _registry() -> "TaskManager":
-    """All of lm-eval's tasks; ten seconds, for it reads every one of its YAML files."""
+    """Return the index of all lm-eval tasks; takes ten seconds, because it reads all of its YAML files."""
     with _quiet():
         from lm_eval.tasks import TaskManager
 
@@ -125,7 +125,7 @@ def _registry() -> "TaskManager":
 
 @functools.cache
 def _files() -> "TaskManager":
-    """For tasks in files, which need none of lm-eval's own."""
+    """Return an index without lm-eval's own tasks, for tasks in files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=False)
@@ -133,34 +133,34 @@ def _files() -> "TaskManager":
 
 def _load(name: str) -> "TaskDict":
     try:
-        found = (_files() if Path(name).is_file() else _registry()).load([name])
-    except Exception as error:  # offline, unknown split, missing package, bad YAML: each has classes of its own
+        loaded = (_files() if Path(name).is_file() else _registry()).load([name])
+    except Exception as error:  # offline, unknown split, missing package, bad YAML: each raises other classes
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"lm-eval task {name!r} cannot be loaded here ({type(error).__name__}: {reason}); "
             "its data must be in the Hugging Face cache, or be reachable"
         ) from error
-    for task in found["tasks"].values():
+    for task in loaded["tasks"].values():
         if any(task.get_config(key) for key in ("unsafe_code", "doc_to_image", "doc_to_audio")):
             raise UserError(f"lm-eval task {name!r} runs generated code or needs images or sound; not supported")
-    return found
+    return loaded
 
 
 def _evaluate(lm: "LM", tasks: "TaskDict", limit: int | None, seed: int) -> list[TaskResult]:
-    """What simple_evaluate does with loaded tasks, without its three seconds of listing the environment."""
+    """Evaluate as simple_evaluate does, without its three seconds of listing the environment."""
     from lm_eval.evaluator import evaluate
 
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(seed)
-    found: Any = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=True)
-    if found is None:
-        raise RuntimeError("lm-eval gives results to the first process only; run accuracy in one process")
-    better, samples = found["higher_is_better"], found["samples"]
+    results: Any = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=True)
+    if results is None:
+        raise RuntimeError("lm-eval returns results in the first process only; evaluate in one process")
+    better, samples = results["higher_is_better"], results["samples"]
     return [
         result
-        for name, measured in found["results"].items()
+        for name, measured in results["results"].items()
         for result in _results(name, measured, better.get(name, {}), samples.get(name, []))
     ]
 
@@ -168,7 +168,7 @@ def _evaluate(lm: "LM", tasks: "TaskDict", limit: int | None, seed: int) -> list
 def _results(
     task: str, measured: dict[str, Any], higher_is_better: dict[str, bool | None], samples: list[dict[str, Any]]
 ) -> Iterator[TaskResult]:
-    """lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; a filter is named unless it is none."""
+    """Yield lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; the filter "none" is not named."""
     for key, value in measured.items():
         metric, comma, filtered = key.partition(",")
         number = _number(value)
@@ -176,7 +176,7 @@ def _results(
             continue
         better = higher_is_better.get(metric)
         if better is None:
-            log.warning("%s: %s is left out, lm-eval does not know whether higher is better", task, metric)
+            log.warning("%s: %s is left out: lm-eval does not define whether higher is better", task, metric)
             continue
         yield TaskResult(
             task=task,
@@ -189,20 +189,20 @@ def _results(
 
 
 def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[float]:
-    """A metric's value of each item, in the order of the task; [] where items have no number of their own."""
-    of = sorted((s for s in samples if s.get("filter", "none") == filtered), key=lambda s: s["doc_id"])
-    values = [_number(s.get(metric)) for s in of]
+    """Return a metric's value of each item in task order, or [] if items have no value of their own."""
+    ordered = sorted((s for s in samples if s.get("filter", "none") == filtered), key=lambda s: s["doc_id"])
+    values = [_number(s.get(metric)) for s in ordered]
     return [v for v in values if v is not None] if None not in values else []
 
 
 def _number(value: object) -> float | None:
-    """A finite number, which JSON can hold; None for 'N/A', text and NaN."""
+    """Return a finite number, or None for 'N/A', text and NaN."""
     return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Send lm-eval's prints to stderr, its logging nowhere, and its bars nowhere unless stderr is a terminal."""
+    """Send lm-eval's prints to stderr, drop its logging, and its progress bars unless stderr is a terminal."""
     loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
     levels = [logger.level for logger in loggers]
     with contextlib.ExitStack() as stack:
@@ -220,7 +220,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds of python, numpy and torch, as simple_evaluate sets them, put back at the end."""
+    """Seed python, numpy and torch as simple_evaluate does, and restore their states at the end."""
     before, before_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         random.seed(seed)

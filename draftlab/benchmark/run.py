@@ -1,365 +1,281 @@
 """Score drafts against a target: everything in one process, then one score.json per draft."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
 
 import torch
 
 from draftlab import provenance
-from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun, Spec, check_rule, check_target
-from draftlab.benchmark.lm_eval_model import whole_head, writer
-from draftlab.benchmark.lm_eval_tasks import Tasks, check_tasks, evaluate_tasks, prepare
+from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun
+from draftlab.benchmark.lm_eval_model import engine_generate, with_whole_head
+from draftlab.benchmark.lm_eval_tasks import Tasks, evaluate_tasks, prepare
+from draftlab.benchmark.setup import Setup, check_context, check_memory, quantized_drafts, set_up
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
+from draftlab.config.drafters import TreeSpec
+from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, progress
 from draftlab.engine.generate import ModelDrafter
-from draftlab.engine.rejection_rules import LOSSY, rule_named
+from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
 from draftlab.latency.profiler import measure_latency
-from draftlab.model import Mode, checkpoint, hub, llama, memory
-from draftlab.model.checkpoint import max_model_len
+from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
-from draftlab.model.size import read_size
-from draftlab.prompts import Prompts
+from draftlab.output import Output
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
-from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.repeats import distinct_ngrams
 
 LATENCY_PASSES = 60
-DEFAULT_RULE = "rejection"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to measure and how."""
-
-    target: Path
-    drafts: dict[str, Path]
-    inputs: list[Path]  # to record: where drafts were made of something else for this, what that is
-    data: str  # of the code tasks
-    ks: list[int]
-    prompts: Prompts
-    max_new_tokens: int
-    repeats: int
-    warp: SamplingParams
-    tasks: list[str]
-    task_limit: int
-    dtype: torch.dtype
-    device: torch.device
-    threads: int | None
-    seed: int
-    command: str  # as typed
-    mode: Mode = "eager"
-    draft_int8: bool = False
-    batches: Sequence[int] = (1,)
-    drafters: Sequence[Spec] = ()
-    default_draft: Path | None = None  # of drafters that name none
-    rule: str = DEFAULT_RULE
-    device_map: str | None = None  # of the target
-
-
-def check(plan: Plan) -> None:
-    """Fail before anything is loaded.
+def score(config: ScoreConfig, output: Output) -> list[Score]:
+    """Measure every draft, write NAME/score.json for each, and return the scores in the order of the drafts.
 
     Raises:
-        UserError: texts beyond a context, batches that leave a smaller one over, a drafter that does not fit the rule,
-            the target or the mode, two of one name, int8 in a mode that does not compute with it, or an unknown task.
+        UserError: settings that do not fit, too little memory, or task data that cannot be had.
     """
-    count = len(plan.prompts.rows)
-    for batch in plan.batches:
-        if count % batch:
-            raise UserError(f"{count} prompts do not fill batches of {batch}; take a number that all batches divide")
-    taken = [*plan.drafts, *(file_name(spec) for spec in plan.drafters)]
-    if twice := [name for name in taken if taken.count(name) > 1]:
-        raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
-    if plan.drafters:
-        layers, vocab = _layers(plan.target), checkpoint.vocab_size(plan.target)
-        for spec in plan.drafters:
-            _check_drafter(spec, plan, layers, vocab)
-    if plan.warp.temperature == 0 and (plan.rule != DEFAULT_RULE or plan.warp != SamplingParams()):
-        note("greedily all rules are one and nothing is cut: --rule, --top-k, --top-p and --min-p need --temperature")
-    if plan.device_map is not None and (plan.mode != "eager" or list(plan.batches) != [1]):
-        raise UserError("--device-map has transformers run the target: take --mode eager --batch 1")
-    if plan.draft_int8 and plan.mode != "native":
-        raise UserError(f"--draft-int8 computes in mode native, not {plan.mode}")
-    contexts = {name: max_model_len(path) for name, path in {"": plan.target, **plan.drafts}.items()}
-    _check_context(contexts, plan, max(plan.ks))
-    check_tasks(plan.tasks)  # last: lm-eval reads thousands of files
+    setup = set_up(config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with quantized_drafts(setup) as used:
+        scores = measure(used, output.command_line)
+    with output.directory() as work:
+        for result in scores:
+            (work / result.name).mkdir()
+            (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
+        output.record(work, setup.inputs)
+    return scores
 
 
-def _check_drafter(spec: Spec, plan: Plan, layers: int | None, vocab: int) -> None:
-    check_rule(spec, plan.rule)
-    check_target(spec, layers, vocab)
-    if spec.kind == "medusa" and plan.mode != "eager":
-        raise UserError(f"--drafter {spec.text} reads hidden states, which mode eager alone keeps, not {plan.mode}")
+def describe(config: ScoreConfig) -> dict[str, object]:
+    """Return what score would do, for a plan."""
+    setup = set_up(config, weights=False)
+    drafts = {name: _describe_model(path) for name, path in setup.drafts.items()}
+    work = f"at most {setup.generations()} generations of {config.max_tokens} tokens"
+    return {"target": _describe_model(setup.target), **drafts, "work": work}
 
 
-def check_memory(plan: Plan) -> None:
-    """Raises UserError: weights, caches and logits do not fit what is free; what accelerate spreads is not counted."""
-    paths = dict.fromkeys([plan.target, *plan.drafts.values(), *_drafter_paths(plan)])
-    sizes = {path: read_size(path) for path in paths if plan.device_map is None or path != plan.target}
-    width, texts = plan.dtype.itemsize, max(plan.batches) * (plan.prompts.longest + plan.max_new_tokens + max(plan.ks))
-    passes = max(max(plan.batches) * (max(plan.ks) + 1), plan.prompts.longest)
-    needs: dict[str, float] = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
-    needs["caches"] = sum(texts * size.kv_bytes_per_token(width) for size in sizes.values())
-    needs["logits"] = 2 * 4 * passes * checkpoint.vocab_size(plan.target)
-    memory.check_fits(needs, plan.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
+def measure(setup: Setup, command: str) -> list[Score]:
+    """Run everything and return the scores. command: the command line, for the record."""
+    config = setup.config
+    check_memory(setup)
+    tasks = _load_tasks(setup)
+    loaded = LoadedModels(setup)
+    models = loaded.directories()
+    target = models[""]
+    largest = max(config.k)
+    check_context({name: model.context for name, model in models.items()}, setup, largest)
+    runs = _drafter_runs(target, loaded)
+    for run in runs.values():
+        decoders = {"": target, **({"its draft": run.model} if run.model else {})}
+        check_context({name: model.context for name, model in decoders.items()}, setup, max(run.ks))
+    measurement = Measurement(
+        setup=setup, models=models, runs=runs, described=_described(loaded, models, runs, tasks), command=command,
+        speculative_tasks={name: _speculative_tasks(target, models[name], name, setup, tasks) for name in setup.drafts},
+        environment=read_environment(),
+    )  # fmt: skip
+    warn_if_busy(measurement.environment)
+    return [score for batch in config.batch for score in measurement.scores(batch)]
 
 
-def _drafter_paths(plan: Plan) -> list[Path]:
-    named = [spec.words("draft") for spec in plan.drafters if spec.needs_draft and spec.words("draft")]
-    implied = any(spec.needs_draft and not spec.words("draft") for spec in plan.drafters)
-    return [*map(hub.locate, named), *([plan.default_draft] if implied and plan.default_draft else [])]
+class LoadedModels:
+    """The models of a run, each checkpoint loaded once; timed models share the weights of those scored by lm-eval."""
 
-
-class Loaded:
-    """The models of a run, each checkpoint once: what is timed, in its mode, shares the weights of what is scored."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
         self._models: dict[Path, Decoder] = {}
         self._running: dict[tuple[Path, bool], Decoder] = {}
 
     def model(self, directory: Path) -> Decoder:
-        """As it is loaded."""
+        """Return a checkpoint in mode eager."""
         if directory not in self._models:
-            plan = self.plan
+            setup, config = self.setup, self.setup.config
             note(f"loading {hub.checkpoint_name(directory)}")
-            spread = plan.device_map if directory == plan.target else None
-            model = load(directory, plan.dtype, plan.device, spread)
-            if isinstance(model, HFDecoder) and (plan.mode != "eager" or list(plan.batches) != [1]):
-                raise UserError(
-                    f"transformers runs {directory}, one prompt at a time and eagerly: take --mode eager --batch 1"
-                )
+            device_map = config.device_map if directory == setup.target else None
+            model = load(directory, setup.dtype, setup.device, device_map)
+            if isinstance(model, HFDecoder) and (setup.mode != "eager" or config.batch != [1]):
+                raise UserError(f"transformers runs {directory}, which needs --mode eager --batch 1")
             self._models[directory] = model
         return self._models[directory]
 
     def running(self, directory: Path, int8: bool) -> Decoder:
-        """As the run's mode computes it."""
+        """Return a checkpoint in the mode of the run."""
         if (directory, int8) not in self._running:
             model = self.model(directory)
-            made = with_mode(model, self.plan.mode, int8) if isinstance(model, Llama) else model
-            self._running[directory, int8] = made
+            running = with_mode(model, self.setup.mode, int8) if isinstance(model, Llama) else model
+            self._running[directory, int8] = running
         return self._running[directory, int8]
 
+    def directories(self) -> dict[str, Decoder]:
+        """Return the target, by the empty name, and the drafts."""
+        int8 = self.setup.config.draft_int8
+        drafts = {name: self.running(path, int8) for name, path in self.setup.drafts.items()}
+        return {"": self.running(self.setup.target, False), **drafts}
 
-def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> list[Score]:
-    """Measure, write out/NAME/score.json for every draft, and return the scores, in the order of the drafts.
 
-    Raises:
-        UserError: too few prompts, a model that the engine does not know, task data that cannot be had, too little
-            memory.
-    """
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    check_memory(plan)
-    wanted = _prepared(plan)
-    directories = {"": plan.target, **plan.drafts}
-    loaded = Loaded(plan)
-    models = {name: loaded.running(path, plan.draft_int8 and bool(name)) for name, path in directories.items()}
-    _check_context({name: model.context for name, model in models.items()}, plan, max(plan.ks))
-    ways = _ways(models[""], loaded)
-    for way in ways.values():
-        asked = {"": models[""], **({"its draft": way.model} if way.model else {})}
-        _check_context({name: model.context for name, model in asked.items()}, plan, max(way.ks))
-    tasks = {name: _tasks(loaded.model(path), path, wanted) for name, path in directories.items()}
-    assisted = {name: _assisted(models[""], models[name], name, plan, wanted) for name in plan.drafts}
-    here = read_environment()
-    warn_if_busy(here)
-    known = {
-        name: Model(
-            name=hub.checkpoint_name(path),
-            sha256=provenance.fingerprint(path),
-            shape=model.shape if isinstance(model := models[name], Llama) else None,
-            latency=[],
-            tasks=tasks[name],
-            via_transformers=isinstance(model, HFDecoder),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One run's models, ready to be timed. described: every model by name, without its latency."""
+
+    setup: Setup
+    models: Mapping[str, Decoder]
+    runs: Mapping[str, DrafterRun]
+    described: Mapping[str, Model]
+    speculative_tasks: Mapping[str, list[TaskResult]]
+    environment: Environment
+    command: str
+
+    def scores(self, batch: int) -> list[Score]:
+        """Time all models and drafters at a batch size."""
+        latency = self._latency(batch)
+        measured = self._throughput(batch)
+        models = {
+            name: model.model_copy(update={"latency": latency.get(name, [])}) for name, model in self.described.items()
+        }
+        return [self._score(name, models, measured, batch) for name in [*self.setup.drafts, *self.runs]]
+
+    def _latency(self, batch: int) -> dict[str, list[Latency]]:
+        """Time single passes of the models that our own engine runs."""
+        decoders = {**self.models, **{name: run.model for name, run in self.runs.items() if run.model}}
+        own = {name: model for name, model in decoders.items() if isinstance(model, Llama)}
+        if not own:
+            return {}
+        widths = [1, *(k + 1 for k in self.setup.config.k)]
+        note(f"latency of {len(own)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
+        with heartbeat("latency"):
+            return measure_latency(
+                own, widths=widths, context=self.setup.context, passes=LATENCY_PASSES, batch=batch,
+                clock=steady_clock(self.setup.device),
+            )  # fmt: skip
+
+    def _throughput(self, batch: int) -> Measured:
+        setup, config = self.setup, self.setup.config
+        prompts = [prompt.ids for prompt in setup.prompts.rows]
+        drafts = {name: model for name, model in self.models.items() if name}
+        arms = 1 + len(drafts) * len(config.k) + sum(len(run.ks) for run in self.runs.values())
+        with progress("decode", len(prompts) * config.repeats) as advance:
+            return measure_throughput(
+                self.models[""], drafts, prompts, ks=config.k, sampling=setup.sampling, repeats=config.repeats,
+                batch=batch, drafters={name: (run.drafter, run.ks) for name, run in self.runs.items()},
+                rule=RULES.get(config.rule), advance=lambda done: advance(done, f"{arms} ways each"),
+                clock=steady_clock(setup.device),
+            )  # fmt: skip
+
+    def _score(self, name: str, models: Mapping[str, Model], measured: Measured, batch: int) -> Score:
+        config, plain_tokens = self.setup.config, measured.tokens[PLAIN]
+        ks = [k for arm, k in measured.tokens if arm == name]
+        identical = all(measured.tokens[name, k] == plain_tokens for k in ks)
+        return Score(
+            name=name if len(config.batch) == 1 else f"{name}-b{batch}",
+            target=models[""],
+            draft=models[name],
+            conditions=self._conditions(name, batch),
+            environment=self.environment,
+            prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in self.setup.prompts.rows],
+            speculative_tasks=self.speculative_tasks.get(name, []),
+            plain=measured.generations[PLAIN],
+            speculative={k: measured.generations[name, k] for k in ks},
+            identical=identical if config.temperature == 0 else None,
+            distinct_4grams=distinct_ngrams(plain_tokens, 4),
+            command=self.command,
+            versions=provenance.versions(),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-        for name, path in directories.items()
-    } | {
-        name: Model(
-            name=name,
-            sha256=None,
-            shape=way.model.shape if isinstance(way.model, Llama) else None,
-            latency=[],
-            tasks=[],
-            via_transformers=isinstance(way.model, HFDecoder),
-        )
-        for name, way in ways.items()
-    }
-    scores = []
-    for batch in plan.batches:
-        latency = _latency(models | {n: w.model for n, w in ways.items() if w.model}, plan, batch)
-        measured = _throughput(models, ways, plan, batch)
-        described = {name: model.model_copy(update={"latency": latency.get(name, [])}) for name, model in known.items()}
-        found = {name: _score(name, described, measured, plan, here, batch) for name in [*plan.drafts, *ways]}
-        scores += [one.model_copy(update={"assisted": assisted.get(name, [])}) for name, one in found.items()]
-    with checkpoint.new_directory(out, force=force) as work:
-        for result in scores:
-            (work / result.name).mkdir()
-            (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
-        provenance.write_record(work, "score", arguments, plan.inputs, began)
-    return scores
 
-
-def _latency(models: dict[str, Decoder], plan: Plan, batch: int) -> dict[str, list[Latency]]:
-    """Of the models that the engine itself runs."""
-    own = {name: model for name, model in models.items() if isinstance(model, Llama)}
-    if not own:
-        return {}
-    widths = [1, *(k + 1 for k in plan.ks)]
-    note(f"latency of {len(own)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
-    with heartbeat("latency"):
-        return measure_latency(
-            own, widths=widths, context=_context(plan), passes=LATENCY_PASSES, batch=batch,
-            clock=steady_clock(plan.device),
-        )  # fmt: skip
-
-
-def _ways(target: Decoder, loaded: Loaded) -> dict[str, DrafterRun]:
-    """The drafters beside the drafts, by a name that a file can have."""
-    plan = loaded.plan
-    if not plan.drafters:
-        return {}
-    shop = DrafterFactory(
-        target,
-        plan.target,
-        lambda path: loaded.running(path, plan.draft_int8),
-        plan.default_draft,
-        data=plan.data,
-        sampling=_sampling(plan),
-        ks=plan.ks,
-        mode=plan.mode,
-        clock=steady_clock(plan.device),
-    )
-    return {file_name(spec): shop.build(spec) for spec in plan.drafters}
-
-
-def file_name(spec: Spec) -> str:
-    return spec.text.replace("/", "_")
-
-
-def _layers(target: Path) -> int | None:
-    """None: transformers would have to run it."""
-    try:
-        return llama.check_supported(target).layers
-    except UserError:
-        return None
-
-
-def _sampling(plan: Plan) -> SamplingParams:
-    return replace(
-        plan.warp,
-        max_tokens=plan.max_new_tokens,
-        seed=plan.seed,
-        stop_token_ids=checkpoint.eos_token_ids(plan.target),
-    )
-
-
-def _throughput(models: dict[str, Decoder], ways: dict[str, DrafterRun], plan: Plan, batch: int) -> Measured:
-    texts = [prompt.ids for prompt in plan.prompts.rows]
-    drafts = {name: model for name, model in models.items() if name}
-    arms = 1 + len(drafts) * len(plan.ks) + sum(len(way.ks) for way in ways.values())
-    with progress("decode", len(texts) * plan.repeats) as advance:
-        return measure_throughput(
-            models[""],
-            drafts,
-            texts,
-            ks=plan.ks,
-            sampling=_sampling(plan),
-            repeats=plan.repeats,
+    def _conditions(self, name: str, batch: int) -> Conditions:
+        setup, config = self.setup, self.setup.config
+        trees = [spec.name for spec in setup.drafters if isinstance(spec, TreeSpec)]
+        return Conditions(
+            device=device_name(setup.device),
+            dtype=checkpoint.dtype_name(setup.dtype),
+            mode=setup.mode,
+            threads=torch.get_num_threads(),
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            data=setup.prompts.source,
+            prompts_sha256=setup.prompts.sha256,
+            prompts=len(setup.prompts.rows),
+            prompt_tokens=setup.prompts.tokens,
+            max_tokens=config.max_tokens,
+            repeats=config.repeats,
+            context=setup.context,
+            seed=config.seed,
             batch=batch,
-            drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
-            rule=None if plan.rule == DEFAULT_RULE else rule_named(plan.rule),
-            advance=lambda done: advance(done, f"{arms} ways each"),
-            clock=steady_clock(plan.device),
+            draft_int8=config.draft_int8,
+            rule="recursive" if config.rule == "rejection" and name in trees else config.rule,
         )
 
 
-def _prepared(plan: Plan) -> Tasks:
-    if plan.tasks:
-        note(f"data of {', '.join(plan.tasks)}")
-    return prepare(plan.tasks, limit=plan.task_limit, seed=plan.seed, data=plan.data)
+def _describe_model(directory: Path) -> str:
+    try:
+        return llama.check_supported(directory).describe()
+    except UserError as error:
+        return f"{error}; transformers runs it"
 
 
-def _tasks(model: Decoder, directory: Path, wanted: Tasks) -> list[TaskResult]:
-    if not len(wanted):
+def _drafter_runs(target: Decoder, loaded: LoadedModels) -> dict[str, DrafterRun]:
+    """Return the drafters of --drafter by name."""
+    setup = loaded.setup
+    if not setup.drafters:
+        return {}
+    factory = DrafterFactory(
+        target, setup.target, lambda path: loaded.running(path, setup.config.draft_int8), setup.default_draft,
+        data=setup.config.data, sampling=setup.sampling, ks=setup.config.k, mode=setup.mode,
+        clock=steady_clock(setup.device),
+    )  # fmt: skip
+    return {spec.name: factory.build(spec) for spec in setup.drafters}
+
+
+def _described(
+    loaded: LoadedModels, models: Mapping[str, Decoder], runs: Mapping[str, DrafterRun], tasks: Tasks
+) -> dict[str, Model]:
+    """Return all models by name, with their lm-eval results and without their latency."""
+    setup = loaded.setup
+    described = {
+        name: _model(models[name], hub.checkpoint_name(path), path, _task_results(loaded.model(path), path, tasks))
+        for name, path in {"": setup.target, **setup.drafts}.items()
+    }
+    return described | {name: _model(run.model, name, None, []) for name, run in runs.items()}
+
+
+def _model(decoder: Decoder | None, name: str, path: Path | None, tasks: list[TaskResult]) -> Model:
+    return Model(
+        name=name,
+        sha256=provenance.fingerprint(path) if path else None,
+        shape=decoder.shape if isinstance(decoder, Llama) else None,
+        latency=[],
+        tasks=tasks,
+        via_transformers=isinstance(decoder, HFDecoder),
+    )
+
+
+def _load_tasks(setup: Setup) -> Tasks:
+    config = setup.config
+    if config.task_names:
+        note(f"data of {', '.join(config.task_names)}")
+    return prepare(config.task_names, limit=config.task_limit, seed=config.seed, data=config.data)
+
+
+def _task_results(model: Decoder, directory: Path, tasks: Tasks) -> list[TaskResult]:
+    if not len(tasks):
         return []
     note(f"lm-eval on {hub.checkpoint_name(directory)}")
-    return evaluate_tasks(whole_head(model, directory), directory, wanted)
+    return evaluate_tasks(with_whole_head(model, directory), directory, tasks)
 
 
-def _assisted(target: Decoder, draft: Decoder, name: str, plan: Plan, wanted: Tasks) -> list[TaskResult]:
-    """Generation tasks of the target with the draft, at the largest K."""
-    if not len(wanted.written):
+def _speculative_tasks(target: Decoder, draft: Decoder, name: str, setup: Setup, tasks: Tasks) -> list[TaskResult]:
+    """Evaluate generation tasks on the target with the draft, at the largest K."""
+    generation = tasks.generation
+    if not len(generation):
         return []
-    note(f"lm-eval on {hub.checkpoint_name(plan.target)} with {name}: {', '.join(wanted.written.registered['tasks'])}")
-    tokenizer, ends = checkpoint.load_tokenizer(plan.target), checkpoint.eos_token_ids(plan.target)
-    write = writer(target, ModelDrafter(draft, model_vocab_size(target)), max(plan.ks), tokenizer, ends)
-    return evaluate_tasks(target, plan.target, wanted.written, write=write)
-
-
-def _score(name: str, models: dict[str, Model], measured: Measured, plan: Plan, here: Environment, batch: int) -> Score:
-    plain_tokens = measured.tokens[PLAIN]
-    greedy = plan.warp.temperature == 0
-    ks = [k for arm, k in measured.tokens if arm == name]
-    same = all(measured.tokens[name, k] == plain_tokens for k in ks)
-    lossy = plan.rule in LOSSY and not greedy
-    label = f"{name}-LOSSY" if lossy else name
-    trees = [file_name(spec) for spec in plan.drafters if spec.kind == "tree"]
-    return Score(
-        name=label if len(plan.batches) == 1 else f"{label}-b{batch}",
-        target=models[""],
-        draft=models[name],
-        conditions=Conditions(
-            device=device_name(plan.device),
-            dtype=checkpoint.dtype_name(plan.dtype),
-            mode=plan.mode,
-            threads=torch.get_num_threads(),
-            temperature=plan.warp.temperature,
-            top_k=plan.warp.top_k,
-            top_p=plan.warp.top_p,
-            min_p=plan.warp.min_p,
-            data=plan.prompts.source,
-            prompts_sha256=plan.prompts.sha256,
-            prompts=len(plan.prompts.rows),
-            prompt_tokens=plan.prompts.tokens,
-            max_tokens=plan.max_new_tokens,
-            repeats=plan.repeats,
-            context=_context(plan),
-            seed=plan.seed,
-            batch=batch,
-            draft_int8=plan.draft_int8,
-            rule="recursive" if plan.rule == DEFAULT_RULE and name in trees else plan.rule,
-            lossy=lossy,
-        ),
-        environment=here,
-        prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in plan.prompts.rows],
-        plain=measured.generations[PLAIN],
-        speculative={k: measured.generations[name, k] for k in ks},
-        identical=same if greedy else None,
-        distinct_4grams=distinct_ngrams(plain_tokens, 4),
-        command=plan.command,
-        versions=provenance.versions(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
-
-
-def _context(plan: Plan) -> int:
-    """The middle of what is decoded."""
-    return int(median(len(p.ids) for p in plan.prompts.rows)) + plan.max_new_tokens // 2
-
-
-def _check_context(contexts: dict[str, int], plan: Plan, drafted: int) -> None:
-    need = plan.prompts.longest + plan.max_new_tokens + drafted
-    for name, context in contexts.items():
-        if need > context:
-            raise UserError(
-                f"a prompt has {plan.prompts.longest} tokens; with {plan.max_new_tokens} more and {drafted} "
-                f"drafted it does not fit the context of {name or 'the target'}, {context}"
-            )
+    note(f"lm-eval on {hub.checkpoint_name(setup.target)} with {name}: {', '.join(generation.registered['tasks'])}")
+    drafter = ModelDrafter(draft, model_vocab_size(target))
+    tokenizer = checkpoint.load_tokenizer(setup.target)
+    generate = engine_generate(target, drafter, max(setup.config.k), tokenizer, setup.sampling.stop_token_ids)
+    return evaluate_tasks(target, setup.target, generation, generate=generate)

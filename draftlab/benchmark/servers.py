@@ -1,206 +1,255 @@
-"""A draft scored through running servers: the target alone in one, the target with its draft in another.
+"""Score a draft through running servers: one runs the target alone, one the target with its draft.
 
-Requests go one at a time, the two in turn. From outside a request is one time: prefill, decoding and transport.
+Requests go one at a time, to both servers in turn. Seen from outside a request is one time: prefill, decoding and
+transport.
 """
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 from draftlab import provenance
-from draftlab.console import note, progress
+from draftlab.config.score import ScoreServersConfig
+from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.generate import Clock
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.model import checkpoint, hub
-from draftlab.prompts import Prompts
+from draftlab.output import Output
+from draftlab.prompts import Prompts, load_prompts
 from draftlab.results.decoding import Counters, ServedGeneration
-from draftlab.results.score import Conditions, Model, Prompt, Score
+from draftlab.results.score import Conditions, Environment, Model, Prompt, Score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 from draftlab.target_outputs.logprob_sources import same_ids
 from draftlab.target_outputs.repeats import distinct_ngrams
 
-PREFIX_HITS = ":prefix_cache_hits_total"  # tokens of prompts, in vLLM
+PREFIX_HITS = ":prefix_cache_hits_total"  # prompt tokens, in vLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to measure. tokenizer: the target's directory, or one with its tokenizer alone."""
+class ServerSetup:
+    """Two servers and what to ask them. tokenizer: the target's directory, or one with its tokenizer alone."""
 
+    config: ScoreServersConfig
     plain: Server
     speculative: Server
     tokenizer: Path
-    draft: str
     prompts: Prompts
-    sampling: SamplingParams
-    repeats: int
-    command: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What one server did. tokens: of the first repeat."""
+@dataclass(slots=True)
+class Answers:
+    """What one server answered. tokens: of the first repeat. counters: those in its answers. before, after: metrics."""
 
-    runs: list[ServedGeneration]
-    tokens: list[list[int]]
-    counters: Counters | None  # None: it did not speculate
-    cached: float  # tokens of prompts that it took from its cache
+    runs: list[ServedGeneration] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    answer_counters: list[Counters] = field(default_factory=list)
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def counters(self) -> Counters | None:
+        """Return how its speculative counters grew, or None where nothing was drafted."""
+        if not self.answer_counters:
+            return spec_decode_counters(self.before, self.after)
+        positions = max(len(c.num_accepted_tokens_per_pos) for c in self.answer_counters)
+        return Counters(
+            num_drafts=sum(c.num_drafts for c in self.answer_counters),
+            num_draft_tokens=sum(c.num_draft_tokens for c in self.answer_counters),
+            num_accepted_tokens_per_pos=[
+                sum(
+                    c.num_accepted_tokens_per_pos[i]
+                    for c in self.answer_counters
+                    if i < len(c.num_accepted_tokens_per_pos)
+                )
+                for i in range(positions)
+            ],
+        )
+
+    @property
+    def cached_prompt_tokens(self) -> float:
+        """Return how many prompt tokens the server took from its prefix cache."""
+        series = [name for name in self.after if name.partition("{")[0].endswith(PREFIX_HITS)]
+        return sum(self.after[name] - self.before.get(name, 0.0) for name in series)
 
 
-def score(plan: Plan, *, out: Path, arguments: dict[str, object], began: float, force: bool) -> Score:
-    """Measure, write out/score.json, and return the score.
+def score(config: ScoreServersConfig, output: Output) -> Score:
+    """Measure, write score.json, and return the score.
 
     Raises:
-        UserError: another vocabulary than the tokenizer's, servers that speculate both or neither, or that served
-            somebody else meanwhile.
+        UserError: another vocabulary than the tokenizer's, servers that both draft or both do not, or that served
+            others at the same time.
     """
-    for server in (plan.plain, plan.speculative):
-        same_ids(server, plan.tokenizer)
-    here = read_environment()
-    warn_if_busy(here)
-    with progress("decode", len(plan.prompts.rows) * plan.repeats) as advance:
-        plain, speculative = measure(plan, lambda done: advance(done, "2 servers each"))
-    found = _score(plan, plain, speculative).model_copy(update={"environment": here})
-    with checkpoint.new_directory(out, force=force) as work:
-        (work / "score.json").write_text(found.model_dump_json(indent=1))
-        inputs = [path for path in (plan.tokenizer, Path(plan.draft)) if path.is_dir()]
-        provenance.write_record(work, "score", arguments, inputs, began)
-    return found
+    setup = set_up(config)
+    for server in (setup.plain, setup.speculative):
+        same_ids(server, setup.tokenizer)
+    environment = read_environment()
+    warn_if_busy(environment)
+    with progress("decode", len(setup.prompts.rows) * config.repeats) as advance:
+        plain, speculative = measure(setup, lambda done: advance(done, "2 servers each"))
+    result = _score(setup, plain, speculative, environment, output.command_line)
+    with output.directory() as work:
+        (work / "score.json").write_text(result.model_dump_json(indent=1))
+        output.record(work, [path for path in (setup.tokenizer, Path(config.draft)) if path.is_dir()])
+    return result
 
 
-def measure(plan: Plan, advance: Callable[[int], None], clock: Clock = time.perf_counter) -> tuple[Measured, Measured]:
-    """Every prompt in both servers, repeats times, in turning order.
+def describe(config: ScoreServersConfig) -> dict[str, object]:
+    """Return what score would do, for a plan."""
+    setup = set_up(config)
+    requests = 2 * config.repeats * len(setup.prompts.rows)
+    return {
+        "servers": f"{setup.plain.describe()}; {setup.speculative.describe()}",
+        "work": f"{requests} requests of at most {config.max_tokens} tokens",
+    }
 
-    Raises:
-        UserError: see score.
-    """
-    prompts = [prompt.ids for prompt in plan.prompts.rows]
-    spare = prompts[0][::-1]  # to warm up: as long as a prompt, and no cached prefix of one
-    arms = (plan.plain, plan.speculative)
 
-    def ask(server: Server, prompt: list[int]) -> tuple[list[int], float, Counters | None]:
-        start = clock()
-        ids, counters = server.generate_ids(prompt, plan.sampling)
-        return ids, clock() - start, counters
+def set_up(config: ScoreServersConfig) -> ServerSetup:
+    """Connect to both servers and read the prompts."""
+    place = config.tokenizer or hub.locate(config.target, weights=False)
+    source = config.data if config.prompt_file else hub.check_data(config.data)
+    plain, speculative = (
+        Server.connect(url, config.served_model, config.api_key_file)
+        for url in (config.server, config.speculative_server)
+    )
+    with note_if_slow(f"reading prompts of {config.prompt_file or source}"):
+        prompts = load_prompts(
+            config.prompt_file, source, checkpoint.load_tokenizer(place), count=config.num_prompts,
+            tokens=config.prompt_tokens, seed=config.seed,
+        )  # fmt: skip
+    return ServerSetup(config=config, plain=plain, speculative=speculative, tokenizer=place, prompts=prompts)
 
-    for server, drafts in zip(arms, (False, True), strict=True):
-        began = _page(server)
-        answers = [counters for *_, counters in [ask(server, spare)] if counters is not None]
-        check_role(server, _counters(answers, began, _page(server)) is not None, drafts)
-    for server in arms:
-        if not warm_up(lambda server=server: ask(server, spare)[1]):
-            note(f"{server.http.url} does not become steady: its times vary by more than a tenth")
-    before = [_page(server) for server in arms]
-    runs: tuple[list[ServedGeneration], ...] = ([], [])
-    tokens: tuple[list[list[int]], ...] = ([], [])
-    counted: tuple[list[Counters], ...] = ([], [])
-    for turn in range(plan.repeats * len(prompts)):
+
+def measure(
+    setup: ServerSetup, advance: Callable[[int], None], clock: Clock = time.perf_counter
+) -> tuple[Answers, Answers]:
+    """Send every prompt to both servers, repeats times, in alternating order. Raises as score."""
+    prompts = [prompt.ids for prompt in setup.prompts.rows]
+    arms = (setup.plain, setup.speculative)
+    _warm_up(setup, prompts[0][::-1], clock)  # as long as a prompt, and no cached prefix of one
+    answers = Answers(before=_metrics(arms[0])), Answers(before=_metrics(arms[1]))
+    for turn in range(setup.config.repeats * len(prompts)):
         repeat, index = divmod(turn, len(prompts))
         for arm in (1, 0) if (repeat + index) % 2 else (0, 1):
-            ids, seconds, counters = ask(arms[arm], prompts[index])
-            runs[arm].append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
-            counted[arm].extend([counters] if counters is not None else [])
+            ids, seconds, counters = _ask(arms[arm], prompts[index], setup.config.sampling, clock)
+            answers[arm].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
+            answers[arm].answer_counters.extend([counters] if counters is not None else [])
             if repeat == 0:
-                tokens[arm].append(ids)
+                answers[arm].tokens.append(ids)
         advance(turn + 1)
-    after = [_page(server) for server in arms]
-    plain, speculative = (
-        Measured(runs=r, tokens=t, counters=_counters(c, b, a), cached=_cached(b, a))
-        for r, t, c, b, a in zip(runs, tokens, counted, before, after, strict=True)
-    )
-    return plain, speculative
+    for server, answer in zip(arms, answers, strict=True):
+        answer.after = _metrics(server)
+    return answers
 
 
 def check_role(server: Server, drafted: bool, should: bool) -> None:
-    """Raises UserError: it drafts and should not, or the other way round."""
+    """Raises UserError: the server drafts and should not, or the other way round."""
     if should and not drafted:
-        raise UserError(f"{server.http.url} has drafted nothing; start it with a draft (docs/servers.md)")
+        raise UserError(
+            f"--speculative-server {server.http.url} drafts nothing; start it with a draft (docs/servers.md)"
+        )
     if drafted and not should:
-        raise UserError(f"{server.http.url} drafts, too; --server is the target alone")
+        raise UserError(f"--server {server.http.url} drafts; it must run the target alone")
 
 
 def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> None:
-    """The tokens that came are the first ones of each answer, one of each step, and those accepted.
+    """Check the tokens received against the counters: the first of each answer, one of each step, and those accepted.
 
     Raises:
-        UserError: the counters grew by more than that, or less, than our requests explain.
+        UserError: the counters do not match our requests, so the server answered others, too.
     """
     tokens = sum(r.tokens for r in runs)
     most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
     if not tokens <= most <= tokens + len(runs) * (counters.k + 1):  # the end of a text cuts its last step
         raise UserError(
-            f"{url} counted {counters.num_drafts:.0f} steps that make {most:.0f} tokens, and {tokens} came: "
-            "it served others meanwhile; have it to yourself"
+            f"{url} counted {counters.num_drafts:.0f} steps, which give {most:.0f} tokens, and {tokens} arrived: it "
+            "answered other requests at the same time; score needs it alone"
         )
 
 
-def _score(plan: Plan, plain: Measured, speculative: Measured) -> Score:
-    counters = speculative.counters
+def _warm_up(setup: ServerSetup, prompt: list[int], clock: Clock) -> None:
+    """Check the roles of the servers with one request each, then warm both up."""
+    for server, should_draft in ((setup.plain, False), (setup.speculative, True)):
+        answers = Answers(before=_metrics(server))
+        *_, counters = _ask(server, prompt, setup.config.sampling, clock)
+        answers.answer_counters += [counters] if counters is not None else []
+        answers.after = _metrics(server)
+        check_role(server, answers.counters is not None, should_draft)
+    for server in (setup.plain, setup.speculative):
+        if not warm_up(lambda server=server: _ask(server, prompt, setup.config.sampling, clock)[1]):
+            note(f"{server.http.url} does not reach a steady state: its times vary by more than a tenth")
+
+
+def _ask(
+    server: Server, prompt: list[int], sampling: SamplingParams, clock: Clock
+) -> tuple[list[int], float, Counters | None]:
+    start = clock()
+    ids, counters = server.generate_ids(prompt, sampling)
+    return ids, clock() - start, counters
+
+
+def _score(setup: ServerSetup, plain: Answers, speculative: Answers, environment: Environment, command: str) -> Score:
+    config, counters = setup.config, speculative.counters
     if counters is None:
-        raise UserError(f"{plan.speculative.http.url} has drafted nothing for these prompts")
-    check_alone(speculative.runs, counters, plan.speculative.http.url)
-    for server, measured in ((plan.plain, plain), (plan.speculative, speculative)):
-        if measured.cached:
+        raise UserError(f"{setup.speculative.http.url} has drafted nothing for these prompts")
+    check_alone(speculative.runs, counters, setup.speculative.http.url)
+    for server, answers in ((setup.plain, plain), (setup.speculative, speculative)):
+        if answers.cached_prompt_tokens:
             note(
-                f"{server.http.url} took {measured.cached:.0f} tokens of prompts from its cache, so that later repeats "
-                "cost less than first ones; vLLM takes --no-enable-prefix-caching"
+                f"{server.http.url} took {answers.cached_prompt_tokens:.0f} prompt tokens from its cache, so later "
+                "repeats cost less than the first; start vLLM with --no-enable-prefix-caching"
             )
-    server, k = plan.speculative, counters.k
     return Score(
-        name=Path(plan.draft).name,
-        target=_model(plan.tokenizer, plan.plain.model),
-        draft=_model(Path(plan.draft), plan.draft),
-        conditions=Conditions(
-            device=f"{server.kind} {server.version}".strip(), dtype="as served", mode="served", threads=None,
-            temperature=plan.sampling.temperature, top_k=plan.sampling.top_k, top_p=plan.sampling.top_p,
-            data=plan.prompts.source, prompts_sha256=plan.prompts.sha256,
-            prompts=len(plan.prompts.rows), prompt_tokens=plan.prompts.tokens, max_tokens=plan.sampling.max_tokens,
-            repeats=plan.repeats, context=None, seed=plan.sampling.seed,
-        ),
-        prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in plan.prompts.rows],
+        name=Path(config.draft).name,
+        target=_model(setup.tokenizer, setup.plain.model),
+        draft=_model(Path(config.draft), config.draft),
+        conditions=_conditions(setup),
+        environment=environment,
+        prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in setup.prompts.rows],
         plain=plain.runs,
-        speculative={k: speculative.runs},
-        counters={k: counters},
-        identical=plain.tokens == speculative.tokens if plan.sampling.temperature == 0 else None,
+        speculative={counters.k: speculative.runs},
+        counters={counters.k: counters},
+        identical=plain.tokens == speculative.tokens if config.temperature == 0 else None,
         distinct_4grams=distinct_ngrams(plain.tokens, 4),
-        command=plan.command,
-        versions=provenance.versions() | {s.kind: s.version for s in (plan.plain, plan.speculative)},
+        command=command,
+        versions=provenance.versions() | {s.kind: s.version for s in (setup.plain, setup.speculative)},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )  # fmt: skip
-
-
-def _page(server: Server) -> dict[str, float]:
-    """Its counters; SGLang's are in its answers."""
-    return {} if server.kind == "sglang" else server.metrics()
-
-
-def _counters(answers: list[Counters], before: Mapping[str, float], after: Mapping[str, float]) -> Counters | None:
-    """From the answers where they hold them, else from the metrics; None where nothing was drafted."""
-    if not answers:
-        return spec_decode_counters(before, after)
-    accepted = [c.num_accepted_tokens_per_pos for c in answers]
-    deepest = max(map(len, accepted))
-    return Counters(
-        num_drafts=sum(c.num_drafts for c in answers),
-        num_draft_tokens=sum(c.num_draft_tokens for c in answers),
-        num_accepted_tokens_per_pos=[
-            sum(c.num_accepted_tokens_per_pos[i] for c in answers if i < len(c.num_accepted_tokens_per_pos))
-            for i in range(deepest)
-        ],
     )
 
 
-def _cached(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    series = [name for name in after if name.partition("{")[0].endswith(PREFIX_HITS)]
-    return sum(after[name] - before.get(name, 0.0) for name in series)
+def _conditions(setup: ServerSetup) -> Conditions:
+    config, server = setup.config, setup.speculative
+    return Conditions(
+        device=f"{server.kind} {server.version}".strip(),
+        dtype="as served",
+        mode="served",
+        threads=None,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        data=setup.prompts.source,
+        prompts_sha256=setup.prompts.sha256,
+        prompts=len(setup.prompts.rows),
+        prompt_tokens=setup.prompts.tokens,
+        max_tokens=config.max_tokens,
+        repeats=config.repeats,
+        context=None,
+        seed=config.seed,
+    )
 
 
-def _model(place: Path, name: str) -> Model:
-    """What can be read of it here: a checkpoint whole, a tokenizer or a mere name only that."""
-    if not (place / "config.json").is_file() or not any(place.glob("*.safetensors")):
+def _metrics(server: Server) -> dict[str, float]:
+    """Return the counters of the server's metrics page; SGLang's are in its answers."""
+    return {} if server.kind == "sglang" else server.metrics()
+
+
+def _model(directory: Path, name: str) -> Model:
+    """Describe a checkpoint if it is here, else its name alone."""
+    if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
-    shape, digest = checkpoint.read_shape(place), provenance.fingerprint(place)
-    return Model(name=hub.checkpoint_name(place), sha256=digest, shape=shape, latency=[], tasks=[])
+    shape, digest = checkpoint.read_shape(directory), provenance.fingerprint(directory)
+    return Model(name=hub.checkpoint_name(directory), sha256=digest, shape=shape, latency=[], tasks=[])

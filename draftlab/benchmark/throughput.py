@@ -1,7 +1,7 @@
 """Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
 
-An arm is plain decoding or one draft at one K. Every repeat goes through all arms for each batch of prompts, in turning
-order, so that drift of the machine falls on all alike.
+An arm is plain decoding, or one draft at one K. Every repeat runs all arms on each batch of prompts, in alternating
+order, so that drift of the machine affects all arms equally.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ PLAIN: Arm = ("", 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the arms produced; tokens are those of the first repeat."""
+    """Timed generations by arm; tokens are those of the first repeat."""
 
     generations: dict[Arm, list[Generation]]
     tokens: dict[Arm, list[list[int]]]
@@ -42,31 +42,29 @@ def measure_throughput(
     drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
     rule: Rule | None = None,
 ) -> Measured:
-    """Decode every prompt in every arm, repeats times, once its first batch takes the same time again.
+    """Decode every prompt in every arm, repeats times, after a warm-up of each arm.
 
-    clock: seconds, by default those of the wall. batch: prompts decoded at once. advance: prompts done. drafters: with
-    the numbers of tokens that each is to draft, beside the models of drafts, which draft ks.
+    clock: in seconds; default: wall time. batch: prompts decoded at once. advance: called with the prompts done.
+    drafters: with their own numbers of tokens to draft, besides the models of drafts, which draft ks.
 
     Raises:
-        UserError: no text goes on behind its first token.
+        UserError: every text ends with its first token.
     """
-    ways = {name: (ModelDrafter(model, model_vocab_size(target)), ks) for name, model in drafts.items()} | dict(
-        drafters or {}
-    )
-    arms = [PLAIN, *((name, k) for name, (_, counts) in ways.items() for k in counts)]
-    proposing = {name: drafter for name, (drafter, _) in ways.items()}
-    decode_arm = _decoder(target, proposing, sampling, clock or clock_for(target.device), rule)
+    runs = {name: (ModelDrafter(model, model_vocab_size(target)), ks) for name, model in drafts.items()}
+    runs |= dict(drafters or {})
+    arms = [PLAIN, *((name, k) for name, (_, counts) in runs.items() for k in counts)]
+    by_name = {name: drafter for name, (drafter, _) in runs.items()}
+    decode_arm = _decoder(target, by_name, sampling, clock or clock_for(target.device), rule)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     for arm in arms:
-        if not warm_up(lambda arm=arm: _passes_seconds(decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))):
-            note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not become steady: its times vary")
+        if not warm_up(lambda arm=arm: _pass_seconds(decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))):
+            note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not reach a steady state: its times vary")
     generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     done = 0
     for repeat in range(repeats):
         for number, group in enumerate(groups):
-            turned = (repeat + number) % 2
-            for arm in reversed(arms) if turned else arms:
+            for arm in reversed(arms) if (repeat + number) % 2 else arms:
                 steps = list(decode_arm(arm, [prompts[i] for i in group], group))
                 for row, index in enumerate(group):
                     own = [step for step in steps if step.row == row]
@@ -77,8 +75,8 @@ def measure_throughput(
             advance(done)
         if all(len(text) < 2 for text in tokens[PLAIN]):
             raise UserError(
-                f"the target answers each of the {len(prompts)} prompts with one token, its end: there is nothing to "
-                "time; a chat model wants prompts in its own format, any other longer ones"
+                f"the target answers each of the {len(prompts)} prompts with one token, its end, so there is nothing "
+                "to time; a chat model needs prompts in its own format, other models longer prompts"
             )
     return Measured(generations=generations, tokens=tokens)
 
@@ -95,20 +93,20 @@ def _decoder(
     return decode_arm
 
 
-def _passes_seconds(steps: Iterator[Step]) -> float:
+def _pass_seconds(steps: Iterator[Step]) -> float:
     return sum(step.draft_seconds + step.verify_seconds for step in steps)
 
 
 def _generation(prompt: int, steps: list[Step]) -> Generation:
-    prefill, decode = steps[0], steps[1:]
+    prefill, decoded = steps[0], steps[1:]
     return Generation(
         prompt=prompt,
         tokens=sum(len(s.tokens) for s in steps),
-        drafted=[s.drafted for s in decode],
-        accepted=[s.accepted for s in decode],
-        emitted=[len(s.tokens) for s in decode],
+        drafted=[s.drafted for s in decoded],
+        accepted=[s.accepted for s in decoded],
+        emitted=[len(s.tokens) for s in decoded],
         prefill_seconds=prefill.verify_seconds + prefill.host_seconds,
-        draft_seconds=sum(s.draft_seconds for s in decode),
-        verify_seconds=sum(s.verify_seconds for s in decode),
-        host_seconds=sum(s.host_seconds for s in decode),
+        draft_seconds=sum(s.draft_seconds for s in decoded),
+        verify_seconds=sum(s.verify_seconds for s in decoded),
+        host_seconds=sum(s.host_seconds for s in decoded),
     )

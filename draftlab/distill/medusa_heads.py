@@ -27,7 +27,7 @@ from draftlab.distill.optimizers import training_dtype
 from draftlab.distill.run import LOG, TrainingResult, claimed_state, fit
 from draftlab.distill.teachers import logits_of
 from draftlab.distill.trainer import DistillStep, TrainingSetup
-from draftlab.engine.drafters.medusa import ahead, write
+from draftlab.engine.drafters.medusa import apply_heads, write
 from draftlab.model import checkpoint, hub, llama
 from draftlab.output import Output
 
@@ -115,7 +115,7 @@ class Heads(nn.Module):
         """Return the inputs of the target's head, [B N, T, D]; the first k positions of head k mean nothing."""
         count = len(self.heads)
         states = self.target(ids[::count])
-        hidden = ahead(states.to(self.heads[0]), torch.stack(list(self.heads))).to(states)  # [B, T, N, D]
+        hidden = apply_heads(states.to(self.heads[0]), torch.stack(list(self.heads))).to(states)  # [B, T, N, D]
         shifted = [head.roll(k, 1) for k, head in enumerate(hidden.unbind(2), 1)]
         return torch.stack(shifted, 1).flatten(0, 1)[: len(ids)]
 

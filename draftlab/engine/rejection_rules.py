@@ -1,9 +1,9 @@
-"""Verify rules beside the plain one: which drafted tokens stand, and what the next one is drawn from. Pure functions.
+"""Verify rules for token trees and blocks: which drafted tokens to accept, and the next token's distribution.
 
-N drafted tokens, V vocab. A rule is handed its chances, so the same function decodes (``Uniforms``) and is proved by
-going through every outcome (tests/test_rules.py). A draft is a tree of nodes: 0 is the text's last token, i + 1 the
-drafted token i; ``parents`` gives of each token the node that it follows, and siblings stand in the order in which they
-were drawn. A chain is the tree 0, 1, 2, ... Row n of p is what the target says behind node n.
+N drafted tokens, V vocab. Pure functions. A rule receives its randomness, so that the same function decodes
+(``Uniforms``) and can be proved lossless by enumerating all outcomes (tests). A draft is a tree of nodes: 0 is the last
+token of the text, i + 1 the drafted token i; ``parents`` has the node that each token follows, and siblings are in the
+order in which they were drawn. A chain is the tree 0, 1, 2, ... Row n of p is the target's distribution after node n.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,87 +14,84 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.verify import draw
-from draftlab.errors import UserError, did_you_mean
 
-HALVINGS = 20  # of the interval in which rho is looked for
-TYPICAL_FLOOR, TYPICAL_SCALE = 0.09, 0.3  # epsilon and delta of Medusa's code (2401.10774)
-LENIENCE = 0.5
+HALVINGS = 20  # of the interval that contains rho
 
 
 class Chance(Protocol):
-    """Where a rule's randomness comes from."""
+    """The randomness of a rule."""
 
     def coin(self, chance: Tensor) -> bool:
-        """True with that chance; above 1 is certain."""
+        """Return True with this probability; above 1 is certain."""
         ...
 
     def pick(self, probabilities: Tensor) -> int:
-        """An id from probabilities [V]."""
+        """Draw an id from probabilities [V]."""
         ...
 
 
 class Uniforms:
-    """Draws in [0, 1), [n], used up one by one; a rule needs at most one per drafted token, and one."""
+    """Uniform draws in [0, 1), [n], used in order; a rule needs at most one per drafted token and one more."""
 
     def __init__(self, uniform: Tensor) -> None:
-        self.left = iter(uniform)
+        self.draws = iter(uniform)
 
     def coin(self, chance: Tensor) -> bool:
-        return bool(next(self.left) < chance)
+        return bool(next(self.draws) < chance)
 
     def pick(self, probabilities: Tensor) -> int:
-        return int(draw(probabilities, next(self.left)))
+        return int(draw(probabilities, next(self.draws)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What was drafted: ids [N], and q [N, V], each row what that token was drawn from, given its elder siblings."""
+    """Drafted tokens: ids [N] and q [N, V], the distributions they were drawn from, given their elder siblings."""
 
     ids: Sequence[int]
     parents: Sequence[int]
-    q: Tensor | None = None  # each token was certain, one-hot
+    q: Tensor | None = None  # deterministic, one-hot
 
     def children(self, node: int) -> list[int]:
-        """Tokens behind a node, and behind its siblings with the same token: they stand for the same text."""
+        """Return the children of a node and of its siblings with the same token, which stand for the same text."""
         same = [node]
         if node:
             same = [i + 1 for i in self.children(self.parents[node - 1]) if self.ids[i] == self.ids[node - 1]]
         return [i for i, parent in enumerate(self.parents) if parent in same]
 
     def path(self, node: int) -> list[int]:
-        """Tokens from the first down to node."""
+        """Return the tokens from the root to node."""
         return [*self.path(self.parents[node - 1]), node - 1] if node else []
 
     def drawn_from(self, token: int, p: Tensor) -> Tensor:
-        """The distribution [V] that a token came from, of p's type."""
+        """Return the distribution [V] that a token was drawn from, of p's dtype."""
         return torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1) if self.q is None else self.q[token]
 
 
-Verdict = tuple[list[int], Tensor]  # drafted tokens that stand, root first; distribution [V] of the next one
+Verdict = tuple[list[int], Tensor]  # accepted tokens, root first; distribution [V] of the next token
 Rule = Callable[[Tensor, Tokens, Chance], Verdict]
 
 
 def recursive(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Siblings tried in turn, each against what the ones before left over of p; one child is Leviathan's rule.
+    """Try siblings in turn, each against the residual of p after those before it; one child is Leviathan's rule.
 
-    The residual of each trial is taken with the distribution that the child was drawn from. So it holds for children
-    drawn independently (SpecInfer, 2305.09781, algorithm 2), for children drawn without replacement (Sequoia,
-    2402.12374) and, with q one-hot, for the m most probable tokens (EAGLE).
+    The residual of each trial uses the distribution that the child was drawn from. This covers children drawn
+    independently (SpecInfer, 2305.09781, algorithm 2), without replacement (Sequoia, 2402.12374) and, with q one-hot,
+    the m most probable tokens (EAGLE).
     """
 
-    def select(rest: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
+    def select(residual: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
         for child in children:
             token, q = tokens.ids[child], tokens.drawn_from(child, p)
-            if chance.coin(rest[token] / q[token]):
-                return child, rest
-            rest = _normalised((rest - q).clamp_min(0), rest)
-        return None, rest
+            if chance.coin(residual[token] / q[token]):
+                return child, residual
+            residual = _normalised((residual - q).clamp_min(0), residual)
+        return None, residual
 
     return _descend(p, tokens, select)
 
 
 def k_sequential(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """SpecTr's selection among children drawn independently from one q (2310.15141, algorithm 3)."""
+    """Select among children drawn independently from one q (SpecTr, 2310.15141, algorithm 3)."""
 
     def select(row: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
         q = tokens.drawn_from(children[0], p)
@@ -105,14 +102,14 @@ def k_sequential(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
                 return child, row
         once = torch.minimum(q, row / rho)
         each = once.sum()
-        taken = once * (_any_of(each, len(children)) / each) if each > 0 else once
-        return None, _normalised((row - taken).clamp_min(0), row)
+        accepted = once * (_any_of(each, len(children)) / each) if each > 0 else once
+        return None, _normalised((row - accepted).clamp_min(0), row)
 
     return _descend(p, tokens, select)
 
 
 def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """The target's own sample is emitted; drafts stand as long as they are it (llama.cpp). Looks at no q."""
+    """Emit the target's own samples, and accept drafted tokens while they equal them (llama.cpp). Ignores q."""
     node = 0
     while True:
         token = chance.pick(p[node])
@@ -123,54 +120,30 @@ def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 
 def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """The chain judged as a whole, never shorter than token by token in expectation (Sun et al. 2403.10444, alg. 2).
+    """Verify a chain as a whole; accepts at least as many tokens as one by one (Sun et al. 2403.10444, alg. 2).
 
     Raises:
         ValueError: not a chain.
     """
     n = len(tokens.ids)
     if list(tokens.parents) != list(range(n)):
-        raise ValueError("block verification judges a chain, not a tree")
+        raise ValueError("block verification needs a chain, not a tree")
     q = [tokens.drawn_from(i, p) for i in range(n)]
-    kept = [torch.ones((), dtype=p.dtype, device=p.device)]
+    accept = [torch.ones((), dtype=p.dtype, device=p.device)]
     for i, token in enumerate(tokens.ids):
-        kept.append((kept[i] * p[i, token] / q[i][token]).clamp_max(1))
-    if chance.coin(kept[n]):
+        accept.append((accept[i] * p[i, token] / q[i][token]).clamp_max(1))
+    if chance.coin(accept[n]):
         return list(range(n)), p[n]
     for length in range(n - 1, 0, -1):
-        left = (kept[length] * p[length] - q[length]).clamp_min(0)
-        total = left.sum()
-        if total > 0 and chance.coin(total / (total + 1 - kept[length])):
-            return list(range(length)), left / total
+        residual = (accept[length] * p[length] - q[length]).clamp_min(0)
+        total = residual.sum()
+        if total > 0 and chance.coin(total / (total + 1 - accept[length])):
+            return list(range(length)), residual / total
     return [], _normalised((p[0] - q[0]).clamp_min(0), p[0])
 
 
-def typical(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """LOSSY. Drafts stand that the target finds probable enough: p > min(eps, delta e^-H(p)) (Medusa, 2401.10774)."""
-
-    def select(row: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
-        entropy = torch.special.entr(row).sum()
-        floor = (TYPICAL_SCALE * torch.exp(-entropy)).clamp_max(TYPICAL_FLOOR)
-        return next((c for c in children if row[tokens.ids[c]] > floor), None), row
-
-    return _descend(p, tokens, select)
-
-
-def lenient(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """LOSSY. Leviathan's rule with q scaled down by a lenience (2211.17192, appendix A.5)."""
-
-    def select(row: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
-        child = children[0]
-        q = LENIENCE * tokens.drawn_from(child, p)
-        if chance.coin(row[tokens.ids[child]] / q[tokens.ids[child]]):
-            return child, row
-        return None, _normalised((row - q).clamp_min(0), row)
-
-    return _descend(p, tokens, select)
-
-
 def smallest_rho(p: Tensor, q: Tensor, n: int) -> float:
-    """The rho in [1, n] that accepts most; any above it is lossless too, none below (SpecTr, theorem 2).
+    """Return the rho in [1, n] that accepts most; larger ones are lossless too, smaller ones not (SpecTr, theorem 2).
 
     Solves 1 - (1 - beta)^n = rho beta with beta(rho) = sum min(q, p / rho), from above.
     """
@@ -190,33 +163,23 @@ RULES: dict[str, Rule] = {
     "match": match,
     "block": block,
     "k-sequential": k_sequential,
-    "typical": typical,
-    "lenient": lenient,
 }
-LOSSY = frozenset({"typical", "lenient"})
-
-
-def rule_named(name: str) -> Rule:
-    """Raises UserError: no such rule."""
-    if name not in RULES:
-        raise UserError(f"no verify rule {name!r}; there are {', '.join(RULES)}{did_you_mean(name, RULES)}")
-    return RULES[name]
 
 
 def _descend(p: Tensor, tokens: Tokens, select: Callable[[Tensor, list[int]], tuple[int | None, Tensor]]) -> Verdict:
     node = 0
     while children := tokens.children(node):
-        child, rest = select(p[node], children)
+        child, residual = select(p[node], children)
         if child is None:
-            return tokens.path(node), rest
+            return tokens.path(node), residual
         node = child + 1
     return tokens.path(node), p[node]
 
 
-def _normalised(left: Tensor, instead: Tensor) -> Tensor:
-    """Where p and q agree up to rounding nothing is left, and rejection had no real chance: instead."""
-    total = left.sum()
-    return left / total if total > 0 else instead
+def _normalised(residual: Tensor, otherwise: Tensor) -> Tensor:
+    """Normalise a residual; where p and q agree up to rounding it is zero, and rejection had no real chance."""
+    total = residual.sum()
+    return residual / total if total > 0 else otherwise
 
 
 def _any_of(chance: Tensor, n: int) -> Tensor:

@@ -10,7 +10,7 @@ from builders import build
 from test_report import ACC, change, model, score
 
 from draftlab.benchmark import lm_eval_model
-from draftlab.benchmark.lm_eval_model import Write, writer
+from draftlab.benchmark.lm_eval_model import Generate, engine_generate
 from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
 from draftlab.engine.generate import ModelDrafter
 from draftlab.errors import UserError
@@ -80,13 +80,13 @@ def task(folder: Path, answers: list[str], until: str = '"\\x00"', sample: str =
 
 def with_draft(pair, name: str, k: int, wrong: bool = False):
     target, draft = (llama.load(pair[n], torch.float32) for n in ("target", name))
-    write = writer(target, ModelDrafter(draft), k, load_tokenizer(pair["target"]), (1,))
+    write = engine_generate(target, ModelDrafter(draft), k, load_tokenizer(pair["target"]), (1,))
     if not wrong:
         return write
     return lambda prompts, how, stops: [[17] * len(text) for text in write(prompts, how, stops)]
 
 
-def evaluate(pair, name: str, limit: int | None = None, write: Write | None = None) -> list[TaskResult]:
+def evaluate(pair, name: str, limit: int | None = None, write: Generate | None = None) -> list[TaskResult]:
     target = llama.load(pair["target"], torch.float32)
     return evaluate_tasks(target, pair["target"], prepare([name], limit=limit), write=write)
 
@@ -127,7 +127,7 @@ def test_a_target_that_transformers_runs_writes_one_prompt_at_a_time(pair, answe
     name = task(tmp_path, answers)
     target = HFDecoder(load_model(pair["target"], torch.float32).eval())
     draft = llama.load(pair["draft"], torch.float32)
-    write = writer(target, ModelDrafter(draft), 3, load_tokenizer(pair["target"]), (1,))
+    write = engine_generate(target, ModelDrafter(draft), 3, load_tokenizer(pair["target"]), (1,))
     tasks = prepare([name], limit=None)
     assert evaluate_tasks(target, pair["target"], tasks, write=write) == evaluate(pair, name)
 

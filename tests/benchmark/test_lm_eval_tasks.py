@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from draftlab.benchmark import lm_eval_model, lm_eval_tasks
 from draftlab.benchmark.code_tasks import LineItem, next_line_items
-from draftlab.benchmark.lm_eval_model import code_model, continuation_log_probs, rows_within, whole_head
+from draftlab.benchmark.lm_eval_model import code_model, continuation_log_probs, batch_size_for, with_whole_head
 from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
 from draftlab.cli import app
 from draftlab.console import heartbeat
@@ -346,7 +346,7 @@ def test_a_model_in_memory_scores_what_hflm_does(
         hflm: Any = HFLM
         golden = lm_eval_tasks._evaluate(hflm(model, tokenizer=tokenizer, batch_size=3), tasks.registered, None, 0)
     assert {result.task for result in golden} == set(KINDS)
-    runs: list[Decoder] = [decoder(place), HFDecoder(model), whole_head(trimmed, place)]
+    runs: list[Decoder] = [decoder(place), HFDecoder(model), with_whole_head(trimmed, place)]
     for run in runs:
         found = evaluate_tasks(run, place, tasks)
         assert [(r.task, r.metric, r.items) for r in found] == [(r.task, r.metric, r.items) for r in golden]
@@ -354,10 +354,10 @@ def test_a_model_in_memory_scores_what_hflm_does(
 
 
 def test_a_batch_is_as_large_as_its_logits_allow():
-    assert rows_within(512, 4096) == 16
-    assert rows_within(2048, 128_256) == 1
+    assert batch_size_for(512, 4096) == 16
+    assert batch_size_for(2048, 128_256) == 1
     assert (
-        2 * 4 * 512 * 49_152 * rows_within(512, 49_152) <= 2e9 < 2 * 4 * 512 * 49_152 * (rows_within(512, 49_152) + 1)
+        2 * 4 * 512 * 49_152 * batch_size_for(512, 49_152) <= 2e9 < 2 * 4 * 512 * 49_152 * (batch_size_for(512, 49_152) + 1)
     )
 
 

@@ -13,14 +13,14 @@ from draftlab.benchmark.layer_search import search_layers
 from draftlab.engine.drafters.cascade import (
     CascadeDrafter,
     ConfidenceStopDrafter,
-    Fallback,
-    less_sure_than,
-    more_entropy_than,
+    FallbackDrafter,
+    confidence_below,
+    entropy_above,
 )
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
-from draftlab.engine.drafters.ngram import LookupDrafter, NgramDrafter, Ngrams
-from draftlab.engine.drafters.tree import TreeDrafter, depths, fastest, full, most_accepted
+from draftlab.engine.drafters.ngram import PromptLookupDrafter, NgramDrafter, NgramModel
+from draftlab.engine.drafters.tree import TreeDrafter, node_depths, fastest_tree, full_tree, best_tree
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import match
 from draftlab.engine.verify import distribution, draw
@@ -47,25 +47,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
 
 
 @pytest.fixture(scope="module")
-def ngrams(models: dict[str, llama.Llama]) -> Ngrams:
+def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
     """Of what the target itself writes."""
     prompts = [[0, i, i + 1] for i in range(3, 9)]
     texts = output_tokens(decode(models["target"], prompts, SamplingParams(max_tokens=60)))
-    return Ngrams(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
+    return NgramModel(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
 DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip", "medusa"]
 DRAFTERS += ["tree top", "tree sampled", "tree distinct"]
 
 
-def drafter(name: str, models: dict[str, llama.Llama], ngrams: Ngrams) -> Drafter:
+def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
     noisy = models["noisy"]
     return {
         "ngram": lambda: NgramDrafter(ngrams),
-        "lookup": lambda: LookupDrafter(),
-        "unsure": lambda: ConfidenceStopDrafter(noisy, VOCAB, less_sure_than(0.3)),
-        "entropy": lambda: ConfidenceStopDrafter(noisy, VOCAB, more_entropy_than(1.0)),
-        "fallback": lambda: Fallback(LookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
+        "lookup": lambda: PromptLookupDrafter(),
+        "unsure": lambda: ConfidenceStopDrafter(noisy, VOCAB, confidence_below(0.3)),
+        "entropy": lambda: ConfidenceStopDrafter(noisy, VOCAB, entropy_above(1.0)),
+        "fallback": lambda: FallbackDrafter(PromptLookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
         "staged": lambda: CascadeDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),
@@ -157,7 +157,7 @@ class Always:
 def test_a_model_that_is_asked_now_and_then_knows_what_was_written_meanwhile(models, temperature):
     """The model is the target, so all that it proposes stands, unless its cache holds what was never written."""
     target = models["target"]
-    proposing = Fallback(Now(), ModelDrafter(target, VOCAB), VOCAB)
+    proposing = FallbackDrafter(Now(), ModelDrafter(target, VOCAB), VOCAB)
     steps = list(
         speculative_decode(target, proposing, PROMPTS, 4, SamplingParams(max_tokens=40, temperature=temperature))
     )
@@ -176,7 +176,7 @@ class Now:
 
 
 def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
-    for unsure, counts in ((less_sure_than(1.1), [1, 1, 1]), (more_entropy_than(-1), [1, 1, 1])):
+    for unsure, counts in ((confidence_below(1.1), [1, 1, 1]), (entropy_above(-1), [1, 1, 1])):
         proposing = ConfidenceStopDrafter(models["noisy"], VOCAB, unsure)
         proposing.reset(3, 40)
         assert proposing.propose(PROMPTS, 4, SamplingParams(), torch.zeros(3, 4)).counts == counts
@@ -184,7 +184,7 @@ def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
 
 def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
     never, model = (
-        ConfidenceStopDrafter(models["noisy"], VOCAB, less_sure_than(0)),
+        ConfidenceStopDrafter(models["noisy"], VOCAB, confidence_below(0)),
         ModelDrafter(models["noisy"], VOCAB),
     )
     found = []
@@ -197,7 +197,7 @@ def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
 
 def test_lookup_copies_behind_the_longest_and_latest_match():
     def copied(text: list[int], count: int) -> list[int]:
-        draft = LookupDrafter().propose([text], count, SamplingParams(), torch.zeros(1, count))
+        draft = PromptLookupDrafter().propose([text], count, SamplingParams(), torch.zeros(1, count))
         return draft.ids[0, : draft.counts[0]].tolist()
 
     assert copied([1, 2, 3, 9, 5, 3, 8, 1, 2, 3], 3) == [9, 5, 3]  # 1 2 3, not the later 3
@@ -209,7 +209,7 @@ def test_lookup_copies_behind_the_longest_and_latest_match():
 def test_kneser_ney_by_hand():
     """Bigrams of a b a b a c: D = n1 / (n1 + 2 n2) = 1 / (1 + 2 * 2) of the kinds ab 2, ba 2, ac 1."""
     a, b, c = 0, 1, 2
-    model = Ngrams(np.array([a, b, a, b, a, c]), 3, 2)
+    model = NgramModel(np.array([a, b, a, b, a, c]), 3, 2)
     before = np.array([1, 1, 1]) + 1e-3  # each token comes behind one other: ba, ab, ac
     before = before / before.sum()
     after_a = np.array([0, 2 - 0.2, 1 - 0.2]) / 3 + 0.2 * 2 / 3 * before
@@ -220,7 +220,7 @@ def test_kneser_ney_by_hand():
 def test_kneser_ney_sums_to_one_and_likes_its_own_text():
     rng = np.random.default_rng(0)
     text = np.cumsum(rng.integers(0, 3, 3000)) % 50
-    model = Ngrams(text, 50, 4)
+    model = NgramModel(text, 50, 4)
     rows = np.stack([model.probabilities(text[max(0, i - 5) : i].tolist()) for i in range(300)])
     np.testing.assert_allclose(rows.sum(1), 1)
     assert (rows > 0).all()
@@ -285,20 +285,20 @@ def test_a_tree_keeps_at_least_what_its_first_branch_keeps(models):
 
 
 def test_trees_are_numbered_level_by_level():
-    assert full([2, 1]) == (0, 0, 1, 2)
-    assert full([1, 3]) == (0, 1, 1, 1)
-    assert depths((0, 0, 1, 2, 3)) == [1, 1, 2, 2, 3]
+    assert full_tree([2, 1]) == (0, 0, 1, 2)
+    assert full_tree([1, 3]) == (0, 1, 1, 1)
+    assert node_depths((0, 0, 1, 2, 3)) == [1, 1, 2, 2, 3]
     with pytest.raises(ValueError, match="level by level"):
         TreeDrafter(Bigrams(DRAFT), 3, (0, 1, 0), "top")
 
 
 def test_the_best_tree_is_found_by_hand():
     ranked = [0.6, 0.2, 0.1]
-    assert most_accepted(ranked, 3, 3) == ((0, 1, 2), pytest.approx(1 + 0.6 + 0.36 + 0.216))
-    parents, tokens = most_accepted(ranked, 5, 2)  # 0.6 0.36 0.2 0.12 0.12: no third level
-    assert sorted(depths(parents)) == [1, 1, 2, 2, 2]
+    assert best_tree(ranked, 3, 3) == ((0, 1, 2), pytest.approx(1 + 0.6 + 0.36 + 0.216))
+    parents, tokens = best_tree(ranked, 5, 2)  # 0.6 0.36 0.2 0.12 0.12: no third level
+    assert sorted(node_depths(parents)) == [1, 1, 2, 2, 2]
     assert tokens == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12 + 0.12)
-    assert most_accepted([0.5, 0.5], 2, 1) == ((0, 0), 2.0)
+    assert best_tree([0.5, 0.5], 2, 1) == ((0, 0), 2.0)
 
 
 def test_no_tree_of_five_tokens_keeps_more():
@@ -314,16 +314,16 @@ def test_no_tree_of_five_tokens_keeps_more():
     every = [()]
     for n in range(5):
         every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
-    assert most_accepted(ranked, 5, 5)[1] == pytest.approx(max(kept(tree) for tree in every))
+    assert best_tree(ranked, 5, 5)[1] == pytest.approx(max(kept(tree) for tree in every))
 
 
 def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cost():
     ranked = [0.7, 0.2, 0.05]
-    assert fastest(ranked, 0.01, lambda width: 1 + 0.5 * (width - 1), 8, 8)[0] == (0,)
-    wide, _ = fastest(ranked, 5.0, lambda width: 1.0, 8, 8)
-    assert max(depths(wide)) < 8
-    long, _ = fastest(ranked, 0.0, lambda width: 1.0, 8, 8)
-    assert max(depths(long)) > max(depths(wide))
+    assert fastest_tree(ranked, 0.01, lambda width: 1 + 0.5 * (width - 1), 8, 8)[0] == (0,)
+    wide, _ = fastest_tree(ranked, 5.0, lambda width: 1.0, 8, 8)
+    assert max(node_depths(wide)) < 8
+    long, _ = fastest_tree(ranked, 0.0, lambda width: 1.0, 8, 8)
+    assert max(node_depths(long)) > max(node_depths(wide))
 
 
 def test_skipping_no_layer_is_the_target_and_shares_its_weights(models):
@@ -356,4 +356,4 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
 
 def test_contexts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="64 bits"):
-        Ngrams(np.zeros(10, dtype=np.int64), 150_000, 5)
+        NgramModel(np.zeros(10, dtype=np.int64), 150_000, 5)

@@ -19,8 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftlab.engine.drafters.ngram import LookupDrafter
-from draftlab.engine.drafters.tree import TreeDrafter, full
+from draftlab.engine.drafters.ngram import PromptLookupDrafter
+from draftlab.engine.drafters.tree import TreeDrafter, full_tree
 from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import distribution, draw, verify
 from draftlab.errors import UserError
@@ -300,8 +300,8 @@ def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, 
     run: Any = {"native": NativeLlama, "graphs": CudaGraphLlama, "hosted": lambda _: HFDecoder(build("llama", 1))}
     model = run[mode](target) if mode in run else target
     drafter = {
-        "tree": lambda: TreeDrafter(drafts["noisy"], 307, full([2, 2, 1]), "top"),
-        "lookup": lambda: LookupDrafter(3),
+        "tree": lambda: TreeDrafter(drafts["noisy"], 307, full_tree([2, 2, 1]), "top"),
+        "lookup": lambda: PromptLookupDrafter(3),
     }.get(mode, lambda: ModelDrafter(drafts["noisy"]))()
     for at in range(0, 14, 3):
         ends = (greedy[at + 2], greedy[at])

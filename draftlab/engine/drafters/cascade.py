@@ -1,4 +1,4 @@
-"""Drafters made of drafters, and a model that stops where it is unsure.
+"""Drafters made of drafters, and drafters that stop early.
 
 B rows, K drafted, V vocab.
 """
@@ -14,48 +14,48 @@ from draftlab.engine.verify import distribution
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 
-Unsure = Callable[[Tensor], Tensor]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
+StopRule = Callable[[Tensor], Tensor]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
 
 
-def less_sure_than(probability: float) -> Unsure:
-    """The most probable token is less probable than that, as transformers' assistant_confidence_threshold."""
-    return lambda p: p.amax(-1) < probability
+def confidence_below(threshold: float) -> StopRule:
+    """Stop when the largest probability is below the threshold, as transformers' assistant_confidence_threshold."""
+    return lambda p: p.amax(-1) < threshold
 
 
-def more_entropy_than(nats: float) -> Unsure:
-    """The draft's entropy is above that; it bounds how often the draft is accepted (SVIP, 2411.18462)."""
+def entropy_above(nats: float) -> StopRule:
+    """Stop when the draft's entropy is above the threshold; it bounds the acceptance rate (SVIP, 2411.18462)."""
     return lambda p: torch.special.entr(p).sum(-1) > nats
 
 
 class ConfidenceStopDrafter(ModelDrafter):
-    """A model that ends its draft behind the first token that it is unsure of.
+    """A draft model that ends its draft after the first token with low confidence.
 
-    That token stays: to drop it for what it is would bias what is emitted.
+    That token stays in the draft: dropping it because of its own probability would bias the output.
     """
 
-    def __init__(self, model: Decoder, vocab: int | None, unsure: Unsure) -> None:
+    def __init__(self, model: Decoder, vocab: int | None, stops: StopRule) -> None:
         super().__init__(model, vocab)
-        self.unsure = unsure
+        self.stops = stops
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits = self.last_logits(texts)[:, -1]
-        going = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
-        choose = Sampler(sampling.unlimited(), self.vocab)
+        active = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
+        sampler = Sampler(sampling.unlimited(), self.vocab)
         ids, q, drafted = [], [], []
-        while len(ids) < count and going.any():
+        while len(ids) < count and active.any():
             if ids:
                 logits = self.next_logits(ids[-1])
-            token, drawn_from = choose(logits, uniform[:, len(ids)])
+            token, drawn_from = sampler(logits, uniform[:, len(ids)])
             ids.append(token)
             q += [] if drawn_from is None else [drawn_from]
-            drafted.append(going)
-            going = going & ~self.unsure(torch.softmax(logits.float(), -1))
+            drafted.append(active)
+            active = active & ~self.stops(torch.softmax(logits.float(), -1))
         counts, self.drafted = torch.stack(drafted).sum(0).tolist(), torch.stack(ids, 1)
         return Draft(ids=self.drafted, q=torch.stack(q, 1) if q else None, counts=counts)
 
 
-class Fallback:
-    """What the first drafter proposes; where it has nothing, what the second does, which is asked only then."""
+class FallbackDrafter:
+    """Proposes what the first drafter proposes, and where it has no draft what the second does."""
 
     def __init__(self, first: Drafter, second: Drafter, vocab: int) -> None:
         self.first, self.second, self.vocab = first, second, vocab
@@ -72,15 +72,15 @@ class Fallback:
         if not any(first.counts):
             return second
         counts = [a or b for a, b in zip(first.counts, second.counts, strict=True)]
-        chosen = torch.tensor(first.counts, device=uniform.device) > 0  # [B]
+        from_first = torch.tensor(first.counts, device=uniform.device) > 0  # [B]
         a, b = (F.pad(d.ids, (0, max(counts) - d.ids.shape[1])) for d in (first, second))
-        ids = torch.where(chosen[:, None], a, b)
+        ids = torch.where(from_first[:, None], a, b)
         if first.q is None and second.q is None:
             return Draft(ids=ids, q=None, counts=counts)
-        both = (self._q(d, wide, sampling) for d, wide in ((first, a), (second, b)))
-        return Draft(ids=ids, q=torch.where(chosen[:, None, None], *both), counts=counts)
+        both = (self._q(draft, padded) for draft, padded in ((first, a), (second, b)))
+        return Draft(ids=ids, q=torch.where(from_first[:, None, None], *both), counts=counts)
 
-    def _q(self, draft: Draft, ids: Tensor, sampling: SamplingParams) -> Tensor:
+    def _q(self, draft: Draft, ids: Tensor) -> Tensor:
         if draft.q is None:
             return F.one_hot(ids, self.vocab).float()
         return F.pad(draft.q, (0, 0, 0, ids.shape[1] - draft.q.shape[1]))
@@ -89,42 +89,41 @@ class Fallback:
 class CascadeDrafter(ModelDrafter):
     """A smaller drafter drafts for the draft model, which drafts for the target (Spector and Re 2023, 2308.04623).
 
-    What comes out are samples of the draft model itself, so its distributions are the q of the outer rule.
+    The output are samples of the draft model itself, so its distributions are the q of the target's rule.
     """
 
-    def __init__(self, model: Decoder, vocab: int | None, inner: Drafter, inner_count: int) -> None:
-        self.inner, self.inner_count = inner, inner_count
+    def __init__(self, model: Decoder, vocab: int | None, inner: Drafter, inner_tokens: int) -> None:
+        self.inner, self.inner_tokens = inner, inner_tokens
         super().__init__(model, vocab)
 
     def reset(self, rows: int, capacity: int) -> None:
-        super().reset(rows, capacity + self.inner_count)
-        self.inner.reset(rows, capacity + self.inner_count)
+        super().reset(rows, capacity + self.inner_tokens)
+        self.inner.reset(rows, capacity + self.inner_tokens)
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
-        written: list[list[int]] = [[] for _ in texts]
+        tokens: list[list[int]] = [[] for _ in texts]
         q: list[list[Tensor]] = [[] for _ in texts]
-        draws = self._draws(uniform)  # [B, K, 2 inner_count + 1]
-        while min(done := list(map(len, written)), default=count) < count:
+        draws = self._draws(uniform)  # [B, K, 2 inner_tokens + 1]
+        while min(done := list(map(len, tokens)), default=count) < count:
             u = draws[torch.arange(len(done)), [min(n, count - 1) for n in done]]
-            so_far = [text + more for text, more in zip(texts, written, strict=True)]
-            inner = self.inner.propose(so_far, self.inner_count, sampling, u[:, : self.inner_count])
+            so_far = [text + more for text, more in zip(texts, tokens, strict=True)]
+            inner = self.inner.propose(so_far, self.inner_tokens, sampling, u[:, : self.inner_tokens])
             fed = [text + more for text, more in zip(so_far, inner.ids.tolist(), strict=True)]
             logits = fit_vocab(self.last_logits(fed, last=inner.ids.shape[1] + 1), self.vocab)
-            for row, (_, tokens) in enumerate(
-                verify_batch(logits, inner, inner.counts, sampling, u[:, self.inner_count :])
-            ):
+            verified = verify_batch(logits, inner, inner.counts, sampling, u[:, self.inner_tokens :])
+            for row, (_, emitted) in enumerate(verified):
                 if done[row] < count:
-                    written[row] += tokens
-                    q[row] += [] if sampling.temperature == 0 else [distribution(logits[row, : len(tokens)], sampling)]
+                    tokens[row] += emitted
+                    q[row] += [] if sampling.temperature == 0 else [distribution(logits[row, : len(emitted)], sampling)]
         return Draft(
-            ids=torch.tensor([tokens[:count] for tokens in written], device=uniform.device),
+            ids=torch.tensor([row[:count] for row in tokens], device=uniform.device),
             q=torch.stack([torch.cat(rows)[:count] for rows in q]) if q[0] else None,
             counts=[count] * len(texts),
         )
 
     def _draws(self, uniform: Tensor) -> Tensor:
-        """More draws than were given, of each row and place their own."""
-        width = 2 * self.inner_count + 1
+        """Expand the draws of each row and position to as many as an inner step needs."""
+        width = 2 * self.inner_tokens + 1
         draws = [
             torch.rand(len(row), width, generator=torch.Generator().manual_seed(int(row[0] * (1 << 24))))
             for row in uniform.cpu()

@@ -10,25 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftlab.config.drafters import PROMPT_LOOKUP_MAX
 from draftlab.engine.generate import Draft
 from draftlab.engine.verify import distribution, draw
 from draftlab.sampling import SamplingParams
 
-LONGEST_MATCH = 3  # tokens that are looked for in the text (Saxena 2023, prompt lookup decoding)
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The n-grams of one length: contexts as sorted numbers, and of each its followers with what they count."""
+    """All n-grams of one length: contexts as sorted numbers, each with its followers and their counts."""
 
     contexts: np.ndarray  # [C] uint64
     offsets: np.ndarray  # [C + 1] into followers
     followers: np.ndarray  # [P]
-    counts: np.ndarray  # [P]; of all but the longest n-grams: how many tokens they come behind
+    counts: np.ndarray  # [P]; for all but the longest n-grams the number of distinct tokens before them
     discount: float
 
     def after(self, context: np.uint64) -> tuple[np.ndarray, np.ndarray] | None:
-        """Followers and their counts; None for a context that the corpus does not have."""
+        """Return the followers of a context and their counts, or None if the corpus does not have it."""
         at = int(np.searchsorted(self.contexts, context))
         if at == len(self.contexts) or self.contexts[at] != context:
             return None
@@ -36,41 +35,41 @@ class Order:
         return self.followers[part], self.counts[part]
 
 
-def fits(vocab: int, order: int) -> bool:
-    """A context of order - 1 tokens can be numbered in 64 bits."""
+def contexts_fit(vocab: int, order: int) -> bool:
+    """Return whether contexts of order - 1 tokens can be numbered in 64 bits."""
     return vocab ** (order - 1) < 1 << 64
 
 
-class Ngrams:
-    """An interpolated Kneser-Ney model (Ney, Essen, Kneser 1994): every token keeps some probability.
+class NgramModel:
+    """An interpolated Kneser-Ney model (Ney, Essen, Kneser 1994): every token has some probability.
 
     p(w | h) = max(c(h w) - D, 0) / c(h) + D N(h) / c(h) p(w | h'), with h' the context without its first token and N(h)
-    its number of followers. Shorter n-grams are counted by what they come behind. D = n1 / (n1 + 2 n2) of each order.
+    its number of followers. Shorter n-grams are counted by the tokens before them. D = n1 / (n1 + 2 n2) of each order.
     """
 
     def __init__(self, ids: np.ndarray, vocab: int, order: int) -> None:
-        """ids: the corpus as one stream [N], at least order tokens. Contexts must fit."""
-        if not fits(vocab, order):
+        """Count the corpus ids [N], one stream of at least order tokens. Raises ValueError: contexts do not fit."""
+        if not contexts_fit(vocab, order):
             raise ValueError(f"contexts of {order - 1} tokens of {vocab} do not fit 64 bits")
         self.vocab = vocab
         grams = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), order)
         self.orders: list[Order] = []
         counts = np.ones(len(grams))
         for _ in range(order - 1):
-            found = _order(_numbers(grams[:, :-1], vocab), grams[:, -1].astype(np.int64), counts)
-            self.orders.append(found[0])
-            grams, counts = grams[found[1]][:, 1:], np.ones(len(found[1]))  # each kind of longer n-gram counts once
-        alone = np.bincount(grams[:, 0].astype(np.int64), minlength=vocab).astype(np.float64) + 1e-3
-        self.alone = alone / alone.sum()
+            ngrams, first = _order(_numbers(grams[:, :-1], vocab), grams[:, -1].astype(np.int64), counts)
+            self.orders.append(ngrams)
+            grams, counts = grams[first][:, 1:], np.ones(len(first))  # each distinct longer n-gram counts once
+        unigrams = np.bincount(grams[:, 0].astype(np.int64), minlength=vocab).astype(np.float64) + 1e-3
+        self.unigrams = unigrams / unigrams.sum()
 
     def probabilities(self, text: Sequence[int]) -> np.ndarray:
-        """Of what follows text, [V]."""
-        p = self.alone
+        """Return the distribution of the token after text, [V]."""
+        p = self.unigrams
         for length, order in enumerate(reversed(self.orders), 1):
-            found = order.after(_number(text[-length:], self.vocab)) if len(text) >= length else None
-            if found is None:
+            after = order.after(_number(text[-length:], self.vocab)) if len(text) >= length else None
+            if after is None:
                 break  # a longer context is not in the corpus either
-            followers, counts = found
+            followers, counts = after
             total = counts.sum()
             p = p * (order.discount * len(followers) / total)
             p[followers] += np.maximum(counts - order.discount, 0) / total
@@ -78,9 +77,9 @@ class Ngrams:
 
 
 class NgramDrafter:
-    """Drafts from an n-gram model, one token after the other."""
+    """Drafts from an n-gram model, token by token."""
 
-    def __init__(self, model: Ngrams) -> None:
+    def __init__(self, model: NgramModel) -> None:
         self.model = model
 
     def reset(self, rows: int, capacity: int) -> None:
@@ -105,13 +104,13 @@ class NgramDrafter:
         return context[len(context) - count :], torch.stack(q) if q else torch.empty(0)
 
 
-class LookupDrafter:
-    """Prompt lookup: copies what came after the last place where the text's last tokens stand, the longest match first.
+class PromptLookupDrafter:
+    """Prompt lookup: copies the tokens after the most recent match of the text's last n-gram, longest n-gram first.
 
-    What is copied goes on into itself, so that a loop is drafted to any length. No match is no draft.
+    The copy continues into itself, so a loop is drafted to any length. No match is no draft.
     """
 
-    def __init__(self, longest: int = LONGEST_MATCH) -> None:
+    def __init__(self, longest: int = PROMPT_LOOKUP_MAX) -> None:
         self.longest = longest
 
     def reset(self, rows: int, capacity: int) -> None:
@@ -126,24 +125,24 @@ class LookupDrafter:
 
     def _copy(self, text: list[int], count: int) -> list[int]:
         ids = np.array(text)
-        behind = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # places behind a match
-        if len(behind) == 0:
+        ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # ends of matches
+        if len(ends) == 0:
             return []
         for n in range(2, self.longest + 1):
-            longer = behind[behind >= n]
+            longer = ends[ends >= n]
             longer = longer[ids[longer - n] == ids[-n]]
             if len(longer) == 0:
                 break
-            behind = longer
-        start = int(behind[-1])
+            ends = longer
+        start = int(ends[-1])
         return (text[start:] * (count // (len(text) - start) + 1))[:count]
 
 
 def _order(contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray) -> tuple[Order, np.ndarray]:
-    """And of each kind of n-gram one place where it stands."""
+    """Return the n-grams of one length, and the position of the first occurrence of each distinct one."""
     sorted_by = np.lexsort((followers, contexts))
     c, f = contexts[sorted_by], followers[sorted_by]
-    first = np.flatnonzero(np.concatenate([[True], (c[1:] != c[:-1]) | (f[1:] != f[:-1])]))  # of each kind
+    first = np.flatnonzero(np.concatenate([[True], (c[1:] != c[:-1]) | (f[1:] != f[:-1])]))  # of each distinct n-gram
     total = np.add.reduceat(counts[sorted_by], first)
     c, f = c[first], f[first]
     starts = np.flatnonzero(np.concatenate([[True], c[1:] != c[:-1]]))
@@ -153,7 +152,7 @@ def _order(contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray) -> t
 
 
 def _numbers(contexts: np.ndarray, vocab: int) -> np.ndarray:
-    """Each context [n - 1] as one number."""
+    """Return each context [n - 1] as one number."""
     number = np.zeros(len(contexts), dtype=np.uint64)
     for column in contexts.T:
         number = number * np.uint64(vocab) + column

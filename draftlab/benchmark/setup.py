@@ -1,0 +1,200 @@
+"""Everything that a score needs besides the models: found and checked before anything is loaded."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from draftlab.benchmark.drafter_factory import check_rule, check_target
+from draftlab.benchmark.lm_eval_tasks import check_tasks
+from draftlab.config import shared
+from draftlab.config.drafters import DrafterSpec, DraftModelSpec, MedusaSpec
+from draftlab.config.score import ScoreConfig
+from draftlab.console import note, note_if_slow
+from draftlab.engine.drafters import medusa
+from draftlab.errors import UserError
+from draftlab.export.hf import parse_quantized_name, write_fake_quantized
+from draftlab.model import Mode, checkpoint, hub, llama, memory
+from draftlab.model.checkpoint import max_model_len
+from draftlab.model.decoder import resolve_mode
+from draftlab.model.size import read_size
+from draftlab.model.tokenizer import common_vocabulary
+from draftlab.prompts import Prompts, load_prompts
+from draftlab.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What to measure. drafts: directories by name. default_draft: of drafters that name none."""
+
+    config: ScoreConfig
+    target: Path
+    drafts: dict[str, Path]
+    default_draft: Path | None
+    drafters: list[DrafterSpec]
+    prompts: Prompts
+    sampling: SamplingParams
+    device: torch.device
+    dtype: torch.dtype
+    mode: Mode
+
+    @property
+    def draft_paths(self) -> list[Path]:
+        """Return the draft models of drafters."""
+        specs = [spec for spec in self.drafters if isinstance(spec, DraftModelSpec)]
+        paths = [hub.locate(spec.draft) if spec.draft else self.default_draft for spec in specs]
+        return [path for path in paths if path is not None]
+
+    @property
+    def inputs(self) -> list[Path]:
+        """Return what the record names as inputs."""
+        heads = [Path(spec.heads) for spec in self.drafters if isinstance(spec, MedusaSpec)]
+        return list(dict.fromkeys([self.target, *self.drafts.values(), *self.draft_paths, *heads]))
+
+    @property
+    def context(self) -> int:
+        """Return the cached tokens in the middle of what is decoded."""
+        return int(median(len(p.ids) for p in self.prompts.rows)) + self.config.max_tokens // 2
+
+    def generations(self) -> int:
+        """Return the largest number of texts that are decoded."""
+        ways = 1 + (len(self.drafts) + len(self.drafters)) * len(self.config.k)
+        return len(self.prompts.rows) * self.config.repeats * ways * len(self.config.batch)
+
+
+def set_up(config: ScoreConfig, *, weights: bool = True) -> Setup:
+    """Resolve names, read the prompts and check that everything fits together.
+
+    weights: False fetches configurations and tokenizers only, for a plan.
+
+    Raises:
+        UserError: a model, prompts or data that cannot be had, or settings that do not fit the models.
+    """
+    target = hub.locate(config.target, weights)
+    source = config.data if config.prompt_file else hub.check_data(config.data)
+    drafts = _drafts_by_name(config.draft, weights)
+    default = next(iter(drafts.values()), None)
+    if default is None and config.needs_default_draft:
+        default = shared.newest_draft()
+        note(f"draft of the drafters: {default}")
+    device = checkpoint.resolve_device(config.device)
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    named = [hub.locate(s.draft, weights) for s in config.drafters if isinstance(s, DraftModelSpec) and s.draft]
+    models = list(dict.fromkeys([*drafts.values(), *([default] if default else []), *named]))
+    for directory in models:
+        common_vocabulary(directory, target)
+    with note_if_slow(f"reading prompts of {config.prompt_file or source}"):
+        prompts = load_prompts(
+            config.prompt_file, source, checkpoint.load_tokenizer(target), count=config.num_prompts,
+            tokens=config.prompt_tokens, seed=config.seed,
+        )  # fmt: skip
+    setup = Setup(
+        config=config, target=target, drafts=drafts, default_draft=default, drafters=config.drafters, prompts=prompts,
+        sampling=replace(config.sampling, stop_token_ids=checkpoint.eos_token_ids(target)), device=device, dtype=dtype,
+        mode=_mode(config, device, dtype, [target, *models] if weights else []),
+    )  # fmt: skip
+    _check(setup)
+    if weights:
+        for directory in (target, *models):
+            checkpoint.check(directory)
+    return setup
+
+
+@contextlib.contextmanager
+def quantized_drafts(setup: Setup) -> Iterator[Setup]:
+    """Yield the setup with copies in place of drafts that are to be rounded, as NAME@q8_0."""
+    drafts = dict(setup.drafts)
+    with contextlib.ExitStack() as stack:
+        for name, path in setup.drafts.items():
+            _, kind = parse_quantized_name(name)
+            if kind is not None:
+                drafts[name] = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
+                drafts[name].mkdir()
+                note(f"{name}: weights rounded to {kind}; its speed here is not llama.cpp's")
+                write_fake_quantized(path, drafts[name], kind)
+        yield replace(setup, drafts=drafts)
+
+
+def check_context(contexts: dict[str, int], setup: Setup, drafted: int) -> None:
+    """Raises UserError: the longest text with its drafted tokens does not fit one of these contexts, by model."""
+    longest, max_tokens = setup.prompts.longest, setup.config.max_tokens
+    for name, context in contexts.items():
+        if longest + max_tokens + drafted > context:
+            raise UserError(
+                f"a prompt has {longest} tokens; with {max_tokens} more and {drafted} drafted it does not fit the "
+                f"context of {name or 'the target'}, {context}"
+            )
+
+
+def check_memory(setup: Setup) -> None:
+    """Raises UserError: weights, caches and logits do not fit what is free; what accelerate spreads is not counted."""
+    config, width = setup.config, setup.dtype.itemsize
+    paths = dict.fromkeys([setup.target, *setup.drafts.values(), *setup.draft_paths])
+    sizes = {path: read_size(path) for path in paths if config.device_map is None or path != setup.target}
+    tokens = max(config.batch) * (setup.prompts.longest + config.max_tokens + max(config.k))
+    pass_tokens = max(max(config.batch) * (max(config.k) + 1), setup.prompts.longest)
+    needs: dict[str, float] = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
+    needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
+    needs["logits"] = 2 * 4 * pass_tokens * checkpoint.vocab_size(setup.target)
+    memory.check_fits(needs, setup.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
+
+
+def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
+    """Return directories by their names, which end in @TYPE where a rounded copy was asked for."""
+    parts = [parse_quantized_name(name) for name in names]
+    paths = [(hub.locate(base, weights), kind) for base, kind in parts]
+    named = {hub.checkpoint_name(path) + (f"@{kind}" if kind else ""): path for path, kind in paths}
+    if len(named) < len(names):
+        raise UserError("two drafts have the same directory name; rename one: " + ", ".join(names))
+    return named
+
+
+def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models: list[Path]) -> Mode:
+    if config.mode != "auto":
+        return config.mode
+    if config.device_map or any(isinstance(spec, MedusaSpec) for spec in config.drafters):
+        return "eager"
+    return resolve_mode(config.mode, device, dtype, models)
+
+
+def _check(setup: Setup) -> None:
+    config = setup.config
+    for batch in config.batch:
+        if len(setup.prompts.rows) % batch:
+            raise UserError(f"{len(setup.prompts.rows)} prompts do not fill batches of {batch}; want a multiple of it")
+    names = [*setup.drafts, *(spec.name for spec in setup.drafters)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
+    _check_drafters(setup)
+    if config.device_map is not None and (setup.mode != "eager" or config.batch != [1]):
+        raise UserError("--device-map has transformers run the target: use --mode eager --batch 1")
+    if config.draft_int8 and setup.mode != "native":
+        raise UserError(f"--draft-int8 needs mode native, and this runs in mode {setup.mode}")
+    contexts = {name: max_model_len(path) for name, path in {"": setup.target, **setup.drafts}.items()}
+    check_context(contexts, setup, max(config.k))
+    check_tasks(config.task_names)  # last: lm-eval reads thousands of files
+
+
+def _check_drafters(setup: Setup) -> None:
+    if not setup.drafters:
+        return
+    layers, vocab = _layers(setup.target), checkpoint.vocab_size(setup.target)
+    for spec in setup.drafters:
+        check_rule(spec, setup.config.rule)
+        check_target(spec, layers, vocab)
+        if isinstance(spec, MedusaSpec):
+            if setup.mode != "eager":
+                raise UserError(f"--drafter {spec.text} reads hidden states, which only mode eager keeps")
+            medusa.read(Path(spec.heads), setup.target)
+
+
+def _layers(target: Path) -> int | None:
+    """Return the target's layers, or None if transformers has to run it."""
+    try:
+        return llama.check_supported(target).layers
+    except UserError:
+        return None

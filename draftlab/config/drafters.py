@@ -1,0 +1,158 @@
+"""Drafters as options: NAME or NAME:KEY=VALUE,... (docs/drafters.md)."""
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from draftlab.errors import UserError, did_you_mean
+from draftlab.files import validation_text
+
+MAX_TREE_TOKENS = 256
+PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
+Siblings = Literal["top", "sampled", "distinct"]
+
+
+def _split(separator: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: value.split(separator) if isinstance(value, str) else value)
+
+
+class DrafterSpec(BaseModel):
+    """One drafter as the user named it. text: as typed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    kind: ClassVar[str]
+    own_engine: ClassVar[bool] = False  # not for models that transformers runs
+
+    text: str
+
+    @property
+    def name(self) -> str:
+        """Return the text as a file name."""
+        return self.text.replace("/", "_")
+
+
+class DraftModelSpec(DrafterSpec):
+    """A drafter with a draft model. draft: its checkpoint; empty: the run's first draft."""
+
+    kind = "model"
+    draft: str = ""
+
+
+class PromptLookupSpec(DrafterSpec):
+    kind = "prompt-lookup"
+    prompt_lookup_max: int = Field(PROMPT_LOOKUP_MAX, ge=1)
+
+
+class NgramSpec(DrafterSpec):
+    """tokens: of the corpus. data: its source; empty: the run's."""
+
+    kind = "ngram"
+    order: int = Field(4, ge=2)
+    tokens: int = Field(2_000_000, ge=1)
+    data: str = ""
+
+
+class FallbackSpec(DraftModelSpec, PromptLookupSpec):
+    """Prompt lookup, and the draft model where it finds nothing."""
+
+    kind = "fallback"
+
+
+class CascadeSpec(DraftModelSpec, NgramSpec):
+    """A draft model that verifies what a cheaper drafter drafts for it, inner_tokens at once."""
+
+    kind = "cascade"
+    inner: Literal["ngram", "prompt-lookup"] = "ngram"
+    inner_tokens: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _corpus_is_used(self) -> Self:
+        idle = self.model_fields_set & {"order", "tokens", "data"}
+        if self.inner != "ngram" and idle:
+            raise ValueError(f"{', '.join(sorted(idle))}: only for inner=ngram")
+        return self
+
+
+class ConfidenceStopSpec(DraftModelSpec):
+    kind = "confidence-stop"
+    threshold: float = Field(0.4, ge=0, le=1)
+
+
+class EntropyStopSpec(DraftModelSpec):
+    """threshold: in nats."""
+
+    kind = "entropy-stop"
+    threshold: float = Field(1.5, ge=0)
+
+
+class LayerSkipSpec(DrafterSpec):
+    """layers: those to keep; none: the fastest set by replay."""
+
+    kind = "layer-skip"
+    own_engine = True
+    layers: Annotated[list[int], _split("+")] = []
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if self.layers != sorted(set(self.layers)):
+            raise ValueError("layers: want each once, in order")
+        return self
+
+
+class MedusaSpec(DrafterSpec):
+    """heads: the output of draftlab medusa."""
+
+    kind = "medusa"
+    own_engine = True
+    heads: str
+
+
+class TreeSpec(DraftModelSpec):
+    """widths: children of each node by depth; none: the fastest tree of at most that many nodes."""
+
+    kind = "tree"
+    own_engine = True
+    widths: Annotated[list[int], _split("x")] = []
+    nodes: int = Field(8, ge=1, le=MAX_TREE_TOKENS)
+    siblings: Siblings = "sampled"
+
+    @model_validator(mode="after")
+    def _is_a_tree(self) -> Self:
+        if self.widths and "nodes" in self.model_fields_set:
+            raise ValueError("nodes: widths decide the number of tokens")
+        tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
+        if min(self.widths, default=1) < 1 or tokens > MAX_TREE_TOKENS:
+            raise ValueError(f"widths: want numbers from 1 on that make at most {MAX_TREE_TOKENS} tokens")
+        return self
+
+
+_SPECS: list[type[DrafterSpec]] = [
+    NgramSpec, PromptLookupSpec, DraftModelSpec, FallbackSpec, CascadeSpec, ConfidenceStopSpec, EntropyStopSpec,
+    LayerSkipSpec, MedusaSpec, TreeSpec,
+]  # fmt: skip
+DRAFTERS = {spec.kind: spec for spec in _SPECS}
+
+
+def parse_drafter(text: str) -> DrafterSpec:
+    """Parse NAME or NAME:KEY=VALUE,...
+
+    Raises:
+        UserError: no such drafter or option, or a value out of range.
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in DRAFTERS:
+        raise UserError(f"--drafter {text}: no drafter {kind!r}{did_you_mean(kind, DRAFTERS)}")
+    spec = DRAFTERS[kind]
+    options: dict[str, Any] = {
+        name: value for name, _, value in (part.partition("=") for part in rest.split(",") if part)
+    }
+    names = [name for name in spec.model_fields if name != "text"]
+    if unknown := [name for name in options if name not in names]:
+        raise UserError(f"--drafter {text}: {kind} has no option {unknown[0]!r}{did_you_mean(unknown[0], names)}")
+    try:
+        return spec(text=text, **options)
+    except ValidationError as error:
+        raise UserError(f"--drafter {text}: {validation_text(error)}") from None

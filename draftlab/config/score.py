@@ -1,0 +1,144 @@
+"""Settings of the commands that measure a draft."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel
+
+from draftlab.config import shared
+from draftlab.config.base import SERVER, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.drafters import DrafterSpec, DraftModelSpec, parse_drafter
+from draftlab.errors import UserError
+from draftlab.model.hub import checkpoint_name
+from draftlab.sampling import SamplingParams
+
+RuleName = Literal["rejection", "match", "block", "recursive", "k-sequential"]
+CODE_TASKS = "code_next_line,code_bits_per_byte"
+
+
+def _known_drafters(texts: list[str]) -> list[str]:
+    for text in texts:
+        try:
+            parse_drafter(text)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+    return texts
+
+
+def _max_tokens() -> Any:
+    return option(128, "Tokens generated after each prompt.", ge=2)
+
+
+class PromptSettings(BaseModel):
+    """Prompts to generate from."""
+
+    data: str = shared.data("Source of held-out text for prompts and code tasks.")
+    prompt_file: Path | None = shared.prompt_file()
+    num_prompts: int | None = option(None, "Number of prompts. Default: all of a file, 16 of a source.", ge=1)
+    prompt_tokens: int | None = option(
+        None, "Cut prompts to this length. Default: 64 for a source, whole prompts of a file.", ge=1, advanced=True
+    )
+
+
+class BarSettings(BaseModel):
+    """Results that a draft must reach; else the command exits with 3."""
+
+    min_speedup: float | None = option(None, "Exit with 3 if a draft stays below this speed-up at every K.")
+    min_acceptance_length: float | None = option(
+        None, "Exit with 3 if a draft stays below this mean acceptance length at every K.", advanced=True
+    )
+
+
+class ScoreConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSettings):
+    """Settings of score."""
+
+    draft: list[str] = option(
+        factory=list, help="Draft; repeat for several. DRAFT@q8_0: rounded as in that GGUF type. Default: the newest."
+    )
+    drafter: Annotated[list[str], AfterValidator(_known_drafters)] = option(
+        factory=list, help="Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several."
+    )
+    target: str = shared.target()
+    k: Numbers = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
+    batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
+    max_tokens: int = _max_tokens()
+    tasks: str = option(CODE_TASKS, "lm-eval tasks, separated by commas; none: no tasks.")
+    task_limit: int = option(200, "Items per task.", ge=1, advanced=True)
+    repeats: int = option(3, "Times that every prompt is decoded in every way.", ge=1, advanced=True)
+    rule: RuleName = option("rejection", "Verify rule for sampled drafts.", panel=shared.SAMPLING, advanced=True)
+    mode: shared.EngineMode = shared.mode()
+    dtype: shared.WeightsDtype = shared.dtype(advanced=True)
+    device: str = shared.device()
+    device_map: str | None = shared.device_map()
+    draft_int8: bool = option(False, "Round the draft's weights to 8 bits; in mode native.", advanced=True)
+    threads: int | None = shared.threads()
+    seed: int = shared.seed()
+
+    only = (
+        Only(("rule", "top_k", "top_p", "min_p"), lambda c: c.temperature > 0, "greedy decoding has no use for it; add --temperature"),
+        Only(("task_limit",), lambda c: c.tasks != "none", "there are no tasks"),
+        Only(("draft_int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
+    )  # fmt: skip
+
+    @property
+    def drafters(self) -> list[DrafterSpec]:
+        return [parse_drafter(text) for text in self.drafter]
+
+    @property
+    def needs_default_draft(self) -> bool:
+        """Whether some drafter needs a draft model and names none."""
+        return any(isinstance(spec, DraftModelSpec) and not spec.draft for spec in self.drafters)
+
+    @property
+    def task_names(self) -> list[str]:
+        return [] if self.tasks == "none" else self.tasks.split(",")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+            max_tokens=self.max_tokens, seed=self.seed,
+        )  # fmt: skip
+
+    def resolved(self) -> "ScoreConfig":
+        if self.draft or self.drafter:
+            return self
+        return self.model_copy(update={"draft": [str(shared.newest_draft())]})
+
+    def default_name(self) -> str:
+        drafts = [checkpoint_name(Path(name)).split("-", 1)[-1] for name in self.draft]
+        return "-".join(["score", *drafts, *(spec.kind for spec in self.drafters)])
+
+
+class ScoreServersConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSettings):
+    """Settings of score-servers."""
+
+    server: str = option(help="http://HOST:PORT of a server that runs the target alone.", panel=SERVER)
+    speculative_server: str = option(
+        help="http://HOST:PORT of a server that runs the target with the draft.", panel=SERVER
+    )
+    served_model: str | None = option(None, "Model of both servers. Default: their first.", panel=SERVER, advanced=True)
+    target: str = shared.target(panel=SERVER)
+    tokenizer: Path | None = option(
+        None, "Directory of the servers' tokenizer, if not that of --target.", panel=SERVER, advanced=True
+    )
+    api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
+    draft: str = option("draft", "Name of the draft, or its directory.")
+    max_tokens: int = _max_tokens()
+    repeats: int = option(3, "Times that every prompt is sent to each server.", ge=1, advanced=True)
+    seed: int = shared.seed()
+
+    only = (
+        Only(("top_k", "top_p", "min_p"), lambda c: c.temperature > 0, "greedy decoding has no use for it; add --temperature"),
+        Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
+    )  # fmt: skip
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+            max_tokens=self.max_tokens, seed=self.seed,
+        )  # fmt: skip
+
+    def default_name(self) -> str:
+        return "score-servers"

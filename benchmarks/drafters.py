@@ -8,9 +8,12 @@ from typing import Annotated
 import typer
 
 from benchmarks import environment
-from draftlab.commands.measure import score
+from draftlab.commands.score import score
 
-DRAFTERS = ["lookup", "fallback", "staged:by=lookup,count=3", "unsure", "skip:layers=0+3+6+7+10", "tree:widths=2x1x1"]
+DRAFTERS = [
+    "prompt-lookup", "fallback", "cascade:inner=prompt-lookup,inner_tokens=3", "confidence-stop",
+    "layer-skip:layers=0+3+6+7+10", "tree:widths=2x1x1",
+]  # fmt: skip
 SUMMARY_TOKENS = 280  # of each prompt; the shortest has 286
 SPEC_BENCH = ("summarization", "math_reasoning")
 
@@ -41,8 +44,8 @@ def main(
     for name, (data, file) in asked.items():
         outcome = score(
             draft=[str(draft)], drafter=["ngram:tokens=1000000", *DRAFTERS], target="tiny", data=data,
-            prompt_file=file, prompt_tokens=SUMMARY_TOKENS if name == "summaries" else None, prompts=prompts,
-            max_new_tokens=new_tokens, k=k, repeats=1, temperature=temperature, tasks="none", threads=1,
+            prompt_file=file, prompt_tokens=SUMMARY_TOKENS if name == "summaries" else None, num_prompts=prompts,
+            max_tokens=new_tokens, k=k, repeats=1, temperature=temperature, tasks="none", threads=1,
             mode="native", dtype="float32", out=folder / name, force=True,
         )  # fmt: skip
         rows = outcome.data["scores"]

@@ -21,6 +21,7 @@ from draftlab.errors import UserError
 SHAPES = ("2x192", "4x192", "12x128")
 KS = "1-6"
 TEXTS = ("--prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
+SCORE_TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-tokens", "96", "--data", "stdlib")
 
 FEW = ("--rows", "16", "--seq-len", "128", "--dtype", "float32")
 
@@ -47,7 +48,7 @@ def main(
         for shape in SHAPES:
             rows = _predicted(work, shape)
             scored = _type(
-                work, "score", "--draft", shape, "--k", KS, *TEXTS, *running, "--repeats", str(repeats),
+                work, "score", "--draft", shape, "--k", KS, *SCORE_TEXTS, *running, "--repeats", str(repeats),
                 "--tasks", "none", "--out", f"score-{shape}", "--json",
             )  # fmt: skip
             found += [_row(shape, row, rows[row["num_speculative_tokens"]]) for row in scored["scores"]]

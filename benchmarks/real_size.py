@@ -216,7 +216,7 @@ def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, ob
     base = int(subprocess.run([sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True).stdout)
     cache = ["cache", "build", "--target", target, "--data", "stdlib", "--sequences", 16, "--out", scratch / "cache"]
     score = [
-        "score", "--target", target, "--draft", draft, "--data", "stdlib", "--prompts", 2, "--max-new-tokens", 16,
+        "score", "--target", target, "--draft", draft, "--data", "stdlib", "--num-prompts", 2, "--max-tokens", 16,
         "--k", 2, "--repeats", 1, "--tasks", "none", "--dtype", "bfloat16", "--out", scratch / "score",
     ]  # fmt: skip
     built, scored = _peak_bytes(cache), _peak_bytes(score)

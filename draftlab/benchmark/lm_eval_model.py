@@ -43,7 +43,7 @@ def engine_generate(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: tuple[int, ...],
 ) -> Generate:
-    """Return generation by the engine, with k drafted tokens per step; transformers' models take one prompt at a time."""
+    """Return generation by the engine, with k drafted tokens per step; HFDecoder takes one prompt at a time."""
 
     def generate(prompts: list[list[int]], sampling: SamplingParams, stops: list[str]) -> list[list[int]]:
         rows = 1 if HFDecoder in (type(target), type(getattr(drafter, "model", None))) else len(prompts)

@@ -84,7 +84,7 @@ def set_up(config: ScoreConfig, *, weights: bool = True) -> Setup:
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     named = [hub.locate(s.draft, weights) for s in config.drafters if isinstance(s, DraftModelSpec) and s.draft]
-    models = list(dict.fromkeys([*drafts.values(), *([default] if default else []), *named]))
+    models: list[Path] = [*drafts.values(), *([default] if default else []), *named]
     for directory in models:
         common_vocabulary(directory, target)
     with note_if_slow(f"reading prompts of {config.prompt_file or source}"):

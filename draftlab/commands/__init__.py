@@ -27,6 +27,7 @@ _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
     "online rollback": online_rollback,
     "medusa": medusa,
     "score": score,
+    "score-servers": score_servers,
     "compare": compare,
     "report": report,
     "profile": profile,

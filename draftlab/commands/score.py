@@ -47,7 +47,8 @@ def missed_bars(name: str, output_differs: bool, speedup: float, length: float, 
 
 def _outcome(scores: "list[Score]", output: Output, bars: BarSettings) -> Outcome:
     from draftlab.results.compare import candidate_of, category_rows, category_table, prompt_rows, rank, verdict_lines
-    from draftlab.results.report import json_rows, score_table
+    from draftlab.results.report import json_rows
+    from draftlab.results.tables import score_table
     from draftlab.results.warnings import score_warnings
 
     missed = []

@@ -16,6 +16,7 @@ from draftlab.commands.latency import law as measure_law
 from draftlab.commands.latency import profile
 from draftlab.commands.measure import score
 from draftlab.commands.prune import prune
+from draftlab.commands.score import score
 from draftlab.commands.shared import (
     Data,
     DryRun,
@@ -245,8 +246,8 @@ class Work:
         chosen = sorted({trial.k for trial in last.trials})
         made = self._once(
             "score", score, draft=[str(self.draft(name, len(found.rungs) - 1)) for name in last.names],
-            target=self.target, data=self.data, k=",".join(map(str, chosen)), prompts=self.prompts,
-            prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, repeats=1, tasks="none",
+            target=self.target, data=self.data, k=",".join(map(str, chosen)),
+            num_prompts=self.prompts, prompt_tokens=PROMPT_TOKENS, max_tokens=NEW_TOKENS, repeats=1, tasks="none",
             seed=self.seed + 1, **self.running,
         )  # fmt: skip
         places = rank([candidate_of(read_score(made / name)) for name in last.names])

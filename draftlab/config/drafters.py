@@ -7,7 +7,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from typing_extensions import Self
 
 from draftlab.errors import UserError, did_you_mean
-from draftlab.files import validation_text
 
 MAX_TREE_TOKENS = 256
 PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
@@ -155,4 +154,13 @@ def parse_drafter(text: str) -> DrafterSpec:
     try:
         return spec(text=text, **options)
     except ValidationError as error:
-        raise UserError(f"--drafter {text}: {validation_text(error)}") from None
+        raise UserError(f"--drafter {text}: {'; '.join(_complaint(dict(item)) for item in error.errors())}") from None
+
+
+def _complaint(item: dict[str, Any]) -> str:
+    """Say what is wrong with one option, as "order: ... (got 1)"."""
+    message = str(item["msg"]).removeprefix("Value error, ").lower()
+    if not item["loc"]:
+        return message
+    value = "" if item["type"] == "missing" else f" (got {item['input']!r})"
+    return f"{item['loc'][0]}: {message}{value}"

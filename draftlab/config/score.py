@@ -1,9 +1,10 @@
 """Settings of the commands that measure a draft."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import BaseModel, model_validator
+from typing_extensions import Self
 
 from draftlab.config import shared
 from draftlab.config.base import SERVER, Numbers, Only, OutputConfig, numbers, option
@@ -14,15 +15,7 @@ from draftlab.sampling import SamplingParams
 
 RuleName = Literal["rejection", "match", "block", "recursive", "k-sequential"]
 CODE_TASKS = "code_next_line,code_bits_per_byte"
-
-
-def _known_drafters(texts: list[str]) -> list[str]:
-    for text in texts:
-        try:
-            parse_drafter(text)
-        except UserError as error:
-            raise ValueError(str(error)) from None
-    return texts
+_GREEDY = "greedy decoding does not use it; add --temperature"
 
 
 def _max_tokens() -> Any:
@@ -55,7 +48,7 @@ class ScoreConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSett
     draft: list[str] = option(
         factory=list, help="Draft; repeat for several. DRAFT@q8_0: rounded as in that GGUF type. Default: the newest."
     )
-    drafter: Annotated[list[str], AfterValidator(_known_drafters)] = option(
+    drafter: list[str] = option(
         factory=list, help="Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several."
     )
     target: str = shared.target()
@@ -75,10 +68,18 @@ class ScoreConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSett
     seed: int = shared.seed()
 
     only = (
-        Only(("rule", "top_k", "top_p", "min_p"), lambda c: c.temperature > 0, "greedy decoding has no use for it; add --temperature"),
+        Only(("rule", "top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
         Only(("task_limit",), lambda c: c.tasks != "none", "there are no tasks"),
         Only(("draft_int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
     )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _drafters_are_known(self) -> Self:
+        try:
+            list(map(parse_drafter, self.drafter))
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
 
     @property
     def drafters(self) -> list[DrafterSpec]:
@@ -100,7 +101,7 @@ class ScoreConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSett
             max_tokens=self.max_tokens, seed=self.seed,
         )  # fmt: skip
 
-    def resolved(self) -> "ScoreConfig":
+    def resolved(self) -> Self:
         if self.draft or self.drafter:
             return self
         return self.model_copy(update={"draft": [str(shared.newest_draft())]})
@@ -129,7 +130,7 @@ class ScoreServersConfig(OutputConfig, PromptSettings, shared.SamplingSettings, 
     seed: int = shared.seed()
 
     only = (
-        Only(("top_k", "top_p", "min_p"), lambda c: c.temperature > 0, "greedy decoding has no use for it; add --temperature"),
+        Only(("top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
         Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
     )  # fmt: skip
 

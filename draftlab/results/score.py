@@ -104,7 +104,6 @@ class Conditions(FileModel):
     batch: int = 1  # prompts decoded at once; each generation gets its share of the batch's seconds
     draft_int8: bool = False  # the draft's weights were rounded to 8 bits
     rule: str = "rejection"  # verification rule; without effect when greedy
-    lossy: bool = False  # the rule changes the output
 
     @property
     def sampling(self) -> SamplingParams:
@@ -114,7 +113,7 @@ class Conditions(FileModel):
     def decoding(self) -> str:
         """How tokens were sampled and verified, in words."""
         rule = "" if self.temperature == 0 or self.mode == "served" else f", rule {self.rule}"
-        return self.sampling.describe() + rule + (" (LOSSY)" if self.lossy else "")
+        return self.sampling.describe() + rule
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
@@ -159,7 +158,7 @@ class Score(FileModel):
     @property
     def output_differs(self) -> bool:
         """Whether the output is not the target's own, so that no speed-up counts."""
-        return self.conditions.lossy or self.identical is False
+        return self.identical is False
 
     @property
     def best_k(self) -> int:
@@ -254,7 +253,7 @@ class Score(FileModel):
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:
             opening = "No clear difference"
-        notice = f"{'LOSSY: the' if self.conditions.lossy else 'The'} output is not the target's own. "
+        notice = "The output is not the target's own. "
         return (
             (notice if self.output_differs else "")
             + f"{opening}: {gain.as_speedup()} at K = {k}, with {self.tokens_per_pass(k):.2f} tokens per target pass "

@@ -44,8 +44,6 @@ def _about_output(score: Score) -> Iterator[str]:
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
         yield f"only {share} of the output's 4-grams are distinct: repetition loops make every draft look good"
-    if score.conditions.lossy:
-        yield f"LOSSY: rule {score.conditions.rule} changes the output, so that no speed-up counts"
 
 
 def _about_conditions(score: Score) -> Iterator[str]:

@@ -83,26 +83,26 @@ def with_draft(pair, name: str, k: int, wrong: bool = False):
     write = engine_generate(target, ModelDrafter(draft), k, load_tokenizer(pair["target"]), (1,))
     if not wrong:
         return write
-    return lambda prompts, how, stops: [[17] * len(text) for text in write(prompts, how, stops)]
+    return lambda prompts, how, stops: [[17] * len(text) for text in generate(prompts, how, stops)]
 
 
 def evaluate(pair, name: str, limit: int | None = None, write: Generate | None = None) -> list[TaskResult]:
     target = llama.load(pair["target"], torch.float32)
-    return evaluate_tasks(target, pair["target"], prepare([name], limit=limit), write=write)
+    return evaluate_tasks(target, pair["target"], prepare([name], limit=limit), generate=generate)
 
 
 def test_the_engine_scores_what_the_target_does_item_by_item(pair, answers, tmp_path, monkeypatch):
     monkeypatch.setattr(lm_eval_model, "ROWS", 2)
     name = task(tmp_path, answers)
-    written = prepare([name, "code_next_line"], limit=2).written
+    generated = prepare([name, "code_next_line"], limit=2).generation
     assert (list(written.registered["tasks"]), written.own["tasks"]) == (["goes_on"], {})
     (alone,) = evaluate(pair, name)
     assert (alone.value, alone.items) == (pytest.approx(0.6), [1, 1, 1, 0, 0])
     for k in (1, 4):
         write = with_draft(pair, "draft", k)
-        assert evaluate(pair, name, write=write) == [alone]
+        assert evaluate(pair, name, generate=generate) == [alone]
     write = with_draft(pair, "draft", 4, wrong=True)
-    (broken,) = evaluate(pair, name, write=write)
+    (broken,) = evaluate(pair, name, generate=generate)
     assert broken.value == 0
 
 
@@ -112,15 +112,15 @@ def test_writing_ends_at_a_stop_that_lies_inside_a_draft(pair, answers, tmp_path
     name = task(tmp_path, [a.split(stop)[0] for a in answers], until=json.dumps(stop))
     (alone,) = evaluate(pair, name)
     write = with_draft(pair, "target", 8)
-    assert evaluate(pair, name, write=write) == [alone]
+    assert evaluate(pair, name, generate=generate) == [alone]
     assert alone.value == pytest.approx(0.6)
-    assert len(write([[0, 5, 6]], SamplingParams(max_tokens=200), [""])[0]) < 20
+    assert len(generate([[0, 5, 6]], SamplingParams(max_tokens=200), [""])[0]) < 20
 
 
 def test_a_task_that_samples_is_refused(pair, answers, tmp_path):
     name = task(tmp_path, answers, sample="true")
     with pytest.raises(UserError, match="must be greedy"):
-        evaluate(pair, name, limit=1, write=with_draft(pair, "draft", 2))
+        evaluate(pair, name, limit=1, generate=with_draft(pair, "draft", 2))
 
 
 def test_a_target_that_transformers_runs_writes_one_prompt_at_a_time(pair, answers, tmp_path):
@@ -129,7 +129,7 @@ def test_a_target_that_transformers_runs_writes_one_prompt_at_a_time(pair, answe
     draft = llama.load(pair["draft"], torch.float32)
     write = engine_generate(target, ModelDrafter(draft), 3, load_tokenizer(pair["target"]), (1,))
     tasks = prepare([name], limit=None)
-    assert evaluate_tasks(target, pair["target"], tasks, write=write) == evaluate(pair, name)
+    assert evaluate_tasks(target, pair["target"], tasks, generate=generate) == evaluate(pair, name)
 
 
 def test_a_score_that_differs_with_the_draft_is_a_warning():

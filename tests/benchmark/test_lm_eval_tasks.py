@@ -261,7 +261,7 @@ def test_a_call_repeats_itself_and_leaves_nothing_behind(checkpoint_dir: Path, c
 
 def test_an_unknown_task_is_refused_with_a_suggestion_before_a_model_is_looked_for():
     for name, near in (("helaswag", "hellaswag"), ("code_nextline", "code_next_line")):
-        with pytest.raises(UserError, match=f"unknown task '{name}'.*did you mean '{near}'"):
+        with pytest.raises(UserError, match=f"--tasks {name}: .*did you mean '{near}'"):
             evaluate(Path("nowhere"), name, 4)
 
 

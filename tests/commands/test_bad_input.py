@@ -138,7 +138,7 @@ CASES = [
     (("report", "empty"), "run draftlab score first"),
     # what does not go together
     (("distill",), "prune"),
-    (("score",), "run draftlab distill first"),
+    (("score",), "distill"),
     (("check",), "run draftlab distill first"),
     (("export",), "run draftlab distill first"),
     (("distill", "--draft", "draft", "--loss", "fk"), "did you mean 'fkl'"),
@@ -156,7 +156,7 @@ CASES = [
     (("export", "draft", "--to", "vllm", "--verify-with", "no-program"), "--verify-with no-program"),
     (("score", "--draft", "draft", "--draft", "draft"), "same directory name"),
     (("score", "--draft", "draft", "--k", "none"), "not a list of numbers"),
-    (("score", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
+    (("score-servers", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
     (("trace", "record", "--server", "http://127.0.0.1:9", "--prompts", "2"), "no answer from http://127.0.0.1:9"),
     (("rollback", "nope"), "nope"),
     (("trim-vocab", "draft"), "--trace is required"),

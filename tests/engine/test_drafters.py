@@ -19,8 +19,8 @@ from draftlab.engine.drafters.cascade import (
 )
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
-from draftlab.engine.drafters.ngram import PromptLookupDrafter, NgramDrafter, NgramModel
-from draftlab.engine.drafters.tree import TreeDrafter, node_depths, fastest_tree, full_tree, best_tree
+from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
+from draftlab.engine.drafters.tree import TreeDrafter, best_tree, fastest_tree, full_tree, node_depths
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import match
 from draftlab.engine.verify import distribution, draw
@@ -288,7 +288,7 @@ def test_trees_are_numbered_level_by_level():
     assert full_tree([2, 1]) == (0, 0, 1, 2)
     assert full_tree([1, 3]) == (0, 1, 1, 1)
     assert node_depths((0, 0, 1, 2, 3)) == [1, 1, 2, 2, 3]
-    with pytest.raises(ValueError, match="level by level"):
+    with pytest.raises(ValueError, match="by level"):
         TreeDrafter(Bigrams(DRAFT), 3, (0, 1, 0), "top")
 
 

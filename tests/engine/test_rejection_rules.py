@@ -16,13 +16,10 @@ from draftlab.engine.rejection_rules import (
     Verdict,
     block,
     k_sequential,
-    lenient,
     match,
     recursive,
-    typical,
 )
 from draftlab.engine.verify import distribution, verify
-from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
 
 Table = Callable[[tuple[int, ...]], Tensor]  # what was written behind the prompt -> distribution [V]
@@ -385,6 +382,25 @@ def rho_of_one(monkeypatch):
     monkeypatch.setattr(rejection_rules, "smallest_rho", lambda p, q, n: 1.0)
 
 
+def typical(p, tokens, chance):
+    """Medusa's typical acceptance (2401.10774), which is lossy: p > min(0.09, 0.3 e^-H(p))."""
+    for n, token in enumerate(tokens.ids):
+        floor = (0.3 * torch.exp(-torch.special.entr(p[n]).sum())).clamp_max(0.09)
+        if p[n][token] <= floor:
+            return list(range(n)), p[n]
+    return list(range(len(tokens.ids))), p[len(tokens.ids)]
+
+
+def lenient(p, tokens, chance):
+    """Leviathan's rule with q scaled down (2211.17192, appendix A.5), which is lossy."""
+    for n, token in enumerate(tokens.ids):
+        q = 0.5 * tokens.drawn_from(n, p)
+        if not chance.coin(p[n][token] / q[token]):
+            residual = (p[n] - q).clamp_min(0)
+            return list(range(n)), residual / residual.sum()
+    return list(range(len(tokens.ids))), p[len(tokens.ids)]
+
+
 BROKEN = {
     "greedy draft, softmax q": (recursive, greedy_with_softmax_q, CHAIN),
     "greedy tree, softmax q": (recursive, greedy_with_softmax_q, TREE),
@@ -489,8 +505,3 @@ def test_rounding_never_makes_an_impossible_token():
 def test_block_refuses_a_tree():
     with pytest.raises(ValueError, match="a chain"):
         block(torch.stack(ROWS[:3]), Tokens(ids=[0, 1], parents=(0, 0)), Never())
-
-
-def test_an_unknown_rule_names_its_neighbour():
-    with pytest.raises(UserError, match="did you mean 'block'"):
-        rejection_rules.rule_named("blok")

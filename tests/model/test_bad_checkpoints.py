@@ -74,7 +74,7 @@ COMMANDS = {
     "masks": "prune-masks --source BAD --layers 2 --steps 1 --batch-size 1 --seq-len 16",
     "distill": "distill --draft BAD --steps 1 --batch-size 1 --seq-len 16",
     "distill from": "distill --draft good --target BAD --steps 1 --batch-size 1 --seq-len 16",
-    "score": "score --draft BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4 --repeats 2 --k 1 --tasks none",
+    "score": "score --draft BAD --num-prompts 2 --prompt-tokens 8 --max-tokens 4 --repeats 2 --k 1 --tasks none",
     "score with": "score --draft good --target BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4 --k 1 --tasks none",
     "trace": "trace record --target BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4",
     "cache": "cache build --target BAD --sequences 2 --seq-len 16 --k 4",

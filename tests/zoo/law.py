@@ -23,7 +23,7 @@ TEXT = "\n\n".join(PART.format(i) for i in range(200))  # 8 % of paragraphs are 
 BRIEF = "--steps 1 --batch-size 2 --training-dtype float32"
 TEACH = f"{BRIEF} --seq-len 32"
 WROTE = "--prompts 2 --prompt-tokens 16 --max-new-tokens 24"
-SCORE = f"score --k 2 --repeats 1 --tasks none {WROTE}"
+SCORE = "score --k 2 --repeats 1 --tasks none --num-prompts 2 --prompt-tokens 16 --max-tokens 24"
 IMPORT = "draftlab import"
 UNPACKED = ("design", "prune depth", "distill", "cache build", "trace record", "score", "profile", "check", "export hf")
 
@@ -78,7 +78,7 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "score": f"{SCORE} {there} --out score",
         "score a batch": f"{SCORE} {there} --batch 2 --out score-batch",
         "score sampled": f"{SCORE} {there} --temperature 1 --out score-sampled",
-        "score without a draft": f"{SCORE} --target M --drafter lookup --out score-lookup",
+        "score without a draft": f"{SCORE} --target M --drafter prompt-lookup --out score-lookup",
         "score compiled": f"{SCORE} {there} --mode native --out score-compiled",
         "profile": "profile M --k 2 --repeats 3 --context 16 --out profile",
         "check": f"check {draft} --target M",

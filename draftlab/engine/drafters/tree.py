@@ -1,6 +1,7 @@
 """Token trees: drafted by a model level by level, and the tree that is worth its time.
 
-B rows, N drafted tokens, V vocab. parents as in generate.Draft: the node that each token follows, 0 the text's last token.
+B rows, N drafted tokens, V vocab. parents as in generate.Draft: the node that
+each token follows, 0 the text's last token.
 """
 
 import heapq

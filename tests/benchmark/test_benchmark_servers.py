@@ -126,7 +126,7 @@ def test_counters_that_others_moved_are_refused(steps, fine):
     if fine:
         check_alone(runs, counters, "http://here")
         return
-    with pytest.raises(UserError, match="http://here .* 40 "):
+    with pytest.raises(UserError, match=r"http://here .* 40 "):
         check_alone(runs, counters, "http://here")
 
 

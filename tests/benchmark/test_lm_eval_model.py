@@ -80,28 +80,28 @@ def task(folder: Path, answers: list[str], until: str = '"\\x00"', sample: str =
 
 def with_draft(pair, name: str, k: int, wrong: bool = False):
     target, draft = (llama.load(pair[n], torch.float32) for n in ("target", name))
-    write = engine_generate(target, ModelDrafter(draft), k, load_tokenizer(pair["target"]), (1,))
+    generate = engine_generate(target, ModelDrafter(draft), k, load_tokenizer(pair["target"]), (1,))
     if not wrong:
-        return write
+        return generate
     return lambda prompts, how, stops: [[17] * len(text) for text in generate(prompts, how, stops)]
 
 
-def evaluate(pair, name: str, limit: int | None = None, write: Generate | None = None) -> list[TaskResult]:
+def evaluate(pair, name: str, limit: int | None = None, generate: Generate | None = None) -> list[TaskResult]:
     target = llama.load(pair["target"], torch.float32)
     return evaluate_tasks(target, pair["target"], prepare([name], limit=limit), generate=generate)
 
 
 def test_the_engine_scores_what_the_target_does_item_by_item(pair, answers, tmp_path, monkeypatch):
-    monkeypatch.setattr(lm_eval_model, "ROWS", 2)
+    monkeypatch.setattr(lm_eval_model, "BATCH_SIZE", 2)
     name = task(tmp_path, answers)
     generated = prepare([name, "code_next_line"], limit=2).generation
-    assert (list(written.registered["tasks"]), written.own["tasks"]) == (["goes_on"], {})
+    assert (list(generated.registered["tasks"]), generated.own["tasks"]) == (["goes_on"], {})
     (alone,) = evaluate(pair, name)
     assert (alone.value, alone.items) == (pytest.approx(0.6), [1, 1, 1, 0, 0])
     for k in (1, 4):
-        write = with_draft(pair, "draft", k)
+        generate = with_draft(pair, "draft", k)
         assert evaluate(pair, name, generate=generate) == [alone]
-    write = with_draft(pair, "draft", 4, wrong=True)
+    generate = with_draft(pair, "draft", 4, wrong=True)
     (broken,) = evaluate(pair, name, generate=generate)
     assert broken.value == 0
 
@@ -111,7 +111,7 @@ def test_writing_ends_at_a_stop_that_lies_inside_a_draft(pair, answers, tmp_path
     stop = answers[0][3]
     name = task(tmp_path, [a.split(stop)[0] for a in answers], until=json.dumps(stop))
     (alone,) = evaluate(pair, name)
-    write = with_draft(pair, "target", 8)
+    generate = with_draft(pair, "target", 8)
     assert evaluate(pair, name, generate=generate) == [alone]
     assert alone.value == pytest.approx(0.6)
     assert len(generate([[0, 5, 6]], SamplingParams(max_tokens=200), [""])[0]) < 20
@@ -127,7 +127,7 @@ def test_a_target_that_transformers_runs_writes_one_prompt_at_a_time(pair, answe
     name = task(tmp_path, answers)
     target = HFDecoder(load_model(pair["target"], torch.float32).eval())
     draft = llama.load(pair["draft"], torch.float32)
-    write = engine_generate(target, ModelDrafter(draft), 3, load_tokenizer(pair["target"]), (1,))
+    generate = engine_generate(target, ModelDrafter(draft), 3, load_tokenizer(pair["target"]), (1,))
     tasks = prepare([name], limit=None)
     assert evaluate_tasks(target, pair["target"], tasks, generate=generate) == evaluate(pair, name)
 
@@ -137,4 +137,4 @@ def test_a_score_that_differs_with_the_draft_is_a_warning():
     lower = TaskResult(task=ACC.task, metric="acc", value=0.6, stderr=None, higher_is_better=True)
     assert score_warnings([change(score(), target=target, speculative_tasks=[ACC])]) == []
     (found,) = score_warnings([change(score(), target=target, speculative_tasks=[lower])])
-    assert "scores 0.600 with it on py_choice, acc, 0.612 alone: not lossless" in found
+    assert all(word in found for word in ("py_choice", "0.600", "0.612"))

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from draftlab.benchmark import lm_eval_model, lm_eval_tasks
 from draftlab.benchmark.code_tasks import LineItem, next_line_items
-from draftlab.benchmark.lm_eval_model import code_model, continuation_log_probs, batch_size_for, with_whole_head
+from draftlab.benchmark.lm_eval_model import batch_size_for, code_model, continuation_log_probs, with_whole_head
 from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
 from draftlab.cli import app
 from draftlab.console import heartbeat
@@ -337,7 +337,7 @@ def test_a_model_in_memory_scores_what_hflm_does(
         text = GOLDEN.format(name=kind, data=tmp_path / "rows.jsonl", cache=tmp_path / "cache", kind=kind, more=more)
         (tmp_path / f"{kind}.yaml").write_text(text)
         names.append(str(tmp_path / f"{kind}.yaml"))
-    monkeypatch.setattr(lm_eval_model, "ROWS", 3)
+    monkeypatch.setattr(lm_eval_model, "BATCH_SIZE", 3)
     tasks = prepare(names, limit=None)
     model, tokenizer = loaded(place)
     trimmed = llama.load(place, torch.float32)
@@ -356,9 +356,8 @@ def test_a_model_in_memory_scores_what_hflm_does(
 def test_a_batch_is_as_large_as_its_logits_allow():
     assert batch_size_for(512, 4096) == 16
     assert batch_size_for(2048, 128_256) == 1
-    assert (
-        2 * 4 * 512 * 49_152 * batch_size_for(512, 49_152) <= 2e9 < 2 * 4 * 512 * 49_152 * (batch_size_for(512, 49_152) + 1)
-    )
+    rows, row_bytes = batch_size_for(512, 49_152), 2 * 4 * 512 * 49_152
+    assert row_bytes * rows <= 2e9 < row_bytes * (rows + 1)
 
 
 def test_the_code_tasks_of_a_mixture_are_of_its_first_source(text_dir: Path):

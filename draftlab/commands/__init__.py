@@ -9,10 +9,10 @@ from draftlab.commands.export import check, export, trim_vocab
 from draftlab.commands.latency import law, law_fit, predict, profile
 from draftlab.commands.legacy import legacy
 from draftlab.commands.make import design, import_checkpoint, init, tokenizer
-from draftlab.commands.measure import score
 from draftlab.commands.medusa import medusa
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.results import compare, report
+from draftlab.commands.score import score, score_servers
 from draftlab.commands.search import search
 from draftlab.commands.train import distill, online_rollback, online_update, train
 

@@ -14,7 +14,6 @@ from draftlab.commands import trace
 from draftlab.commands.cache import build
 from draftlab.commands.latency import law as measure_law
 from draftlab.commands.latency import profile
-from draftlab.commands.measure import score
 from draftlab.commands.prune import prune
 from draftlab.commands.score import score
 from draftlab.commands.shared import (

@@ -46,26 +46,33 @@ def keep_all(shape: Shape) -> Keep:
     )
 
 
-class Cut(Mapping[str, Tensor]):
+class TensorView(Mapping[str, Tensor]):
+    """A lazy view of weights: the tensors of a shape."""
+
+    def __init__(self, weights: Mapping[str, Tensor], shape: Shape) -> None:
+        self.weights, self.shape, self.axes = weights, shape, shape.axes()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+
+class Cut(TensorView):
     """The source's tensors cut to the given shape."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, keep: Keep) -> None:
-        self.weights, self.shape, self.keep = weights, shape, keep
-        self._axes = shape.axes()
+        super().__init__(weights, shape)
+        self.keep = keep
 
     def __getitem__(self, name: str) -> Tensor:
         layer = layer_of(name)
         tensor = self.weights[name if layer is None else name.replace(f".{layer}.", f".{self.keep.layers[layer]}.", 1)]
-        for dim, axis in enumerate(self._axes[name]):
+        for dim, axis in enumerate(self.axes[name]):
             indices = self._indices(axis, layer)
             tensor = tensor if indices is None else tensor.index_select(dim, indices)
         return tensor.contiguous()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
 
     def _indices(self, axis: Axis, layer: int | None) -> Tensor | None:
         """Return the source indices along an axis of a draft's layer, None where nothing is cut."""
@@ -79,7 +86,7 @@ class Cut(Mapping[str, Tensor]):
         return (heads.unsqueeze(1) * self.shape.head_dim + torch.arange(self.shape.head_dim)).flatten()
 
 
-class Rotated(Mapping[str, Tensor]):
+class Rotated(TensorView):
     """The source with its residual stream x written as x R, R [D, D] orthogonal: the same function.
 
     An RMSNorm commutes with a rotation once its scale is moved into the matrices that read it (SliceGPT, 2401.15024,
@@ -90,26 +97,20 @@ class Rotated(Mapping[str, Tensor]):
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, rotation: Tensor) -> None:
         if shape.tied:
             raise ValueError("a tied head cannot absorb the last norm's scale")
-        self.weights, self.rotation = weights, rotation.float()
-        self._axes = shape.axes()
+        super().__init__(weights, shape)
+        self.rotation = rotation.float()
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.weights[name]
-        if name.endswith("norm.weight") and self._axes[name] == ("hidden",):
+        if name.endswith("norm.weight") and self.axes[name] == ("hidden",):
             return torch.ones_like(tensor)
         rotated = tensor.float()
         scale = self._scale(name)
         rotated = rotated if scale is None else rotated * scale
-        for dim, axis in enumerate(self._axes[name]):
+        for dim, axis in enumerate(self.axes[name]):
             if axis == "hidden":
                 rotated = (rotated.movedim(dim, -1) @ self.rotation).movedim(-1, dim)
         return rotated.to(tensor.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
 
     def _scale(self, name: str) -> Tensor | None:
         if name == "lm_head.weight":

@@ -96,7 +96,7 @@ def load_scores(file: Path, facts: dict[str, str]) -> Importance:
         return Importance(**{name: handle.get_tensor(name) for name in Importance.__slots__})
 
 
-Listener = Callable[[Tensor, Tensor], None]  # called with a module's input and output
+Listener = Callable[[Tensor, Tensor], object]  # called with a module's input and output
 
 
 class _Sums:
@@ -113,19 +113,13 @@ class _Sums:
 
     def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
         """Return the submodules of a layer to listen to."""
-
-        def attention(x: Tensor, _: Tensor) -> None:
-            self.attention[index] += _magnitude(x)
-
-        def neurons(x: Tensor, _: Tensor) -> None:
-            self.neurons[index] += _magnitude(x)
-
-        return [
-            (layer.get_submodule("input_layernorm"), self.norm),
-            (layer.get_submodule("post_attention_layernorm"), self.norm),
-            (layer.get_submodule("self_attn.o_proj"), attention),
-            (layer.get_submodule("mlp.down_proj"), neurons),
-        ]
+        listeners: dict[str, Listener] = {
+            "input_layernorm": self.norm,
+            "post_attention_layernorm": self.norm,
+            "self_attn.o_proj": lambda x, _: self.attention[index].add_(_magnitude(x)),
+            "mlp.down_proj": lambda x, _: self.neurons[index].add_(_magnitude(x)),
+        }
+        return [(layer.get_submodule(name), listener) for name, listener in listeners.items()]
 
     def norm(self, x: Tensor, y: Tensor) -> None:
         self.hidden += _magnitude(y)
@@ -144,7 +138,10 @@ class _Sums:
 @contextlib.contextmanager
 def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
     def hook(listener: Listener) -> Callable[..., None]:
-        return lambda _, args, output: listener(args[0], output)
+        def call(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            listener(args[0], output)  # nothing is returned: it would replace the output
+
+        return call
 
     handles = [module.register_forward_hook(hook(listener)) for module, listener in listeners]
     try:

@@ -1,7 +1,7 @@
 """One prune on disk: select what stays, cut, refit, write."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -24,11 +24,10 @@ from draftlab.prune.importance import Importance, calibrate, load_scores, save_s
 from draftlab.prune.masks.hard_concrete import Masks
 from draftlab.prune.masks.training import MASKS_FILE, train_masks
 from draftlab.prune.refit import Agreement, Lockstep
-from draftlab.prune.source import Source, open_source
+from draftlab.prune.source import HELDOUT_TOKENS, Source, open_source
 from draftlab.prune.walk import Walk
 
 KEEP_FILE = "keep.json"
-HELDOUT_TOKENS = 4096
 GREEDY_TOKENS = 4096
 
 
@@ -124,10 +123,11 @@ def _write_draft(
     draft_config = source.config_for(shape, keep.layers)
     draft = Walk(Cut(selection.weights, shape, keep), draft_config, source.dtype, source.device)
     lockstep = Lockstep(source.walk(), draft, layers=keep.layers, basis=selection.basis, settings=config)
-    with output.directory() as work:
+    with output.directory() as work, progress("refit", source.shape.layers) as advance:
         (work / KEEP_FILE).write_text(keep.model_dump_json())
-        tensors = _refitted(lockstep, source, chunks, heldout)
-        size = saving.write_checkpoint(work, draft_config, tensors, source.directory)
+        tensors = lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers"))
+        stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
+        size = saving.write_checkpoint(work, draft_config, stored, source.directory)
         if selection.masks is not None:
             (work / MASKS_FILE).parent.mkdir()
             selection.masks.save(work / MASKS_FILE)
@@ -135,15 +135,6 @@ def _write_draft(
         notes = {"params": shape.params(), "agreement": asdict(agreement) if agreement else None}
         output.record(work, [source.directory], **notes)
     return Pruned(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size)
-
-
-def _refitted(
-    lockstep: Lockstep, source: Source, chunks: list[Tensor], heldout: list[Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the draft's tensors in the dtype that the source is stored in."""
-    with progress("refit", source.shape.layers) as advance:
-        for name, tensor in lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers")):
-            yield name, tensor.to("cpu", source.stored_dtype)
 
 
 def _most_active(config: PruneConfig, source: Source, shape: Shape, chunks: list[Tensor]) -> Selection:
@@ -202,15 +193,13 @@ def _calibration_text(config: PruneConfig | PruneMasksConfig, source: Source) ->
     """Return chunks of token ids [1, seq_len]."""
     if not config.calibrates:
         return []
-    rows = -(-config.calibration_tokens // config.seq_len)
-    tokenizer = checkpoint.load_tokenizer(source.directory)
-    text = open_batches(config.data, tokenizer, rows=rows, seq_len=config.seq_len, steps=1, seed=config.seed)
+    sizes = {"rows": -(-config.calibration_tokens // config.seq_len), "seq_len": config.seq_len}
+    text = open_batches(config.data, checkpoint.load_tokenizer(source.directory), steps=1, seed=config.seed, **sizes)
     return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
 
 
 def _heldout_text(config: CutConfig, source: Source) -> list[Tensor]:
     """Return chunks of token ids [1, seq_len + 1]."""
-    rows = max(1, HELDOUT_TOKENS // config.seq_len)
-    tokenizer = checkpoint.load_tokenizer(source.directory)
-    text = open_heldout(config.data, tokenizer, rows=1, seq_len=config.seq_len, most_rows=rows)
+    sizes = {"rows": 1, "seq_len": config.seq_len, "most_rows": max(1, HELDOUT_TOKENS // config.seq_len)}
+    text = open_heldout(config.data, checkpoint.load_tokenizer(source.directory), **sizes)
     return [torch.from_numpy(batch.ids) for batch in text.batches]

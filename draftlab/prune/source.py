@@ -14,6 +14,8 @@ from draftlab.model.size import read_size
 from draftlab.prune.trial_model import check_buildable, check_prunable
 from draftlab.prune.walk import Walk
 
+HELDOUT_TOKENS = 4096  # on which draft and source are compared
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -92,7 +94,9 @@ def estimate(config: CutConfig) -> dict[str, str]:
         check(shape, llama=not have.options - {"untied"})
     tokens = config.calibration_tokens
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-    streams = dtype_bytes * tokens * (3 * have.hidden + shape.hidden)  # of three places in a layer, and the draft's
+    streams = (
+        dtype_bytes * (tokens + HELDOUT_TOKENS) * (3 * have.hidden + shape.hidden)
+    )  # of three places in a layer, and the draft's
     gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
     if isinstance(config, PruneConfig) and config.depth == "greedy":
         weights += dtype_bytes * have.params()
@@ -100,7 +104,7 @@ def estimate(config: CutConfig) -> dict[str, str]:
         "source": have.describe(),
         "draft": shape.describe(),
         "kv": kv_saving(have, shape),
-        "memory": f"about {(weights + streams + gram + 1e9) / 1e9:.1f} GB",
+        "memory": f"about {(weights + (tokens + HELDOUT_TOKENS) * per_token + gram + 1e9) / 1e9:.1f} GB",
         "compute": f"{2 * tokens * have.flops_per_token(0) / 1e12:,.3g} TFLOP",
         "disk": f"{shape.weight_bytes() / 1e6:,.4g} MB in bf16",
         "tensor parallel": f"splits evenly over {', '.join(map(str, shape.tensor_parallel()))} devices",

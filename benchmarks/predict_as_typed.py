@@ -41,9 +41,9 @@ def main(
             _type(work, "distill", "--draft", f"cut-{shape}", "--steps", str(steps), *FEW, "--out", shape)
         running = ("--mode", mode, "--threads", "1")
         _type(work, "profile", "tiny", *SHAPES, "--k", "6", "--context", "64,112,168", *running, "--out", "profiles")
-        _type(work, "trace", "record", *TEXTS, "--out", "texts")
+        _type(work, "outputs", "build", "--use", "replay", "--num-prompts", *TEXTS[1:], "--out", "texts")
         drafts = [word for shape in SHAPES for word in ("--draft", shape)]
-        _type(work, "trace", "replay", "texts", *drafts, "--k", "6", "--out", "replays")
+        _type(work, "replay", "texts", *drafts, "--k", "6", "--out", "replays")
         found = []
         for shape in SHAPES:
             rows = _predicted(work, shape)

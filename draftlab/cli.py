@@ -27,8 +27,6 @@ from draftlab.recipe import run
 EXIT_USER_ERROR, EXIT_MISSED = 1, 3
 LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
 GROUPS = {
-    "cache": "A target's distributions on disk, to distil from without the target.",
-    "trace": "A target's own output, to measure drafts on without the target.",
     "outputs": "Target outputs on disk: tokens and log-probabilities, to distil from and to measure drafts on.",
     "online": "A draft that follows served traffic.",
 }

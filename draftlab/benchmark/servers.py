@@ -23,8 +23,8 @@ from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.results.score import Conditions, Environment, Model, Prompt, Score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
-from draftlab.target_outputs.logprob_sources import same_ids
 from draftlab.target_outputs.repeats import distinct_ngrams
+from draftlab.target_outputs.targets import check_server_tokenizer
 
 PREFIX_HITS = ":prefix_cache_hits_total"  # prompt tokens, in vLLM
 
@@ -85,7 +85,7 @@ def score(config: ScoreServersConfig, output: Output) -> Score:
     """
     setup = set_up(config)
     for server in (setup.plain, setup.speculative):
-        same_ids(server, setup.tokenizer)
+        check_server_tokenizer(server, setup.tokenizer)
     environment = read_environment()
     warn_if_busy(environment)
     with progress("decode", len(setup.prompts.rows) * config.repeats) as advance:

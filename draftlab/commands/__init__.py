@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from draftlab.commands import cache, trace
+from draftlab.commands import outputs
 from draftlab.commands.base import Command, Outcome
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export, trim_vocab
@@ -40,13 +40,11 @@ _BY_NAME: dict[str, Command | Callable[..., Outcome]] = {
     "train": train,
     "tokenizer": tokenizer,
     "env": env,
-    "cache build": cache.build,
-    "cache verify": cache.verify,
-    "cache info": cache.info,
+    "outputs build": outputs.build,
+    "outputs import": outputs.import_file,
+    "outputs verify": outputs.verify,
+    "outputs info": outputs.info,
+    "replay": outputs.replay,
     "import": import_checkpoint,
-    "trace record": trace.record,
-    "trace import": trace.from_paper,
-    "trace info": trace.info,
-    "trace replay": trace.replay,
 }
 COMMANDS = {name: each if isinstance(each, Command) else legacy(name, each) for name, each in _BY_NAME.items()}

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from draftlab import workspace
-from draftlab.commands import trace
-from draftlab.commands.cache import build
 from draftlab.commands.latency import law as measure_law
 from draftlab.commands.latency import profile
+from draftlab.commands.outputs import build, replay
 from draftlab.commands.prune import prune
 from draftlab.commands.score import score
 from draftlab.commands.shared import (
@@ -274,14 +273,14 @@ class Work:
 
         number, steps, shape = len(found.rungs) - 1, found.rungs[-1].steps, found.shapes[name]
         texts = self._once(
-            "trace", trace.record, target=self.target, data=self.data, prompts=REPLAYED_TEXTS,
+            "trace", build, use="replay", target=self.target, data=self.data, num_prompts=REPLAYED_TEXTS,
             prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, seed=self.seed, dtype=self.running["dtype"],
         )  # fmt: skip
         cache = self._cache(steps) if steps else None
         began = time.time()
         draft = self._cut(name, shape) if cache is None else self._distilled(name, number, steps, cache)
         replayed = self._once(
-            f"replay-{number}/{name}", trace.replay, directory=texts, draft=[str(draft)], k="1",
+            f"replay-{number}/{name}", replay, directory=texts, draft=[str(draft)], k="1",
             dtype=self.running["dtype"],
         )  # fmt: skip
         cost = CostModel.of(priced.law.profile(shape, name), extrapolate=True)
@@ -304,8 +303,9 @@ class Work:
 
     def _cache(self, steps: int) -> Path:
         return self._once(
-            f"cache-{steps}", build, target=self.target, data=self.data, sequences=steps * self.rows, seq_len=SEQ_LEN,
-            k=LISTED, seed=self.seed,
+            f"cache-{steps}", build, target=self.target, data=self.data, num_sequences=steps * self.rows,
+            seq_len=SEQ_LEN,
+            top_logprobs=LISTED, seed=self.seed,
         )  # fmt: skip
 
     def _distilled(self, name: str, rung: int, steps: int, cache: Path) -> Path:

@@ -38,7 +38,7 @@ class CheckConfig(DraftConfig):
 
 
 class TrimVocabConfig(DraftConfig, OutputConfig):
-    trace: Path = option(help="Trace of the target's own text; its most frequent tokens stay.")
+    outputs: Path = option(help="Outputs of the target (draftlab outputs build); its most frequent tokens stay.")
     draft_vocab_size: int = option(help="Tokens that the draft can propose.", ge=1)
 
     def default_name(self) -> str:

@@ -29,7 +29,8 @@ from draftlab.errors import UserError
 from draftlab.files import FileModel, new_directory, validation_text, write_atomic
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
-from draftlab.target_outputs.cache import HELDOUT, check_tokenizer, open_cache, read_manifest, read_shard
+from draftlab.target_outputs.batches import open_stored
+from draftlab.target_outputs.store import HELDOUT, check_tokenizer, read_manifest, read_store
 
 LEDGER, LIVE, VERSIONS = "ledger.json", "live", "versions"
 FEWEST, MOST = 16, 512  # sequences of the newest traffic that judge
@@ -171,9 +172,9 @@ def traffic_setup(config: OnlineConfig, older: list[Path], draft: Path) -> Train
     for stored in (config.outputs, *older):
         if read_manifest(stored).text == "data":
             raise UserError(f"{stored} is of text that the target did not write; store outputs with --text target")
-    sizes = {"rows": config.batch_size, "temperature": config.temperature}
-    base, base_heldout = open_cache(config.outputs, draft, **sizes)
-    opened = {path.name: open_cache(path, draft, **sizes) for path in older}
+    sizes = {"batch_size": config.batch_size, "temperature": config.temperature}
+    base, base_heldout = open_stored(config.outputs, draft, **sizes)
+    opened = {path.name: open_stored(path, draft, **sizes) for path in older}
     if other := next((n for n, (b, _) in opened.items() if b.manifest.vocab != base.manifest.vocab), None):
         raise UserError(f"{other} lists another vocabulary than {config.outputs}")
     tokens = {name: batches.manifest.tokens for name, (batches, _) in opened.items()}
@@ -227,15 +228,10 @@ def _compare(stored: Path, live: Path, candidate: Path, temperature: float, devi
 
 
 def _target_text(stored: Path, temperature: float) -> TargetText:
-    manifest = read_manifest(stored)
-    texts, log_p = [], []
-    for number in range(len(manifest.shards)):
-        shard = read_shard(stored, manifest, number)
-        lse = shard["lse"][..., manifest.temperatures.index(temperature)]  # [R, T]
-        for ids, mask, own, rest in zip(shard["input_ids"], shard["mask"], shard["tok_logp"], lse, strict=True):
-            counted = mask.nonzero()[0]
-            if len(counted) and len(texts) < MOST:
-                first, last = int(counted[0]), int(counted[-1]) + 1
-                texts.append((ids[: first + 1].astype(np.int64), ids[first + 1 : last + 1].astype(np.int64)))
-                log_p.append(own[first:last].astype(np.float64) / temperature - rest[first:last])
+    store = read_store(stored)
+    column, texts, log_p = store.manifest.temperatures.index(temperature), [], []
+    for output in [o for o in store.outputs if len(o.ids)][:MOST]:
+        assert output.top is not None
+        texts.append((output.prompt.astype(np.int64), output.ids.astype(np.int64)))
+        log_p.append(output.top.token.astype(np.float64) / temperature - output.top.normalizers[:, column])
     return TargetText(texts, log_p, temperature)

@@ -6,7 +6,6 @@ B rows, T tokens, N of them that count, D hidden, V vocab, k listed tokens.
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -15,8 +14,9 @@ from transformers import PreTrainedModel
 
 from draftlab.data import Batch
 from draftlab.distill.fused_loss import Dense, TopK
-from draftlab.errors import UserError
 from draftlab.servers.client import Server
+from draftlab.target_outputs.outputs import log_rest
+from draftlab.target_outputs.targets import score_on_server
 
 
 class ListingTeacher(Protocol):
@@ -128,8 +128,8 @@ class ServedTeacher:
         Raises:
             UserError: the server fails, or lists a token beyond the vocabulary.
         """
-        ids, log_p, _ = served_logprobs(self.server, batch, self.k, self.vocab)
-        return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_tail_mass(log_p))))
+        ids, log_p, _ = score_on_server(self.server, batch, self.k, self.vocab)
+        return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_rest(log_p))))
 
 
 def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
@@ -137,38 +137,3 @@ def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
     if isinstance(teacher, Dense):
         return teacher
     return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))
-
-
-def served_logprobs(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ask a server for the k most probable tokens at the positions that count.
-
-    Returns: their ids [N, k] and log-probabilities [N, k], and the log-probabilities of the text's own tokens [N].
-
-    Raises:
-        UserError: the server fails, or lists a token beyond vocab.
-    """
-    counted = batch.mask > 0
-    ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]  # later tokens decide nothing
-    numbers = [number for number, end in enumerate(ends) if end]
-    answers = server.prompt_logprobs([batch.ids[number, : ends[number] + 1].tolist() for number in numbers], k)
-    ids, log_p, own = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)], [np.empty(0, np.float32)]
-    for number, answer in zip(numbers, answers, strict=True):
-        places = counted[number, : ends[number]]
-        ids.append(np.array(answer.top_ids, np.int64)[places])
-        log_p.append(np.array(answer.top_logprobs, np.float32)[places])
-        own.append(np.array(answer.logprobs, np.float32)[places])
-    listed = np.concatenate(ids)
-    check_ids(listed, vocab)
-    return listed, np.concatenate(log_p), np.concatenate(own)
-
-
-def check_ids(listed: np.ndarray, vocab: int) -> None:
-    """Raises UserError: a server lists a token beyond vocab."""
-    if listed.max(initial=0) >= vocab:
-        raise UserError(f"the server lists token {listed.max()}, and the vocabulary has {vocab} tokens")
-
-
-def log_tail_mass(log_p: np.ndarray) -> np.ndarray:
-    """Return the log mass of all unlisted tokens, [N, k] -> [N]; that of 1e-7 where rounding leaves less."""
-    listed = np.logaddexp.reduce(log_p.astype(np.float64), axis=-1)
-    return np.log(-np.expm1(np.minimum(listed, -1e-7))).astype(np.float32)

@@ -31,8 +31,9 @@ from draftlab.model.tokenizer import check_embeds, known_ids
 from draftlab.model.weights import Weights
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
-from draftlab.target_outputs.cache import open_cache
-from draftlab.target_outputs.logprob_sources import same_ids, vocab_of
+from draftlab.target_outputs.batches import open_stored
+from draftlab.target_outputs.store import logits_of
+from draftlab.target_outputs.targets import check_server_tokenizer
 
 EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = 48, 64, 64  # texts of the target for acceptance length
 HELDOUT_ROWS = 64
@@ -46,7 +47,7 @@ def stored_setup(outputs: Path, draft: Path, *, loss: str, batch_size: int, temp
         UserError: another vocabulary, unfinished or corrupt outputs, or a temperature that they do not hold.
     """
     check_embeds(draft)
-    batches, heldout = open_cache(outputs, draft, rows=batch_size, temperature=temperature)
+    batches, heldout = open_stored(outputs, draft, batch_size=batch_size, temperature=temperature)
     teacher, parsed = StoredTeacher(batches.manifest.vocab), parse_loss(loss)
     return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=parsed, temperature=temperature)
 
@@ -57,10 +58,10 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
     Raises:
         UserError: another tokenizer, or a server that cannot score given text.
     """
-    same_ids(server, draft)
+    check_server_tokenizer(server, draft)
     if not server.adapter.has_prompt_logprobs:
         raise UserError(f"{server.kind} does not score given text; store target outputs, or use vLLM or SGLang")
-    return ServedTeacher(server, k, vocab_of(draft))
+    return ServedTeacher(server, k, logits_of(draft))
 
 
 def text_setup(

@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.llama import HEAD_IDS
 from draftlab.output import Output
-from draftlab.target_outputs.traces import read_trace
+from draftlab.target_outputs.store import read_store
 
 
 def trim_vocab(config: TrimVocabConfig, output: Output) -> tuple[int, float]:
@@ -27,12 +27,12 @@ def trim_vocab(config: TrimVocabConfig, output: Output) -> tuple[int, float]:
     """
     draft = config.draft_directory()
     vocab = checkpoint.vocab_size(draft)
-    texts = [text.ids for text in read_trace(config.trace).texts]
+    texts = [text.ids for text in read_store(config.outputs).outputs]
     special = [i for i in checkpoint.special_ids(checkpoint.load_tokenizer(draft)).values() if i is not None]
     ids, coverage = frequent_ids(texts, config.draft_vocab_size, vocab, special)
     with output.directory() as work:
         write(draft, work, ids)
-        output.record(work, [draft, config.trace], coverage=coverage)
+        output.record(work, [draft, config.outputs], coverage=coverage)
     return vocab, coverage
 
 
@@ -53,7 +53,7 @@ def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: Se
     if not len(special) < size < vocab:
         raise UserError(f"--draft-vocab-size {size}: want more than {len(special)} and less than {vocab}")
     if len(texts) < 2:
-        raise UserError(f"--trace has {len(texts)} texts, which say too little about the target; record more prompts")
+        raise UserError(f"--outputs has {len(texts)} texts, which say too little about the target; build with more prompts")
 
     def top(some: Sequence[np.ndarray]) -> np.ndarray:
         counts = np.bincount(np.concatenate(some).astype(np.int64), minlength=vocab)[:vocab].astype(np.float64)

@@ -1,49 +1,49 @@
-"""A draft replayed over a trace: one teacher-forced pass over each text, and what it says of every way to draft.
+"""Replay of a draft over stored target outputs: one teacher-forced pass per text gives acceptance for every K.
 
 R texts, n tokens of a text, K drafted.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from draftlab import provenance
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
+from draftlab.config.outputs import ReplayConfig
+from draftlab.console import progress
+from draftlab.engine.batch_generate import FinishReason
 from draftlab.errors import UserError
-from draftlab.files import read_model
+from draftlab.files import FileModel, read_model
 from draftlab.intervals import Interval, ratio_intervals
-from draftlab.model import checkpoint, decoder
+from draftlab.model import checkpoint, decoder, hub
 from draftlab.model.tokenizer import common_vocabulary
+from draftlab.output import Output
 from draftlab.results.decoding import Acceptance
 from draftlab.sampling import SamplingParams
+from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.repeats import DEGENERATE, Repeats, repeats
-from draftlab.target_outputs.traces import Decoding, Stop, Text, Trace
+from draftlab.target_outputs.store import StoredOutputs, read_store
 
 FILE = "replay.json"
 Rule = Literal["rejection", "match"]
 First = Literal["prefill", "prompt"]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ReplayedText(_Frozen):
-    """What the draft makes of one text: lists of one entry for each token that the target wrote, [n]."""
+class ReplayedText(FileModel):
+    """The draft on one text: lists of one entry for each token that the target wrote, [n]."""
 
     number: int  # of the prompt in its file
     category: str
     prompt_tokens: int
-    stop: Stop
+    finish_reason: FinishReason
     chances: list[float]  # that the token came from the draft
     ranks: list[int]  # of the token in the draft's distribution, 0 the most probable
     top: list[float]  # the draft's largest probability in its place, at temperature 1
@@ -51,17 +51,17 @@ class ReplayedText(_Frozen):
     longest_repeat: int
 
     @model_validator(mode="after")
-    def _one_each(self) -> "ReplayedText":
+    def _equally_long(self) -> "ReplayedText":
         if not len(self.chances) == len(self.ranks) == len(self.top):
-            raise ValueError("chances, ranks and top have one entry for each token")
+            raise ValueError("chances, ranks and top must have one entry for each token")
         return self
 
 
-class Replay(_Frozen):
-    """One draft on one trace. replay.json; every statistic is derived from it.
+class Replay(FileModel):
+    """One draft on one store, replay.json; every statistic is derived from it.
 
-    rule: what the chances are of; rejection: min(1, q / p); match: the draft's token stands where it is the target's
-    own sample, q. A greedy draft has q = 0 or 1.
+    rule: which chances these are; rejection: min(1, q / p); match: q, for the draft's token is accepted where it is the
+    target's own sample. A greedy draft has q = 0 or 1.
     """
 
     version: Literal[1] = 1
@@ -70,9 +70,9 @@ class Replay(_Frozen):
     dtype: str
     target: str
     target_sha256: str | None
-    trace_sha256: str
+    outputs_sha256: str
     tokenizer_sha256: str
-    decoding: Decoding  # of the target
+    sampling: SamplingParams  # of the target
     rule: Rule
     draft_temperature: float
     texts: list[ReplayedText]
@@ -81,22 +81,22 @@ class Replay(_Frozen):
     created: str
 
     def chances(self, first: First = "prefill") -> list[np.ndarray]:
-        """Of each text, [n]. With prefill the first token comes from the target's pass over the prompt: [n - 1]."""
+        """Return the chances of each text, [n]; with prefill, the target's prefill gives the first token: [n - 1]."""
         return [np.array(t.chances[_skipped(first) :]) for t in self.texts]
 
     def contexts(self, first: First = "prefill") -> list[np.ndarray]:
-        """Tokens before each that chances speaks of: what caches hold, and the one that is fed."""
+        """Return the number of tokens before each chance: those in the KV caches, and the one that is fed."""
         skipped = _skipped(first)
         return [t.prompt_tokens + np.arange(skipped, len(t.chances)) for t in self.texts]
 
     def padded(self, first: First = "prefill") -> Texts:
-        """For the functions of draftlab.engine.replay, with where the length limit stood."""
-        skipped, longest = _skipped(first), self.decoding.max_new_tokens
-        limits = [len(t.chances) if t.stop == "length" else longest for t in self.texts]
+        """Return the texts for draftlab.acceptance.expected, with the length limits."""
+        skipped, longest = _skipped(first), self.sampling.max_tokens
+        limits = [len(t.chances) if t.finish_reason == "length" else longest for t in self.texts]
         return expected.texts_of(self.chances(first), np.array(limits) - skipped)
 
     def counts(self, drafting: "Drafting", first: First = "prefill") -> Counts:
-        """Expected counts of every text under one way to draft."""
+        """Return the expected counts of every text under one way to draft."""
         texts, skipped = self.padded(first), _skipped(first)
         if drafting.widths:
             ranks = expected.padded([np.array(t.ranks[skipped:]) for t in self.texts])
@@ -118,15 +118,14 @@ class Replay(_Frozen):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """A way to draft: k tokens, or up to k as long as the draft is sure, or a tree with widths by depth."""
+    """A way to draft: k tokens, or up to k while the draft is confident, or a tree with widths by depth."""
 
     k: int
     confidence: float | None = None
     keep_unsure: bool = True
     widths: tuple[int, ...] = ()
 
-    @property
-    def words(self) -> str:
+    def describe(self) -> str:
         if self.widths:
             return "tree " + "x".join(map(str, self.widths))
         return str(self.k) if self.confidence is None else f"up to {self.k}"
@@ -150,7 +149,7 @@ class Row:
             "group": self.group,
             "texts": self.texts,
             "num_speculative_tokens": self.drafting.k,
-            "drafting": self.drafting.words,
+            "drafting": self.drafting.describe(),
             **self.acceptance.model_dump(),
             "tokens_per_pass": self.tokens_per_pass.model_dump(),
             "mean_acceptance_length_interval": self.length.model_dump(),
@@ -159,83 +158,106 @@ class Row:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How to replay. draft_temperature None: as the target; the target's top-k and top-p go for the draft, too."""
-
-    rule: Rule
-    draft_temperature: float | None
-    dtype: torch.dtype
-    device: torch.device
-    command: str
-
-
-def check(trace: Trace, draft: Path, plan: Plan) -> int:
-    """Whether the draft and the rule fit the trace, before any model is loaded; the logits that count.
+def replay(config: ReplayConfig, output: Output) -> dict[str, Replay]:
+    """Replay drafts over a store and write one replay.json for each; return them by the drafts' names.
 
     Raises:
-        UserError: another tokenizer, ids that the draft does not have, or log-probabilities that the rule cannot use.
+        UserError: drafts of one name, or a draft or rule that does not fit the stored outputs.
     """
-    how, manifest = trace.manifest.decoding, trace.manifest
-    fits = how.temperature == 0 or manifest.logprobs == "sampled" or (manifest.logprobs == "raw" and how.plain)
-    if plan.rule == "rejection" and _draft_warp(how, plan).temperature > 0 and not fits:
+    store = read_store(config.directory)
+    if config.category is not None:
+        store = store.of_category(config.category)
+    drafts = {hub.checkpoint_name(place): place for place in map(hub.locate, config.draft)}
+    if len(drafts) < len(config.draft):
+        raise UserError(f"two drafts have the same directory name; rename one: {', '.join(config.draft)}")
+    for draft in drafts.values():
+        check(store, draft, config)
+    replays = {name: replay_draft(store, draft, config, output.command_line) for name, draft in drafts.items()}
+    with output.directory() as work:
+        for name, each in replays.items():
+            (work / name).mkdir()
+            (work / name / FILE).write_text(each.model_dump_json())
+        output.record(work, [config.directory, *drafts.values()])
+    return replays
+
+
+def check(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
+    """Return how many logits count, after checking that a draft and the rule fit the outputs; no model is loaded.
+
+    Raises:
+        UserError: text that the target did not write, another tokenizer, ids that the draft does not have, or
+            log-probabilities that the rule cannot use.
+    """
+    sampling = _target_sampling(store)
+    fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
+    fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
+    if config.rule == "rejection" and _draft_sampling(sampling, config).temperature > 0 and not fits:
         raise UserError(
-            f"{trace.directory} was {how.words()} and holds {manifest.logprobs} log-probabilities; --rule rejection "
-            "needs those of the distribution that was sampled from: take --rule match, or record at temperature 1"
+            f"{store.directory} was sampled at {sampling.describe()} and has {store.manifest.logprobs} "
+            "log-probabilities; --rule rejection needs those of the distribution that was sampled from: take "
+            "--rule match, or build it at temperature 1"
         )
-    size = common_vocabulary(draft, trace.vocabulary)
-    for text in trace.texts:
+    size = common_vocabulary(draft, store.vocabulary)
+    for text in store.outputs:
         largest = max(int(text.prompt.max()), int(text.ids.max(initial=0)))
         if largest >= size:
-            raise UserError(f"text {text.number} of {trace.directory} has the id {largest}, {draft} only {size}")
+            raise UserError(f"text {text.number} of {store.directory} has the id {largest}; {draft} has only {size}")
     return size
 
 
-def replay_draft(trace: Trace, draft: Path, plan: Plan, advance: Callable[[int, str], None]) -> Replay:
-    """One pass of the draft over every text of the trace."""
-    vocab = check(trace, draft, plan)
-    model = decoder.load(draft, plan.dtype, plan.device)
-    warp = _draft_warp(trace.manifest.decoding, plan)
-    pairs = [(t.prompt, t.ids) for t in trace.texts]
-    found = score_tokens(model, pairs, vocab, warp, lambda done: advance(done, "texts"))
-    certain = plan.rule == "match" or trace.manifest.decoding.temperature == 0
-    loops = repeats([t.ids for t in trace.texts])
-    texts = [
-        _replayed(text, expected.chances(one.logprobs, np.zeros(len(text.ids)) if certain else text.log_p), one, loop)
-        for text, one, loop in zip(trace.texts, found, loops, strict=True)
-    ]
-    manifest = trace.manifest
+def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, command: str = "") -> Replay:
+    """Run one pass of the draft over every text of the store."""
+    vocab, sampling, manifest = check(store, draft, config), _target_sampling(store), store.manifest
+    device = checkpoint.resolve_device(config.device)
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    model = decoder.load(draft, dtype, device)
+    draft_sampling = _draft_sampling(sampling, config)
+    pairs = [(t.prompt, t.ids) for t in store.outputs]
+    with progress(f"replay {hub.checkpoint_name(draft)}", len(pairs)) as advance:
+        scores = score_tokens(model, pairs, vocab, draft_sampling, lambda done: advance(done, "texts"))
+    certain = config.rule == "match" or sampling.temperature == 0
+    loops = repeats([t.ids for t in store.outputs])
+    texts = [_replayed(*each, certain=certain) for each in zip(store.outputs, scores, loops, strict=True)]
     return Replay(
-        draft=draft.name,
+        draft=hub.checkpoint_name(draft),
         draft_sha256=provenance.fingerprint(draft),
-        dtype=checkpoint.dtype_name(plan.dtype),
+        dtype=checkpoint.dtype_name(dtype),
         target=manifest.target,
         target_sha256=manifest.target_sha256,
-        trace_sha256=provenance.fingerprint(trace.directory),
+        outputs_sha256=provenance.fingerprint(store.directory),
         tokenizer_sha256=manifest.tokenizer_sha256,
-        decoding=manifest.decoding,
-        rule=plan.rule,
-        draft_temperature=warp.temperature,
+        sampling=sampling,
+        rule=config.rule,
+        draft_temperature=draft_sampling.temperature,
         texts=texts,
-        command=plan.command,
+        command=command,
         versions=provenance.versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
 def read_replay(path: Path) -> Replay:
-    """replay.json; raises as read_model."""
-    return read_model(Replay, path, FILE, "; draftlab trace replay writes one")
+    """Read replay.json; raises as read_model."""
+    return read_model(Replay, path, FILE, "; draftlab replay writes one")
 
 
-def rows_of(found: Replay, ways: list[Drafting], first: First) -> list[Row]:
-    """All texts under each way to draft; then under the last one those of each category, and without the loops."""
-    counted = [found.counts(way, first) for way in ways]
-    everything = np.arange(len(found.texts))
+def draftings(config: ReplayConfig) -> list[Drafting]:
+    """Return the ways to draft that the settings name."""
+    if config.tree is not None:
+        return [Drafting(k=len(config.tree), widths=tuple(config.tree))]
+    keep = config.unsure == "keep"
+    return [Drafting(k=k, confidence=config.confidence, keep_unsure=keep) for k in config.k]
+
+
+def rows_of(replayed: Replay, ways: Sequence[Drafting], first: First) -> list[Row]:
+    """Return all texts under each way to draft; then, under the last, each category, and all texts without loops."""
+    counted = [replayed.counts(way, first) for way in ways]
+    everything = np.arange(len(replayed.texts))
     rows = [_row("all", counts, everything, way) for counts, way in zip(counted, ways, strict=True)]
-    groups = {name: np.flatnonzero(found.categories == name) for name in sorted(set(found.categories)) if name}
-    if found.degenerate.any() and not found.degenerate.all():
-        groups["without loops"] = np.flatnonzero(~found.degenerate)
+    names = sorted({name for name in replayed.categories if name})
+    groups = {name: np.flatnonzero(replayed.categories == name) for name in names}
+    if replayed.degenerate.any() and not replayed.degenerate.all():
+        groups["without loops"] = np.flatnonzero(~replayed.degenerate)
     return rows + [_row(name, counted[-1], which, ways[-1]) for name, which in groups.items()]
 
 
@@ -251,23 +273,34 @@ def _row(group: str, counts: Counts, which: np.ndarray, way: Drafting) -> Row:
     )  # fmt: skip
 
 
-def _replayed(text: Text, chances: np.ndarray, one: TokenLogprobs, loop: Repeats) -> ReplayedText:
+def _replayed(text: TargetOutput, score: TokenLogprobs, loop: Repeats, *, certain: bool) -> ReplayedText:
+    log_p = np.zeros(len(text.ids)) if certain or text.logprobs is None else text.logprobs
     return ReplayedText(
         number=text.number,
         category=text.category,
         prompt_tokens=len(text.prompt),
-        stop=text.stop,
-        chances=np.round(chances, 8).tolist(),
-        ranks=one.ranks.tolist(),
-        top=np.round(one.max_probs.astype(np.float64), 8).tolist(),
+        finish_reason=text.finish_reason,
+        chances=np.round(expected.chances(score.logprobs, log_p), 8).tolist(),
+        ranks=score.ranks.tolist(),
+        top=np.round(score.max_probs.astype(np.float64), 8).tolist(),
         distinct_4grams=loop.distinct_4grams,
         longest_repeat=loop.longest_repeat,
     )
 
 
-def _draft_warp(how: Decoding, plan: Plan) -> SamplingParams:
-    own = how.temperature if plan.draft_temperature is None else plan.draft_temperature
-    return SamplingParams(temperature=own, top_k=how.top_k, top_p=how.top_p)
+def _target_sampling(store: StoredOutputs) -> SamplingParams:
+    """Raises UserError: the target did not write the text, or nobody knows how it sampled."""
+    if store.manifest.text == "data":
+        raise UserError(f"{store.directory} is of data that the target only read; build it with --use replay")
+    if store.manifest.sampling is None:
+        raise UserError(f"{store.directory} is a server's log, which does not say how the target sampled")
+    return store.manifest.sampling
+
+
+def _draft_sampling(sampling: SamplingParams, config: ReplayConfig) -> SamplingParams:
+    """Return how the draft samples: as the target, but for its own temperature."""
+    own = sampling.temperature if config.draft_temperature is None else config.draft_temperature
+    return replace(sampling, temperature=own)
 
 
 def _skipped(first: First) -> int:

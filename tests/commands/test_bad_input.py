@@ -57,8 +57,8 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "score.json").write_text('{"version": 1}')
     (space / "replay.json").write_text("{}")
     (space / "profile.yaml").write_text("kind: measured\n")
-    (space / "broken-cache").mkdir()
-    (space / "broken-cache/manifest.json").write_text("{}")
+    (space / "broken-outputs").mkdir()
+    (space / "broken-outputs/manifest.json").write_text("{}")
     (space / "program").write_text("#!/bin/sh\nexit 1\n")
     return space
 
@@ -92,8 +92,8 @@ CASES = [
     (("export", "torn"), "not a readable safetensors file"),
     (("distill", "--draft", "opt", "--steps", "1"), "opt has no tokenizer"),
     (("score", "--draft", "opt"), "opt has no tokenizer"),
-    (("trace", "record", "--target", "nope"), "no checkpoint at nope"),
-    (("cache", "build", "--target", "nope", "--sequences", "1"), "no checkpoint at nope"),
+    (("outputs", "build", "--use", "replay", "--target", "nope"), "no checkpoint at nope"),
+    (("outputs", "build", "--target", "nope", "--num-sequences", "1"), "no checkpoint at nope"),
     (("init", "--preset", "nope", "--force"), "no preset 'nope'; known: "),
     (("design", "--params", "1m", "--source", "nope"), "no checkpoint at nope"),
     (("profile", "nope"), "nope"),
@@ -119,17 +119,20 @@ CASES = [
     (("prune", "--layers", "2", "--data", "none.jsonl"), "none.jsonl"),
     (("tokenizer", "--data", "nope", "--out", "x"), "neither a built-in source nor a file"),
     (("train", "--data", "stdlib", "--out", "x"), "--model"),
-    (("trace", "record", "--prompt-file", "nope.jsonl"), "nope.jsonl"),
-    (("trace", "record", "--prompt-file", "broken.jsonl"), "broken.jsonl"),
-    (("trace", "record", "--prompt-file", "prompts.jsonl"), "prompts.jsonl"),
-    (("trace", "record", "--prompt-file", "prompts.jsonl", "--data", "stdlib"), "give prompts one way"),
-    (("trace", "info", "nope"), "nope"),
-    (("trace", "info", "broken-cache"), "broken-cache"),
-    (("trace", "replay", "nope", "--draft", "draft"), "nope"),
-    (("trace", "import", "nope", "--prompt-file", "prompts.jsonl", "--tokenizer", "draft"), "prompts.jsonl"),
-    (("cache", "info", "nope"), "nope"),
-    (("cache", "info", "broken-cache"), "broken-cache"),
-    (("cache", "verify", "nope"), "nope"),
+    (("outputs", "build", "--use", "replay", "--prompt-file", "nope.jsonl"), "nope.jsonl"),
+    (("outputs", "build", "--use", "replay", "--prompt-file", "broken.jsonl"), "broken.jsonl"),
+    (("outputs", "build", "--use", "replay", "--prompt-file", "prompts.jsonl"), "prompts.jsonl"),
+    (("outputs", "build", "--use", "replay", "--prompt-file", "prompts.jsonl", "--data", "stdlib"), "--data: "),
+    (("replay", "nope", "--draft", "draft"), "nope"),
+    (("outputs", "import", "nope", "--tokenizer", "draft"), "nope: No such file"),
+    (
+        ("outputs", "import", "nope", "--format", "paper", "--prompt-file", "prompts.jsonl", "--tokenizer", "draft"),
+        "prompts.jsonl",
+    ),
+    (("outputs", "info"), "DIRECTORY is required"),
+    (("outputs", "info", "nope"), "nope"),
+    (("outputs", "info", "broken-outputs"), "broken-outputs"),
+    (("outputs", "verify", "nope"), "nope"),
     (("distill", "--draft", "draft", "--outputs", "nope"), "nope"),
     (("predict", "--draft-profile", "nope.yaml", "--target-profile", "nope.yaml", "--alpha", "0.5"), "nope.yaml"),
     (("predict", "--draft-profile", "profile.yaml", "--target-profile", "profile.yaml", "--alpha", "0.5"), "profile"),
@@ -157,10 +160,10 @@ CASES = [
     (("score", "--draft", "draft", "--draft", "draft"), "same directory name"),
     (("score", "--draft", "draft", "--k", "none"), "not a list of numbers"),
     (("score-servers", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
-    (("trace", "record", "--server", "http://127.0.0.1:9", "--prompts", "2"), "no answer from http://127.0.0.1:9"),
+    (("outputs", "build", "--server", "http://127.0.0.1:9", "--text", "target"), "no answer from http://127.0.0.1:9"),
     (("rollback", "nope"), "nope"),
-    (("trim-vocab", "draft"), "--trace is required"),
-    (("trim-vocab", "draft", "--trace", "nope", "--draft-vocab-size", "50"), "nope"),
+    (("trim-vocab", "draft"), "--outputs is required"),
+    (("trim-vocab", "draft", "--outputs", "nope", "--draft-vocab-size", "50"), "nope"),
     # recipes
     (("run", "nope.yaml"), "No such file"),
     (("run", "broken.yaml"), "broken.yaml"),
@@ -187,8 +190,8 @@ USAGE = [
     ("distill", "--steps", "0"),
     ("score", "--temperature", "-1"),
     ("train",),
-    ("trace", "recorded"),
-    ("cache", "info"),
+    ("outputs", "recorded"),
+    ("outputs", "nothing"),
 ]
 
 

@@ -43,8 +43,8 @@ def test_the_paper_is_a_recipe_three_ways(monkeypatch):
     ways = {way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml") for way in ("", "-served", "-trace")}
     commands = {way: [step.command for step in steps] for way, steps in ways.items()}
     assert commands[""] == ["prune"] * 5 + ["score", "compare", "report"]
-    assert commands["-served"] == ["prune", "cache build", "distill", "score-servers", "report"]
-    assert commands["-trace"] == ["prune"] * 5 + ["trace record", "trace replay", "profile", "predict"]
+    assert commands["-served"] == ["prune", "outputs build", "distill", "score-servers", "report"]
+    assert commands["-trace"] == ["prune"] * 5 + ["outputs build", "replay", "profile", "predict"]
     cut = {step.out: step.arguments for steps in ways.values() for step in steps if step.command == "prune"}
     assert len(cut) == 5
     assert all(step.arguments == cut[step.out] for steps in ways.values() for step in steps if step.command == "prune")

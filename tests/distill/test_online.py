@@ -8,7 +8,7 @@ import pytest
 import torch
 from builders import build
 from safetensors.torch import load_file
-from test_cache import build_cache, text  # noqa: F401
+from test_store import build_store, text  # noqa: F401
 
 from draftlab.commands import COMMANDS
 from draftlab.distill import online
@@ -39,8 +39,15 @@ def world(family_dirs, text, tmp_path_factory) -> Path:  # noqa: F811
     """A base cache and two of traffic, all of what the target wrote."""
     root = tmp_path_factory.mktemp("world")
     for number, name in enumerate(("base", "traffic/day1", "traffic/day2")):
-        build_cache(
-            family_dirs["llama"], text, root / name, text="target", sequences=48, seq_len=40, k=307, seed=number
+        build_store(
+            family_dirs["llama"],
+            text,
+            root / name,
+            text="target",
+            num_sequences=48,
+            seq_len=40,
+            top_logprobs=307,
+            seed=number,
         )
     return root
 
@@ -98,7 +105,9 @@ def test_what_judges_does_not_train(world, draft, followed, family_dirs, text, t
     other = tmp_path / "other"
     shutil.copytree(world, other)
     shutil.rmtree(other / "traffic" / "day2")
-    build_cache(family_dirs["llama"], text, other / "traffic" / "day2", text="target", sequences=40, seq_len=40, seed=9)
+    build_store(
+        family_dirs["llama"], text, other / "traffic" / "day2", text="target", num_sequences=40, seq_len=40, seed=9
+    )
     follow(other, tmp_path / "b", draft)
     found, wanted = weights(followed[0]), weights(tmp_path / "b")
     assert all(torch.equal(found[name], w) for name, w in wanted.items())
@@ -137,9 +146,9 @@ def test_only_the_live_version_and_the_one_before_are_kept(world, draft, live, f
     mine = tmp_path / "world"
     shutil.copytree(world, mine)
     for day in (3, 4):
-        build_cache(
-            family_dirs["llama"], text, mine / "traffic" / f"day{day}", text="target", sequences=48, seq_len=40,
-            k=307, seed=day,
+        build_store(
+            family_dirs["llama"], text, mine / "traffic" / f"day{day}", text="target", num_sequences=48, seq_len=40,
+            top_logprobs=307, seed=day,
         )  # fmt: skip
         outcome = follow(mine, live, draft, window=1)
         assert outcome.data["trained_on"] == (f"day{day - 1}",)
@@ -159,7 +168,7 @@ def test_only_the_live_version_and_the_one_before_are_kept(world, draft, live, f
 def test_what_cannot_be_followed_is_said(changes, message, world, draft, family_dirs, text, tmp_path):  # noqa: F811
     changes = dict(changes)
     if changes.get("outputs") == "data":
-        build_cache(family_dirs["llama"], text, tmp_path / "data", sequences=8)
+        build_store(family_dirs["llama"], text, tmp_path / "data", num_sequences=8)
         changes["outputs"] = tmp_path / "data"
     if "traffic" in changes:
         changes["traffic"] = tmp_path / changes["traffic"]
@@ -173,18 +182,18 @@ def spoil(cache: Path) -> None:
     from safetensors.numpy import save_file
 
     from draftlab import provenance
-    from draftlab.target_outputs.cache import read_manifest
+    from draftlab.target_outputs.store import read_manifest
 
     file = cache / "shard-00000.safetensors"
     arrays = load(file)
     rng = np.random.default_rng(0)
     wrong = rng.permuted(np.arange(307, dtype=np.uint32))
-    labels = arrays["input_ids"][:, 1:]
-    ids = wrong[arrays["topk_id"]]
+    labels = arrays["ids"]
+    ids = wrong[arrays["top_ids"]]
     logp = np.where(np.arange(307) == 0, -0.001, -14 - 0.01 * np.arange(307)).astype(np.float16)
     logp = np.broadcast_to(logp, ids.shape).copy()
     came = np.take_along_axis(logp, (ids == labels[..., None]).argmax(-1)[..., None], -1)[..., 0]
-    arrays |= {"topk_id": ids, "topk_logp": logp, "tok_logp": np.where(arrays["mask"] > 0, came, 0).astype(np.float16)}
+    arrays |= {"top_ids": ids, "top_logprobs": logp, "token_logprob": came}
     save_file(arrays, file)
     manifest = read_manifest(cache)
     shard = manifest.shards[0].model_copy(update={"sha256": provenance.file_sha256(file)})

@@ -266,7 +266,8 @@ def test_a_killed_command_writes_the_bytes_of_one_that_was_not(source, lora, tex
     words = {"draft": str(draft), "lora_rank": lora, "steps": 6, "batch_size": 2, "training_dtype": "float32"}
     words |= {"eval_steps": 2, "save_steps": 2, "lr": 1e-2}
     if source == "cache":
-        COMMANDS["cache build"](target=str(target), data=text, sequences=16, seq_len=48, k=16, out=tmp_path / "cache")
+        sizes = {"num_sequences": 16, "seq_len": 48, "top_logprobs": 16}
+        COMMANDS["outputs build"](target=str(target), data=text, out=tmp_path / "cache", **sizes)
         words |= {"outputs": tmp_path / "cache"}
     else:
         words |= {"target": str(target), "data": text, "text": source, "seq_len": 48, "eval_temperature": 1.0}

@@ -67,7 +67,7 @@ def test_what_cannot_be_trimmed_is_refused(halved, family_dirs, tmp_path):
     for size, special in ((100, []), (1, [0, 1])):
         with pytest.raises(UserError, match=f"--draft-vocab-size {size}"):
             trim_vocab.frequent_ids(texts, size, 100, special)
-    with pytest.raises(UserError, match="--trace has 1 texts"):
+    with pytest.raises(UserError, match="--outputs has 1 texts"):
         trim_vocab.frequent_ids(texts[:1], 5, 100, [])
     shutil.copytree(family_dirs["llama"], tmp_path / "wrong")
     (tmp_path / "wrong/head_ids.json").write_text(json.dumps([1, 999]))

@@ -24,7 +24,6 @@ from draftlab.results.decoding import Generation
 from draftlab.results.score import Conditions, Model, Score
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import Replay, ReplayedText
-from draftlab.target_outputs.traces import Decoding
 
 KS = (1, 2, 3, 5)
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66, 2, 8], [0, 90, 91, 92, 93, 7]]
@@ -318,15 +317,15 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
     runs, work = ran
     texts = [
         ReplayedText(
-            number=i, category="", prompt_tokens=int(prompt), stop="length", chances=[0.0, *row],
+            number=i, category="", prompt_tokens=int(prompt), finish_reason="length", chances=[0.0, *row],
             ranks=[0] * (len(row) + 1), top=[1.0] * (len(row) + 1), distinct_4grams=1, longest_repeat=0,
         )
         for i, (prompt, row) in enumerate(zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True))
     ]  # fmt: skip
-    decoding = Decoding(temperature=0, top_k=0, top_p=1, seed=0, max_new_tokens=NEW, eos_ids=[])
+    sampling = SamplingParams(max_tokens=NEW)
     replay = Replay(
-        draft="d", draft_sha256="", dtype="float32", target="t", target_sha256=None, trace_sha256="",
-        tokenizer_sha256="", decoding=decoding, rule="rejection", draft_temperature=0, texts=texts, command="",
+        draft="d", draft_sha256="", dtype="float32", target="t", target_sha256=None, outputs_sha256="",
+        tokenizer_sha256="", sampling=sampling, rule="rejection", draft_temperature=0, texts=texts, command="",
         versions={}, created="",
     )  # fmt: skip
     (tmp_path / "replay.json").write_text(replay.model_dump_json())

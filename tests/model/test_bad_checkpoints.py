@@ -76,8 +76,8 @@ COMMANDS = {
     "distill from": "distill --draft good --target BAD --steps 1 --batch-size 1 --seq-len 16",
     "score": "score --draft BAD --num-prompts 2 --prompt-tokens 8 --max-tokens 4 --repeats 2 --k 1 --tasks none",
     "score with": "score --draft good --target BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4 --k 1 --tasks none",
-    "trace": "trace record --target BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4",
-    "cache": "cache build --target BAD --sequences 2 --seq-len 16 --k 4",
+    "answers": "outputs build --use replay --target BAD --num-prompts 2 --prompt-tokens 8 --max-new-tokens 4",
+    "outputs": "outputs build --target BAD --num-sequences 2 --seq-len 16 --top-logprobs 4",
     "profile": "profile BAD --k 1 --repeats 3 --context 8",
     "export": "export BAD",
     "check": "check BAD --files-only",
@@ -86,7 +86,7 @@ COMMANDS = {
 }
 
 
-QUICK = ("prune", "distill", "score", "trace", "cache", "check", "export")
+QUICK = ("prune", "distill", "score", "answers", "outputs", "check", "export")
 CASES = [
     pytest.param(command, wrong, marks=() if command in QUICK else pytest.mark.slow)
     for command in COMMANDS

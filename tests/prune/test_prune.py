@@ -25,7 +25,7 @@ from draftlab.prune.importance import Importance, Scores, calibrate
 from draftlab.prune.run import KEEP_FILE
 from draftlab.prune.trial_model import check_prunable
 from draftlab.prune.walk import Walk
-from draftlab.target_outputs.logprob_sources import Local
+from draftlab.target_outputs.targets import LocalTarget
 
 CPU = torch.device("cpu")
 PLAIN = {"rescale_norms": False, "refit": False}
@@ -398,7 +398,7 @@ def test_a_float16_source_at_its_own_shape_keeps_its_bits(halves, text, tmp_path
 
 def test_what_a_float16_target_thinks_is_what_the_same_numbers_in_float32_think(halves):
     batch = text_batch([np.arange(3, 36)])
-    seen = {name: Local(place, CPU).see(batch, 8) for name, place in halves.items()}
+    seen = {name: LocalTarget(place, CPU).score(batch, 8) for name, place in halves.items()}
     for column in fields(seen["float32"]):
         a, b = (getattr(seen[name], column.name) for name in ("float32", "float16"))
         assert np.array_equal(a, b)

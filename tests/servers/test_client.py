@@ -23,6 +23,7 @@ import torch
 from loopback_servers import DROP, RECORDED, Answering, Observed, replay, running
 from safetensors.numpy import load_file
 
+from draftlab.commands import COMMANDS
 from draftlab.data import Batch, open_heldout
 from draftlab.distill.fused_loss import TopK
 from draftlab.distill.losses import parse_loss
@@ -33,9 +34,8 @@ from draftlab.model import checkpoint, hub
 from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import Completion, SGLang
 from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode_counters
-from draftlab.target_outputs import cache
-from draftlab.target_outputs.cache import Building
-from draftlab.target_outputs.logprob_sources import PROBE_TEXT, Local, Served
+from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget
+from draftlab.target_outputs.verify import verify_store
 
 PROMPT = [0, 309, 293, 653, 570, 346, 546]
 
@@ -472,25 +472,23 @@ def test_a_real_vllm_repeats_what_it_sampled_by_seed_and_ends_at_eos(vllm):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("text", ["data", "target"])
-def test_a_cache_from_a_real_vllm_is_that_of_the_local_model(text, vllm, fp32, tmp_path):
-    how = Building(
-        data="stdlib", text=text, sequences=16, seq_len=64, prompt_tokens=16, temperature=1.0, k=32, seed=0
-    )  # fmt: skip
-    local, served = Local(fp32, torch.device("cpu")), Served.of(vllm, fp32, 1.0)
-    cache.build(how, served, tmp_path / "served")
-    found = cache.verify(tmp_path / "served", local, 0)
+def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, tmp_path):
+    sizes = {"num_sequences": 16, "seq_len": 64, "top_logprobs": 32, "text": text, "data": "stdlib"}
+    sizes |= {"prompt_tokens": 16} if text == "target" else {}
+    COMMANDS["outputs build"](target=str(fp32), server=vllm.http.url, out=tmp_path / "served", **sizes)
+    found = verify_store(tmp_path / "served", LocalTarget(fp32, torch.device("cpu")), 0)
     print(f"{text}: {found}")
     assert (found.sequences, found.same_top) == (16, 1.0)
     assert found.worst < 0.02  # fp16
     if text == "data":
-        cache.build(how, local, tmp_path / "local")
-        again = cache.verify(tmp_path / "local", served, 0)
+        COMMANDS["outputs build"](target=str(fp32), out=tmp_path / "local", **sizes)
+        again = verify_store(tmp_path / "local", ServedTarget.connected(vllm, fp32, None, 32), 0)
         print(f"the local one, scored by vLLM: {again}")
         assert again.worst < 0.02
         ours, theirs = (load_file(tmp_path / n / "shard-00000.safetensors") for n in ("served", "local"))
-        assert (ours["input_ids"] == theirs["input_ids"]).all()
-        rest = float(abs(np.exp(ours["tail_logp"]) - np.exp(theirs["tail_logp"])).max())
-        print(f"mass of what is not listed within {rest:.2e}")
+        assert (ours["ids"] == theirs["ids"]).all()
+        rest = float(abs(np.exp(ours["rest_logprob"]) - np.exp(theirs["rest_logprob"])).max())
+        print(f"probability of what is not listed within {rest:.2e}")
         assert rest < 1e-4
 
 

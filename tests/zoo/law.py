@@ -25,7 +25,17 @@ TEACH = f"{BRIEF} --seq-len 32"
 WROTE = "--prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 SCORE = "score --k 2 --repeats 1 --tasks none --num-prompts 2 --prompt-tokens 16 --max-tokens 24"
 IMPORT = "draftlab import"
-UNPACKED = ("design", "prune depth", "distill", "cache build", "trace record", "score", "profile", "check", "export hf")
+UNPACKED = (
+    "design",
+    "prune depth",
+    "distill",
+    "outputs build",
+    "outputs to replay",
+    "score",
+    "profile",
+    "check",
+    "export hf",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,8 @@ class Outcome:
 
 
 BRIEFLY = "--calibration-tokens 128 --seq-len 32"
-CACHE = "cache build --target M --sequences 4 --seq-len 32 --k 8"
+OUTPUTS = "outputs build --target M --num-sequences 4 --seq-len 32 --top-logprobs 8"
+ANSWERS = "outputs build --use replay --target M --num-prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 
 
 def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
@@ -69,12 +80,12 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
     return found | {
         "distill": f"distill {there} {TEACH} --out distilled",
         "distill on target text": f"distill {there} {TEACH} --text target --prompt-tokens 8 --out on-text",
-        "cache build": f"{CACHE} --out cache",
-        "cache verify": "cache verify cache --target M",
-        "distill from a cache": f"distill --draft {draft} --outputs cache {BRIEF} --out from-cache",
-        "cache build on target text": f"{CACHE} --text target --prompt-tokens 8 --out wrote",
-        "trace record": f"trace record --target M {WROTE} --out trace",
-        "trace replay": f"trace replay trace --draft {draft} --k 2 --out replay",
+        "outputs build": f"{OUTPUTS} --out stored",
+        "outputs verify": "outputs verify stored --target M",
+        "distill from outputs": f"distill --draft {draft} --outputs stored {BRIEF} --out from-cache",
+        "outputs of target text": f"{OUTPUTS} --text target --prompt-tokens 8 --out wrote",
+        "outputs to replay": f"{ANSWERS} --out answers",
+        "replay": f"replay answers --draft {draft} --k 2 --out replay",
         "score": f"{SCORE} {there} --out score",
         "score a batch": f"{SCORE} {there} --batch 2 --out score-batch",
         "score sampled": f"{SCORE} {there} --temperature 1 --out score-sampled",

@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab import provenance, workspace
-from draftlab.commands import cache as commands
+from draftlab.commands import outputs
+from draftlab.commands.base import Outcome
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, text_batch
 from draftlab.distill.fused_loss import TopK
@@ -25,12 +26,17 @@ from draftlab.distill.teachers import LocalTeacher, ServedTeacher, StoredTeacher
 from draftlab.distill.trainer import DistillStep, EvalRecord, StepRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
+from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
-from draftlab.target_outputs import cache
-from draftlab.target_outputs.cache import Building, CachedBatches, open_cache, read_manifest
-from draftlab.target_outputs.logprob_sources import TEMPERATURES, Local, Served
-from draftlab.target_outputs.server_log import Traffic
+from draftlab.target_outputs import build as building
+from draftlab.target_outputs import store
+from draftlab.target_outputs.batches import StoredBatches, open_stored
+from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, padded
+from draftlab.target_outputs.server_log import ServerLog
+from draftlab.target_outputs.store import read_manifest, read_store
+from draftlab.target_outputs.targets import LocalTarget, ServedTarget
+from draftlab.target_outputs.verify import verify_store
 
 CPU = torch.device("cpu")
 
@@ -42,23 +48,23 @@ def text(tmp_path_factory) -> str:
     return str(file)
 
 
-def building(data: str, **changes) -> Building:
-    return Building(
-        **{
-            "data": data, "text": "data", "sequences": 20, "seq_len": 16, "prompt_tokens": 4, "temperature": 1.0,
-            "k": 8, "seed": 0,
-        } | changes
-    )  # fmt: skip
+def build_store(target: Path, data: str, out: Path, **changes: Any) -> Outcome:
+    """Outputs to distil from: of 20 sequences of 16 tokens, 8 listed at each place."""
+    sizes: dict[str, Any] = {"num_sequences": 20, "seq_len": 16, "top_logprobs": 8}
+    sizes |= {"prompt_tokens": 4} if changes.get("text") == "target" else {}
+    return outputs.build(**{"target": str(target), "data": data, "out": out} | sizes | changes)
 
 
-def build_cache(target: Path, data: str, out: Path, **changes) -> None:
-    cache.build(building(data, **changes), Local(target, CPU), out)
+def files_of(directory: Path) -> dict[str, bytes]:
+    """All files but the record, which says when."""
+    files = (f for f in directory.rglob("*") if f.is_file() and f.name != "draftlab.json")
+    return {str(f.relative_to(directory)): f.read_bytes() for f in files}
 
 
 @pytest.fixture(scope="module")
 def made(family_dirs, text, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("cache") / "c"
-    build_cache(family_dirs["llama"], text, out)
+    build_store(family_dirs["llama"], text, out)
     return out
 
 
@@ -70,7 +76,7 @@ def whole(target: Path, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_what_is_read_back_is_the_targets_distribution(temperature, made, family_dirs):
-    batch = CachedBatches(made, 4, temperature).batch(2)
+    batch = StoredBatches(made, 4, temperature).batch(2)
     listed = StoredTeacher(307).distributions(batch)
     log_p = log_probs(whole(family_dirs["llama"], replace(batch, top_logprobs=None)), temperature)
     assert torch.equal(listed.ids.sort().values, log_p.topk(8).indices.sort().values)
@@ -81,18 +87,18 @@ def test_what_is_read_back_is_the_targets_distribution(temperature, made, family
 
 
 def test_rows_are_those_of_the_text_in_turn(made):
-    batches = CachedBatches(made, 6)
+    batches = StoredBatches(made, 6)
     seen = np.concatenate([batches.batch(step).ids for step in range(10)])
-    stored = load_file(made / "shard-00000.safetensors")["input_ids"]
+    stored = padded(read_store(made).outputs).ids
     assert np.array_equal(seen, np.tile(stored, (3, 1)))
-    assert np.array_equal(batches.batch(7).ids, CachedBatches(made, 6).batch(7).ids)
+    assert np.array_equal(batches.batch(7).ids, StoredBatches(made, 6).batch(7).ids)
 
 
-def test_a_killed_build_goes_on_to_the_same_cache(family_dirs, text, made, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "SHARD_ROWS", 8)
+def test_a_killed_build_resumes_to_the_same_bytes(family_dirs, text, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "DISTILL_SHARD", 8)
     target = family_dirs["llama"]
-    build_cache(target, text, tmp_path / "a")
-    shard = cache._shard
+    build_store(target, text, tmp_path / "a")
+    arrays = store._arrays
     calls = 0
 
     def killed(*arguments):
@@ -100,18 +106,17 @@ def test_a_killed_build_goes_on_to_the_same_cache(family_dirs, text, made, tmp_p
         calls += 1
         if calls == 4:  # one for the held-out text, then the third shard
             raise KeyboardInterrupt
-        return shard(*arguments)
+        return arrays(*arguments)
 
-    monkeypatch.setattr(cache, "_shard", killed)
+    monkeypatch.setattr(store, "_arrays", killed)
     with pytest.raises(KeyboardInterrupt):
-        build_cache(target, text, tmp_path / "b")
+        build_store(target, text, tmp_path / "b")
     with pytest.raises(UserError, match="unfinished"):
-        CachedBatches(tmp_path / "b", 2)
-    build_cache(target, text, tmp_path / "b")
-    for file in sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file()):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    with pytest.raises(UserError, match="another cache"):
-        build_cache(target, text, tmp_path / "a", seed=1)
+        StoredBatches(tmp_path / "b", 2)
+    build_store(target, text, tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    with pytest.raises(UserError, match="seed is 0, not 1"):
+        build_store(target, text, tmp_path / "a", seed=1)
 
 
 def spoilt(made: Path, out: Path, change) -> Path:
@@ -127,17 +132,17 @@ def spoilt(made: Path, out: Path, change) -> Path:
 
 
 def shift(shard: dict[str, np.ndarray]) -> None:
-    shard["input_ids"] = np.roll(shard["input_ids"], 1, axis=1)
+    shard["ids"] = np.roll(shard["ids"], 1)
 
 
 def another_tokenizer(shard: dict[str, np.ndarray]) -> None:
-    shard["input_ids"] = (shard["input_ids"] * 7 + 3) % 307
+    shard["ids"] = (shard["ids"] * 7 + 3) % 307
 
 
 @pytest.mark.parametrize("change", [shift, another_tokenizer])
 def test_a_shifted_or_foreign_cache_is_found_without_the_target(change, made, tmp_path):
     with pytest.raises(UserError, match="contradict their lists"):
-        CachedBatches(spoilt(made, tmp_path / "c", change), 4)
+        StoredBatches(spoilt(made, tmp_path / "c", change), 4)
 
 
 def test_a_corrupt_shard_is_found(made, tmp_path):
@@ -146,33 +151,33 @@ def test_a_corrupt_shard_is_found(made, tmp_path):
     data[-100] ^= 1
     (out / "shard-00000.safetensors").write_bytes(bytes(data))
     with pytest.raises(UserError, match="corrupt"):
-        CachedBatches(out, 4)
+        StoredBatches(out, 4)
     (out / "shard-00000.safetensors").unlink()
     with pytest.raises(UserError, match="No such file"):
-        CachedBatches(out, 4)
-    with pytest.raises(UserError, match="not a cache"):
+        StoredBatches(out, 4)
+    with pytest.raises(UserError, match="not a store"):
         read_manifest(tmp_path)
 
 
 def test_another_vocabulary_or_temperature_is_refused(made, family_dirs):
     with pytest.raises(UserError, match="has another"):
-        open_cache(made, hub.locate("tiny"), rows=4, temperature=1.0)
-    with pytest.raises(UserError, match="holds temperatures"):
-        open_cache(made, family_dirs["llama"], rows=4, temperature=0.9)
+        open_stored(made, hub.locate("tiny"), batch_size=4, temperature=1.0)
+    with pytest.raises(UserError, match="has temperatures"):
+        open_stored(made, family_dirs["llama"], batch_size=4, temperature=0.9)
 
 
 def test_verify_finds_the_target_that_made_it_and_no_other(made, family_dirs, tmp_path):
-    assert cache.verify(made, Local(family_dirs["llama"], CPU), 0).good
+    assert verify_store(made, LocalTarget(family_dirs["llama"], CPU), 0).good
     other = build("llama", seed=5)
     other.save_pretrained(tmp_path)
     for file in family_dirs["llama"].glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert not cache.verify(made, Local(tmp_path, CPU), 0).good
+    assert not verify_store(made, LocalTarget(tmp_path, CPU), 0).good
 
 
 def test_text_of_the_targets_own_counts_only_what_it_wrote(family_dirs, text, tmp_path):
-    build_cache(family_dirs["llama"], text, tmp_path / "c", text="target", sequences=6)
-    batch = CachedBatches(tmp_path / "c", 6).batch(0)
+    build_store(family_dirs["llama"], text, tmp_path / "c", text="target", num_sequences=6)
+    batch = StoredBatches(tmp_path / "c", 6).batch(0)
     assert (batch.mask[:, :3] == 0).all()
     assert (batch.mask[:, 3] == 1).all()
 
@@ -211,19 +216,23 @@ def test_what_is_seen_is_the_targets_own_whatever_the_memory(kind, family_dirs, 
         log_p = model(torch.from_numpy(ids[:, :-1])).logits.log_softmax(-1)[torch.from_numpy(mask) > 0]
     came = log_p.gather(1, torch.from_numpy(ids[:, 1:][mask > 0])[:, None])[:, 0]
     for positions in (1000, 45, 7):
-        seen = Local(place, CPU, memory=positions * 16 * 307 / 1e9).see(Batch(ids, mask), 8)
-        np.testing.assert_allclose(seen.topk_logp.astype(np.float32), log_p.topk(8).values, atol=2e-2)
-        np.testing.assert_allclose(seen.tok_logp.astype(np.float32), came, atol=2e-2)
-    batch, seen = Local(place, CPU).write(ids[:, :4], SamplingParams(max_tokens=17, temperature=1.0, seed=0), 8)
-    assert np.array_equal(batch.ids[:, :4], ids[:, :4])
-    assert len(seen.tok_logp) == batch.mask.sum() > 0
+        scored = LocalTarget(place, CPU, memory=positions * 16 * 307 / 1e9).score(Batch(ids, mask), 8)
+        np.testing.assert_allclose(scored.logprobs, log_p.topk(8).values, atol=2e-2)
+        np.testing.assert_allclose(scored.token, came, atol=2e-2)
+    prompts, sampling = [Prompt(row) for row in ids[:, :4].tolist()], SamplingParams(max_tokens=17, temperature=1.0)
+    for output, prompt in zip(LocalTarget(place, CPU).generate(prompts, range(5), sampling, 8), prompts, strict=True):
+        assert output.prompt.tolist() == prompt.ids
+        assert output.top is not None
+        assert output.logprobs is not None
+        assert len(output.ids) == len(output.top.token) == 17
+        np.testing.assert_allclose(output.top.token, output.logprobs, atol=1e-3)  # read as it was written
 
 
 def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, text, tmp_path):
     """With every token listed only fp16 is lost: the same steps, nearly."""
     target = family_dirs["llama"]
-    build_cache(target, text, tmp_path / "c", k=307)
-    batches = CachedBatches(tmp_path / "c", 4)
+    build_store(target, text, tmp_path / "c", top_logprobs=307)
+    batches = StoredBatches(tmp_path / "c", 4)
 
     class Bare:
         def batch(self, step: int) -> Batch:
@@ -239,7 +248,7 @@ def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, te
 
 
 def test_a_resumed_run_from_a_cache_is_the_uninterrupted_one(made, tmp_path):
-    batches = CachedBatches(made, 3)
+    batches = StoredBatches(made, 3)
     wanted, records = fit(batches, StoredTeacher(307), tmp_path / "a")
     fit(batches, StoredTeacher(307), tmp_path / "b", stop=3)
     found, _ = fit(batches, StoredTeacher(307), tmp_path / "b")
@@ -255,7 +264,7 @@ def test_a_batch_without_lists_is_no_batch_of_a_cache():
 
 
 def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
-    batches = CachedBatches(made, 4)
+    batches = StoredBatches(made, 4)
     model = build("llama", 3, num_hidden_layers=2)
     teacher = checkpoint.load_model(family_dirs["llama"], torch.float32)
     bare = replace(batches.batch(0), top_logprobs=None)
@@ -280,80 +289,82 @@ def small(family_dirs) -> Iterator[Server]:
         yield Server.connect(url)
 
 
-def keep_served(server: Server, target: Path, data: str, out: Path, **changes) -> None:
-    how = building(data, **changes)
-    cache.build(how, Served.of(server, target, how.temperature if how.text == "target" else None), out)
-
-
 def same_lists(a: Path, b: Path) -> None:
-    """Two caches hold the same text, and the same of every token that counts."""
+    """Two stores have the same text, and the same lists for every token that counts."""
     for part in ("", "heldout"):
-        ours, theirs = (load_file(place / part / "shard-00000.safetensors") for place in (a, b))
-        assert np.array_equal(ours["input_ids"], theirs["input_ids"])
-        assert np.array_equal(ours["mask"], theirs["mask"])
-        assert (ours["topk_id"] == theirs["topk_id"]).mean() > 0.99  # ties in fp16 apart
-        for name in ("topk_logp", "tok_logp", "tail_logp"):
-            assert np.abs(ours[name].astype(np.float32) - theirs[name].astype(np.float32)).max() < 0.01
+        mine, other = (load_file(place / part / "shard-00000.safetensors") for place in (a, b))
+        for name in ("ids", "offsets", "prompt_ids", "prompt_offsets", "number"):
+            assert np.array_equal(mine[name], other[name])
+        assert (mine["top_ids"] == other["top_ids"]).mean() > 0.99  # ties in fp16 apart
+        for name in ("top_logprobs", "token_logprob", "rest_logprob"):
+            assert np.abs(mine[name].astype(np.float32) - other[name].astype(np.float32)).max() < 0.01
 
 
 def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, text, tmp_path):
-    keep_served(small, family_dirs["llama"], text, tmp_path / "c")
+    build_store(family_dirs["llama"], text, tmp_path / "c", server=small.http.url)
     same_lists(tmp_path / "c", made)
     manifest = read_manifest(tmp_path / "c")
-    assert (manifest.source, manifest.logprobs, manifest.temperatures) == ("vllm", "raw_logprobs", (1.0,))
+    assert (manifest.source, manifest.logprobs, manifest.temperatures) == ("vllm 0.32.0", "none", (1.0,))
     assert (manifest.target, manifest.target_sha256, manifest.sampling) == ("small", None, None)
-    batches, held = open_cache(tmp_path / "c", family_dirs["llama"], rows=4, temperature=1.0)
+    batches, held = open_stored(tmp_path / "c", family_dirs["llama"], batch_size=4, temperature=1.0)
     assert StoredTeacher(307).distributions(batches.batch(0)).ids.shape == (64, 8)
     assert len(held.batches) == 16
-    with pytest.raises(UserError, match="holds temperatures"):
-        CachedBatches(tmp_path / "c", 4, 0.8)
+    with pytest.raises(UserError, match="has temperatures"):
+        StoredBatches(tmp_path / "c", 4, 0.8)
 
 
 def test_text_that_a_server_wrote_is_kept_with_what_it_thought(small, family_dirs, text, tmp_path):
-    keep_served(small, family_dirs["llama"], text, tmp_path / "c", text="target", sequences=12, seq_len=24)
-    manifest, shard = read_manifest(tmp_path / "c"), load_file(tmp_path / "c" / "shard-00000.safetensors")
-    assert manifest.sampling == SamplingParams(max_tokens=21, seed=0, temperature=1.0)
-    batch = Batch(shard["input_ids"].astype(np.int64), shard["mask"])
+    settings: dict[str, Any] = {"server": small.http.url, "text": "target", "num_sequences": 12, "seq_len": 24}
+    build_store(family_dirs["llama"], text, tmp_path / "c", **settings)
+    found = read_store(tmp_path / "c")
+    eos = checkpoint.eos_token_ids(family_dirs["llama"])
+    assert found.manifest.sampling == SamplingParams(max_tokens=21, temperature=1.0, stop_token_ids=eos)
+    assert found.manifest.logprobs == "raw"
+    batch = padded(found.outputs, 24)
     assert (batch.mask[:, :3] == 0).all()
     for ids, mask in zip(batch.ids, batch.mask, strict=True):
         ends = np.flatnonzero(np.isin(ids[4:], list(STOPS)))
         last = 4 + ends[0] if len(ends) else 24
         assert np.array_equal(np.flatnonzero(mask), np.arange(3, last))  # the prompt and what follows eos do not count
     assert len(set(batch.mask.sum(1))) > 2
-    again = Local(family_dirs["llama"], CPU).see(batch, 8)
-    assert np.array_equal(again.topk_id[:, 0], shard["topk_id"][batch.mask > 0][:, 0])
-    assert np.abs(again.tok_logp.astype(np.float32) - shard["tok_logp"][batch.mask > 0]).max() < 0.01
+    rescored = LocalTarget(family_dirs["llama"], CPU).score(batch, 8)
+    stored = StoredLogprobs.joined([o.top for o in found.outputs if o.top is not None])
+    assert np.array_equal(rescored.ids[:, 0], stored.ids[:, 0])
+    assert np.abs(rescored.token - stored.token).max() < 0.01
+    given = np.concatenate([o.logprobs for o in found.outputs if o.logprobs is not None])
+    assert np.abs(rescored.token - given).max() < 0.01
 
 
-def test_a_killed_build_from_a_server_goes_on_to_the_same_cache(small, family_dirs, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "SHARD_ROWS", 8)
-    given = {"text": "target", "seq_len": 12}
-    keep_served(small, family_dirs["llama"], text, tmp_path / "a", **given)
+def test_a_killed_build_from_a_server_resumes_to_the_same_bytes(small, family_dirs, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "DISTILL_SHARD", 8)
+    settings: dict[str, Any] = {"text": "target", "seq_len": 12, "server": small.http.url}
+    build_store(family_dirs["llama"], text, tmp_path / "a", **settings)
     (tmp_path / "b").mkdir()
-    made = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    made["shards"] = made["shards"][:1]
-    (tmp_path / "b" / "manifest.json").write_text(json.dumps(made))
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    manifest["shards"] = manifest["shards"][:1]
+    (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest))
     first = "shard-00000.safetensors"
     (tmp_path / "b" / first).write_bytes((tmp_path / "a" / first).read_bytes())
-    keep_served(small, family_dirs["llama"], text, tmp_path / "b", **given)
-    for file in sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file()):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    with pytest.raises(UserError, match="another cache"):
-        keep_served(small, family_dirs["llama"], text, tmp_path / "a", temperature=0.0, **given)
+    build_store(family_dirs["llama"], text, tmp_path / "b", **settings)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    with pytest.raises(UserError, match="other outputs: their sampling"):
+        build_store(family_dirs["llama"], text, tmp_path / "a", temperature=0.0, **settings)
 
 
 def test_a_server_verifies_what_its_target_said_and_nothing_else(small, made, family_dirs, tmp_path):
-    found = cache.verify(made, Served.of(small, family_dirs["llama"], None), 0)
+    found = verify_store(made, ServedTarget.connected(small, family_dirs["llama"], None, 8), 0)
     assert found.good
     assert found.mean <= found.worst < 0.01
     other = SmallVLLM(build("llama", seed=5), checkpoint.load_tokenizer(family_dirs["llama"]), STOPS)
     with running(other) as url:
-        assert not cache.verify(made, Served.of(Server.connect(url), family_dirs["llama"], None), 0).good
+        assert not verify_store(
+            made, ServedTarget.connected(Server.connect(url), family_dirs["llama"], None, 8), 0
+        ).good
 
 
 def test_another_tokenizer_on_the_server_is_found(small):
-    with pytest.raises(UserError, match=r"not that of .*tiny: token 0 of a probing text"):
-        Served.of(small, hub.locate("tiny"), None)
+    with pytest.raises(UserError, match=r"not that of .*tiny: token 0 of a test text"):
+        ServedTarget.connected(small, hub.locate("tiny"), None, 8)
 
 
 @pytest.mark.parametrize(
@@ -374,16 +385,20 @@ def test_a_server_is_probed_before_anything_is_built(mode, temperature, message)
         return replay(mode)(method, path, body)
 
     with running(probed) as url:
-        server = Server.connect(url)
+        sampling = None if temperature is None else SamplingParams(temperature=temperature)
+
+        def connected() -> ServedTarget:
+            return ServedTarget.connected(Server.connect(url), hub.locate("tiny"), sampling, 8)
+
         if message is None:
-            assert Served.of(server, hub.locate("tiny"), temperature).probe.logprobs_mode == mode
+            assert connected().probe.logprobs_mode == mode
             return
         with pytest.raises(UserError, match=message):
-            Served.of(server, hub.locate("tiny"), temperature)
+            connected()
 
 
 def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):
-    batch = replace(CachedBatches(made, 4).batch(0), top_logprobs=None)
+    batch = replace(StoredBatches(made, 4).batch(0), top_logprobs=None)
     batch = Batch(batch.ids, batch.mask * (np.arange(16) > 4) * (np.arange(16) < 13))
     batch.mask[2] = 0  # a row of which nothing counts
     listed = ServedTeacher(small, 8, 307).distributions(batch)
@@ -397,8 +412,8 @@ def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):
 
 
 def test_a_token_beyond_the_drafts_vocabulary_is_refused(small, made):
-    batch = replace(CachedBatches(made, 4).batch(0), top_logprobs=None)
-    with pytest.raises(UserError, match=r"token \d+.* 200 tokens"):
+    batch = replace(StoredBatches(made, 4).batch(0), top_logprobs=None)
+    with pytest.raises(UserError, match=r"lists token \d+, and the vocabulary here has 200 tokens"):
         ServedTeacher(small, 8, 200).distributions(batch)
 
 
@@ -412,7 +427,7 @@ def gradient(teacher: TopK, batch: Batch, loss: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", ["fkl", "tvd", "jsd(0.5)"])
 def test_a_step_from_a_server_is_one_from_the_same_list_of_the_target(loss, small, made, family_dirs):
-    batch = replace(CachedBatches(made, 4).batch(0), top_logprobs=None)
+    batch = replace(StoredBatches(made, 4).batch(0), top_logprobs=None)
     log_p = whole(family_dirs["llama"], batch)
     values, ids = log_p.topk(8)
     local = TopK(ids, values, log_p.scatter(1, ids, -torch.inf).logsumexp(-1))
@@ -438,11 +453,11 @@ def log(small, tmp_path_factory) -> Path:
 
 def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tmp_path):
     target = family_dirs["llama"]
-    traffic = Traffic.open(log, vocab=307, seq_len=16, k=64)
-    assert traffic.k == 8
-    manifest = cache.build_from_traffic(traffic, target, tmp_path / "c")
-    assert (manifest.source, manifest.text, manifest.sequences) == ("traffic", "traffic", 24)
-    batches, held = open_cache(tmp_path / "c", target, rows=24, temperature=1.0)
+    assert ServerLog.open(log, vocab=307, seq_len=16, top_logprobs=64).top_logprobs == 8
+    outputs.import_file(file=log, tokenizer=target, seq_len=16, out=tmp_path / "c")
+    manifest = read_manifest(tmp_path / "c")
+    assert (manifest.source, manifest.text, manifest.sequences) == ("log", "target", 24)
+    batches, held = open_stored(tmp_path / "c", target, batch_size=24, temperature=1.0)
     batch = batches.batch(0)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [b.ids[:, 1].tolist() for b in held.batches] == [[lines[i]["prompt_ids"][1] for i in (11, 23)]]
@@ -453,19 +468,19 @@ def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tmp_path
         assert np.flatnonzero(mask).tolist() == list(range(len(line["prompt_ids"]) - 1, len(text) - 1))
     listed, log_p = StoredTeacher(307).distributions(batch), whole(target, replace(batch, top_logprobs=None))
     torch.testing.assert_close(listed.log_p, log_p.topk(8).values, atol=8e-3, rtol=1e-3)
-    assert cache.verify(tmp_path / "c", Local(target, CPU), 0).good
+    assert verify_store(tmp_path / "c", LocalTarget(target, CPU), 0).good
 
 
 def test_changed_traffic_is_another_cache(log, family_dirs, tmp_path):
     def keep(file: Path) -> None:
-        cache.build_from_traffic(Traffic.open(file, vocab=307, seq_len=16, k=8), family_dirs["llama"], tmp_path / "c")
+        outputs.import_file(file=file, tokenizer=family_dirs["llama"], seq_len=16, out=tmp_path / "c")
 
     copy = tmp_path / "day.jsonl"
     copy.write_text(log.read_text())
     keep(copy)
     keep(copy)
     copy.write_text("".join(log.read_text().splitlines(keepends=True)[:20]))
-    with pytest.raises(UserError, match="another cache"):
+    with pytest.raises(UserError, match="data_sha256"):
         keep(copy)
 
 
@@ -504,33 +519,33 @@ LINE = {"prompt_ids": [0, 5], "ids": [7, 8], "top_ids": [[7, 9], [1, 8]], "logpr
 def test_a_bad_line_of_traffic_is_named(line, message, tmp_path):
     file = traffic_file(tmp_path / "log.jsonl", [LINE, "", LINE, line, LINE])
     with pytest.raises(UserError, match=rf"log\.jsonl:4: .*{message}"):
-        Traffic.open(file, vocab=307, seq_len=16, k=8)
+        ServerLog.open(file, vocab=307, seq_len=16, top_logprobs=8)
 
 
 def test_traffic_without_two_lines_to_keep_is_refused(tmp_path, capsys):
-    def opened(lines: list) -> Traffic:
-        return Traffic.open(traffic_file(tmp_path / "log.jsonl", lines), vocab=307, seq_len=3, k=8)
+    def opened(lines: list) -> ServerLog:
+        return ServerLog.open(traffic_file(tmp_path / "log.jsonl", lines), vocab=307, seq_len=3, top_logprobs=8)
 
     for lines in ([], [LINE]):
-        with pytest.raises(UserError, match=f"{len(lines)} lines with text to keep"):
+        with pytest.raises(UserError, match=f"{len(lines)} lines with text"):
             opened(lines)
     empty = {name: [] for name in LINE} | {"prompt_ids": [0]}
-    with pytest.raises(UserError, match="0 lines with text to keep"):
+    with pytest.raises(UserError, match="0 lines with text"):
         opened([LINE | {"prompt_ids": [1] * 4}, empty])
     assert "2 lines left out" in capsys.readouterr().err
     assert len(opened([LINE, LINE | {"prompt_ids": [1] * 3}]).starts) == 2
     with pytest.raises(UserError, match="No such file"):
-        Traffic.open(tmp_path / "nope.jsonl", vocab=307, seq_len=3, k=8)
+        ServerLog.open(tmp_path / "nope.jsonl", vocab=307, seq_len=3, top_logprobs=8)
 
 
 def test_lists_are_sorted_and_cut_to_what_every_line_has(tmp_path, family_dirs):
     longer = LINE | {"top_ids": [[9, 7, 3], [8, 1]], "top_logprobs": [[-1.5, -0.5, -4.0], [-2.0, -0.4]]}
     file = traffic_file(tmp_path / "log.jsonl", [longer, LINE])
-    batch, entries = Traffic.open(file, vocab=307, seq_len=4, k=3).rows([0])
-    assert batch.ids.tolist() == [[0, 5, 7, 8, 0]]
-    assert batch.mask.tolist() == [[0, 1, 1, 0]]
-    assert entries.topk_id.tolist() == [[7, 9], [1, 8]]
-    assert entries.tail_logp[0] == pytest.approx(np.log(1 - np.exp(-0.5) - np.exp(-1.5)), abs=1e-5)
+    (output,) = ServerLog.open(file, vocab=307, seq_len=4, top_logprobs=3).outputs([0])
+    assert (output.prompt.tolist(), output.ids.tolist()) == ([0, 5], [7, 8])
+    assert output.top is not None
+    assert output.top.ids.tolist() == [[7, 9], [1, 8]]
+    assert output.top.rest[0] == pytest.approx(np.log(1 - np.exp(-0.5) - np.exp(-1.5)), abs=1e-5)
 
 
 @pytest.fixture
@@ -541,44 +556,49 @@ def space(family_dirs, text, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-FEW = {"sequences": 4, "seq_len": 12, "k": 4}
+FEW: dict[str, Any] = {"num_sequences": 4, "seq_len": 12, "top_logprobs": 4}
 
 
 def test_the_commands_build_and_verify_from_a_server(space, small, tmp_path):
     url = small.http.url
-    assert commands.build(server=url, **FEW, dry_run=True).data["disk"] == "about 0.002016 MB"
-    made = commands.build(server=url, **FEW)
-    assert (made.path, made.data["source"], made.data["k"]) == (Path("runs/cache-llama"), "vllm", 4)
-    record = provenance.read_record(space / "runs" / "cache-llama")
+    assert outputs.build(server=url, **FEW, dry_run=True).data["disk"] == "about 0.001824 MB"  # 48 of 6 k + 14 bytes
+    made = outputs.build(server=url, **FEW)
+    assert (made.path, made.data["source"]) == (Path("runs/outputs-distill-llama"), "vllm 0.32.0")
+    assert made.data["top_logprobs"] == 4
+    record = provenance.read_record(space / "runs" / "outputs-distill-llama")
     assert record is not None
     assert record.notes["server"] == {"kind": "vllm", "version": "0.32.0", "model": "small"}
     for given in ({"server": url}, {}):
-        assert commands.verify(made.path, **given).missed == []
+        assert outputs.verify(directory=made.path, **given).missed == []
     (space / "key").write_text("secret\n")
     with running(lambda *_: (401, {"error": "wrong key"})) as locked, pytest.raises(UserError, match="wrong key"):
-        commands.build(server=locked, api_key_file=space / "key", **FEW)
-    assert "secret" not in (space / "runs" / "cache-llama" / "draftlab.json").read_text()
+        outputs.build(server=locked, api_key_file=space / "key", **FEW)
+    assert "secret" not in (space / "runs" / "outputs-distill-llama" / "draftlab.json").read_text()
 
 
-def test_the_command_keeps_traffic_with_a_tokenizer_alone(space, log, tokenizer_dir):
-    assert commands.build(traffic=log, tokenizer=tokenizer_dir, seq_len=16, dry_run=True).data["tokens"] == "416"
-    made = commands.build(traffic=log, tokenizer=tokenizer_dir, seq_len=16)
-    assert (made.path, made.data["source"]) == (Path("runs/cache-day"), "traffic")
-    open_cache(space / "runs" / "cache-day", Path(workspace.load().target), rows=2, temperature=1.0)
+def test_a_log_is_imported_with_a_tokenizer_alone(space, log, tokenizer_dir):
+    made = outputs.import_file(file=log, tokenizer=tokenizer_dir, seq_len=16)
+    assert (made.path, made.data["source"]) == (Path("runs/outputs-day"), "log")
+    open_stored(space / "runs" / "outputs-day", Path(workspace.load().target), batch_size=2, temperature=1.0)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"server": "http://127.0.0.1:1", "traffic": Path("a.jsonl")}, "two sources; leave out one"),
-        ({"server": "http://127.0.0.1:1"}, "is the server running there"),
-        ({"traffic": Path("nope.jsonl")}, "nope.jsonl: No such file"),
-        ({"text": "target", "prompt_tokens": 300}, "leaves nothing to write in sequences of 256"),
+        ({"server": "http://127.0.0.1:1"}, "is the server running"),
+        ({"text": "target", "prompt_tokens": 300}, "--prompt-tokens 300"),
         ({"server": "http://127.0.0.1:1", "api_key_file": Path("nope")}, "nope: No such file"),
-        ({"tokenizer": Path("nope"), "traffic": Path("nope.jsonl")}, "nope"),
+        ({"tokenizer": Path("nope")}, "--tokenizer: needs --server"),
+        ({"server": "http://127.0.0.1:1", "dtype": "float32"}, "--dtype"),
+        ({"prompt_file": Path("nope")}, "--prompt-file: needs --use replay"),
+        ({"use": "replay", "seq_len": 12}, "--seq-len: needs --use distill"),
+        ({"temperature": 0.5}, "--temperature"),
+        ({"top_logprobs": 0}, "--top-logprobs 0"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_written(given, message, space):
     with pytest.raises(UserError, match=message):
-        commands.build(**given)
+        outputs.build(**given)
+    with pytest.raises(UserError, match=r"nope.jsonl: No such file"):
+        outputs.import_file(file=Path("nope.jsonl"), tokenizer=Path(workspace.load().target))
     assert not (space / "runs").exists()

@@ -1,12 +1,17 @@
 """A trace says what the target wrote, and a replay over it is the draft at work; what is wrong with either is said."""
 
+import contextlib
 import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,20 +26,22 @@ from typer.testing import CliRunner
 from draftlab import workspace
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.cli import app
-from draftlab.engine.batch_generate import BatchSettings
+from draftlab.commands import outputs
+from draftlab.config.outputs import ReplayConfig
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, decoder
+from draftlab.model import checkpoint
 from draftlab.model.llama import load
 from draftlab.prompts import Prompt, Prompts, file_prompts
 from draftlab.results.decoding import Generation, count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
-from draftlab.target_outputs import sources, traces
+from draftlab.target_outputs.batches import open_stored
+from draftlab.target_outputs.paper_trace import PaperTrace, paper_texts
 from draftlab.target_outputs.repeats import repeats
-from draftlab.target_outputs.replay import Drafting, Plan, check, read_replay, replay_draft, rows_of
-from draftlab.target_outputs.sources import About, LocalWriter, PaperTrace, ServedWriter
-from draftlab.target_outputs.traces import Decoding, Trace, read_trace
+from draftlab.target_outputs.replay import Drafting, check, read_replay, replay_draft, rows_of
+from draftlab.target_outputs.store import StoredOutputs, read_manifest, read_store
+from draftlab.target_outputs.targets import LocalTarget, ServedTarget
 
 RUNNER = CliRunner()
 CPU = torch.device("cpu")
@@ -47,12 +54,6 @@ LINES = [
     {"prompt": "if not line:", "category": "code"},
     {"prompt": "if not part:", "category": "code"},
 ]
-
-
-def greedy(**changes) -> Decoding:
-    return Decoding(
-        **{"temperature": 0, "top_k": 0, "top_p": 1, "seed": 0, "max_new_tokens": 24, "eos_ids": ()} | changes
-    )
 
 
 @pytest.fixture(scope="module")
@@ -88,108 +89,95 @@ def prompt_file(tmp_path_factory) -> Path:
     return file
 
 
-def prompts_of(file: Path, target: Path, most: int | None = None) -> Prompts:
-    return file_prompts(file, checkpoint.load_tokenizer(target), count=most)
-
-
-def recorded(
-    out: Path, target: Path, prompts: Prompts, how: Decoding, rows: int = 16, top: int = 0, device_map=None
-) -> Trace:
-    about = About(
-        target=target.name, target_sha256="0", written_by="draftlab", dtype="float32", rows=rows, logprobs="sampled"
-    )
-
-    def start() -> LocalWriter:
-        return LocalWriter(
-            decoder.load(target, torch.float32, CPU, device_map),
-            how.sampling,
-            BatchSettings(batch_size=rows, logprobs=top),
-        )
-
-    sources.run(out, about, start, prompts, how, top=top, tokenizer_from=target)
-    return read_trace(out)
+def recorded(out: Path, target: Path, prompts: Path, **changes: Any) -> StoredOutputs:
+    """Answers of at most 24 tokens, greedy, in float32."""
+    settings = {"max_new_tokens": 24, "dtype": "float32"} if "server" not in changes else {"max_new_tokens": 24}
+    outputs.build(**{"use": "replay", "target": str(target), "prompt_file": prompts, "out": out} | settings | changes)
+    return read_store(out)
 
 
 @pytest.fixture(scope="module")
-def greedy_trace(tmp_path_factory, models, prompt_file) -> Trace:
-    out = tmp_path_factory.mktemp("traces") / "greedy"
-    return recorded(out, models["target"], prompts_of(prompt_file, models["target"]), greedy(), top=3)
+def greedy_store(tmp_path_factory, models, prompt_file) -> StoredOutputs:
+    out = tmp_path_factory.mktemp("stores") / "greedy"
+    return recorded(out, models["target"], prompt_file, top_logprobs=3)
 
 
-def plan_of(**changes) -> Plan:
-    return Plan(
-        **{"rule": "rejection", "draft_temperature": None, "dtype": torch.float32, "device": CPU, "command": ""}
-        | changes
-    )
+def settings_of(**changes) -> ReplayConfig:
+    return ReplayConfig.build({"directory": Path("store"), "draft": ["draft"], "dtype": "float32"} | changes)
 
 
-def nothing(done: int, word: str) -> None:
-    pass
+def ending_with(target: Path, copy: Path, token: int) -> Path:
+    """The same model, whose texts also end with this token."""
+    shutil.copytree(target, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": token}))
+    return copy
 
 
 # recording
 
 
-def test_a_greedy_trace_is_plain_decoding_of_whole_prompts(models, greedy_trace):
+def test_a_greedy_store_is_plain_decoding_of_whole_prompts(models, greedy_store):
     model, tokenizer = load(models["target"], torch.float32), checkpoint.load_tokenizer(models["target"])
     texts = ["def parse(line):\n    if not line:", "class Reader:", "return", LINES[3]["text"]]
-    assert len(greedy_trace.texts) == len(LINES)
-    for text, prompt in zip(greedy_trace.texts, texts, strict=False):
+    assert len(greedy_store.outputs) == len(LINES)
+    for text, prompt in zip(greedy_store.outputs, texts, strict=False):
         assert text.prompt.tolist() == tokenizer(prompt)["input_ids"]
         steps = decode(model, [text.prompt.tolist()], SamplingParams(max_tokens=24))
         assert text.ids.tolist() == [t for step in steps for t in step.tokens]
-        assert (text.stop, text.log_p.tolist()) == ("length", [0.0] * 24)
-        assert text.top_ids[:, 0].tolist() == text.ids.tolist()
-        assert text.top_log_p.shape == (24, 3)
-    assert [t.category for t in greedy_trace.texts] == ["code", "chat", "code", "", "chat", "code", "code"]
-    assert [t.number for t in greedy_trace.texts] == list(range(7))
+        assert text.logprobs is not None
+        assert (text.finish_reason, text.logprobs.tolist()) == ("length", [0.0] * 24)
+        assert text.top is not None
+        assert text.top.ids[:, 0].tolist() == text.ids.tolist()
+        assert text.top.logprobs.shape == (24, 3)
+    assert [t.category for t in greedy_store.outputs] == ["code", "chat", "code", "", "chat", "code", "code"]
+    assert [t.number for t in greedy_store.outputs] == list(range(7))
 
 
 def test_sampled_text_has_the_log_probability_that_it_was_drawn_with(tmp_path, models, prompt_file):
-    how = greedy(temperature=5.0, top_k=40, top_p=0.9, seed=3)
-    found = recorded(tmp_path / "t", models["target"], prompts_of(prompt_file, models["target"]), how)
+    cuts = {"temperature": 5.0, "top_k": 40, "top_p": 0.9, "seed": 3}
+    found = recorded(tmp_path / "t", models["target"], prompt_file, **cuts)
     model = checkpoint.load_model(models["target"], torch.float32).eval()
-    for text in found.texts:
+    for text in found.outputs:
         ids = torch.from_numpy(np.concatenate([text.prompt, text.ids]).astype(np.int64))[None]
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, len(text.prompt) - 1 : -1] / 5.0
         warped = TopPLogitsWarper(0.9)(ids, TopKLogitsWarper(40)(ids, logits))  # type: ignore[arg-type]
         wanted = warped.log_softmax(-1).gather(1, ids[0, len(text.prompt) :, None]).squeeze(1)
-        np.testing.assert_allclose(text.log_p, wanted, atol=1e-4)
-        assert text.log_p.max() < 0
+        assert text.logprobs is not None
+        np.testing.assert_allclose(text.logprobs, wanted, atol=1e-4)
+        assert text.logprobs.max() < 0
 
 
 def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(tmp_path, models, prompt_file):
-    how, target = greedy(temperature=1.0, seed=3), models["target"]
-    whole = prompts_of(prompt_file, target)
-    together = recorded(tmp_path / "a", target, whole, how)
-    one_by_one = recorded(tmp_path / "b", target, whole, how, rows=1)
-    few = recorded(tmp_path / "c", target, prompts_of(prompt_file, target, 2), how)
-    other = recorded(tmp_path / "d", target, whole, how.model_copy(update={"seed": 4}))
-    texts = [t.ids.tolist() for t in together.texts]
-    assert [t.ids.tolist() for t in one_by_one.texts] == texts
-    assert [t.ids.tolist() for t in few.texts] == texts[:2]
-    assert [t.ids.tolist() for t in other.texts] != texts
+    target = models["target"]
+    together = recorded(tmp_path / "a", target, prompt_file, temperature=1.0, seed=3)
+    one_by_one = recorded(tmp_path / "b", target, prompt_file, temperature=1.0, seed=3, batch_size=1)
+    few = recorded(tmp_path / "c", target, prompt_file, temperature=1.0, seed=3, num_prompts=2)
+    other = recorded(tmp_path / "d", target, prompt_file, temperature=1.0, seed=4)
+    texts = [t.ids.tolist() for t in together.outputs]
+    assert [t.ids.tolist() for t in one_by_one.outputs] == texts
+    assert [t.ids.tolist() for t in few.outputs] == texts[:2]
+    assert [t.ids.tolist() for t in other.outputs] != texts
 
 
-def test_text_ends_with_the_first_end_of_text_and_keeps_it(tmp_path, models, prompt_file, greedy_trace):
-    ends = int(greedy_trace.texts[0].ids[9])
-    how = greedy(eos_ids=(ends, 306))
-    found = recorded(tmp_path / "t", models["target"], prompts_of(prompt_file, models["target"]), how)
-    for text, whole in zip(found.texts, greedy_trace.texts, strict=True):
+def test_text_ends_with_the_first_end_of_text_and_keeps_it(tmp_path, models, prompt_file, greedy_store):
+    ends = int(greedy_store.outputs[0].ids[9])
+    found = recorded(tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file)
+    for text, whole in zip(found.outputs, greedy_store.outputs, strict=True):
         at = whole.ids.tolist().index(ends) + 1 if ends in whole.ids else 24
         assert text.ids.tolist() == whole.ids[:at].tolist()
-        assert text.stop == ("eos" if ends in whole.ids else "length")
-    assert {t.stop for t in found.texts} >= {"eos"}
+        assert text.finish_reason == ("stop" if ends in whole.ids else "length")
+    assert {t.finish_reason for t in found.outputs} >= {"stop"}
 
 
 @pytest.mark.parametrize("device_map", [None, "cpu"])
 def test_what_the_engine_does_not_know_transformers_writes(tmp_path, models, prompt_file, capsys, device_map):
     target = models["opt"]
-    found = recorded(tmp_path / "t", target, prompts_of(prompt_file, target), greedy(), device_map=device_map)
+    found = recorded(tmp_path / "t", target, prompt_file, device_map=device_map)
     assert ("transformers runs it instead" in capsys.readouterr().err) == (device_map is None)
     model = checkpoint.load_model(target, torch.float32).eval()
-    for text in found.texts:
+    for text in found.outputs:
         ids = torch.from_numpy(text.prompt.astype(np.int64))[None]
         whole = model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None
@@ -197,38 +185,49 @@ def test_what_the_engine_does_not_know_transformers_writes(tmp_path, models, pro
         assert whole[0, ids.shape[1] :].tolist() == text.ids.tolist()
 
 
-def served(out: Path, target: Path, prompts: Prompts, how: Decoding, stops=frozenset(), top: int = 0) -> Trace:
-    """Recorded from a server that answers as vLLM does."""
+@contextlib.contextmanager
+def serving(target: Path, stops: frozenset[int] = frozenset()) -> Iterator[str]:
+    """A server that runs the target and answers as vLLM does."""
     model = checkpoint.load_model(target, torch.float32).eval()
     with running(SmallVLLM(model, checkpoint.load_tokenizer(target), stops)) as url:
-        writer = ServedWriter(Server.connect(url), how, top, target)
-        sources.run(out, writer.about(), lambda: writer, prompts, how, top=top, tokenizer_from=target)
-    return read_trace(out)
+        yield url
 
 
-def test_a_server_records_what_the_target_in_memory_does(tmp_path, models, prompt_file, greedy_trace):
-    prompts = prompts_of(prompt_file, models["target"])
-    ends = int(greedy_trace.texts[0].ids[9])
-    how = greedy(eos_ids=(ends,))
-    local = recorded(tmp_path / "local", models["target"], prompts, how, top=3)
-    found = served(tmp_path / "served", models["target"], prompts, how, frozenset({ends}), top=3)
-    assert (found.manifest.written_by, found.manifest.logprobs) == ("vllm 0.32.0", "raw")
-    for a, b in zip(found.texts, local.texts, strict=True):
-        assert (a.ids.tolist(), a.stop, a.category) == (b.ids.tolist(), b.stop, b.category)
-        assert a.log_p.tolist() == [0.0] * len(a.ids)
-        assert a.top_ids.tolist() == b.top_ids.tolist()
-        np.testing.assert_allclose(a.top_log_p, b.top_log_p, atol=1e-4)
+def test_a_server_records_what_the_target_in_memory_does(tmp_path, models, prompt_file, greedy_store):
+    ends = int(greedy_store.outputs[0].ids[9])
+    target = ending_with(models["target"], tmp_path / "target", ends)
+    local = recorded(tmp_path / "local", target, prompt_file, top_logprobs=3)
+    with serving(target, frozenset({ends})) as url:
+        found = recorded(tmp_path / "served", target, prompt_file, top_logprobs=3, server=url)
+        in_memory = ServedTarget.connected(Server.connect(url), target, SamplingParams(max_tokens=24), 3)
+        prompts = [Prompt(o.prompt.tolist()) for o in local.outputs]
+        written = in_memory.generate(prompts, range(len(prompts)), SamplingParams(max_tokens=24), 3)
+    exact = LocalTarget(target, CPU, torch.float32).generate(
+        prompts, range(len(prompts)), SamplingParams(max_tokens=24, stop_token_ids=(ends,)), 3
+    )
+    assert (found.manifest.source, found.manifest.logprobs) == ("vllm 0.32.0", "raw")
+    for a, b in zip(found.outputs, local.outputs, strict=True):
+        assert (a.ids.tolist(), a.finish_reason, a.category) == (b.ids.tolist(), b.finish_reason, b.category)
+        assert a.logprobs is not None
+        assert a.logprobs.tolist() == [0.0] * len(a.ids)
+        assert a.top is not None
+        assert b.top is not None
+        assert a.top.ids.tolist() == b.top.ids.tolist()
+    for a, b in zip(written, exact, strict=True):  # before they are rounded to fp16
+        assert a.top is not None
+        assert b.top is not None
+        np.testing.assert_allclose(a.top.logprobs, b.top.logprobs, atol=1e-4)
 
 
 def test_a_server_that_samples_keeps_the_log_probabilities_it_gives(tmp_path, models, prompt_file):
-    prompts = prompts_of(prompt_file, models["target"])
-    found = served(tmp_path / "t", models["target"], prompts, greedy(temperature=1.0))
-    texts = [(t.prompt, t.ids) for t in found.texts]
-    looked = score_tokens(load(models["target"], torch.float32), texts, 307, SamplingParams(temperature=1.0))
-    for text, one in zip(found.texts, looked, strict=True):
-        np.testing.assert_allclose(text.log_p, one.logprobs, atol=1e-4)
-    other = served(tmp_path / "u", models["target"], prompts, greedy(temperature=1.0, seed=1))
-    assert [t.ids.tolist() for t in other.texts] != [t.ids.tolist() for t in found.texts]
+    with serving(models["target"]) as url:
+        found = recorded(tmp_path / "t", models["target"], prompt_file, temperature=1.0, server=url)
+        other = recorded(tmp_path / "u", models["target"], prompt_file, temperature=1.0, seed=1, server=url)
+    texts = [(t.prompt, t.ids) for t in found.outputs]
+    scores = score_tokens(load(models["target"], torch.float32), texts, 307, SamplingParams(temperature=1.0))
+    for text, score in zip(found.outputs, scores, strict=True):
+        np.testing.assert_allclose(text.logprobs, score.logprobs, atol=1e-4)
+    assert [t.ids.tolist() for t in other.outputs] != [t.ids.tolist() for t in found.outputs]
 
 
 def test_a_server_with_another_tokenizer_is_refused(tmp_path, models, prompt_file):
@@ -239,7 +238,7 @@ def test_a_server_with_another_tokenizer_is_refused(tmp_path, models, prompt_fil
     model = checkpoint.load_model(models["target"], torch.float32).eval()
     tokenizer = checkpoint.load_tokenizer(models["target"])
     with running(Other(model, tokenizer, frozenset())) as url, pytest.raises(UserError, match="tokenizer"):
-        ServedWriter(Server.connect(url), greedy(), 0, models["target"])
+        recorded(tmp_path / "t", models["target"], prompt_file, server=url)
 
 
 def test_prompts_are_taken_evenly_over_a_set():
@@ -255,23 +254,27 @@ def test_prompts_are_taken_evenly_over_a_set():
 # resuming
 
 
-def many(target: Path) -> Prompts:
-    ids = np.random.default_rng(0).integers(3, 300, (5 * traces.SHARD_TEXTS // 2, 6))
-    rows = [Prompt(row[: 3 + i % 3].tolist(), "ab"[i % 2]) for i, row in enumerate(ids)]
-    return Prompts(rows=rows, source="many", sha256="1", tokens=None)
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    """Prompts of two shards and a half."""
+    file = tmp_path_factory.mktemp("many") / "many.jsonl"
+    lines = [{"prompt": f"def f{i}(" + "x, " * (i % 3) + "y):", "category": "ab"[i % 2]} for i in range(80)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(directory)): f.read_bytes() for f in directory.rglob("*") if f.is_file()}
+    files = (f for f in directory.rglob("*") if f.is_file() and f.name != "draftlab.json")
+    return {str(f.relative_to(directory)): f.read_bytes() for f in files}
 
 
-def test_a_killed_recording_goes_on_to_the_same_bytes(tmp_path, models):
-    how, target = greedy(temperature=1.0, max_new_tokens=40), models["target"]
-    recorded(tmp_path / "whole", target, many(target), how)
+def test_a_killed_recording_resumes_to_the_same_bytes(tmp_path, models, many):
+    sampling, target = {"temperature": 1.0, "max_new_tokens": 40}, models["target"]
+    recorded(tmp_path / "whole", target, many, **sampling)
     out = tmp_path / "killed"
 
     process = multiprocessing.get_context("fork").Process(
-        target=recorded, args=(out, target, many(target), how), daemon=True
+        target=recorded, args=(out, target, many), kwargs=sampling, daemon=True
     )
     process.start()
     while not (out / "shard-00000.safetensors").exists():
@@ -279,42 +282,33 @@ def test_a_killed_recording_goes_on_to_the_same_bytes(tmp_path, models):
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    before = traces.read_manifest(out)
-    assert before.texts < before.planned
-    with pytest.raises(UserError, match=r"is unfinished .* repeat draftlab trace record"):
-        read_trace(out)
-    (out / ".shard-00001.safetensors.writing").write_bytes(b"cut short")
-    recorded(out, target, many(target), how)
+    before = read_manifest(out)
+    assert before.sequences < before.planned
+    with pytest.raises(UserError, match="is unfinished"):
+        read_store(out)
+    (out / ".shard-00001.safetensors.part").write_bytes(b"cut short")
+    recorded(out, target, many, **sampling)
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_a_finished_trace_starts_no_target(tmp_path, models, prompt_file):
+def test_a_finished_store_starts_no_target(tmp_path, models, prompt_file, capsys):
+    recorded(tmp_path / "t", models["target"], prompt_file)
+    assert "loading target" in capsys.readouterr().err
+    assert len(recorded(tmp_path / "t", models["target"], prompt_file).outputs) == len(LINES)
+    assert "loading target" not in capsys.readouterr().err
+
+
+def test_other_outputs_in_the_same_place_are_refused_and_named(tmp_path, models, prompt_file, many):
     target = models["target"]
-    recorded(tmp_path / "t", target, prompts_of(prompt_file, target), greedy())
-    about = About(
-        target="target", target_sha256="0", written_by="draftlab", dtype="float32", rows=16, logprobs="sampled"
-    )
-
-    def start() -> LocalWriter:
-        raise AssertionError("started")
-
-    prompts = prompts_of(prompt_file, target)
-    held = sources.run(tmp_path / "t", about, start, prompts, greedy(), top=0, tokenizer_from=target)
-    assert held.texts == len(LINES)
-
-
-def test_another_trace_in_the_same_place_is_refused_and_named(tmp_path, models, prompt_file):
-    target = models["target"]
-    prompts = prompts_of(prompt_file, target)
-    recorded(tmp_path / "t", target, prompts, greedy())
-    with pytest.raises(UserError, match="holds another trace: its decoding is"):
-        recorded(tmp_path / "t", target, prompts, greedy(temperature=1.0))
-    with pytest.raises(UserError, match=r"its prompts is .*, not \"many\"; choose another --out"):
-        recorded(tmp_path / "t", target, many(target), greedy())
+    recorded(tmp_path / "t", target, prompt_file)
+    with pytest.raises(UserError, match="other outputs: their sampling is"):
+        recorded(tmp_path / "t", target, prompt_file, temperature=1.0)
+    with pytest.raises(UserError, match=r"their data is .*, not \"many.jsonl\"; .*--out"):
+        recorded(tmp_path / "t", target, many)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "mine.txt").write_text("")
     with pytest.raises(UserError, match="not empty"):
-        recorded(tmp_path / "x", target, prompts, greedy())
+        recorded(tmp_path / "x", target, prompt_file)
 
 
 # files that are not what they should be
@@ -322,25 +316,25 @@ def test_another_trace_in_the_same_place_is_refused_and_named(tmp_path, models, 
 
 def test_every_damage_to_a_shard_is_found(tmp_path, models, prompt_file):
     out, target = tmp_path / "t", models["target"]
-    recorded(out, target, prompts_of(prompt_file, target), greedy())
+    recorded(out, target, prompt_file)
     file = out / "shard-00000.safetensors"
     whole = file.read_bytes()
     for damaged in (whole[:-100], whole[:40], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
         file.write_bytes(damaged)
         with pytest.raises(UserError, match="is corrupt: its checksum"):
-            read_trace(out)
+            read_store(out)
     file.unlink()
     with pytest.raises(UserError, match="No such file"):
-        read_trace(out)
+        read_store(out)
 
 
 @pytest.mark.parametrize("manifest", ["", "{}", '{"version": 2}', '{"target": "x", "odd": 1}'])
 def test_a_manifest_of_something_else_is_refused(tmp_path, manifest):
-    with pytest.raises(UserError, match="is not a trace"):
-        read_trace(tmp_path)
+    with pytest.raises(UserError, match="is not a store"):
+        read_store(tmp_path)
     (tmp_path / "manifest.json").write_text(manifest)
-    with pytest.raises(UserError, match="is not that of a trace"):
-        read_trace(tmp_path)
+    with pytest.raises(UserError, match="does not describe target outputs"):
+        read_store(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +351,7 @@ def test_prompt_files_that_cannot_be_read_say_which_line(tmp_path, models, lines
     file = tmp_path / "p.jsonl"
     file.write_text(lines)
     with pytest.raises(UserError, match=message):
-        prompts_of(file, models["target"])
+        file_prompts(file, checkpoint.load_tokenizer(models["target"]))
 
 
 def test_prompts_are_cut_only_where_they_are_long_enough(prompt_file, models):
@@ -377,18 +371,16 @@ def paper_file(path: Path, texts: list[list[int]]) -> Path:
     return path
 
 
-def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, models, prompt_file, greedy_trace):
-    prompts = prompts_of(prompt_file, models["target"])
-    texts = [t.ids.tolist() for t in greedy_trace.texts]
-    whole = [[*p.ids, *text] for p, text in zip(prompts.rows, texts, strict=True)]
-    wanted = replay_draft(greedy_trace, models["draft"], plan_of(), nothing).chances()
+def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, models, prompt_file, greedy_store):
+    texts = [t.ids.tolist() for t in greedy_store.outputs]
+    whole = [[*t.prompt.tolist(), *t.ids.tolist()] for t in greedy_store.outputs]
+    wanted = replay_draft(greedy_store, models["draft"], settings_of()).chances()
     for name, written in (("output", texts), ("whole", whole)):
-        paper = PaperTrace(paper_file(tmp_path / name, written), prompts.rows, None, 307, ())
-        about = About(target="big", target_sha256=None, written_by="paper", dtype="float16", rows=1, logprobs="none")
-        how = greedy(max_new_tokens=paper.longest)
-        out = tmp_path / f"{name}-trace"
-        sources.run(out, about, lambda p=paper: p, prompts, how, top=0, tokenizer_from=models["target"])
-        found = replay_draft(read_trace(out), models["draft"], plan_of(), nothing).chances()
+        file, out = paper_file(tmp_path / name, written), tmp_path / f"{name}-store"
+        outputs.import_file(
+            file=file, format="paper", prompt_file=prompt_file, tokenizer=models["target"], name="big", out=out
+        )
+        found = replay_draft(read_store(out), models["draft"], settings_of()).chances()
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -400,7 +392,7 @@ def test_the_papers_own_example_is_read(tmp_path):
     tensor([[  518, 10568, 29962,  1522,  2924, 29889,   518, 10568, 29962,  1522,
           1176,   681, 29889,   518, 10568, 29962,  1522,   752,   465,   291]], device='cuda:0')"""
     (tmp_path / "t.txt").write_text(text)
-    first, second = sources.paper_texts(tmp_path / "t.txt")
+    first, second = paper_texts(tmp_path / "t.txt")
     assert first.tolist() == [518, 799, 596, 18873, 1265, 322, 1510, 372, 1283, 304, 596, 7875, 29991, 2]
     assert len(second) == 20
 
@@ -413,14 +405,14 @@ def test_the_papers_own_example_is_read(tmp_path):
         ("tensor([[1, 2, ..., 9]])", "text 1 is abbreviated"),
         ("tensor([[1, 2]])\ntensor([[1, 2.5]])", "text 2: invalid literal"),
         ("tensor([[1, -2]])", "-2 is not a token id"),
-        ("tensor([[1, 2]])", "holds 1 texts and there are 2 prompts"),
-        ("tensor([[1, 2]])\ntensor([[400, 2]])", "text 2 has the id 400, the tokenizer only 307"),
+        ("tensor([[1, 2]])", "has 1 texts for 2 prompts"),
+        ("tensor([[1, 2]])\ntensor([[400, 2]])", "text 2 has the id 400; .* 307 ids"),
     ],
 )
 def test_files_that_are_no_paper_trace_are_refused(tmp_path, content, message):
     (tmp_path / "t.txt").write_text(content)
     with pytest.raises(UserError, match=message):
-        PaperTrace(tmp_path / "t.txt", [Prompt([5]), Prompt([6])], None, 307, ())
+        PaperTrace.read(tmp_path / "t.txt", [Prompt([5]), Prompt([6])], count=None, vocab=307, eos_ids=())
 
 
 # replaying
@@ -441,10 +433,10 @@ def live(target: Path, draft: Path, prompts: list[list[int]], k: int, how: Sampl
     return found
 
 
-def test_a_replayed_trace_is_live_speculation(models, greedy_trace):
-    found = replay_draft(greedy_trace, models["draft"], plan_of(), nothing)
+def test_a_replayed_trace_is_live_speculation(models, greedy_store):
+    found = replay_draft(greedy_store, models["draft"], settings_of())
     assert found.texts[0].chances == pytest.approx([float(r == 0) for r in found.texts[0].ranks])
-    prompts = [t.prompt.tolist() for t in greedy_trace.texts]
+    prompts = [t.prompt.tolist() for t in greedy_store.outputs]
     for k in (1, 2, 5):
         generations = live(models["target"], models["draft"], prompts, k, SamplingParams(max_tokens=24))
         wanted = count_acceptance(generations, k)
@@ -452,39 +444,38 @@ def test_a_replayed_trace_is_live_speculation(models, greedy_trace):
         assert 0.2 < wanted.draft_acceptance_rate < 0.95
 
 
-def test_conventions_of_the_first_token(models, greedy_trace):
+def test_conventions_of_the_first_token(models, greedy_store):
     """Drafted straight from the prompt, it is one more token that a step can begin at."""
-    found = replay_draft(greedy_trace, models["draft"], plan_of(), nothing)
+    found = replay_draft(greedy_store, models["draft"], settings_of())
     prefill, prompt = (found.counts(Drafting(k=3), first) for first in ("prefill", "prompt"))
     assert (prefill.tokens == 23).all()
     assert (prompt.tokens == 24).all()
     for one, text in zip(found.chances("prompt"), found.texts, strict=True):
         assert one.tolist() == text.chances
-    assert [c[0] for c in found.contexts("prefill")] == [len(t.prompt) + 1 for t in greedy_trace.texts]
-    assert [c[0] for c in found.contexts("prompt")] == [len(t.prompt) for t in greedy_trace.texts]
+    assert [c[0] for c in found.contexts("prefill")] == [len(t.prompt) + 1 for t in greedy_store.outputs]
+    assert [c[0] for c in found.contexts("prompt")] == [len(t.prompt) for t in greedy_store.outputs]
     assert all(len(c) == len(a) for c, a in zip(found.contexts(), found.chances(), strict=True))
 
 
 def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, models, prompt_file):
-    how, target = greedy(temperature=4.0, top_k=60, seed=1), models["target"]
-    found = recorded(tmp_path / "t", target, prompts_of(prompt_file, target), how)
-    ratio = replay_draft(found, models["draft"], plan_of(), nothing)
-    match = replay_draft(found, models["draft"], plan_of(rule="match"), nothing)
-    sharp = replay_draft(found, models["draft"], plan_of(draft_temperature=0.0), nothing)
-    for text, a, b, c in zip(found.texts, ratio.texts, match.texts, sharp.texts, strict=True):
-        np.testing.assert_allclose(a.chances, np.minimum(1, np.array(b.chances) / np.exp(text.log_p)), atol=1e-4)
+    target = models["target"]
+    found = recorded(tmp_path / "t", target, prompt_file, temperature=4.0, top_k=60, seed=1)
+    ratio = replay_draft(found, models["draft"], settings_of())
+    match = replay_draft(found, models["draft"], settings_of(rule="match"))
+    sharp = replay_draft(found, models["draft"], settings_of(draft_temperature=0.0))
+    for text, a, b, c in zip(found.outputs, ratio.texts, match.texts, sharp.texts, strict=True):
+        np.testing.assert_allclose(a.chances, np.minimum(1, np.array(b.chances) / np.exp(text.logprobs)), atol=1e-4)
         assert c.chances == [float(r == 0) for r in c.ranks]
-    same = replay_draft(found, target, plan_of(), nothing)
+    same = replay_draft(found, target, settings_of())
     np.testing.assert_allclose(np.concatenate(same.chances("prompt")), 1, atol=1e-4)  # a draft that is the target
 
 
-def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, models, prompt_file, greedy_trace):
-    ends = int(greedy_trace.texts[0].ids[9])
-    prompts = prompts_of(prompt_file, models["target"])
-    found = recorded(tmp_path / "t", models["target"], prompts, greedy(eos_ids=(ends,)))
-    replayed = replay_draft(found, models["draft"], plan_of(), nothing)
+def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, models, prompt_file, greedy_store):
+    ends = int(greedy_store.outputs[0].ids[9])
+    found = recorded(tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file)
+    replayed = replay_draft(found, models["draft"], settings_of())
     k, how = 4, SamplingParams(max_tokens=24, stop_token_ids=(ends,))
-    runs = live(models["target"], models["draft"], [p.ids for p in prompts.rows], k, how)
+    runs = live(models["target"], models["draft"], [o.prompt.tolist() for o in found.outputs], k, how)
     counts = replayed.counts(Drafting(k=k))
     assert counts.passes.tolist() == [len(g.drafted) for g in runs]
     assert counts.drafted.tolist() == [sum(g.drafted) for g in runs]
@@ -492,8 +483,8 @@ def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, mo
     assert counts.accepted.tolist() == accepted
 
 
-def test_trees_and_confidence_follow_from_the_same_file(models, greedy_trace):
-    found = replay_draft(greedy_trace, models["draft"], plan_of(), nothing)
+def test_trees_and_confidence_follow_from_the_same_file(models, greedy_store):
+    found = replay_draft(greedy_store, models["draft"], settings_of())
     chain, wide = found.counts(Drafting(k=3)), found.counts(Drafting(k=3, widths=(4, 2, 2)))
     sure = found.counts(Drafting(k=3, confidence=0.7))
     assert (wide.passes <= chain.passes).all()
@@ -504,8 +495,8 @@ def test_trees_and_confidence_follow_from_the_same_file(models, greedy_trace):
     assert found.counts(Drafting(k=3, widths=(1, 1, 1))).acceptance() == chain.acceptance()
 
 
-def test_a_replay_is_read_back_as_it_was_and_nothing_else_is(tmp_path, models, greedy_trace):
-    found = replay_draft(greedy_trace, models["draft"], plan_of(), nothing)
+def test_a_replay_is_read_back_as_it_was_and_nothing_else_is(tmp_path, models, greedy_store):
+    found = replay_draft(greedy_store, models["draft"], settings_of())
     (tmp_path / "replay.json").write_text(found.model_dump_json())
     assert read_replay(tmp_path) == found == read_replay(tmp_path / "replay.json")
     fields = json.loads(found.model_dump_json())
@@ -514,17 +505,17 @@ def test_a_replay_is_read_back_as_it_was_and_nothing_else_is(tmp_path, models, g
         (tmp_path / "replay.json").write_text(content)
         with pytest.raises(UserError, match="is not a replay"):
             read_replay(tmp_path)
-    with pytest.raises(UserError, match="draftlab trace replay writes one"):
+    with pytest.raises(UserError, match="draftlab replay writes one"):
         read_replay(tmp_path / "none")
 
 
-def test_rows_of_categories_are_their_texts_alone(models, greedy_trace):
-    found = replay_draft(greedy_trace, models["draft"], plan_of(), nothing)
+def test_rows_of_categories_are_their_texts_alone(models, greedy_store):
+    found = replay_draft(greedy_store, models["draft"], settings_of())
     rows = rows_of(found, [Drafting(k=2), Drafting(k=4)], "prefill")
     assert [(r.group, r.texts, r.drafting.k) for r in rows[:2]] == [("all", 7, 2), ("all", 7, 4)]
     by_group = {r.group: r for r in rows[2:]}
     assert by_group["code"].texts == 4
-    alone = replay_draft(greedy_trace.of_category("code"), models["draft"], plan_of(), nothing)
+    alone = replay_draft(greedy_store.of_category("code"), models["draft"], settings_of())
     assert by_group["code"].acceptance == alone.counts(Drafting(k=4)).acceptance()
     for row in rows:
         assert row.length.value == pytest.approx(row.acceptance.mean_acceptance_length)
@@ -536,15 +527,41 @@ def test_rows_of_categories_are_their_texts_alone(models, greedy_trace):
 
 
 def test_log_probabilities_that_the_rule_cannot_use_are_refused(tmp_path, models, prompt_file):
-    how, target = greedy(temperature=0.7), models["target"]
-    found = recorded(tmp_path / "t", target, prompts_of(prompt_file, target), how)
-    raw = Trace(found.directory, found.manifest.model_copy(update={"logprobs": "raw"}), found.texts)
-    with pytest.raises(UserError, match="holds raw log-probabilities; --rule rejection needs"):
-        check(raw, models["draft"], plan_of())
-    check(raw, models["draft"], plan_of(rule="match"))
-    check(raw, models["draft"], plan_of(draft_temperature=0.0))
-    at_one = raw.manifest.decoding.model_copy(update={"temperature": 1.0})
-    check(Trace(raw.directory, raw.manifest.model_copy(update={"decoding": at_one}), raw.texts), target, plan_of())
+    target = models["target"]
+    found = recorded(tmp_path / "t", target, prompt_file, temperature=0.7)
+    raw = replace(found, manifest=found.manifest.model_copy(update={"logprobs": "raw"}))
+    with pytest.raises(UserError, match="raw log-probabilities; --rule rejection needs"):
+        check(raw, models["draft"], settings_of())
+    check(raw, models["draft"], settings_of(rule="match"))
+    check(raw, models["draft"], settings_of(draft_temperature=0.0))
+    at_one = replace(raw.manifest.sampling, temperature=1.0)
+    check(replace(raw, manifest=raw.manifest.model_copy(update={"sampling": at_one})), target, settings_of())
+
+
+def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
+    """Nor is text of which nobody knows how it was sampled."""
+    data = tmp_path / "text.txt"
+    data.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
+    sizes = {"num_sequences": 4, "seq_len": 16, "top_logprobs": 4}
+    outputs.build(target=str(models["target"]), data=str(data), out=tmp_path / "data", **sizes)
+    with pytest.raises(UserError, match="of data that the target only read"):
+        check(read_store(tmp_path / "data"), models["draft"], settings_of())
+    outputs.build(
+        target=str(models["target"]), data=str(data), text="target", prompt_tokens=4, out=tmp_path / "w", **sizes
+    )
+    written = read_store(tmp_path / "w")
+    check(written, models["draft"], settings_of())
+    nobody = replace(written, manifest=written.manifest.model_copy(update={"sampling": None}))
+    with pytest.raises(UserError, match="does not say how"):
+        check(nobody, models["draft"], settings_of())
+
+
+def test_outputs_that_lack_what_distilling_needs_are_refused(tmp_path, models, greedy_store, prompt_file):
+    with pytest.raises(UserError, match="no held-out text"):
+        open_stored(greedy_store.directory, models["draft"], batch_size=2, temperature=1.0)
+    recorded(tmp_path / "t", models["target"], prompt_file)
+    with pytest.raises(UserError, match="no top log-probabilities"):
+        open_stored(tmp_path / "t", models["draft"], batch_size=2, temperature=1.0)
 
 
 # loops
@@ -586,20 +603,19 @@ def call(*arguments: object, code: int = 0):
     return result
 
 
-def test_record_info_and_replay_as_typed(space, models, prompt_file):
-    made = call("trace", "record", "--prompt-file", prompt_file, "--max-new-tokens", 20)
-    assert "runs/trace-target" in made.stdout
-    assert "7 of 7 texts, 140 tokens" in made.stdout
-    facts = json.loads(call("trace", "info", "runs/trace-target", "--json").stdout)
+def test_build_info_and_replay_as_typed(space, models, prompt_file):
+    made = call("outputs", "build", "--use", "replay", "--prompt-file", prompt_file, "--max-new-tokens", 20)
+    assert "runs/outputs-replay-target" in made.stdout
+    assert "7 of 7 sequences, 140 tokens" in made.stdout
+    facts = json.loads(call("outputs", "info", "runs/outputs-replay-target", "--json").stdout)
     assert facts["categories"] == {"chat": 2, "code": 4}
-    found = call("trace", "replay", "runs/trace-target", "--draft", models["draft"], "--k", "1-3")
+    replay = ("replay", "runs/outputs-replay-target", "--draft", models["draft"])
+    found = call(*replay, "--k", "1-3")
     assert "acceptance length" in found.stdout
     assert "code" in found.stdout
-    assert (space / "runs/replay-trace-target/draft/replay.json").is_file()
-    again = call("trace", "replay", "runs/trace-target", "--draft", models["draft"], code=1)
-    assert "--force" in again.stderr
-    tree = ("--tree", "3,2", "--category", "chat", "--force", "--json")
-    rows = json.loads(call("trace", "replay", "runs/trace-target", "--draft", models["draft"], *tree).stdout)
+    assert (space / "runs/replay-target/draft/replay.json").is_file()
+    assert "--force" in call(*replay, code=1).stderr
+    rows = json.loads(call(*replay, "--tree", "3,2", "--category", "chat", "--force", "--json").stdout)
     (row, *_) = rows["replays"][0]["rows"]
     assert (row["texts"], row["drafting"], row["num_speculative_tokens"]) == (2, "tree 3x2", 2)
 
@@ -607,49 +623,52 @@ def test_record_info_and_replay_as_typed(space, models, prompt_file):
 def test_prompts_of_a_data_source_and_a_dry_run(space, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
-    how = ("--data", file, "--prompts", 3, "--prompt-tokens", 9, "--max-new-tokens", 4)
-    assert "would write runs/trace-target" in call("trace", "record", *how, "--dry-run").stdout
+    sizes = ("--num-prompts", 3, "--prompt-tokens", 9, "--max-new-tokens", 4)
+    build = ("outputs", "build", "--use", "replay", "--data", file, *sizes)
+    assert "would write runs/outputs-replay-target" in call(*build, "--dry-run").stdout
     assert not (space / "runs").exists()
-    call("trace", "record", *how)
-    texts = read_trace(space / "runs/trace-target").texts
+    call(*build)
+    texts = read_store(space / "runs/outputs-replay-target").outputs
     assert [len(t.prompt) for t in texts] == [9, 9, 9]
 
 
-def test_importing_as_typed(space, models, prompt_file, greedy_trace):
-    paper_file(space / "big.txt", [t.ids.tolist() for t in greedy_trace.texts])
-    made = call(
-        "trace", "import", "big.txt", "--prompt-file", prompt_file, "--tokenizer", models["target"], "--name", "big"
-    )
-    assert "7 of 7 texts, 168 tokens of big, greedy" in made.stdout
-    call("trace", "replay", "runs/trace-big", "--draft", models["draft"])
+def test_importing_as_typed(space, models, prompt_file, greedy_store):
+    paper_file(space / "big.txt", [t.ids.tolist() for t in greedy_store.outputs])
+    paper = ("--format", "paper", "--prompt-file", prompt_file, "--name", "big")
+    made = call("outputs", "import", "big.txt", *paper, "--tokenizer", models["target"])
+    assert "7 of 7 sequences, 168 tokens" in made.stdout
+    assert "big (paper); text: greedy" in made.stdout
+    call("replay", "runs/outputs-big", "--draft", models["draft"])
+    assert "--prompt-file" in call("outputs", "import", "big.txt", "--format", "paper", "--out", "x", code=1).stderr
+    log = call("outputs", "import", "big.txt", "--prompt-file", prompt_file, "--out", "x", code=1)
+    assert "--prompt-file: needs --format paper" in log.stderr
 
 
 def test_mistakes_get_one_clear_line(space, models, prompt_file, tmp_path):
-    call("trace", "record", "--prompt-file", prompt_file, "--max-new-tokens", 8)
+    build = ("outputs", "build", "--use", "replay", "--prompt-file")
+    call(*build, prompt_file, "--max-new-tokens", 8)
     other = tmp_path / "other"
     other.mkdir()
     for file in models["draft"].iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     words = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(words.replace('"<pad>"', '"<blank>"'))
-    replay = ("trace", "replay", "runs/trace-target", "--draft")
+    replay = ("replay", "runs/outputs-replay-target", "--draft")
     cases = [
         ((*replay, other), "have different tokenizers: id 2 is '<blank>' and '<pad>'"),
         ((*replay, models["draft"], "--category", "cod"), "no category 'cod'; did you mean 'code'?"),
-        ((*replay, models["draft"], "--tree", "4,x"), "want widths from 1 on"),
-        ((*replay, models["draft"], "--tree", "4", "--confidence", "0.4"), "do not go together"),
-        ((*replay, models["draft"], "--k", "0"), "0"),
-        ((*replay, "nope"), "no checkpoint at nope"),
-        (("trace", "replay", "nope", "--draft", models["draft"]), "is not a trace"),
-        (("trace", "info", "nope"), "is not a trace"),
-        (("trace", "record", "--prompt-file", "nope.jsonl"), "nope.jsonl: No such file"),
-        (("trace", "record", "--prompt-file", prompt_file, "--data", "stdlib"), "give prompts one way"),
-        (("trace", "record", "--prompt-file", prompt_file, "--seed", 1), "holds another trace: its decoding"),
-        (
-            ("trace", "record", "--prompt-file", prompt_file, "--max-new-tokens", 999, "--out", "x"),
-            "target's context of 256",
-        ),
-        (("trace", "record", "--prompt-file", prompt_file, "--server", "localhost:1"), "is not an address"),
+        ((*replay, models["draft"], "--tree", "4,x"), "--tree 4,x"),
+        ((*replay, models["draft"], "--tree", "4", "--confidence", "0.4"), "--confidence: --tree"),
+        ((*replay, models["draft"], "--unsure", "drop"), "--unsure: needs --confidence"),
+        ((*replay, models["draft"], "--k", "0"), "--k 0"),
+        ((*replay, "nope"), "nope"),
+        (("replay", "nope", "--draft", models["draft"]), "nope is not a store"),
+        (("outputs", "info", "nope"), "nope is not a store"),
+        ((*build, "nope.jsonl"), "nope.jsonl: No such file"),
+        ((*build, prompt_file, "--data", "stdlib"), "--data"),
+        ((*build, prompt_file, "--seed", 1), "other outputs: their sampling"),
+        ((*build, prompt_file, "--max-new-tokens", 999, "--out", "x"), "context of 256"),
+        ((*build, prompt_file, "--server", "localhost:1"), "localhost:1"),
     ]
     for arguments, message in cases:
         result = call(*arguments, code=1)

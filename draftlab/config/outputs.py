@@ -1,0 +1,223 @@
+"""Settings of the commands on stored target outputs."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from draftlab import workspace
+from draftlab.config import shared
+from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
+from draftlab.model.hub import checkpoint_name
+from draftlab.sampling import SamplingParams
+
+DISTILL_PROMPT_TOKENS, DISTILL_TEMPERATURE, DISTILL_TOP_LOGPROBS = 32, 1.0, 64
+DISTILL_BATCH, REPLAY_BATCH = 64, 16
+REPLAY_PROMPTS, REPLAY_PROMPT_TOKENS = 64, 64  # of a data source
+
+_SERVER = (
+    Only(("served_model", "tokenizer", "api_key_file"), lambda c: c.server, "needs --server"),
+    Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
+    Only(("dtype", "device", "device_map", "memory"), lambda c: not c.server, "the server decides that itself"),
+)
+
+
+def _widths(value: object) -> object:
+    return [int(word) for word in value.split(",")] if isinstance(value, str) else value
+
+
+Widths = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_widths), Field(min_length=1)]
+
+
+class OutputsBuildConfig(shared.ServerSettings, OutputConfig):
+    """use distill: rows of seq_len tokens of data, or prompts from it with what the target writes. use replay: prompts
+    with the target's whole answers."""
+
+    use: Literal["distill", "replay"] = option("distill", "What the outputs are for: distilling, or replaying drafts.")
+    target: str = shared.target()
+    data: str = shared.data()
+    prompt_file: Path | None = shared.prompt_file()
+    text: Literal["data", "target"] = option(
+        "data", "To distil on: the data itself, or what the target writes after starts of it."
+    )
+    num_sequences: int = option(4096, "Sequences to distil on.", ge=1)
+    seq_len: int = option(256, "Tokens per sequence, prompt included.", ge=8)
+    num_prompts: int | None = option(None, "Prompts to replay. Default: all of a file, or 64.", ge=1)
+    prompt_tokens: int | None = option(
+        None, "Cut prompts to this length. Default: 32 to distil; to replay, 64 of data, and whole prompts of a file.",
+        ge=1,
+    )  # fmt: skip
+    max_new_tokens: int = option(128, "Longest answer to replay.", ge=2)
+    temperature: float | None = option(
+        None, "Temperature of the target, 0 is greedy. Default: 1 to distil, 0 to replay.", ge=0, panel=shared.SAMPLING
+    )
+    top_k: int = option(0, "Sample from the most probable tokens only; 0: from all.", ge=0, panel=shared.SAMPLING,
+        advanced=True)  # fmt: skip
+    top_p: float = option(
+        1.0, "Sample from the fewest tokens with this probability together.", gt=0, le=1, panel=shared.SAMPLING,
+        advanced=True,
+    )  # fmt: skip
+    min_p: float = option(
+        0.0, "Leave out tokens less probable than this times the most probable one.", ge=0, le=1, panel=shared.SAMPLING,
+        advanced=True,
+    )  # fmt: skip
+    top_logprobs: int | None = option(
+        None, "Most probable tokens stored at each position. Default: 64 to distil, 0 to replay.", ge=0
+    )
+    batch_size: int | None = option(
+        None, "Prompts decoded together. Default: 64 to distil, 16 to replay.", ge=1, advanced=True
+    )
+    dtype: shared.WeightsDtype | None = option(
+        None, "Data type of weights. Default: to distil as stored, to replay the workspace's.", advanced=True
+    )
+    device: str = shared.device()
+    device_map: str | None = shared.device_map()
+    memory: float = shared.memory()
+    seed: int = shared.seed()
+
+    only = (
+        *_SERVER,
+        Only(("text", "num_sequences", "seq_len"), lambda c: c.use == "distill", "needs --use distill"),
+        Only(("prompt_file", "num_prompts", "max_new_tokens"), lambda c: c.use == "replay", "needs --use replay"),
+        Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
+        Only(
+            ("prompt_tokens", "temperature", "top_k", "top_p", "min_p"), lambda c: c.writes,
+            "the target only reads the data; add --text target",
+        ),
+        Only(
+            ("batch_size",), lambda c: c.writes and not c.server,
+            "is for a target in memory that writes; a server batches by itself",
+        ),
+    )  # fmt: skip
+
+    @property
+    def writes(self) -> bool:
+        """Whether the target writes the text."""
+        return self.use == "replay" or self.text == "target"
+
+    @property
+    def prompt_length(self) -> int | None:
+        """Tokens of each prompt; None: prompts of a file stay whole."""
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens
+        if self.use == "distill":
+            return DISTILL_PROMPT_TOKENS
+        return None if self.prompt_file else REPLAY_PROMPT_TOKENS
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """None: as the weights are stored."""
+        return self.dtype or (workspace.load().dtype if self.use == "replay" else None)
+
+    @property
+    def prompts_of_data(self) -> int:
+        return self.num_prompts or REPLAY_PROMPTS
+
+    @property
+    def decoded_together(self) -> int:
+        return self.batch_size or (DISTILL_BATCH if self.use == "distill" else REPLAY_BATCH)
+
+    @property
+    def listed(self) -> int:
+        """Tokens listed at each position."""
+        default = DISTILL_TOP_LOGPROBS if self.use == "distill" else 0
+        return default if self.top_logprobs is None else self.top_logprobs
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams | None:
+        """Return how the target writes; None: it only reads."""
+        if not self.writes:
+            return None
+        default = DISTILL_TEMPERATURE if self.use == "distill" else 0.0
+        longest = self.max_new_tokens
+        if self.use == "distill":
+            longest = self.seq_len + 1 - (self.prompt_length or 0)
+        return SamplingParams(
+            temperature=default if self.temperature is None else self.temperature, top_k=self.top_k, top_p=self.top_p,
+            min_p=self.min_p, max_tokens=longest, seed=self.seed, stop_token_ids=stop_token_ids,
+        )  # fmt: skip
+
+    def default_name(self) -> str:
+        name = self.tokenizer or Path(self.target.partition("@")[0])
+        return f"outputs-{self.use}-{checkpoint_name(name)}"
+
+
+class OutputsImportConfig(OutputConfig):
+    """format log: a server's log, to distil from. format paper: a trace of the paper's scripts, to replay drafts on."""
+
+    file: Path = option(help="File to import (docs/formats.md).", argument=True)
+    format: Literal["log", "paper"] = option(
+        "log", "log: a server's requests in JSON lines; paper: tensor([[...]]) as the paper's scripts print."
+    )
+    target: str = shared.target()
+    tokenizer: Path | None = option(None, "Directory of the target's tokenizer, if not that of --target.")
+    seq_len: int = option(256, "With --format log: tokens per sequence; longer texts are cut.", ge=8)
+    top_logprobs: int = option(64, "With --format log: at most that many tokens of each list.", ge=1)
+    prompt_file: Path | None = option(None, "With --format paper: JSON-lines file of the prompts of the trace.")
+    num_prompts: int | None = option(None, "With --format paper: import the first ones only.", ge=1)
+    name: str = option("llama-65b", "With --format paper: name of the target.")
+
+    only = (
+        Only(("seq_len", "top_logprobs"), lambda c: c.format == "log", "needs --format log"),
+        Only(("prompt_file", "num_prompts", "name"), lambda c: c.format == "paper", "needs --format paper"),
+        Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
+    )
+
+    def default_name(self) -> str:
+        return f"outputs-{self.file.stem if self.format == 'log' else self.name}"
+
+
+class OutputsInfoConfig(Config):
+    directory: Path = option(help="Directory of the outputs.", argument=True)
+
+
+class OutputsVerifyConfig(shared.ServerSettings, OutputsInfoConfig):
+    target: str = shared.target()
+    dtype: shared.WeightsDtype | None = option(None, "Data type of weights. Default: as stored.", advanced=True)
+    device: str = shared.device()
+    device_map: str | None = shared.device_map()
+    memory: float = shared.memory()
+    seed: int = shared.seed()
+
+    only = _SERVER
+
+    @property
+    def weights_dtype(self) -> str | None:
+        return self.dtype
+
+
+class ReplayConfig(OutputConfig):
+    """Settings of draftlab replay."""
+
+    directory: Path = option(help="Directory of target outputs.", argument=True)
+    draft: list[str] = option(factory=list, help="Draft to replay; repeat for several. Default: the newest one.")
+    k: Numbers = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
+    tree: Widths | None = option(None, "A tree instead: branches at each depth, as 4,2,1.", typed=str)
+    confidence: float | None = option(
+        None, "Draft only while the draft's largest probability is at least this.", ge=0, le=1
+    )
+    unsure: Literal["keep", "drop"] = option(
+        "keep", "The token that is below --confidence: keep it as transformers do, drop it as llama.cpp does."
+    )
+    rule: Literal["rejection", "match"] = option(
+        "rejection", "rejection: accept with min(1, q/p); match: accept what is the target's own sample."
+    )
+    draft_temperature: float | None = option(
+        None, "Temperature of the draft, 0 is greedy. Default: the target's.", ge=0
+    )
+    first: Literal["prefill", "prompt"] = option(
+        "prefill", "The first token comes from the target's prefill, or is drafted like the others.", advanced=True
+    )
+    category: str | None = option(None, "Only prompts of this category.")
+    dtype: shared.WeightsDtype = shared.dtype(advanced=True)
+    device: str = shared.device()
+
+    only = (
+        Only(("unsure",), lambda c: c.confidence is not None, "needs --confidence"),
+        Only(("k", "confidence"), lambda c: c.tree is None, "--tree drafts a whole tree"),
+    )
+
+    def default_name(self) -> str:
+        return f"replay-{self.directory.name.removeprefix('outputs-').removeprefix('replay-')}"
+
+    def resolved(self) -> "ReplayConfig":
+        return self if self.draft else self.model_copy(update={"draft": [str(shared.newest_draft())]})

@@ -1,0 +1,75 @@
+"""Stored target outputs as batches to distil from."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+
+from draftlab.data import Batch, HeldOut, TopLogprobs
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.target_outputs.outputs import StoredLogprobs, padded
+from draftlab.target_outputs.store import HELDOUT, MANIFEST, check_tokenizer, finished_manifest, read_shard
+
+SHARDS_IN_MEMORY = 2  # rows are read in their order
+
+
+def open_stored(
+    directory: Path, draft: Path, *, batch_size: int, temperature: float
+) -> "tuple[StoredBatches, HeldOut]":
+    """Return training batches and the held-out text of a store, for a draft.
+
+    Raises:
+        UserError: another vocabulary, or outputs that cannot be distilled from (see StoredBatches).
+    """
+    batches = StoredBatches(directory, batch_size, temperature)
+    check_tokenizer(batches.manifest, draft)
+    if not (directory / HELDOUT / MANIFEST).exists():
+        raise UserError(f"{directory} has no held-out text; build it with draftlab outputs build --use distill")
+    heldout_size = finished_manifest(directory / HELDOUT).sequences
+    heldout = StoredBatches(directory / HELDOUT, heldout_size, temperature).batch(0)
+    counted = [ids[1:][mask > 0] for ids, mask in zip(heldout.ids, heldout.mask, strict=True)]
+    text = checkpoint.load_tokenizer(draft).batch_decode(counted, skip_special_tokens=True)
+    bytes_per_token = sum(len(t.encode()) for t in text) / float(heldout.mask.sum())
+    return batches, HeldOut(heldout.split(batch_size), bytes_per_token)
+
+
+class StoredBatches:
+    """Rows of a finished store with the target's top log-probabilities; step t is a pure function of t.
+
+    Raises:
+        UserError: an unfinished store, one without top log-probabilities or without this temperature, or a shard that
+            is corrupt, missing or misaligned.
+    """
+
+    def __init__(self, directory: Path, batch_size: int, temperature: float = 1.0) -> None:
+        manifest = finished_manifest(directory)
+        if not manifest.top_logprobs:
+            raise UserError(f"{directory} has no top log-probabilities to distil from; build it with --top-logprobs 64")
+        if temperature not in manifest.temperatures:
+            raise UserError(f"{directory} has temperatures {list(manifest.temperatures)}, not {temperature}")
+        self.manifest, self.batch_size, self.temperature = manifest, batch_size, temperature
+        longest = 0
+        for number in range(len(manifest.shards)):  # checked before the expensive part, and not kept in memory
+            longest = max(longest, *map(len, read_shard(directory, manifest, number)))
+        self.seq_len = manifest.seq_len or longest - 1
+        self._where = [(s, r) for s, shard in enumerate(manifest.shards) for r in range(shard.sequences)]
+        self._shard = functools.lru_cache(SHARDS_IN_MEMORY)(lambda number: read_shard(directory, manifest, number))
+
+    def batch(self, step: int) -> Batch:
+        places = (self._where[(step * self.batch_size + i) % len(self._where)] for i in range(self.batch_size))
+        outputs = [self._shard(s)[r] for s, r in places]
+        batch = padded(outputs, self.seq_len)
+        fits = [int(n) for n in batch.mask.sum(1)]
+        top = StoredLogprobs.joined([o.top[:n] for o, n in zip(outputs, fits, strict=True) if o.top is not None])
+        logprobs, rest = top.at(self.temperature, self.manifest.temperatures)
+        columns = (top.ids.astype(np.int64), logprobs.astype(np.float32), rest)
+        top_logprobs = TopLogprobs(*(_spread(column, batch.mask > 0) for column in columns))
+        return Batch(batch.ids, batch.mask, top_logprobs)
+
+
+def _spread(flat: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """Return [n, ...] at the n places that count, [R, T, ...]; zero elsewhere."""
+    out = np.zeros((*counted.shape, *flat.shape[1:]), dtype=flat.dtype)
+    out[counted] = flat
+    return out

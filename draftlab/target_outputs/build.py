@@ -1,0 +1,231 @@
+"""Build a store of target outputs: by a target in memory or on a server, or from a file of what it wrote."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from draftlab import provenance
+from draftlab.config.outputs import OutputsBuildConfig, OutputsImportConfig, OutputsVerifyConfig
+from draftlab.data import Batch, open_batches, open_heldout
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, hub
+from draftlab.model.size import read_size
+from draftlab.model.tokenizer import known_ids
+from draftlab.output import Output
+from draftlab.prompts import Prompt, Prompts, data_prompts, file_prompts
+from draftlab.sampling import SamplingParams
+from draftlab.servers.client import Server
+from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
+from draftlab.target_outputs.paper_trace import PaperTrace
+from draftlab.target_outputs.server_log import ServerLog
+from draftlab.target_outputs.store import Manifest, logits_of, vocabulary_sha256, write_store
+from draftlab.target_outputs.targets import LocalTarget, ServedTarget, Target
+
+DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences; a kill loses at most a shard
+HELDOUT_SEQUENCES = 64
+
+
+def build(config: OutputsBuildConfig, output: Output) -> Manifest:
+    """Write the outputs of a target, resuming what a killed build left.
+
+    Raises:
+        UserError: settings that do not fit each other, the target or the server; another store in the same place.
+    """
+    directory = locate_target(config)
+    if config.prompt_file is None:
+        hub.check_data(config.data)
+    sampling = config.sampling(checkpoint.eos_token_ids(directory))
+    if sampling is not None and sampling.max_tokens < 1:
+        raise UserError(f"--prompt-tokens {config.prompt_length} leaves nothing to write in {config.seq_len} tokens")
+    top_logprobs = min(config.listed, _ids(directory, config.server))
+    target = open_target(config, directory, sampling, top_logprobs)
+    write = _write_for_distilling if config.use == "distill" else _write_for_replay
+    manifest = write(config, output.out, target, sampling, top_logprobs)
+    inputs = [path for path in (None if config.server else directory, config.prompt_file) if path is not None]
+    about = {"server": target.describe()} if isinstance(target, ServedTarget) else {}
+    output.record(output.out, inputs, **about)
+    return manifest
+
+
+def estimate(config: OutputsBuildConfig) -> dict[str, object]:
+    """Return what a build would compute and write."""
+    directory = locate_target(config, weights=False)
+    temperatures = 1 if config.server else len(TEMPERATURES)
+    k = min(config.listed, _ids(directory, config.server))
+    if config.use == "replay":
+        prompts = _prompts(config, directory)
+        tokens, sampling = len(prompts.rows) * config.max_new_tokens, config.sampling(())
+        assert sampling is not None
+        facts = {"prompts": len(prompts.rows), "tokens": f"at most {tokens:,}", "sampling": sampling.describe()}
+        return facts | {"disk": f"at most {tokens * _bytes_per_token(config, k, temperatures) / 1e6:,.3g} MB"}
+    tokens = config.num_sequences * config.seq_len
+    facts: dict[str, object] = {"tokens": f"{tokens:,}"}
+    facts["disk"] = f"about {tokens * _bytes_per_token(config, k, temperatures) / 1e6:,.4g} MB"
+    if config.server is None:
+        flops = tokens * read_size(directory).flops_per_token(config.seq_len // 2)
+        facts["compute"] = f"{flops / 1e12:,.3g} TFLOP"
+    return facts
+
+
+def _bytes_per_token(config: OutputsBuildConfig, k: int, temperatures: int) -> int:
+    """Return the bytes of a token: its id, its log-probability where it is sampled, and the lists."""
+    return 4 + 4 * config.writes + (6 * k + 6 + 4 * temperatures if k else 0)
+
+
+def import_file(config: OutputsImportConfig, output: Output) -> Manifest:
+    """Write the sequences of a server's log or of a trace of the paper's scripts.
+
+    Raises:
+        UserError: a file that is not in the format, or does not fit the tokenizer.
+    """
+    directory = config.tokenizer or hub.locate(config.target, weights=False)
+    return (_import_log if config.format == "log" else _import_paper)(config, output, directory)
+
+
+def open_target(
+    config: OutputsBuildConfig | OutputsVerifyConfig, directory: Path, sampling: SamplingParams | None, k: int
+) -> Target:
+    """Return the target of these settings, able to write with sampling (None: only to score) and to list k tokens."""
+    if config.server is not None:
+        server = Server.connect(config.server, config.served_model, config.api_key_file)
+        return ServedTarget.connected(server, directory, sampling, k)
+    checkpoint.check(directory)
+    device = checkpoint.resolve_device(config.device)
+    dtype = None if config.weights_dtype is None else checkpoint.resolve_dtype(config.weights_dtype, device)
+    batch_size = config.decoded_together if isinstance(config, OutputsBuildConfig) else 1
+    return LocalTarget(directory, device, dtype, config.device_map, config.memory, batch_size)
+
+
+def locate_target(config: OutputsBuildConfig | OutputsVerifyConfig, weights: bool = True) -> Path:
+    """Return the directory of the target's tokenizer, and of the target itself unless a server runs it."""
+    return config.tokenizer or hub.locate(config.target, weights=weights and config.server is None)
+
+
+def _write_for_distilling(
+    config: OutputsBuildConfig, out: Path, target: Target, sampling: SamplingParams | None, k: int
+) -> Manifest:
+    """Write rows of training text, or what the target writes after their starts, and a few of held-out text."""
+    if not k:
+        raise UserError("--top-logprobs 0 leaves nothing to distil from; take 1 or more")
+    tokenizer, seq_len, planned = checkpoint.load_tokenizer(target.directory), config.seq_len, config.num_sequences
+
+    @functools.cache
+    def batches() -> Callable[[int], Batch]:
+        steps = -(-planned // DISTILL_SHARD)
+        return open_batches(
+            config.data, tokenizer, rows=DISTILL_SHARD, seq_len=seq_len, steps=steps, seed=config.seed
+        ).batch
+
+    def outputs(batch: Batch, first: int) -> list[TargetOutput]:
+        if sampling is None:
+            return split(batch, target.score(batch, k), first)
+        prompts = [Prompt(ids) for ids in batch.ids[:, : config.prompt_length].tolist()]
+        return target.generate(prompts, range(first, first + len(prompts)), sampling, k)
+
+    def shard(number: int) -> list[TargetOutput]:
+        first = number * DISTILL_SHARD
+        return outputs(batches()(number).rows(slice(0, planned - first)), first)
+
+    def heldout() -> list[TargetOutput]:
+        windows = open_heldout(
+            config.data, tokenizer, rows=HELDOUT_SEQUENCES, seq_len=seq_len, most_rows=HELDOUT_SEQUENCES
+        )
+        return outputs(windows.batches[0], planned)  # numbers, and with them seeds, of no training sequence
+
+    manifest = _manifest(
+        target, text=config.text, data=config.data, data_sha256=None, prompt_tokens=config.prompt_length,
+        sampling=sampling, top_logprobs=k, seq_len=seq_len, seed=config.seed, planned=planned,
+    )  # fmt: skip
+    return write_store(out, manifest, shard, tokenizer=target.directory, heldout=heldout)
+
+
+def _write_for_replay(
+    config: OutputsBuildConfig, out: Path, target: Target, sampling: SamplingParams | None, k: int
+) -> Manifest:
+    """Write prompts with the target's answers, the longest prompts first: what fits in memory shows at once."""
+    assert sampling is not None
+    prompts = _prompts(config, target.directory)
+    target.check_length(prompts.longest, sampling.max_tokens)
+    order = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
+
+    def shard(number: int) -> list[TargetOutput]:
+        numbers = order[number * REPLAY_SHARD : (number + 1) * REPLAY_SHARD]
+        return target.generate([prompts.rows[i] for i in numbers], numbers, sampling, k)
+
+    manifest = _manifest(
+        target, text="target", data=prompts.source, data_sha256=prompts.sha256, prompt_tokens=prompts.tokens,
+        categories=prompts.categories, sampling=sampling, top_logprobs=k, seq_len=None, seed=config.seed,
+        planned=len(prompts.rows),
+    )  # fmt: skip
+    return write_store(out, manifest, shard, tokenizer=target.directory)
+
+
+def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: object) -> Manifest:
+    info = asdict(target.info())
+    info |= {} if sampling is not None else {"logprobs": "none"}
+    return Manifest.model_validate(
+        info | facts | {"sampling": sampling, "tokenizer_sha256": vocabulary_sha256(target.directory)}
+        | {"versions": provenance.versions()}
+    )  # fmt: skip
+
+
+def _import_log(config: OutputsImportConfig, output: Output, directory: Path) -> Manifest:
+    log = ServerLog.open(
+        config.file, vocab=logits_of(directory), seq_len=config.seq_len,
+        top_logprobs=min(config.top_logprobs, logits_of(directory)),
+    )  # fmt: skip
+    trained, heldout = log.split(HELDOUT_SEQUENCES)
+    manifest = Manifest(
+        source="log", target=hub.checkpoint_name(directory), target_sha256=None, vocab=log.vocab,
+        tokenizer_sha256=vocabulary_sha256(directory), dtype="as served", batch_size=1, text="target",
+        data=config.file.name, data_sha256=provenance.file_sha256(config.file), prompt_tokens=None, sampling=None,
+        logprobs="raw", top_logprobs=log.top_logprobs, temperatures=(1.0,), seq_len=config.seq_len, seed=0,
+        planned=len(trained), versions=provenance.versions(),
+    )  # fmt: skip
+
+    def shard(number: int) -> list[TargetOutput]:
+        return log.outputs(trained[number * DISTILL_SHARD : (number + 1) * DISTILL_SHARD])
+
+    manifest = write_store(output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout))
+    output.record(output.out, [config.file])
+    return manifest
+
+
+def _import_paper(config: OutputsImportConfig, output: Output, directory: Path) -> Manifest:
+    if config.prompt_file is None:
+        raise UserError("--format paper needs --prompt-file: a trace file has no prompts")
+    tokenizer, eos = checkpoint.load_tokenizer(directory), checkpoint.eos_token_ids(directory)
+    prompts = file_prompts(config.prompt_file, tokenizer, count=config.num_prompts)
+    trace = PaperTrace.read(
+        config.file, prompts.rows, count=config.num_prompts, vocab=logits_of(directory), eos_ids=eos
+    )
+    manifest = Manifest(
+        source="paper", target=config.name, target_sha256=None, vocab=logits_of(directory),
+        tokenizer_sha256=vocabulary_sha256(directory), dtype="float16", batch_size=1, text="target",
+        data=prompts.source, data_sha256=prompts.sha256, prompt_tokens=None, categories=prompts.categories,
+        sampling=SamplingParams(max_tokens=trace.longest, stop_token_ids=eos), logprobs="none", top_logprobs=0,
+        temperatures=(1.0,), seq_len=None, seed=0, planned=len(prompts.rows), versions=provenance.versions(),
+    )  # fmt: skip
+
+    def shard(number: int) -> Sequence[TargetOutput]:
+        rows = range(number * REPLAY_SHARD, min((number + 1) * REPLAY_SHARD, len(prompts.rows)))
+        return [trace.output(i) for i in rows]
+
+    manifest = write_store(output.out, manifest, shard, tokenizer=directory)
+    output.record(output.out, [config.file, config.prompt_file])
+    return manifest
+
+
+def _prompts(config: OutputsBuildConfig, directory: Path) -> Prompts:
+    tokenizer = checkpoint.load_tokenizer(directory)
+    if config.prompt_file is not None:
+        return file_prompts(config.prompt_file, tokenizer, count=config.num_prompts, tokens=config.prompt_length)
+    return data_prompts(
+        config.data, tokenizer, count=config.prompts_of_data, tokens=config.prompt_length or 0, seed=config.seed
+    )
+
+
+def _ids(directory: Path, server: str | None) -> int:
+    """Return how many ids can be listed."""
+    return known_ids(directory) if server is None else logits_of(directory)

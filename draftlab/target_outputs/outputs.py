@@ -1,0 +1,120 @@
+"""What a target wrote or read, token by token, in memory.
+
+R sequences, n tokens of a sequence after its prompt, T tokens of a row, k listed tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from draftlab.data import Batch
+from draftlab.engine.batch_generate import FinishReason
+
+TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # at which log-normalisers are stored, to distil at
+ROUNDING = 0.01  # nats by which two log-probabilities of a token may differ in one answer of a server
+LEAST_REST = 1e-7  # probability of the tokens that are not listed where rounding leaves less
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLogprobs:
+    """The k most probable tokens at each of n positions, by the target's own distribution at temperature 1."""
+
+    ids: np.ndarray  # [n, k], the most probable first
+    logprobs: np.ndarray  # [n, k], never renormalised
+    rest: np.ndarray  # [n] log-probability of all other tokens together
+    token: np.ndarray  # [n] log-probability of the token that follows
+    normalizers: np.ndarray  # [n, temperatures]; log p at temperature t = log p / t - normalizer
+
+    @classmethod
+    def empty(cls, k: int, temperatures: int) -> "StoredLogprobs":
+        shapes = ((0, k), (0, k), (0,), (0,), (0, temperatures))
+        return cls(np.empty(shapes[0], np.int64), *(np.empty(shape, np.float32) for shape in shapes[1:]))
+
+    @classmethod
+    def joined(cls, parts: "Sequence[StoredLogprobs]") -> "StoredLogprobs":
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
+
+    @classmethod
+    def of_lists(
+        cls, ids: np.ndarray, logprobs: np.ndarray, token_logprobs: np.ndarray, tokens: np.ndarray
+    ) -> "StoredLogprobs":
+        """Return what a server listed, at temperature 1 alone. tokens [n]: the tokens that follow.
+
+        Raises:
+            ValueError: the log-probability of a token contradicts its list.
+        """
+        inside = ids == tokens[:, None]  # [n, k]
+        listed = np.where(inside, logprobs, 0).sum(1)
+        by_list = np.where(inside.any(1), listed, np.minimum(token_logprobs, logprobs[:, -1]))
+        wrong = np.flatnonzero(np.abs(by_list - token_logprobs) > ROUNDING)
+        if len(wrong):
+            i = wrong[0]
+            raise ValueError(
+                f"token {tokens[i]} at place {i} has log-probability {token_logprobs[i]:.4f}, and {by_list[i]:.4f} "
+                "by the list of the most probable tokens"
+            )
+        return cls(ids, logprobs, log_rest(logprobs), by_list, np.zeros((len(ids), 1), np.float32))
+
+    def at(self, temperature: float, temperatures: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Return log-probabilities [n, k] and the rest's [n] at another temperature."""
+        if temperature == 1:
+            return self.logprobs, self.rest
+        normalizers = self.normalizers[:, list(temperatures).index(temperature)]
+        logprobs = self.logprobs / np.float32(temperature) - normalizers[:, None]
+        listed = np.exp(np.logaddexp.reduce(logprobs, axis=-1))
+        return logprobs, np.log(np.clip(1 - listed, 1e-30, None)).astype(np.float32)
+
+    def __getitem__(self, rows: slice) -> "StoredLogprobs":
+        return StoredLogprobs(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOutput:
+    """A prompt and the n tokens after it, written by the target or, of data, only read by it."""
+
+    number: int  # of the prompt in its file or data
+    category: str = ""
+    prompt: np.ndarray  # at least one token
+    ids: np.ndarray  # [n]
+    finish_reason: FinishReason = "length"
+    logprobs: np.ndarray | None = None  # [n] in the distribution that the tokens were sampled from, or the raw one
+    top: StoredLogprobs | None = None  # [n, k]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.ids)
+
+
+def log_rest(logprobs: np.ndarray) -> np.ndarray:
+    """Return the log-probability of the tokens that are not listed: [n, k] -> [n]."""
+    listed = np.logaddexp.reduce(logprobs.astype(np.float64), axis=-1)
+    return np.log(-np.expm1(np.minimum(listed, -LEAST_REST))).astype(np.float32)
+
+
+def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch:
+    """Return outputs as rows of seq_len + 1 tokens, cut or padded (None: as long as the longest).
+
+    The tokens after the prompts count.
+    """
+    width = max(map(len, outputs)) if seq_len is None else seq_len + 1
+    ids, mask = np.zeros((len(outputs), width), np.int64), np.zeros((len(outputs), width - 1), np.float32)
+    for row, counted, output in zip(ids, mask, outputs, strict=True):
+        whole = np.concatenate([output.prompt, output.ids])[:width]
+        row[: len(whole)] = whole
+        counted[len(output.prompt) - 1 : len(whole) - 1] = 1
+    return Batch(ids, mask)
+
+
+def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
+    """Return rows of data, all of whose tokens but the first count, as outputs numbered from first on."""
+    width = batch.mask.shape[1]
+    return [
+        TargetOutput(number=first + i, prompt=row[:1], ids=row[1:], top=top[i * width : (i + 1) * width])
+        for i, row in enumerate(batch.ids)
+    ]
+
+
+def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:
+    """Return outputs with their parts of top, [sum of n]."""
+    ends = np.cumsum([len(output.ids) for output in outputs])
+    return [replace(o, top=top[end - len(o.ids) : end]) for o, end in zip(outputs, ends, strict=True)]

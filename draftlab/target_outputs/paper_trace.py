@@ -1,0 +1,89 @@
+"""Trace files of the scripts of "Decoding Speculative Decoding": tensor([[...]]) of token ids per prompt, greedy."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from draftlab.engine.batch_generate import Completion
+from draftlab.errors import UserError
+from draftlab.prompts import Prompt
+from draftlab.target_outputs.outputs import TargetOutput
+
+TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class PaperTrace:
+    """The greedy texts of a trace file, each for one prompt; texts that begin with their prompt lose it."""
+
+    prompts: list[Prompt]
+    texts: list[np.ndarray]
+    with_prompts: bool
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def read(
+        cls, file: Path, prompts: list[Prompt], *, count: int | None, vocab: int, eos_ids: tuple[int, ...]
+    ) -> "PaperTrace":
+        """Read the first count texts.
+
+        Raises:
+            UserError: not such a file, cut or abbreviated, not one text per prompt, or ids that vocab does not have.
+        """
+        texts = paper_texts(file)[:count]
+        if len(texts) != len(prompts):
+            raise UserError(
+                f"{file} has {len(texts)} texts for {len(prompts)} prompts; give the prompts that it was made with, "
+                "or import the first ones of both with --num-prompts"
+            )
+        for number, text in enumerate(texts, 1):
+            if text.max() >= vocab:
+                raise UserError(f"{file}: text {number} has the id {text.max()}; the tokenizer has only {vocab} ids")
+        whole = all(text[: len(p.ids)].tolist() == p.ids for text, p in zip(texts, prompts, strict=True))
+        return cls(prompts, texts, whole, eos_ids)
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.texts))
+
+    def output(self, number: int) -> TargetOutput:
+        """Return prompt number with its text up to the first end-of-text token."""
+        prompt = self.prompts[number]
+        ids = self.texts[number][len(prompt.ids) if self.with_prompts else 0 :]
+        nothing = np.zeros((len(ids), 0))
+        text = Completion.truncated(ids, np.zeros(len(ids)), nothing, nothing, self.eos_ids)
+        return TargetOutput(
+            number=number,
+            category=prompt.category,
+            prompt=np.array(prompt.ids),
+            ids=text.ids,
+            finish_reason=text.finish_reason,
+        )
+
+
+def paper_texts(file: Path) -> list[np.ndarray]:
+    """Return the token ids of each text. Raises UserError: see PaperTrace.read."""
+    try:
+        content = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    tensors = TENSOR.findall(content)
+    if not tensors or len(tensors) != content.count("tensor("):
+        end = f"its text {len(tensors) + 1} does not end" if tensors else "it has no tensor([[...]])"
+        raise UserError(f"{file} is not a trace of the paper's scripts, or is cut: {end}")
+    rows = [row for tensor in tensors for row in re.split(r"\]\s*,\s*\[", tensor)]
+    return [_ids(row, f"{file}: text {number}") for number, row in enumerate(rows, 1)]
+
+
+def _ids(row: str, where: str) -> np.ndarray:
+    if "..." in row:
+        raise UserError(f"{where} is abbreviated (...): print it whole, with torch.set_printoptions(threshold=10**9)")
+    try:
+        ids = np.array([int(word) for word in row.split(",")], dtype=np.int64)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; token ids are integers") from None
+    if ids.min() < 0:
+        raise UserError(f"{where}: {ids.min()} is not a token id")
+    return ids

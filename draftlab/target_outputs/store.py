@@ -1,0 +1,335 @@
+"""One store of target outputs on disk: to distil from, and to replay drafts on, without the target.
+
+A store is a directory: manifest.json, shards, the target's vocabulary, and, to distil from, heldout/, a small store of
+held-out text. Arrays of a shard are flat over its R sequences, with offsets. The log-probability of each token must
+agree with the list at its place: a shifted or foreign store is detected when it is opened.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from draftlab import provenance
+from draftlab.console import progress
+from draftlab.errors import UserError, did_you_mean
+from draftlab.files import FileModel, check_free, validation_text, write_atomic
+from draftlab.model import checkpoint, saving
+from draftlab.sampling import SamplingParams
+from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
+from draftlab.target_outputs.repeats import repeats
+
+MANIFEST, HELDOUT = "manifest.json", "heldout"
+Logprobs = Literal["sampled", "raw", "none"]
+TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
+    "top_ids": np.uint32, "top_logprobs": np.float16, "rest_logprob": np.float32, "token_logprob": np.float16,
+    "normalizers": np.float32,
+}  # fmt: skip
+
+
+class Shard(FileModel):
+    sequences: int
+    tokens: int
+    sha256: str
+
+
+class Manifest(FileModel):
+    """What a store contains and what made it.
+
+    logprobs: of each written token, in the distribution that it was sampled from, or in that of the raw logits.
+    """
+
+    version: Literal[1] = 1
+    source: str  # draftlab, the server's kind and version, log, or paper
+    target: str
+    target_sha256: str | None  # None: the weights were elsewhere
+    tokenizer_sha256: str
+    vocab: int  # ids that have a meaning
+    dtype: str
+    batch_size: int  # prompts decoded together, which in half precision affects rounding
+    text: Literal["data", "target"]
+    data: str
+    data_sha256: str | None
+    prompt_tokens: int | None  # prompts were cut to this length
+    categories: tuple[str, ...] = ("",)
+    sampling: SamplingParams | None  # None: the target did not write the text, or nobody knows
+    logprobs: Logprobs
+    top_logprobs: int
+    temperatures: tuple[float, ...]
+    seq_len: int | None  # of the rows to distil from; None: of the longest sequence
+    seed: int
+    planned: int  # sequences of the finished store
+    versions: dict[str, str]
+    shards: tuple[Shard, ...] = ()
+
+    @property
+    def sequences(self) -> int:
+        return sum(s.sequences for s in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(s.tokens for s in self.shards)
+
+    @property
+    def finished(self) -> bool:
+        return self.sequences == self.planned
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOutputs:
+    """All sequences of a finished store, in the order of their numbers."""
+
+    directory: Path
+    manifest: Manifest
+    outputs: list[TargetOutput]
+
+    def of_category(self, name: str) -> "StoredOutputs":
+        """Raises UserError: no such category."""
+        if name not in self.manifest.categories:
+            names = [c for c in self.manifest.categories if c]
+            hint = did_you_mean(name, names) if names else "; its prompts have no categories"
+            raise UserError(f"{self.directory} has no category {name!r}{hint}")
+        return StoredOutputs(self.directory, self.manifest, [o for o in self.outputs if o.category == name])
+
+    @property
+    def vocabulary(self) -> Path:
+        """A directory named as the target, with its tokenizer's files and its number of logits."""
+        return self.directory / self.manifest.target
+
+
+def write_store(
+    out: Path,
+    manifest: Manifest,
+    shard: Callable[[int], Sequence[TargetOutput]],
+    *,
+    tokenizer: Path,
+    heldout: Callable[[], Sequence[TargetOutput]] | None = None,
+) -> Manifest:
+    """Write what is missing of a store; a killed build resumes to the same bytes.
+
+    shard: returns the sequences of shard i. heldout: returns those of the store of held-out text, if there is one.
+
+    Raises:
+        UserError: out contains something else, or cannot be written.
+    """
+    manifest = _claim(out, manifest)
+    if manifest.finished:
+        return manifest
+    begin = heldout is not None and not (out / HELDOUT / MANIFEST).exists()
+    # before anything is written: a target that fails leaves nothing behind
+    outputs = heldout() if heldout is not None and begin else shard(len(manifest.shards))
+    try:
+        _write_manifest(out, manifest)
+        _copy_vocabulary(out / manifest.target, tokenizer)
+        if begin:
+            small = manifest.model_copy(update={"planned": len(outputs), "shards": ()})
+            _add_shard(out / HELDOUT, small, outputs)
+            outputs = shard(len(manifest.shards))
+        with progress("target outputs", manifest.planned) as advance:
+            while True:
+                manifest = _add_shard(out, manifest, outputs)
+                advance(manifest.sequences, f"{manifest.tokens:,} tokens")
+                if manifest.finished:
+                    break
+                outputs = shard(len(manifest.shards))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {out}: {' '.join(str(error).split())[:200]}") from error
+    return manifest
+
+
+def read_manifest(directory: Path) -> Manifest:
+    try:
+        return Manifest.model_validate_json((directory / MANIFEST).read_text())
+    except OSError:
+        raise UserError(
+            f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
+        ) from None
+    except ValidationError as error:
+        raise UserError(
+            f"{directory / MANIFEST} does not describe target outputs: {validation_text(error)[:200]}"
+        ) from None
+
+
+def finished_manifest(directory: Path) -> Manifest:
+    """Raises UserError: not a store, or an unfinished one."""
+    manifest = read_manifest(directory)
+    if not manifest.finished:
+        done = f"{manifest.sequences} of {manifest.planned} sequences"
+        raise UserError(f"{directory} is unfinished ({done}); run the same draftlab outputs build again to resume it")
+    return manifest
+
+
+def read_store(directory: Path) -> StoredOutputs:
+    """Read all sequences of a store.
+
+    Raises:
+        UserError: not a finished store, or a shard that is missing, corrupt or misaligned.
+    """
+    manifest = finished_manifest(directory)
+    outputs = [output for i in range(len(manifest.shards)) for output in read_shard(directory, manifest, i)]
+    return StoredOutputs(directory, manifest, sorted(outputs, key=lambda output: output.number))
+
+
+def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
+    """Raises UserError: the shard is missing, not what the manifest says, or misaligned."""
+    file = directory / _shard_name(number)
+    try:
+        if provenance.file_sha256(file) != manifest.shards[number].sha256:
+            raise UserError(f"{file} is corrupt: its checksum is not the manifest's; remove the store and build again")
+        arrays = load_file(file)
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    if manifest.top_logprobs:
+        _check_alignment(arrays, file)
+    return _outputs(arrays, manifest)
+
+
+def describe(directory: Path) -> dict[str, object]:
+    """Return facts about the texts of a finished store that a target wrote; {} otherwise."""
+    manifest = read_manifest(directory)
+    if not manifest.finished or manifest.text == "data":
+        return {}
+    outputs = read_store(directory).outputs
+    loops = repeats([o.ids for o in outputs])
+    return {
+        "categories": {name: sum(o.category == name for o in outputs) for name in manifest.categories if name},
+        "prompt_lengths": [min(len(o.prompt) for o in outputs), max(len(o.prompt) for o in outputs)],
+        "stopped_at_eos": sum(o.finish_reason == "stop" for o in outputs),
+        "degenerate_texts": sum(r.degenerate for r in loops),
+        "longest_repeat": max(r.longest_repeat for r in loops),
+    }
+
+
+def check_tokenizer(manifest: Manifest, model: Path) -> None:
+    """Raises UserError: the store was made with another vocabulary."""
+    if vocabulary_sha256(model) != manifest.tokenizer_sha256:
+        raise UserError(f"the outputs were made with the tokenizer of {manifest.target}; {model} has another one")
+
+
+def vocabulary_sha256(directory: Path) -> str:
+    """Return the hash of a tokenizer's vocabulary by id, which a renamed copy shares."""
+    vocab = checkpoint.load_tokenizer(directory).get_vocab()
+    return hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
+
+
+def _claim(out: Path, manifest: Manifest) -> Manifest:
+    """Return the manifest of the unfinished store in out, or this one if out is free."""
+    if not (out / MANIFEST).exists():
+        check_free(out, force=False)
+        return manifest
+    existing = read_manifest(out)
+    new, old = (json.loads(m.model_dump_json(exclude={"shards", "versions"})) for m in (manifest, existing))
+    differing = next((name for name in new if new[name] != old[name]), None)
+    if differing is not None:
+        raise UserError(
+            f"{out} contains other outputs: their {differing} is {_short(old[differing])}, not "
+            f"{_short(new[differing])}; choose another --out, or remove it"
+        )
+    return existing
+
+
+def _add_shard(out: Path, manifest: Manifest, outputs: Sequence[TargetOutput]) -> Manifest:
+    name = _shard_name(len(manifest.shards))
+    part = out / f".{name}.part"
+    out.mkdir(parents=True, exist_ok=True)
+    arrays = _arrays(outputs, manifest)
+    save_file(arrays, part)
+    shard = Shard(sequences=len(outputs), tokens=len(arrays["ids"]), sha256=provenance.file_sha256(part))
+    part.replace(out / name)
+    grown = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
+    _write_manifest(out, grown)
+    return grown
+
+
+def _write_manifest(out: Path, manifest: Manifest) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / MANIFEST, manifest.model_dump_json(indent=1))
+
+
+def _copy_vocabulary(folder: Path, tokenizer: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in saving.TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+    # config.json decides the tokenizer's class, and the class adds tokens of its own
+    config = checkpoint.read_config(tokenizer) if (tokenizer / "config.json").is_file() else {}
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": logits_of(tokenizer)}))
+
+
+def logits_of(directory: Path) -> int:
+    """Return how many logits a checkpoint has, or, without a checkpoint, how many ids its tokenizer has."""
+    if (directory / "config.json").is_file():
+        return checkpoint.vocab_size(directory)
+    return len(checkpoint.load_tokenizer(directory))
+
+
+def _arrays(outputs: Sequence[TargetOutput], manifest: Manifest) -> dict[str, np.ndarray]:
+    def offsets(rows: Sequence[np.ndarray]) -> np.ndarray:
+        return np.cumsum([0, *map(len, rows)], dtype=np.int64)
+
+    arrays = {
+        "number": np.array([o.number for o in outputs], dtype=np.int64),
+        "category": np.array([manifest.categories.index(o.category) for o in outputs], dtype=np.uint16),
+        "stopped": np.array([o.finish_reason == "stop" for o in outputs], dtype=np.uint8),
+        "prompt_offsets": offsets([o.prompt for o in outputs]),
+        "prompt_ids": np.concatenate([o.prompt for o in outputs]).astype(np.uint32),
+        "offsets": offsets([o.ids for o in outputs]),
+        "ids": np.concatenate([o.ids for o in outputs]).astype(np.uint32),
+    }
+    if manifest.logprobs != "none":
+        logprobs = [o.logprobs for o in outputs if o.logprobs is not None]
+        arrays["logprobs"] = np.concatenate(logprobs).astype(np.float32)
+    if manifest.top_logprobs:
+        top = StoredLogprobs.joined([o.top for o in outputs if o.top is not None])
+        columns = (getattr(top, name) for name in StoredLogprobs.__slots__)
+        arrays |= {name: column.astype(dtype) for (name, dtype), column in zip(TOP.items(), columns, strict=True)}
+    return arrays
+
+
+def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOutput]:
+    prompts = np.split(arrays["prompt_ids"], arrays["prompt_offsets"][1:-1])
+    bounds = arrays["offsets"]
+    logprobs = arrays.get("logprobs")
+    top = None
+    if manifest.top_logprobs:
+        columns = (arrays[name] for name in TOP)
+        top = StoredLogprobs(*(c if c.dtype == np.uint32 else c.astype(np.float32) for c in columns))
+    outputs = []
+    for i, prompt in enumerate(prompts):
+        part = slice(int(bounds[i]), int(bounds[i + 1]))
+        outputs.append(
+            TargetOutput(
+                number=int(arrays["number"][i]), category=manifest.categories[arrays["category"][i]], prompt=prompt,
+                ids=arrays["ids"][part], finish_reason="stop" if arrays["stopped"][i] else "length",
+                logprobs=None if logprobs is None else logprobs[part], top=None if top is None else top[part],
+            )
+        )  # fmt: skip
+    return outputs
+
+
+def _check_alignment(arrays: dict[str, np.ndarray], file: Path) -> None:
+    logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
+    inside = arrays["top_ids"] == arrays["ids"][:, None]  # [n, k]
+    matches = np.where(inside.any(1), np.where(inside, logprobs, 0).sum(1) == token, token <= logprobs[:, -1])
+    if not matches.all():
+        raise UserError(
+            f"{file}: {np.count_nonzero(~matches)} of {len(matches)} tokens contradict their lists; "
+            "the outputs belong to another text or tokenizer, or are shifted"
+        )
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 60 else text[:56] + " ..."

@@ -1,0 +1,291 @@
+"""Targets whose outputs are stored: a model in memory, or one that a server runs.
+
+R rows, T tokens, n of them that count, k listed tokens, V vocab.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftlab import provenance
+from draftlab.acceptance.token_logprobs import logits_in_parts, max_positions
+from draftlab.console import note
+from draftlab.data import Batch
+from draftlab.engine.batch_generate import BatchSettings, check_context, generate_batch, load_generator
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, hub
+from draftlab.model.decoder import Decoder
+from draftlab.model.tokenizer import known_ids
+from draftlab.prompts import Prompt
+from draftlab.sampling import SamplingParams
+from draftlab.servers.adapters import Completion
+from draftlab.servers.client import Probe, Server
+from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, TargetOutput, padded, with_top
+from draftlab.target_outputs.store import Logprobs, logits_of
+
+PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
+SEEDS = 256  # between prompts: a server counts the seed up over at most so many that it gets at once
+SCORED_ROWS = 256  # positions whose log-probabilities are computed at once
+LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetInfo:
+    """What the manifest says of a target; see there."""
+
+    source: str
+    target: str
+    target_sha256: str | None
+    vocab: int
+    dtype: str
+    batch_size: int
+    logprobs: Logprobs  # of text that it writes
+    temperatures: tuple[float, ...]
+
+
+class Target(Protocol):
+    """A model that scores text and writes it. directory: a checkpoint, or a tokenizer alone."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    def info(self) -> TargetInfo: ...
+
+    def check_length(self, prompt: int, tokens: int) -> None:
+        """Raises UserError: a prompt with so many tokens more does not fit the context."""
+        ...
+
+    def score(self, batch: Batch, k: int) -> StoredLogprobs:
+        """Return the k most probable tokens at the places of the tokens that count."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
+    ) -> list[TargetOutput]:
+        """Continue prompts. Their numbers and the seed decide what is sampled, whatever else is in the batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalTarget:
+    """A target in memory, run by the engine where it can.
+
+    dtype None: that of its weights, as far as the device computes in it. memory: GB that logits and KV cache may take.
+    """
+
+    directory: Path
+    device: torch.device
+    dtype: torch.dtype | None = None
+    device_map: str | None = None
+    memory: float = 2.0
+    batch_size: int = 64
+
+    @cached_property
+    def model(self) -> Decoder:
+        return load_generator(self.directory, self.dtype, self.device, self.device_map)
+
+    @cached_property
+    def vocab(self) -> int:
+        return known_ids(self.directory)
+
+    def info(self) -> TargetInfo:
+        dtype = self.dtype or checkpoint.compute_dtype(self.directory, self.device)
+        return TargetInfo(
+            source="draftlab", target=hub.checkpoint_name(self.directory), vocab=self.vocab,
+            target_sha256=provenance.fingerprint(self.directory), dtype=checkpoint.dtype_name(dtype),
+            batch_size=self.batch_size, logprobs="sampled", temperatures=TEMPERATURES,
+        )  # fmt: skip
+
+    def check_length(self, prompt: int, tokens: int) -> None:
+        check_context(prompt, tokens, checkpoint.max_model_len(self.directory))
+
+    def score(self, batch: Batch, k: int) -> StoredLogprobs:
+        most, width = max_positions(checkpoint.vocab_size(self.directory), self.memory), batch.mask.shape[1]
+        return StoredLogprobs.joined([self._score(rows, most, k) for rows in batch.split(max(1, most // width))])
+
+    def generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
+    ) -> list[TargetOutput]:
+        settings = BatchSettings(vocab=self.vocab, batch_size=self.batch_size, memory=self.memory)
+        written = generate_batch(self.model, [p.ids for p in prompts], sampling, settings, numbers=numbers)
+        outputs = [
+            TargetOutput(
+                number=number, category=prompt.category, prompt=np.array(prompt.ids), ids=w.ids,
+                finish_reason=w.finish_reason, logprobs=w.logprobs,
+            )
+            for prompt, number, w in zip(prompts, numbers, written, strict=True)
+        ]  # fmt: skip
+        return with_top(outputs, self.score(padded(outputs), k)) if k else outputs
+
+    def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
+        """Score a batch whose logits fit into memory, or one row in parts."""
+        ids, counted = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device), batch.mask > 0
+        columns = counted.any(0).nonzero()[0]
+        scores = [StoredLogprobs.empty(k, len(TEMPERATURES))]
+        if not len(columns):
+            return scores[0]
+        first, end = int(columns[0]), int(columns[-1]) + 1  # later tokens decide nothing
+        for at, logits in logits_in_parts(self.model, ids[:, :end], first, most):  # several parts only of a single row
+            mask = counted[:, at : at + logits.shape[1]]
+            labels = batch.ids[:, 1 + at :][:, : logits.shape[1]][mask]
+            chosen = logits[..., : self.vocab][torch.from_numpy(mask).to(logits.device)]
+            scores.append(top_logprobs(chosen, torch.from_numpy(labels), k))
+        return StoredLogprobs.joined(scores)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTarget:
+    """A target that runs on a server. directory: a checkpoint or tokenizer with the same vocabulary."""
+
+    server: Server
+    directory: Path
+    vocab: int
+    probe: Probe
+
+    @classmethod
+    def connected(cls, server: Server, directory: Path, sampling: SamplingParams | None, k: int) -> "ServedTarget":
+        """Check that the server can do what is asked of it: write with sampling (None: only score), and list k tokens.
+
+        Raises:
+            UserError: another tokenizer, or log-probabilities that are not the model's own.
+        """
+        ids, url = check_server_tokenizer(server, directory), server.http.url
+        if sampling is None and not server.adapter.has_prompt_logprobs:
+            raise UserError(f"{server.kind} does not score given text; use --text target, or vLLM or SGLang")
+        probe = server.probe(ids)
+        if sampling is not None and sampling.temperature == 0 and not probe.greedy:
+            raise UserError(f"{url} does not take the most probable token at temperature 0")
+        if k and probe.logprobs_mode.endswith("logits"):
+            raise UserError(f"{url} gives logits instead of log-probabilities; start it with raw log-probabilities")
+        processed = sampling is not None and sampling.temperature != 0 and not sampling.unmodified
+        if k and processed and probe.logprobs_mode != "raw_logprobs":
+            raise UserError(
+                f"{url} gives log-probabilities after temperature ({probe.logprobs_mode}); sample at temperature 1, "
+                "or start it with raw log-probabilities (docs/servers.md)"
+            )
+        return cls(server, directory, logits_of(directory), probe)
+
+    def describe(self) -> dict[str, str]:
+        return {"kind": self.server.kind, "version": self.server.version, "model": self.server.model}
+
+    def info(self) -> TargetInfo:
+        return TargetInfo(
+            source=f"{self.server.kind} {self.server.version}".strip(), target=Path(self.server.model).name,
+            target_sha256=None, vocab=self.vocab, dtype="as served", batch_size=self.server.workers,
+            logprobs=LOGPROBS.get(self.probe.logprobs_mode, "none"), temperatures=(1.0,),
+        )  # fmt: skip
+
+    def check_length(self, prompt: int, tokens: int) -> None:
+        """The server refuses what is too long before it writes."""
+
+    def score(self, batch: Batch, k: int) -> StoredLogprobs:
+        lists = score_on_server(self.server, batch, k, self.vocab)
+        return self._top(*lists, batch.ids[:, 1:][batch.mask > 0])
+
+    def generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
+    ) -> list[TargetOutput]:
+        seed = (sampling.seed * 1_000_003 + numbers[0] * SEEDS) % 2**31
+        written = self.server.generate([p.ids for p in prompts], replace(sampling, seed=seed, stop_token_ids=()), k=k)
+        outputs = [
+            of_completion(w, number, category=prompt.category, greedy=sampling.temperature == 0)
+            for prompt, number, w in zip(prompts, numbers, written, strict=True)
+        ]
+        if not k:
+            return outputs
+        ids, logprobs = listed(written, k)
+        check_ids(ids, self.vocab)
+        tokens, own = (np.concatenate([getattr(w, name) for w in written]) for name in ("ids", "logprobs"))
+        return with_top(outputs, self._top(ids, logprobs, own.astype(np.float32), tokens))
+
+    def _top(
+        self, ids: np.ndarray, logprobs: np.ndarray, token_logprobs: np.ndarray, tokens: np.ndarray
+    ) -> StoredLogprobs:
+        try:
+            return StoredLogprobs.of_lists(ids, logprobs, token_logprobs, tokens)
+        except ValueError as error:
+            raise UserError(f"{self.server.http.url} contradicts itself: {error}") from None
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
+    """Return the k most probable tokens of logits [n, V]. tokens [n]: those that follow."""
+    pieces = [StoredLogprobs.empty(k, len(TEMPERATURES))]
+    for start in range(0, len(logits), SCORED_ROWS):
+        log_p = torch.log_softmax(logits[start : start + SCORED_ROWS].float(), -1)
+        values, ids = log_p.topk(k)
+        rest = log_p.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(-80)
+        own = log_p.gather(1, tokens[start : start + SCORED_ROWS, None].to(log_p.device)).squeeze(1)
+        normalizers = torch.stack([(log_p / t).logsumexp(-1) for t in TEMPERATURES], 1)
+        pieces.append(StoredLogprobs(*(column.cpu().numpy() for column in (ids, values, rest, own, normalizers))))
+    return StoredLogprobs.joined(pieces)
+
+
+def score_on_server(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Let a server score the n tokens that count.
+
+    Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, those of the tokens themselves [n].
+
+    Raises:
+        UserError: the server fails, or lists a token beyond vocab.
+    """
+    counted = batch.mask > 0
+    ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]  # later tokens decide nothing
+    asked = [number for number, end in enumerate(ends) if end]
+    scored = server.prompt_logprobs([batch.ids[number, : ends[number] + 1].tolist() for number in asked], k)
+    ids, logprobs, own = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)], [np.empty(0, np.float32)]
+    for number, row in zip(asked, scored, strict=True):
+        mask = counted[number, : ends[number]]
+        ids.append(np.array(row.top_ids, np.int64)[mask])
+        logprobs.append(np.array(row.top_logprobs, np.float32)[mask])
+        own.append(np.array(row.logprobs, np.float32)[mask])
+    top_ids = np.concatenate(ids)
+    check_ids(top_ids, vocab)
+    return top_ids, np.concatenate(logprobs), np.concatenate(own)
+
+
+def of_completion(written: Completion, number: int, *, category: str = "", greedy: bool = False) -> TargetOutput:
+    """Return what a server or its log says, without lists; greedy: tokens have log-probability 0."""
+    logprobs = np.zeros(len(written.ids)) if greedy else np.array(written.logprobs)
+    return TargetOutput(
+        number=number, category=category, prompt=np.array(written.prompt_ids), ids=np.array(written.ids, np.int64),
+        finish_reason="stop" if written.finish_reason == "stop" else "length", logprobs=logprobs.astype(np.float32),
+    )  # fmt: skip
+
+
+def listed(written: Sequence[Completion], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and log-probabilities of the first k listed tokens at all places, [n, k] each."""
+    ids = [top[:k] for w in written for top in w.top_ids]
+    logprobs = [top[:k] for w in written for top in w.top_logprobs]
+    return np.array(ids, np.int64).reshape(-1, k), np.array(logprobs, np.float32).reshape(-1, k)
+
+
+def check_ids(ids: np.ndarray, vocab: int) -> None:
+    """Raises UserError: a server lists a token beyond vocab."""
+    if ids.max(initial=0) >= vocab:
+        raise UserError(f"the server lists token {ids.max()}, and the vocabulary here has {vocab} tokens")
+
+
+def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
+    """Return the ids of a short text, after checking that the server and the tokenizer in directory agree on them.
+
+    Raises:
+        UserError: they do not.
+    """
+    ids = checkpoint.load_tokenizer(directory)(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    served = server.tokenize(PROBE_TEXT)
+    if served is None:
+        note(f"{server.http.url} does not tokenize: its vocabulary is assumed to be that of {directory}")
+    elif served != ids:
+        pairs = enumerate(zip(ids, served, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(served)))
+        raise UserError(
+            f"the server's tokenizer is not that of {directory}: token {at} of a test text is {served[at : at + 1]} on "
+            f"the server and {ids[at : at + 1]} in {directory}; name the right one with --tokenizer"
+        )
+    return ids

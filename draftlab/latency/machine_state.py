@@ -1,4 +1,4 @@
-"""Is the machine fit to be timed on: what it is, whether other work keeps it busy, whether what is timed is warm."""
+"""The state of the machine that timings depend on: other work, warm-up, clocks."""
 
 import os
 import platform
@@ -6,43 +6,44 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 
 from draftlab.console import note
 from draftlab.engine.generate import Clock, clock_for
 from draftlab.results.score import Environment
 
-WARM_UPS = (3, 10)  # least and most before anything counts
-ALIKE = 0.1  # two times in a row that differ by less are steady
+WARM_UPS = (3, 10)  # least and most
+SIMILAR = 0.1  # two consecutive times that differ by less are steady
+WATCH_SECONDS = 0.5
 
 
 def read_environment() -> Environment:
-    """The machine as it is now; takes half a second, in which it watches what others do."""
-    info = _text("/proc/cpuinfo").splitlines()
-    names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    """Return the state of the machine; takes half a second, in which other work is observed."""
+    cores = os.cpu_count() or 1
     return Environment(
         system=platform.platform(),
-        processor=names[0] if names else platform.processor() or platform.machine(),
-        cores=os.cpu_count() or 1,
-        busy_cores=round(_busy_cores(), 2),
+        processor=device_name(torch.device("cpu")),
+        cores=cores,
+        busy_cores=round(psutil.cpu_percent(interval=WATCH_SECONDS) / 100 * cores, 2),
         governor=_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip() or None,
         driver=_text("/proc/driver/nvidia/version").partition("\n")[0].strip() or None,
     )
 
 
-def warn_if_busy(found: Environment) -> None:
-    if found.busy:
+def warn_if_busy(environment: Environment) -> None:
+    if environment.busy:
         note(
-            f"other work keeps {found.busy_cores:.1f} of {found.cores} cores busy: times here are worth little, "
-            "though ratios of interleaved arms suffer less"
+            f"other work keeps {environment.busy_cores:.1f} of {environment.cores} cores busy: times are unreliable, "
+            "though ratios of interleaved runs less so"
         )
 
 
 def warm_up(run: Callable[[], float]) -> bool:
-    """Run until two times in a row are alike, and whether they came to be. run: seconds that it took."""
+    """Run until two consecutive times are similar; return whether that happened. run: returns its seconds."""
     least, most = WARM_UPS
     times = [run() for _ in range(least)]
-    while abs(times[-1] - times[-2]) > ALIKE * min(times[-2:]):
+    while abs(times[-1] - times[-2]) > SIMILAR * min(times[-2:]):
         if len(times) == most:
             return False
         times.append(run())
@@ -50,32 +51,16 @@ def warm_up(run: Callable[[], float]) -> bool:
 
 
 def steady_clock(device: torch.device) -> Clock:
-    """Of one CPU thread its CPU seconds, which other work on the machine lengthens less; else the wall's."""
+    """Return CPU seconds on one CPU thread, which other work on the machine affects less, else the device's clock."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
 
 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), device.type)
-
-
-def _busy_cores(seconds: float = 0.5) -> float:
-    """Cores in use while this process sleeps; the load average where the system does not count."""
-    began = _busy_ticks()
-    if began is None:
-        return os.getloadavg()[0]
-    time.sleep(seconds)
-    return ((_busy_ticks() or began) - began) / os.sysconf("SC_CLK_TCK") / seconds
-
-
-def _busy_ticks() -> int | None:
-    """Of /proc/stat: user, nice, system, irq, softirq, steal."""
-    words = _text("/proc/stat").partition("\n")[0].split()[1:]
-    ticks = [int(word) for word in words]
-    return sum(ticks[:3]) + sum(ticks[5:8]) if ticks else None
+    lines = _text("/proc/cpuinfo").splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _text(path: str) -> str:

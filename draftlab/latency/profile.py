@@ -13,7 +13,7 @@ from draftlab.console import heartbeat, note, progress
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
 from draftlab.latency.machine_state import device_name, steady_clock
-from draftlab.latency.profiler import Grid, LatencyCurves, measure, weight_bytes
+from draftlab.latency.profiler import Grid, measure, weight_bytes
 from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
 from draftlab.latency.timing import bandwidth_gbs, matmul_tflops, random_model
 from draftlab.model import Mode, checkpoint, llama, memory
@@ -139,18 +139,8 @@ def _profile(config: GridConfig, models: Models, output: Output, device_map: str
     device, dtype = _device_and_dtype(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    mode = check(config, models, device_map)
-    needed = needed_bytes(config, models, device_map)
-    memory.check_fits(needed, device, "--dtype bfloat16, --device-map auto, or fewer --batch")
-    note(f"loading {', '.join(models)}")
-    grid = _grid(config)
-    context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
-    decoders = {
-        name: random_model(place, dtype, device, context)
-        if isinstance(place, Shape)
-        else load(place, dtype, device, device_map)
-        for name, place in models.items()
-    }
+    mode, grid = check(config, models, device_map), _grid(config)
+    decoders = _load(config, models, device_map)
     load_average, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load_average > cores:
         note(f"the machine is busy (load {load_average:.1f} on {cores} cores): latencies will be higher and vary more")
@@ -160,10 +150,21 @@ def _profile(config: GridConfig, models: Models, output: Output, device_map: str
         )
     dtypes = sorted({dtype, torch.float32, torch.bfloat16}, key=str)
     tflops = {checkpoint.dtype_name(each): matmul_tflops(each, device) for each in dtypes}
-    profiles = [
-        _as_profile(name, place, decoders[name], curves[name], mode, tflops, dtype, device, output.command_line)
-        for name, place in models.items()
-    ]
+
+    def as_profile(name: str, place: Path | Shape) -> Profile:
+        model, curve = decoders[name], curves[name]
+        shape = model.shape if isinstance(model, Llama) else None
+        weights = int(active_params(shape)) if shape else weight_bytes(model) // dtype.itemsize
+        return Profile(
+            kind="measured", name=name, sha256=None if isinstance(place, Shape) else provenance.fingerprint(place),
+            shape=shape, device=device_name(device), dtype=checkpoint.dtype_name(dtype), mode=mode,
+            threads=torch.get_num_threads() if device.type == "cpu" else None, forward=curve.forward,
+            steady=curve.steady, prefill=curve.prefill, host=curve.host,
+            bandwidth_gbs=bandwidth_gbs(weights, dtype, device), matmul_tflops=tflops, command=output.command_line,
+            versions=provenance.versions(), created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )  # fmt: skip
+
+    profiles = [as_profile(name, place) for name, place in models.items()]
     with output.directory() as work:
         for profile in profiles:
             write_profile(profile, work / f"{profile.name}.yaml")
@@ -171,35 +172,16 @@ def _profile(config: GridConfig, models: Models, output: Output, device_map: str
     return profiles
 
 
-def _as_profile(
-    name: str,
-    place: Path | Shape,
-    model: Decoder,
-    curves: LatencyCurves,
-    mode: Mode,
-    tflops: dict[str, float],
-    dtype: torch.dtype,
-    device: torch.device,
-    command: str,
-) -> Profile:
-    shape = model.shape if isinstance(model, Llama) else None
-    weights = int(active_params(shape)) if shape else weight_bytes(model) // dtype.itemsize
-    return Profile(
-        kind="measured",
-        name=name,
-        sha256=None if isinstance(place, Shape) else provenance.fingerprint(place),
-        shape=shape,
-        device=device_name(device),
-        dtype=checkpoint.dtype_name(dtype),
-        mode=mode,
-        threads=torch.get_num_threads() if device.type == "cpu" else None,
-        forward=curves.forward,
-        steady=curves.steady,
-        prefill=curves.prefill,
-        host=curves.host,
-        bandwidth_gbs=bandwidth_gbs(weights, dtype, device),
-        matmul_tflops=tflops,
-        command=command,
-        versions=provenance.versions(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
+def _load(config: GridConfig, models: Models, device_map: str | None) -> dict[str, Decoder]:
+    device, dtype = _device_and_dtype(config)
+    needed = needed_bytes(config, models, device_map)
+    memory.check_fits(needed, device, "--dtype bfloat16, --device-map auto, or fewer --batch")
+    note(f"loading {', '.join(models)}")
+    grid = _grid(config)
+    context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
+    return {
+        name: random_model(place, dtype, device, context)
+        if isinstance(place, Shape)
+        else load(place, dtype, device, device_map)
+        for name, place in models.items()
+    }

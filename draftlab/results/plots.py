@@ -15,9 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from draftlab.errors import UserError
-from draftlab.model.shape import Shape
 from draftlab.results.leaderboard import COLOURS, MARKERS, Entry
-from draftlab.results.score import Model
 
 PHASES = {"draft": "#d55e00", "verify": "#0072b2", "host": "#8c8c8c"}
 STYLE: dict[Any, Any] = {
@@ -26,7 +24,6 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-CHARACTER_WIDTH = 0.017  # of a label, in widths of the axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +92,22 @@ def plot_latency(entries: list[Entry]) -> Markup | None:
 
     The target's latency is the one measured with the fastest draft.
     """
-    entries = [e for e in entries if e.score.target.latency]
-    if not entries:
+    target = next((e.score.target for e in entries if e.score.target.latency and e.score.target.shape), None)
+    drafts = [(e, e.score.draft.shape, e.score.draft.latency[0]) for e in entries if e.score.draft.latency]
+    shapes = [shape.params() for _, shape, _ in drafts if shape]
+    if target is None or target.shape is None or not shapes:
         return None
-    target = entries[0].score.target
-    drafts = [(e, shape, e.score.draft.latency[0]) for e in entries if (shape := _timed(e.score.draft))]
-    target_shape = _timed(target)
-    if not drafts or target_shape is None:
-        return None
-    largest = max(shape.params() for _, shape, _ in drafts)
-    points = [(target_shape.layers, target.latency[0], "black", "*", 200.0)]
+    points = [(target.shape.layers, target.latency[0], "black", "*", 200.0)]
     for entry, shape, latency in drafts:
-        points.append((shape.layers, latency, entry.colour, entry.marker, 25 + 175 * shape.params() / largest))
+        if shape:
+            area = 25 + 175 * shape.params() / max(shapes)
+            points.append((shape.layers, latency, entry.colour, entry.marker, area))
 
     def draw(ax: Axes) -> None:
         for layers, t, colour, marker, area in points:
             ax.vlines(layers, t.low_ms, t.high_ms, color=colour)
             ax.scatter(layers, t.median_ms, s=area, color=colour, marker=marker)
-        xs, ys = [p[0] for p in points], [p[1].median_ms for p in points]
-        _scale(ax, xs, ys)
-        _label(ax, xs, ys, ["target", *(e.label for e, _, _ in drafts)], [0.0] * len(points))
+        _scale(ax, [layers for layers, *_ in points], [latency.median_ms for _, latency, *_ in points])
         ax.set(xlabel="layers", ylabel="ms per token")
 
     return _svg(draw, "Latency of one pass over one token against layers")
@@ -123,14 +116,12 @@ def plot_latency(entries: list[Entry]) -> Markup | None:
 def plot_accuracy(entries: list[Entry]) -> Markup | None:
     """Plot tokens per target pass against accuracy; None where no draft has an accuracy."""
     scored = [(e, e.accuracy) for e in entries if e.accuracy]
-    xs, ys = [a.value for _, a in scored], [e.tokens_per_pass for e, _ in scored]
-    errors = [a.stderr or 0.0 for _, a in scored]
 
     def draw(ax: Axes) -> None:
-        for (entry, _), x, y, error in zip(scored, xs, ys, errors, strict=True):
-            ax.errorbar(x, y, xerr=error, color=entry.colour, marker=entry.marker)
+        for entry, accuracy in scored:
+            error = accuracy.stderr or 0.0
+            ax.errorbar(accuracy.value, entry.tokens_per_pass, xerr=error, color=entry.colour, marker=entry.marker)
         ax.margins(0.2)
-        _label(ax, xs, ys, [f"{e.label}, K={e.k}" for e, _ in scored], errors)
         ax.set(xlabel=f"accuracy of the draft, {scored[0][1].task}", ylabel="tokens per target pass")
 
     return _svg(draw, "Tokens per target pass against accuracy of the draft") if scored else None
@@ -170,10 +161,6 @@ def plot_time(entries: list[Entry]) -> Markup | None:
     return _svg(draw, "Time per step: draft, verify, host", inches=1.2 + 0.45 * len(entries))
 
 
-def _timed(model: Model) -> Shape | None:
-    return model.shape if model.latency else None
-
-
 def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
     """Scale from zero, which shows proportions, or logarithmically where a large target would squeeze the drafts."""
     ax.margins(0.2)
@@ -185,35 +172,6 @@ def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_formatter(NullFormatter())
-
-
-def _label(ax: Axes, xs: Sequence[float], ys: Sequence[float], names: Sequence[str], errors: Sequence[float]) -> None:
-    """Write names beside points and their error bars or, where there is no room, above or below with a line."""
-    ax.autoscale_view()  # limits are otherwise set when drawing, after the transforms below
-    to_axes = ax.transData + ax.transAxes.inverted()
-    at = to_axes.transform(list(zip(xs, ys, strict=True))).tolist()
-    ends = to_axes.transform([(x + error, y) for x, y, error in zip(xs, ys, errors, strict=True)]).tolist()
-    reach = [max(0.03, end[0] - x) for (x, _), end in zip(at, ends, strict=True)]
-    taken = [(x - r, x + r, y) for (x, y), r in zip(at, reach, strict=True)]
-    for (x, y), r, name in zip(at, reach, names, strict=True):
-        width = CHARACTER_WIDTH * len(name)
-        sides = [(x + r + 0.01, x + r + 0.01 + width), (x - r - 0.01 - width, x - r - 0.01)]
-        left, right, height = place = _free_place(sides, y, taken)
-        taken.append(place)
-        end, align = ((left, height), "left") if left > x else ((right, height), "right")
-        line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4} if abs(height - y) > 0.03 else None
-        style = {"ha": align, "va": "center", "arrowprops": line, "in_layout": False}
-        ax.annotate(name, (x, y), end, ax.transAxes, ax.transAxes, **style)
-
-
-def _free_place(
-    sides: list[tuple[float, float]], y: float, taken: list[tuple[float, float, float]]
-) -> tuple[float, float, float]:
-    """Return left, right and height, in units of the axes, of the nearest free place, or else of the nearest place."""
-    places = [(*side, y + step / 50) for step in sorted(range(-25, 26), key=abs) for side in sides]
-    inside = [p for p in places if p[0] > 0 and p[1] < 1 and 0.03 < p[2] < 0.97]
-    free = [p for p in inside if not any(p[0] < b and a < p[1] and abs(p[2] - h) < 0.06 for a, b, h in taken)]
-    return (free or inside or places)[0]
 
 
 def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:

@@ -27,9 +27,9 @@ def profile_table(profile: Profile) -> Table:
             rows.append([str(batch), str(width), *_cells(points)])
     heads = ("batch", "tokens", *(f"context {c}" for c in contexts))
     table = terminal_table(heads, rows, title=f"{profile.describe()}: milliseconds per pass (quartiles)")
-    one = min(profile.steady, key=lambda p: (p.batch, p.context, -p.after)).median_ms
+    steady_ms = min(profile.steady, key=lambda p: (p.batch, p.context, -p.after)).median_ms
     weights = active_params(profile.shape) * BYTES[profile.dtype] if profile.shape else 0
-    reached = f"A steady pass over one token reads the weights at {weights / 1e6 / one:.3g} GB/s; " if weights else ""
+    reached = f"A steady one-token pass reads weights at {weights / 1e6 / steady_ms:.3g} GB/s; " if weights else ""
     products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
     table.caption = (

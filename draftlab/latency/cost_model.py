@@ -104,14 +104,14 @@ class CostModel:
         axes = [np.unique([getattr(p, name) for p in profile.forward]) for name in ("width", "batch", "context")]
         sizes = [len(axis) for axis in axes[1:]]
         forward = sorted(profile.forward, key=lambda p: (p.width, p.batch, p.context))
-        again = sorted(profile.steady, key=lambda p: (p.after, p.batch, p.context))
+        steady = sorted(profile.steady, key=lambda p: (p.after, p.batch, p.context))
         return CostModel(
             profile=profile,
             widths=axes[0],
             batches=axes[1],
             contexts=axes[2],
             grid=np.array([p.median_ms for p in forward]).reshape(-1, *sizes),
-            steady=np.array([p.median_ms for p in again]).reshape(-1, *sizes),
+            steady=np.array([p.median_ms for p in steady]).reshape(-1, *sizes),
             prefill=_curve(profile.prefill),
             host=_curve(profile.host),
             extrapolate=extrapolate,

@@ -1,4 +1,4 @@
-"""What is decoded: texts with the acceptance probability of each token, from a replay, a score or an assumption.
+"""Texts to predict the decoding of, with acceptance probabilities from a replay, a score or an assumption.
 
 R texts of at most n tokens.
 """

@@ -103,7 +103,7 @@ class Ranked:
 
     @property
     def significant(self) -> bool | None:
-        """Whether it is slower than the fastest; None where that cannot be tested."""
+        """True if it is slower than the fastest; None where that cannot be tested."""
         ratio = self.ratio_to_fastest
         return None if ratio is None or ratio.n < 2 else ratio.high < 1
 

@@ -1,4 +1,4 @@
-"""What decoding gave: generations step by step, server counters, and the acceptance counted over them. No torch.
+"""Generations step by step, server counters, and the acceptance counted over them. No torch.
 
 Names are vLLM's (0.32, per-request speculative metrics). A step is one target pass after the prefill, and the drafting
 before it: K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, or fewer where EOS or the length limit cuts).
@@ -80,7 +80,7 @@ class Acceptance(FileModel):
 
 
 class Counters(FileModel):
-    """By how much a server's speculative decoding counters grew, over all generations at one K."""
+    """The growth of a server's speculative decoding counters, over all generations at one K."""
 
     num_drafts: float = Field(gt=0)
     num_draft_tokens: float

@@ -49,7 +49,7 @@ class Entry:
 
 
 def leaderboard(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
-    """Return the fastest first; drafts that changed the output, or whose rule may, come after all others.
+    """Return the fastest first; drafts that changed the output come after all others.
 
     Raises:
         UserError: there are no scores.

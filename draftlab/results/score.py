@@ -83,7 +83,7 @@ class Environment(FileModel):
 
 
 class Conditions(FileModel):
-    """What the numbers depend on; those of sampling have SamplingParams' names."""
+    """The conditions of the measurement; those of sampling have SamplingParams' names."""
 
     device: str
     dtype: str
@@ -111,7 +111,7 @@ class Conditions(FileModel):
 
     @property
     def decoding(self) -> str:
-        """How tokens were sampled and verified, in words."""
+        """The way in which tokens were sampled and verified, in words."""
         rule = "" if self.temperature == 0 or self.mode == "served" else f", rule {self.rule}"
         return self.sampling.describe() + rule
 
@@ -152,12 +152,12 @@ class Score(FileModel):
 
     @property
     def served(self) -> bool:
-        """Whether servers decoded."""
+        """True if servers decoded."""
         return any(isinstance(g, ServedGeneration) for g in self.plain)
 
     @property
     def output_differs(self) -> bool:
-        """Whether the output is not the target's own, so that no speed-up counts."""
+        """True if the output is not the target's own, so that no speed-up counts."""
         return self.identical is False
 
     @property
@@ -253,9 +253,8 @@ class Score(FileModel):
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:
             opening = "No clear difference"
-        notice = "The output is not the target's own. "
         return (
-            (notice if self.output_differs else "")
+            ("The output is not the target's own. " if self.output_differs else "")
             + f"{opening}: {gain.as_speedup()} at K = {k}, with {self.tokens_per_pass(k):.2f} tokens per target pass "
             + f"(break-even: {self.break_even_length(k):.2f})."
             + self._limit(k)

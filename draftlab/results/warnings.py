@@ -1,4 +1,4 @@
-"""What a reader must know before trusting a score. No torch."""
+"""Warnings: reasons to doubt a score. No torch."""
 
 from collections.abc import Iterator, Sequence
 

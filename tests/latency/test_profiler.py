@@ -179,7 +179,7 @@ def test_a_dry_run_measures_nothing(space, tmp_path):
         (("small.yaml", "small.yaml"), "same name"),
         (("missing.yaml",), "No such file"),
         (("nothing",), "no checkpoint at nothing"),
-        (("small.yaml", "--context", "0"), "0"),
+        (("small.yaml", "--context", "'0'"), "0"),
     ],
 )
 def test_what_cannot_be_profiled_is_said_in_a_line(space, arguments, complaint):

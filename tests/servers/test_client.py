@@ -32,7 +32,7 @@ from draftlab.distill.trainer import DistillStep
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.sampling import SamplingParams
-from draftlab.servers.adapters import Completion, SGLang
+from draftlab.servers.adapters import VLLM, Completion, LlamaCpp, SGLang
 from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode_counters
 from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget
 from draftlab.target_outputs.verify import verify_store
@@ -310,6 +310,25 @@ def test_sglang_is_told_everything_that_it_would_guess():
     assert (asked["input_ids"], asked["return_logprob"], asked["top_logprobs_num"]) == ([1], True, 4)
     assert asked["sampling_params"]["top_k"] == -1  # all, as it counts
     assert asked["sampling_params"]["repetition_penalty"] == 1.0
+
+
+@pytest.mark.parametrize("adapter", [VLLM(), SGLang()], ids=["vllm", "sglang"])
+def test_every_sampling_setting_is_sent(adapter):
+    sampling = SamplingParams(
+        max_tokens=3, temperature=0.7, top_k=11, top_p=0.9, min_p=0.05, seed=13, stop_token_ids=(4, 5), ignore_eos=True
+    )
+    body = adapter.completion_request([1], sampling, None)
+    sent = list((body | body.get("sampling_params", {})).values())
+    for value in (3, 0.7, 11, 0.9, 0.05, 13, [4, 5], True):
+        assert value in sent
+
+
+def test_llama_cpp_gets_every_sampling_setting_but_stop_token_ids():
+    body = LlamaCpp().completion_request([1], SamplingParams(max_tokens=3, temperature=0.7, min_p=0.05, seed=13), None)
+    assert (body["n_predict"], body["temperature"], body["min_p"], body["seed"]) == (3, 0.7, 0.05, 13)
+    assert "min_p" in body["samplers"]
+    with pytest.raises(UserError, match="stop_token_ids"):
+        LlamaCpp().completion_request([1], SamplingParams(stop_token_ids=(4,)), None)
 
 
 def llama_cpp(method: str, path: str, body: Any) -> tuple[int, Any]:

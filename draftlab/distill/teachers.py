@@ -30,7 +30,7 @@ class ListingTeacher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """How a model makes logits.
+    """The head of a model, which makes its logits.
 
     plain: as the product of its head and the last hidden states, so that it may be taken in parts. Models that scale or
     cap their logits give whole logits instead, and so do models whose head lies on disk or in other processes. vocab:

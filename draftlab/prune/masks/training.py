@@ -56,10 +56,7 @@ def train_masks(config: PruneMasksConfig, source: Source, shape: Shape, output: 
     masks = Masks(source.shape, shape, config.seed)
     student = _student(config, source)
     setup = _setup(config, source, student)
-    with (
-        masked(student, masks, float(str(source.config["rms_norm_eps"]))),
-        tracked(config.report_to, output) as log,
-    ):
+    with masked(student, masks, float(str(source.config["rms_norm_eps"]))), tracked(config.report_to, output) as log:
         fit(student, setup, config, state=output.state, what="masks", constraint=masks, log=log)
     with torch.no_grad():  # under FSDP the module holds a part of its parameters
         for name, trained in best_weights(output.state, "constraint").items():

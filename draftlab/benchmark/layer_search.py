@@ -1,4 +1,4 @@
-"""Which layers of a target to leave out when it drafts for itself."""
+"""Search for the layers that a target leaves out when it drafts for itself."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

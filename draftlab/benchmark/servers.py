@@ -42,7 +42,7 @@ class ServerSetup:
 
 @dataclass(slots=True)
 class Answers:
-    """What one server answered. tokens: of the first repeat. counters: those in its answers. before, after: metrics."""
+    """Answers of one server. tokens: of the first repeat. counters: those in its answers. before, after: metrics."""
 
     runs: list[ServedGeneration] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)

@@ -29,7 +29,7 @@ from draftlab.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What to measure. drafts: directories by name. default_draft: of drafters that name none."""
+    """A run with all names resolved. drafts: directories by name. default_draft: of drafters that name none."""
 
     config: ScoreConfig
     target: Path
@@ -51,7 +51,7 @@ class Setup:
 
     @property
     def inputs(self) -> list[Path]:
-        """Return what the record names as inputs."""
+        """Return the inputs for the record."""
         heads = [Path(spec.heads) for spec in self.drafters if isinstance(spec, MedusaSpec)]
         return list(dict.fromkeys([self.target, *self.drafts.values(), *self.draft_paths, *heads]))
 

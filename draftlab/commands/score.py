@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.score import BarSettings, ScoreConfig, ScoreServersConfig
+from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSettings
 from draftlab.console import note_if_slow
 from draftlab.output import Output
 
@@ -31,7 +31,7 @@ def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
     return _outcome([servers.score(config, output)], output, config)
 
 
-def _outcome(scores: "list[Score]", output: Output, bars: BarSettings) -> Outcome:
+def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -> Outcome:
     from draftlab.results.compare import (
         candidate_of,
         category_rows,
@@ -48,7 +48,7 @@ def _outcome(scores: "list[Score]", output: Output, bars: BarSettings) -> Outcom
     candidates, missed = [candidate_of(s) for s in scores], []
     for s, candidate in zip(scores, candidates, strict=True):
         length = max(s.acceptance(k).mean_acceptance_length for k in s.speculative)
-        missed += missed_thresholds(candidate, length, bars.min_speedup, bars.min_acceptance_length)
+        missed += missed_thresholds(candidate, length, limits.min_speedup, limits.min_acceptance_length)
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
     warnings = [f"warning: {text}" for text in score_warnings(scores)]
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1

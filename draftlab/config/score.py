@@ -33,7 +33,7 @@ class PromptSettings(BaseModel):
     )
 
 
-class BarSettings(BaseModel):
+class ThresholdSettings(BaseModel):
     """Results that a draft must reach; else the command exits with 3."""
 
     min_speedup: float | None = option(None, "Exit with 3 if a draft stays below this speed-up at every K.")
@@ -42,8 +42,8 @@ class BarSettings(BaseModel):
     )
 
 
-class ScoreConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSettings):
-    """Settings of score."""
+class DraftSettings(BaseModel):
+    """Drafts, and the target to measure them with."""
 
     draft: list[str] = option(
         factory=list, help="Draft; repeat for several. DRAFT@q8_0: rounded as in that GGUF type. Default: the newest."
@@ -52,6 +52,11 @@ class ScoreConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSett
         factory=list, help="Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several."
     )
     target: str = shared.target()
+
+
+class ScoreConfig(OutputConfig, ThresholdSettings, shared.SamplingSettings, PromptSettings, DraftSettings):
+    """Settings of score."""
+
     k: Numbers = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
     max_tokens: int = _max_tokens()
@@ -111,7 +116,7 @@ class ScoreConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSett
         return "-".join(["score", *drafts, *(spec.kind for spec in self.drafters)])
 
 
-class ScoreServersConfig(OutputConfig, PromptSettings, shared.SamplingSettings, BarSettings):
+class ScoreServersConfig(OutputConfig, ThresholdSettings, shared.SamplingSettings, PromptSettings):
     """Settings of score-servers."""
 
     server: str = option(help="http://HOST:PORT of a server that runs the target alone.", panel=SERVER)

@@ -29,7 +29,7 @@ BYTES_PER_LOGIT = 32  # at the peak of a step that samples: logits, probabilitie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """How prompts share a pass and what is recorded.
+    """Batching of prompts, and what to record.
 
     vocab: ids from there on are padding and never sampled. logprobs: most probable tokens listed at each position.
     batch_size: most prompts per pass; memory, in GB for logits and KV cache, may lower it.

@@ -4,14 +4,17 @@ Each case runs a command for real on small models and records which settings it 
 reads nor refuses would be accepted and ignored.
 """
 
+import atexit
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
+from loopback_servers import SmallVLLM, running
 from pydantic.fields import FieldInfo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -37,6 +40,8 @@ class World:
 
 Settings = dict[str, Any]
 CASES: dict[tuple[str, str], Callable[[World], Settings]] = {}
+SERVERS = ExitStack()
+atexit.register(SERVERS.close)
 TINY_CUT: Settings = {"layers": 2, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 40, "seq_len": 16}
 
 
@@ -202,6 +207,40 @@ def _(w: World) -> Settings:
 @case("predict", "acceptance length")
 def _(w: World) -> Settings:
     return profiles() | {"acceptance_length": "2.5@4", "batch": "1,2"}
+
+
+def scoring(w: World, **more: Any) -> Settings:
+    few = {"data": str(w.text), "num_prompts": 2, "prompt_tokens": 4, "max_tokens": 4, "repeats": 1}
+    return few | more
+
+
+@case("score", "greedy")
+def _(w: World) -> Settings:
+    models = {"draft": [str(w.draft)], "target": str(w.source)}
+    return scoring(w, **models, k="2", tasks="none", mode="eager")
+
+
+@case("score", "sampled")
+def _(w: World) -> Settings:
+    models = {"draft": [str(w.draft)], "target": str(w.source), "drafter": ["prompt-lookup"]}
+    return scoring(w, **models, k="2", tasks="code_bits_per_byte", task_limit=1, temperature=1.0)
+
+
+@case("score-servers", "greedy")
+def _(w: World) -> Settings:
+    model = AutoModelForCausalLM.from_pretrained(w.source, dtype=torch.float32).eval()
+    servers = [SmallVLLM(model, checkpoint.load_tokenizer(w.source), frozenset(), k=3, **draft)
+               for draft in ({}, {"draft": model})]  # fmt: skip
+    plain, speculative = (SERVERS.enter_context(running(server)) for server in servers)
+    return scoring(w, server=plain, speculative_server=speculative, target=str(w.source))
+
+
+@case("score-servers", "sampled")
+def _(w: World) -> Settings:
+    settings = CASES["score-servers", "greedy"](w)
+    return {name: value for name, value in settings.items() if name != "target"} | {
+        "tokenizer": w.source, "temperature": 1.0,
+    }  # fmt: skip
 
 
 def profiles() -> Settings:

@@ -551,7 +551,7 @@ def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, m
     hosted = hf_decoder.HFDecoder(build("llama", 1))
     hosted.model.get_output_embeddings().get_parameter("weight").data.mul_(12)
     together, other = score_tokens(pair[0], texts, 307, warp), score_tokens(hosted, texts, 307, warp)
-    monkeypatch.setattr(token_logprobs, "LOGITS", 1)  # one text a pass
+    monkeypatch.setattr(token_logprobs, "MAX_LOGITS", 1)  # one text a pass
     alone = score_tokens(pair[0], texts, 307, warp)
     for (prompt, written), *found in zip(texts, together, other, alone, strict=True):
         assert all(len(f.logprobs) == len(f.ranks) == len(f.max_probs) == len(written) for f in found)

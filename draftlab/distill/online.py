@@ -18,6 +18,7 @@ from draftlab.config.distill import OnlineConfig
 from draftlab.config.shared import newest_draft
 from draftlab.data import HeldOut
 from draftlab.distill import distributed, evaluate, trackers
+from draftlab.distill.checkpointer import select_device
 from draftlab.distill.distill import load_student
 from draftlab.distill.evaluate import LengthComparison, TargetText
 from draftlab.distill.losses import parse_loss
@@ -120,7 +121,7 @@ def version_directory(folder: Path, number: int) -> Path:
 def judge(config: OnlineConfig, ledger: Ledger, live: Path, candidate: Path) -> Round:
     """Replay the newest traffic, unseen by both drafts, and the base outputs' held-out text with both drafts."""
     older, newest = traffic(config)
-    device = checkpoint.resolve_device(config.device)
+    device = select_device(config.device)
     compared = _compare(newest, live, candidate, config.temperature, device)
     base = _compare(config.outputs / HELDOUT, live, candidate, config.temperature, device)
     anchor = base.after / base.before
@@ -159,6 +160,7 @@ def _start(folder: Path, draft: Path) -> None:
 def _train(config: OnlineConfig, older: list[Path], live: Path, output: Output) -> None:
     setup, inputs = traffic_setup(config, older, live), [live, config.outputs]
     model = TrainedModel(config=checkpoint.read_config(live), like=live, lora_rank=config.lora_rank)
+    select_device(config.device)
     with claimed_state(output, inputs):
         fit_and_write(load_student(live, config), setup, config, model, output, inputs)
 

@@ -87,12 +87,8 @@ def roofline_profile(
             raise UserError(f"{device.name} has no constants for {what} {value!r}, only for {', '.join(known)}")
     weights = active_params(shape, experts.count) + (0 if shape.tied else shape.vocab * shape.hidden)
     cached = max(batches) * (max(contexts) + max(widths)) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
-    need, room = (weights * BYTES[dtype] + cached) / 1e9, device.count * device.memory_gb
-    if need > room:
-        what = f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens"
-        raise UserError(
-            f"{what} needs {need:.0f} GB ({cached / 1e9:.0f} GB of it KV cache); {device.name} has {room:.0f} GB"
-        )
+    what = f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens"
+    _check_fits(what, weights * BYTES[dtype], cached, device)
 
     def pass_ms(width: int, batch: int, context: int) -> float:
         host = device.modes[mode]
@@ -107,24 +103,22 @@ def roofline_profile(
         for w, b, c in itertools.product(widths, batches, contexts)
     ]
     return Profile(
-        kind="analytic",
-        name=name,
-        sha256=None,
-        shape=shape,
-        device=device.name,
-        dtype=dtype,
-        mode=mode,
-        threads=None,
-        forward=forward,
+        kind="analytic", name=name, sha256=None, shape=shape, device=device.name, dtype=dtype, mode=mode,
+        threads=None, forward=forward,
         steady=[SteadyPoint(**point.model_dump(), after=1) for point in forward if point.width == 1],
         prefill=[computed(c, pass_ms(c, 1, 0)) for c in contexts if c > 0],
         host=[computed(w, device.modes[mode].step_ms) for w in widths],
         bandwidth_gbs=device.bandwidth_gbs * device.count,
         matmul_tflops={dtype: device.tflops[dtype] * device.count},
-        command="",
-        versions={},
-        created="",
-    )
+        command="", versions={}, created="",
+    )  # fmt: skip
+
+
+def _check_fits(what: str, weight_bytes: float, cache_bytes: float, device: Device) -> None:
+    need, room = (weight_bytes + cache_bytes) / 1e9, device.count * device.memory_gb
+    if need > room:
+        cache = f"{cache_bytes / 1e9:.0f} GB of it KV cache"
+        raise UserError(f"{what} needs {need:.0f} GB ({cache}); {device.name} has {room:.0f} GB")
 
 
 def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int) -> Profile:

@@ -1,7 +1,7 @@
 """Settings of the commands that measure a draft."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, model_validator
 from typing_extensions import Self
@@ -18,10 +18,6 @@ CODE_TASKS = "code_next_line,code_bits_per_byte"
 _GREEDY = "greedy decoding does not use it; add --temperature"
 
 
-def _max_tokens() -> Any:
-    return option(128, "Tokens generated after each prompt.", ge=2)
-
-
 class PromptSettings(BaseModel):
     """Prompts to generate from."""
 
@@ -31,6 +27,20 @@ class PromptSettings(BaseModel):
     prompt_tokens: int | None = option(
         None, "Cut prompts to this length. Default: 64 for a source, whole prompts of a file.", ge=1, advanced=True
     )
+
+
+class GenerationSettings(shared.SamplingSettings):
+    """How texts are generated."""
+
+    max_tokens: int = option(128, "Tokens generated after each prompt.", ge=2)
+    seed: int = shared.seed()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+            max_tokens=self.max_tokens, seed=self.seed,
+        )  # fmt: skip
 
 
 class ThresholdSettings(BaseModel):
@@ -54,12 +64,11 @@ class DraftSettings(BaseModel):
     target: str = shared.target()
 
 
-class ScoreConfig(OutputConfig, ThresholdSettings, shared.SamplingSettings, PromptSettings, DraftSettings):
+class ScoreConfig(OutputConfig, ThresholdSettings, GenerationSettings, PromptSettings, DraftSettings):
     """Settings of score."""
 
     k: Numbers = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
-    max_tokens: int = _max_tokens()
     tasks: str = option(CODE_TASKS, "lm-eval tasks, separated by commas; none: no tasks.")
     task_limit: int = option(200, "Items per task.", ge=1, advanced=True)
     repeats: int = option(3, "Times that every prompt is decoded in every way.", ge=1, advanced=True)
@@ -70,7 +79,6 @@ class ScoreConfig(OutputConfig, ThresholdSettings, shared.SamplingSettings, Prom
     device_map: str | None = shared.device_map()
     draft_int8: bool = option(False, "Round the draft's weights to 8 bits; in mode native.", advanced=True)
     threads: int | None = shared.threads()
-    seed: int = shared.seed()
 
     only = (
         Only(("rule", "top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
@@ -99,13 +107,6 @@ class ScoreConfig(OutputConfig, ThresholdSettings, shared.SamplingSettings, Prom
     def task_names(self) -> list[str]:
         return [] if self.tasks == "none" else self.tasks.split(",")
 
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-            max_tokens=self.max_tokens, seed=self.seed,
-        )  # fmt: skip
-
     def resolved(self) -> Self:
         if self.draft or self.drafter:
             return self
@@ -116,7 +117,7 @@ class ScoreConfig(OutputConfig, ThresholdSettings, shared.SamplingSettings, Prom
         return "-".join(["score", *drafts, *(spec.kind for spec in self.drafters)])
 
 
-class ScoreServersConfig(OutputConfig, ThresholdSettings, shared.SamplingSettings, PromptSettings):
+class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, PromptSettings):
     """Settings of score-servers."""
 
     server: str = option(help="http://HOST:PORT of a server that runs the target alone.", panel=SERVER)
@@ -130,21 +131,12 @@ class ScoreServersConfig(OutputConfig, ThresholdSettings, shared.SamplingSetting
     )
     api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
     draft: str = option("draft", "Name of the draft, or its directory.")
-    max_tokens: int = _max_tokens()
     repeats: int = option(3, "Times that every prompt is sent to each server.", ge=1, advanced=True)
-    seed: int = shared.seed()
 
     only = (
         Only(("top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
         Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
     )  # fmt: skip
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-            max_tokens=self.max_tokens, seed=self.seed,
-        )  # fmt: skip
 
     def default_name(self) -> str:
         return "score-servers"

@@ -4,9 +4,8 @@ Each case runs a command for real on small models and records which settings it 
 reads nor refuses would be accepted and ignored.
 """
 
-import atexit
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +35,12 @@ class World:
     source: Path
     draft: Path
     text: Path
+    server: str  # runs source
+    drafting_server: str  # runs source with draft
 
 
 Settings = dict[str, Any]
 CASES: dict[tuple[str, str], Callable[[World], Settings]] = {}
-SERVERS = ExitStack()
-atexit.register(SERVERS.close)
 TINY_CUT: Settings = {"layers": 2, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 40, "seq_len": 16}
 
 
@@ -209,42 +208,168 @@ def _(w: World) -> Settings:
     return profiles() | {"acceptance_length": "2.5@4", "batch": "1,2"}
 
 
-def scoring(w: World, **more: Any) -> Settings:
-    few = {"data": str(w.text), "num_prompts": 2, "prompt_tokens": 4, "max_tokens": 4, "repeats": 1}
-    return few | more
-
-
-@case("score", "greedy")
-def _(w: World) -> Settings:
-    models = {"draft": [str(w.draft)], "target": str(w.source)}
-    return scoring(w, **models, k="2", tasks="none", mode="eager")
-
-
-@case("score", "sampled")
-def _(w: World) -> Settings:
-    models = {"draft": [str(w.draft)], "target": str(w.source), "drafter": ["prompt-lookup"]}
-    return scoring(w, **models, k="2", tasks="code_bits_per_byte", task_limit=1, temperature=1.0)
-
-
-@case("score-servers", "greedy")
-def _(w: World) -> Settings:
-    model = AutoModelForCausalLM.from_pretrained(w.source, dtype=torch.float32).eval()
-    servers = [SmallVLLM(model, checkpoint.load_tokenizer(w.source), frozenset(), k=3, **draft)
-               for draft in ({}, {"draft": model})]  # fmt: skip
-    plain, speculative = (SERVERS.enter_context(running(server)) for server in servers)
-    return scoring(w, server=plain, speculative_server=speculative, target=str(w.source))
-
-
-@case("score-servers", "sampled")
-def _(w: World) -> Settings:
-    settings = CASES["score-servers", "greedy"](w)
-    return {name: value for name, value in settings.items() if name != "target"} | {
-        "tokenizer": w.source, "temperature": 1.0,
-    }  # fmt: skip
-
-
 def profiles() -> Settings:
     return {"draft_profile": ["wide-796m@a100-80gb,eager"], "target_profile": "llama-65b@4xa100-80gb,eager"}
+
+
+def scoring(w: World, **more: Any) -> Settings:
+    few = {"k": "1,2", "num_prompts": 2, "prompt_tokens": 8, "max_tokens": 6, "repeats": 1, "mode": "eager"}
+    return few | {"draft": [str(w.draft)], "target": str(w.source), "data": str(w.text)} | more
+
+
+@case("score", "greedy, own tasks")
+def _(w: World) -> Settings:
+    return scoring(w, tasks="code_bits_per_byte", task_limit=2)
+
+
+@case("score", "sampled, drafters, native")
+def _(w: World) -> Settings:
+    return scoring(w, tasks="none", temperature=1.0, drafter=["prompt-lookup"], mode="native", threads=1)
+
+
+@case("outputs build", "distill, data")
+def _(w: World) -> Settings:
+    return {"target": str(w.source), "data": str(w.text), "num_sequences": 4, "seq_len": 24, "top_logprobs": 4}
+
+
+@case("outputs build", "distill, text of the target")
+def _(w: World) -> Settings:
+    few = {"num_sequences": 4, "seq_len": 24, "top_logprobs": 4, "prompt_tokens": 8, "text": "target"}
+    return few | {"target": str(w.source), "data": str(w.text)}
+
+
+@case("outputs build", "replay")
+def _(w: World) -> Settings:
+    return replayable(w)
+
+
+def replayable(w: World) -> Settings:
+    few = {"use": "replay", "num_prompts": 4, "prompt_tokens": 8, "max_new_tokens": 8}
+    return few | {"target": str(w.source), "data": str(w.text)}
+
+
+@case("outputs verify", "")
+def _(w: World) -> Settings:
+    COMMANDS["outputs build"](**CASES["outputs build", "distill, data"](w), out=Path("stored"))
+    return {"directory": Path("stored"), "target": str(w.source)}
+
+
+@case("outputs info", "")
+def _(w: World) -> Settings:
+    return {"directory": CASES["outputs verify", ""](w)["directory"]}
+
+
+@case("distill", "stored outputs")
+def _(w: World) -> Settings:
+    stored = CASES["outputs verify", ""](w)["directory"]
+    few = {name: value for name, value in FEW.items() if name != "seq_len"}
+    return few | {"draft": str(w.draft), "outputs": stored}
+
+
+@case("replay", "chains")
+def _(w: World) -> Settings:
+    COMMANDS["outputs build"](**replayable(w), out=Path("answers"))
+    return {"directory": Path("answers"), "draft": [str(w.draft)], "k": "1,2", "confidence": 0.1}
+
+
+@case("replay", "tree")
+def _(w: World) -> Settings:
+    return {name: value for name, value in CASES["replay", "chains"](w).items() if name in ("directory", "draft")} | {
+        "tree": "2,1"
+    }
+
+
+@case("trim-vocab", "")
+def _(w: World) -> Settings:
+    return {"draft": str(w.draft), "draft_vocab_size": 200} | {
+        stored_option(): CASES["replay", "chains"](w)["directory"]
+    }
+
+
+def stored_option() -> str:
+    return "outputs" if "outputs" in COMMANDS["trim-vocab"].config.model_fields else "trace"
+
+
+@case("report", "")
+def _(w: World) -> Settings:
+    return {"scores": [scored(w)]}
+
+
+@case("compare", "")
+def _(w: World) -> Settings:
+    return {"scores": [scored(w)], "min_speedup": 0.01, "min_acceptance_length": 1.0}
+
+
+def scored(w: World) -> Path:
+    COMMANDS["score"](**scoring(w, tasks="none"), out=Path("scored"))
+    return Path("scored")
+
+
+@case("online update", "")
+def _(w: World) -> Settings:
+    for number, name in enumerate(("base", "traffic/day1", "traffic/day2")):
+        settings = CASES["outputs build", "distill, text of the target"](w) | {"num_sequences": 16, "seed": number}
+        COMMANDS["outputs build"](**settings, out=Path(name))
+    few = {name: value for name, value in FEW.items() if name != "seq_len"}
+    return few | {"traffic": Path("traffic"), "outputs": Path("base"), "draft": str(w.draft)}
+
+
+@case("online rollback", "")
+def _(w: World) -> Settings:
+    updated = COMMANDS["online update"](**CASES["online update", ""](w))
+    versions = Path(updated.path or "") / "versions"
+    if len(list(versions.iterdir())) < 2:  # nothing was promoted in so few steps
+        pytest.skip("no version to go back to")
+    return {"folder": updated.path}
+
+
+@case("outputs import", "log")
+def _(w: World) -> Settings:
+    row = {"prompt_ids": [0, 30, 29], "ids": [65, 57], "logprobs": [-1.61, -0.52]}
+    row |= {"top_ids": [[65, 135], [57, 14]], "top_logprobs": [[-1.61, -2.69], [-0.52, -1.07]]}
+    Path("day.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    return {"file": Path("day.jsonl"), "target": str(w.source), "seq_len": 8, "top_logprobs": 2}
+
+
+@case("outputs import", "paper")
+def _(w: World) -> Settings:
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "def parse(line):"}) + "\n")
+    Path("trace.txt").write_text("tensor([[ 65,  57,  14,  20]])\n")
+    names = {"format": "paper", "prompt_file": Path("prompts.jsonl"), "name": "some-target"}
+    return names | {"file": Path("trace.txt"), "target": str(w.source)}
+
+
+@case("distill", "server")
+def _(w: World) -> Settings:
+    return FEW | {"draft": str(w.draft), "data": str(w.text), "server": w.server, "top_logprobs": 4}
+
+
+@case("outputs build", "server")
+def _(w: World) -> Settings:
+    few = {"num_sequences": 4, "seq_len": 24, "top_logprobs": 4, "server": w.server}
+    return few | {"target": str(w.source), "data": str(w.text)}
+
+
+@case("outputs build", "replay, server")
+def _(w: World) -> Settings:
+    return replayable(w) | {"server": w.server}
+
+
+@case("outputs verify", "server")
+def _(w: World) -> Settings:
+    COMMANDS["outputs build"](**CASES["outputs build", "server"](w), out=Path("served"))
+    return {"directory": Path("served"), "server": w.server, "target": str(w.source)}
+
+
+@case("score-servers", "")
+def _(w: World) -> Settings:
+    few = {"num_prompts": 2, "prompt_tokens": 8, "max_tokens": 9, "repeats": 1}
+    return few | {
+        "server": w.server,
+        "speculative_server": w.drafting_server,
+        "target": str(w.source),
+        "data": str(w.text),
+    }
 
 
 def traced(config: type[Config]) -> tuple[type[Config], set[str]]:
@@ -330,14 +455,18 @@ def test_refused_options_exist(command: Command) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> Iterator[World]:
     root = tmp_path_factory.mktemp("world")
     text = root / "text.jsonl"
     line = (
         "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n"
     )
     text.write_text("".join(json.dumps({"text": f"# {i}\n" + line * 6}) + "\n" for i in range(80)))
-    source = family_dirs["llama"]
-    draft = root / "draft"
+    source, draft = family_dirs["llama"], root / "draft"
     COMMANDS["prune"](**TINY_CUT, source=str(source), data=str(text), calibration_tokens=64, refit=False, out=draft)
-    return World(root=root, source=source, draft=draft, text=text)
+    model, small = (checkpoint.load_model(path, torch.float32).eval() for path in (source, draft))
+    tokenizer = checkpoint.load_tokenizer(source)
+    with ExitStack() as stack:
+        server = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset())))
+        drafting = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset(), draft=small)))
+        yield World(root, source, draft, text, server, drafting)

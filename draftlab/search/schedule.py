@@ -1,48 +1,47 @@
-"""Which shape makes the fastest draft: what a search tries, what it keeps, and how it says so. No torch.
+"""The schedule of a search for the fastest draft: candidates, rungs of successive halving, and the verdict. No torch.
 
-A search has rungs. On each of them every candidate is made (on rung 0 only cut, on the others distilled for so many
-steps), replayed over the target's own text, and priced by a latency law; the best go on. The last ones are measured.
+On each rung every candidate is made (on rung 0 only cut, on the others distilled for some steps), replayed over the
+target's own text, and priced by a latency law; the best advance. Those of the last rung are measured.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from draftlab.errors import UserError
-from draftlab.files import read_model
+from draftlab.files import FileModel, read_model, write_atomic
 from draftlab.intervals import Interval
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape
 
 FILE = "search.json"
-DEAREST = 0.4  # of a target pass, that a draft pass may cost: at K = 1 and 3 of 4 accepted that gains a quarter
-KEPT = 3  # one of so many goes on to the next rung (successive halving, with Hyperband's usual factor)
+MAX_PASS_SHARE = 0.4  # of a target pass: at K = 1 and 3 of 4 accepted, such a draft gains a quarter
+REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Trial(_File):
-    """A candidate on one rung, at its best K: predicted."""
+class Trial(FileModel):
+    """A candidate on one rung: predicted at its best K."""
 
     name: str
     k: int
     length: float  # tokens per target pass
     tokens_per_second: float
     speedup: float
+    rejection: float  # mean probability that a drafted token is rejected
     draft_ms: float  # one pass, by the law
-    seconds: float  # that it took to make and replay
-    step_seconds: float  # of them, each step of distillation
+    seconds: float  # to make and replay it
+    step_seconds: float  # of each distillation step
+    promise: float | None = None  # tokens per second, if the next rung lowers rejections as this one did
 
 
-class Rung(_File):
-    """Candidates that have been distilled for the same number of steps."""
+class Rung(FileModel):
+    """Candidates that were distilled for the same number of steps."""
 
     steps: int
     names: list[str]
-    trials: list[Trial] = []
+    trials: list[Trial] = Field(default_factory=list)
 
     @property
     def left(self) -> list[str]:
@@ -50,13 +49,13 @@ class Rung(_File):
         return [name for name in self.names if name not in done]
 
     def best_first(self) -> list[Trial]:
-        return sorted(self.trials, key=lambda trial: -trial.tokens_per_second)
+        return sorted(self.trials, key=lambda t: -(t.tokens_per_second if t.promise is None else t.promise))
 
 
-class Confirmed(_File):
-    """A leader as it was measured, at its fastest K; gain: its own speed over that of plain decoding.
+class Measured(FileModel):
+    """A leader at its fastest measured K; gain: its speed over that of plain decoding.
 
-    changed: what it wrote is not the target's own, as in bfloat16 where a tie falls otherwise; it comes last.
+    changed: it changed the output, as in bfloat16 where ties fall differently; such drafts come last.
     """
 
     name: str
@@ -64,126 +63,141 @@ class Confirmed(_File):
     length: float
     tokens_per_second: float
     gain: Interval
-    against_fastest: Interval | None = None  # its gain over that of the first
+    ratio_to_fastest: Interval | None = None
     changed: bool = False
 
 
-class Search(_File):
-    """search.json: all that a search has found so far."""
+class Search(FileModel):
+    """search.json: all results of a search so far."""
 
     version: int = 1
     target: str
     source: str
-    shapes: dict[str, Shape]  # of every candidate
-    given: list[str] = []  # candidates that stay to the end, to be compared with
+    shapes: dict[str, Shape]
+    named: list[str] = Field(default_factory=list)  # by the user: they stay to the end
     spent_seconds: float = 0.0
-    rungs: list[Rung] = []
-    confirmed: list[Confirmed] = []  # fastest first
+    rungs: list[Rung] = Field(default_factory=list)
+    measured: list[Measured] = Field(default_factory=list)  # fastest first
 
     @property
-    def winner(self) -> Confirmed:
-        return self.confirmed[0]
+    def winner(self) -> Measured:
+        return self.measured[0]
 
-    def after(self, trial: Trial, spent_seconds: float) -> "Search":
-        """With one more trial on the last rung."""
+    def with_trial(self, trial: Trial, spent_seconds: float) -> "Search":
+        """Return the search with one more trial on the last rung."""
         last = self.rungs[-1]
         rung = last.model_copy(update={"trials": [*last.trials, trial]})
         return self.model_copy(update={"rungs": [*self.rungs[:-1], rung], "spent_seconds": spent_seconds})
 
-    def best(self, most: int) -> list[Trial]:
-        """Of the last rung, at most so many besides the given ones."""
-        ranked = self.rungs[-1].best_first()
-        found = [trial.name for trial in ranked if trial.name not in self.given][:most]
-        return [trial for trial in ranked if trial.name in found or trial.name in self.given]
+    def with_promises(self, promise: Callable[[str, float], float]) -> "Search":
+        """Return the search with the promise of every trial on the last rung.
 
-    def next_rung(self, steps: int, going: Sequence[Trial]) -> "Search":
-        rung = Rung(steps=steps, names=[trial.name for trial in going])
+        promise(name, remaining): tokens per second of a candidate if this share of its rejections remains.
+        """
+        last, remaining = self.rungs[-1], self.remaining_rejections()
+        trials = [t.model_copy(update={"promise": promise(t.name, remaining)}) for t in last.trials]
+        return self.model_copy(update={"rungs": [*self.rungs[:-1], last.model_copy(update={"trials": trials})]})
+
+    def remaining_rejections(self) -> float:
+        """Return the share of rejections that the last rung left, as a median over its candidates; 1 on rung 0.
+
+        A candidate that has learnt little is judged by what it can learn; without this the cheapest passes win while
+        no draft is any good.
+        """
+        if len(self.rungs) < 2:
+            return 1.0
+        before = {trial.name: trial.rejection for trial in self.rungs[-2].trials}
+        return min(1.0, median(t.rejection / max(before[t.name], 1e-9) for t in self.rungs[-1].trials))
+
+    def best(self, count: int) -> list[Trial]:
+        """Return the top count candidates of the last rung, plus all that the user named."""
+        ranked = self.rungs[-1].best_first()
+        top = [trial.name for trial in ranked if trial.name not in self.named][:count]
+        return [trial for trial in ranked if trial.name in top or trial.name in self.named]
+
+    def next_rung(self, steps: int, advancing: Sequence[Trial]) -> "Search":
+        rung = Rung(steps=steps, names=[trial.name for trial in advancing])
         return self.model_copy(update={"rungs": [*self.rungs, rung]})
 
     def explain(self) -> list[str]:
-        """The choice in words: what won, and why not the others."""
-        winner, others = self.winner, self.confirmed[1:]
+        """Return the verdict: the winner, and why the others lost."""
+        winner, others = self.winner, self.measured[1:]
         predicted = {trial.name: trial for trial in self.rungs[-1].trials}
-        mine = predicted[winner.name]
+        best = predicted[winner.name]
         lines = [
             f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} tokens/s measured, "
-            f"{_spread(winner.gain)} without a draft (predicted {mine.speedup:.2f}x at K = {mine.k})."
+            f"{_spread(winner.gain)} of plain decoding (predicted {best.speedup:.2f}x at K = {best.k})."
         ]
         for other in others:
-            theirs = predicted[other.name]
-            lines.append(
-                f"{other.name}{' (given)' if other.name in self.given else ''}: "
-                f"{_against(other)}. {_difference(mine, theirs)}"
-            )
-        if changed := [one.name for one in self.confirmed if one.changed]:
-            lines.append(f"Not the target's own texts, so that no speed-up counts: {', '.join(changed)}.")
+            label = f"{other.name}{' (named)' if other.name in self.named else ''}"
+            lines.append(f"{label}: {_against(other)}. {_difference(best, predicted[other.name])}")
+        if changed := [each.name for each in self.measured if each.changed]:
+            lines.append(f"Changed the target's output, so their speed-up does not count: {', '.join(changed)}.")
         return lines
 
 
 def candidates(
     source: Shape, shapes: Sequence[Shape], latency_ms: Callable[[Shape], float], target_ms: float
 ) -> dict[str, Shape]:
-    """The shapes whose pass costs at most DEAREST of the target's, by name.
+    """Return the shapes whose pass takes at most MAX_PASS_SHARE of the target's, by name.
 
     Raises:
         UserError: fewer than two of them.
     """
-    found = {shape_name(s): s for s in shapes if latency_ms(s) <= DEAREST * target_ms and s != source}
-    if len(found) < 2:
+    cheap = {shape_name(s): s for s in shapes if latency_ms(s) <= MAX_PASS_SHARE * target_ms and s != source}
+    if len(cheap) < 2:
         fastest = min(latency_ms(s) for s in shapes) / target_ms
         raise UserError(
-            f"{len(found)} of {len(shapes)} shapes cost at most {DEAREST:.0%} of the target's pass, the fastest "
-            f"{fastest:.0%}; give smaller --layers, --widths or --params"
+            f"passes of {len(cheap)} of {len(shapes)} shapes take at most {MAX_PASS_SHARE:.0%} of the target's, the "
+            f"fastest {fastest:.0%}; try smaller --layers, --widths or --params"
         )
-    return found
+    return cheap
 
 
 def default_depths(source: Shape) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 ... up to half of the source."""
+    """Return 1, 2, 3, 4, 6, 8, 12, 16 ... up to half of the source."""
     steps = {n * 2**i for i in range(8) for n in (2, 3)} | {1}
     return sorted(n for n in steps if n <= max(1, source.layers // 2))
 
 
 def default_widths(source: Shape) -> list[int]:
-    """Half, three quarters and the whole, in whole heads."""
+    """Return half, three quarters and all of the source's width, in whole heads."""
     heads = {max(1, source.heads * n // 4) for n in (2, 3, 4)}
     return sorted(n * source.hidden // source.heads for n in heads)
 
 
 def affordable_steps(left_seconds: float, trials: Sequence[Trial], done: int, *, fewest: int, most: int) -> int:
-    """Steps that all of trials can be distilled for in the time left, by what done steps of each took before."""
+    """Return for how many steps all trials can be distilled in the time left, from the time that done steps took."""
     steps = sum(trial.step_seconds for trial in trials)
     besides = sum(trial.seconds - done * trial.step_seconds for trial in trials)
     return int(max(fewest, min(most, (left_seconds - besides) / steps)))
 
 
 def read_search(path: Path) -> Search:
-    """search.json; raises as read_model."""
+    """Read search.json; raises as read_model."""
     return read_model(Search, path, FILE, "; draftlab search writes one")
 
 
-def write_search(found: Search, folder: Path) -> None:
-    """Whole or not at all: a search that is killed goes on from here."""
-    work = folder / f".{FILE}"
-    work.write_text(found.model_dump_json(indent=1))
-    work.replace(folder / FILE)
+def write_search(search: Search, folder: Path) -> None:
+    """Write search.json, from which a killed search resumes."""
+    write_atomic(folder / FILE, search.model_dump_json(indent=1))
 
 
-def _difference(mine: Trial, theirs: Trial) -> str:
-    pass_ms, length = theirs.draft_ms / mine.draft_ms - 1, theirs.length - mine.length
+def _difference(winner: Trial, other: Trial) -> str:
+    pass_ms, length = other.draft_ms / winner.draft_ms - 1, other.length - winner.length
     return (
         f"By prediction its passes take {abs(pass_ms):.0%} {'longer' if pass_ms > 0 else 'less'}, and it gets "
         f"{abs(length):.2f} tokens {'more' if length > 0 else 'fewer'} per target pass "
-        f"({theirs.length:.2f} at K = {theirs.k}, against {mine.length:.2f} at K = {mine.k})."
+        f"({other.length:.2f} at K = {other.k}, against {winner.length:.2f} at K = {winner.k})."
     )
 
 
-def _against(other: Confirmed) -> str:
-    gain = other.against_fastest
-    if gain is None:
+def _against(other: Measured) -> str:
+    ratio = other.ratio_to_fastest
+    if ratio is None:
         return _spread(other.gain)
-    apart = "" if gain.high < 1 else ", cannot be told apart"
-    return f"{gain.value - 1:+.1%} ({gain.low - 1:+.1%} to {gain.high - 1:+.1%}){apart}"
+    apart = "" if ratio.high < 1 else ", within the noise"
+    return f"{ratio.value - 1:+.1%} ({ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}){apart}"
 
 
 def _spread(gain: Interval) -> str:

@@ -1,0 +1,47 @@
+"""Settings of search."""
+
+from pathlib import Path
+
+from draftlab.config import shared
+from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
+from draftlab.model.hub import checkpoint_name
+
+CANDIDATES = "Candidates"  # panel of --help
+
+
+class SearchConfig(OutputConfig):
+    minutes: float = option(15.0, "Time to spend, approximately.", ge=0)
+    layers: Numbers | None = option(
+        None, "Depths to try, as 1,2,4. Default: 1 to half of the source's.", typed=str, panel=CANDIDATES
+    )
+    widths: Numbers | None = option(
+        None, "Widths to try. Default: half to all of the source's.", typed=str, panel=CANDIDATES
+    )
+    params: str | None = option(
+        None, "In place of widths, total parameters of every shape: 1.3b, 796m, 4m.", panel=CANDIDATES
+    )
+    against: list[str] = option(
+        factory=list, help="Shape file or name of a shape that is kept to the end; repeat for several.",
+        panel=CANDIDATES,
+    )  # fmt: skip
+    k: Numbers = numbers("1-6", "Numbers of drafted tokens to try.")
+    target: str = shared.target()
+    source: str = shared.source()
+    data: str = shared.data()
+    law: Path | None = option(None, "Output of draftlab law. Default: it is measured first.")
+    first_steps: int = option(30, "Distillation steps of the first rung.", ge=1, advanced=True)
+    max_steps: int = option(1000, "Most distillation steps of the last rung.", ge=1, advanced=True)
+    batch_size: int = option(8, "Sequences per step.", ge=1, advanced=True)
+    lr: float = option(4.0e-3, "Peak learning rate, of Muon.", gt=0, advanced=True)
+    finalists: int = option(2, "Leaders to measure.", ge=1)
+    num_prompts: int = option(16, "Prompts that leaders are measured on.", ge=2, advanced=True)
+    mode: shared.EngineMode = shared.mode()
+    dtype: shared.WeightsDtype = shared.dtype(advanced=True)
+    device: str = shared.device()
+    threads: int | None = shared.threads()
+    seed: int = shared.seed()
+
+    only = (Only(("widths",), lambda c: c.params is None, "--params chooses the widths; use one of the two"),)
+
+    def default_name(self) -> str:
+        return f"search-{checkpoint_name(Path(self.source.partition('@')[0]))}"

@@ -1,0 +1,305 @@
+"""Search for the shape and K with which a target is fastest here: cut, distil, replay, price and measure candidates.
+
+Every step writes its output under the state directory of the search once; a killed search resumes with what is there.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftlab import provenance
+from draftlab.acceptance.expected import chain
+from draftlab.benchmark import run as benchmark
+from draftlab.config.base import OutputConfig
+from draftlab.config.distill import DistillConfig
+from draftlab.config.latency import LawConfig, ProfileConfig
+from draftlab.config.outputs import OutputsBuildConfig, ReplayConfig
+from draftlab.config.prune import PruneConfig
+from draftlab.config.score import ScoreConfig
+from draftlab.config.search import SearchConfig
+from draftlab.console import note
+from draftlab.distill.distill import distill
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import CostModel, read_profile
+from draftlab.latency.predict import best_k
+from draftlab.latency.profile import measure_law, profile_models
+from draftlab.latency.scaling_law import ScalingLaw, read_law
+from draftlab.latency.workload import Workload, workload_of_replay
+from draftlab.model import checkpoint, hub
+from draftlab.model.decoder import check_mode, resolve_mode
+from draftlab.model.families import Budget, family
+from draftlab.model.shape import Shape, parse_count, resolve
+from draftlab.model.size import read_size
+from draftlab.model.tokenizer import common_vocabulary
+from draftlab.output import Output
+from draftlab.prune.run import prune
+from draftlab.prune.trial_model import prunable_shape
+from draftlab.results.compare import candidate_of, rank
+from draftlab.results.score import read_score
+from draftlab.search.schedule import (
+    FILE,
+    REDUCTION,
+    Measured,
+    Rung,
+    Search,
+    Trial,
+    affordable_steps,
+    candidates,
+    default_depths,
+    default_widths,
+    read_search,
+    write_search,
+)
+from draftlab.target_outputs.build import build
+from draftlab.target_outputs.replay import read_replay, replay
+
+CALIBRATION_TOKENS = 8192
+SEQ_LEN = 256
+TOP_LOGPROBS = 64  # of the target, to distil from
+MEASURED_SHARE = 0.25  # of the time, reserved to measure the leaders
+REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
+
+
+def search(config: SearchConfig, output: Output) -> Search:
+    """Search, and write the winner's draft, the target's texts, the scores and search.json.
+
+    Raises:
+        UserError: source and target with different vocabularies, a mode that does not run here, too few cheap shapes.
+    """
+    target, source = hub.locate(config.target), hub.locate(config.source)
+    hub.check_data(config.data)
+    common_vocabulary(source, target)
+    tried, named = shapes(config, checkpoint.planned_shape(source)), dict(map(prunable_shape, config.against))
+    running = _running(config, [target, source])
+    _claim(output, config, [target, source])
+    work = Searcher(config=config, output=output, target=target, source=source, running=running)
+    result = work.measure(work.halve(work.start(tried, named)))
+    with output.directory() as made:
+        shutil.copytree(work.draft(result.winner.name, len(result.rungs) - 1), made / "draft")
+        for part in ("texts", "score"):
+            shutil.copytree(output.state / part, made / part)
+        write_search(result, made)
+        output.record(made, [target, source], total_seconds=result.spent_seconds)
+    shutil.rmtree(output.state)
+    return result
+
+
+def estimate(config: SearchConfig) -> Mapping[str, object]:
+    """Return what a search would try."""
+    target, source = (hub.locate(name, weights=False) for name in (config.target, config.source))
+    common_vocabulary(source, target)
+    have = checkpoint.planned_shape(source)
+    named = dict(map(prunable_shape, config.against))
+    tried = ", ".join(f"{shape.layers} x {shape.hidden}" for shape in shapes(config, have))
+    return {
+        "target": read_size(target).describe(), "source": have.describe(), "try": tried,
+        "compare with": ", ".join(named) or "nothing", "minutes": config.minutes,
+    }  # fmt: skip
+
+
+def shapes(config: SearchConfig, source: Shape) -> list[Shape]:
+    """Return the shapes to try: every depth at every width, or at the width and ffn that meet a budget."""
+    depths = config.layers or default_depths(source)
+    if config.params is None:
+        widths = config.widths or default_widths(source)
+        return [resolve(source, layers=n, hidden=width) for n in depths for width in widths]
+    members = family(source, depths, Budget(amount=parse_count(config.params), kind="total"))
+    if missing := sorted({*depths} - {shape.layers for shape in members}):
+        note(f"no shape of {config.params} parameters has {', '.join(map(str, missing))} layers within the source")
+    return members
+
+
+def _running(config: SearchConfig, models: list[Path]) -> dict[str, Any]:
+    """Return how the engine runs in every step."""
+    device = checkpoint.resolve_device(config.device)
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    mode = resolve_mode(config.mode, device, dtype, models)
+    check_mode(mode, device, dtype)
+    name = checkpoint.dtype_name(dtype)
+    return {"device": config.device, "dtype": name, "mode": mode, "threads": config.threads}
+
+
+def _claim(output: Output, config: SearchConfig, inputs: list[Path]) -> None:
+    """Claim the state directory; a search may resume with another number of minutes."""
+    same = Output(command=output.command, config=config.model_copy(update={"minutes": 0.0}), out=output.out,
+        force=output.force)  # fmt: skip
+    same.claim_state(inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searcher:
+    """The steps of a search, each of which is done once."""
+
+    config: SearchConfig
+    output: Output
+    target: Path
+    source: Path
+    running: dict[str, Any]  # device, dtype, mode, threads
+
+    def start(self, tried: list[Shape], named: dict[str, Shape]) -> Search:
+        """Return the search that an earlier run left, or rung 0 with every candidate."""
+        if (self.output.state / FILE).exists():
+            return read_search(self.output.state)
+        cheap = candidates(checkpoint.planned_shape(self.source), tried, self.law.ms, self._target_ms)
+        renamed = {name: label for name, s in cheap.items() for label, wished in named.items() if s == wished}
+        every = {renamed.get(name, name): shape for name, shape in cheap.items()} | named
+        rungs = [Rung(steps=0, names=list(every))]
+        return Search(target=str(self.target), source=str(self.source), shapes=every, named=list(named), rungs=rungs)
+
+    def halve(self, search: Search) -> Search:
+        """Distil all candidates for a few steps, since a cut alone says little; then one in three on each rung."""
+        config, before = self.config, search.spent_seconds
+        while True:
+            rung, number = search.rungs[-1], len(search.rungs) - 1
+            for name in rung.left:
+                trial = self._trial(search, name)
+                search = search.with_trial(trial, before + time.time() - self.output.started_at)
+                write_search(search, self.output.state)
+            competing = len(rung.names) - len(search.named)
+            if number > 1 and competing <= config.finalists:
+                return search
+            search = search.with_promises(lambda name, left, s=search: self._promise(s, name, left))
+            advancing, steps = search.rungs[0].best_first(), config.first_steps
+            if number > 0:
+                advancing = search.best(max(config.finalists, -(-competing // REDUCTION)))
+                steps = REDUCTION * rung.steps
+                if len(advancing) - len(search.named) <= config.finalists:
+                    left = (1 - MEASURED_SHARE) * 60 * config.minutes - search.spent_seconds
+                    steps = affordable_steps(
+                        left, advancing, rung.steps, fewest=config.first_steps, most=config.max_steps
+                    )
+            search = search.next_rung(steps, advancing)
+            note(f"rung {number + 1}: {len(advancing)} drafts, {steps} steps each")
+            write_search(search, self.output.state)
+
+    def measure(self, search: Search) -> Search:
+        """Score the leaders together, and rank them by their measured speed."""
+        config, last = self.config, search.rungs[-1]
+        scores = self._once(
+            "score", benchmark.score, ScoreConfig,
+            draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names], target=str(self.target),
+            data=config.data, k=sorted({trial.k for trial in last.trials}), num_prompts=config.num_prompts,
+            prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, repeats=1, tasks="none", seed=config.seed + 1,
+            **self.running,
+        )  # fmt: skip
+        ranked = rank([candidate_of(read_score(scores / name)) for name in last.names])
+        measured = [
+            Measured(
+                name=r.candidate.name, k=r.candidate.k, length=r.candidate.tokens_per_pass, gain=r.candidate.speedup,
+                tokens_per_second=r.candidate.tokens_per_second, ratio_to_fastest=r.ratio_to_fastest,
+                changed=r.candidate.output_differs,
+            )
+            for r in ranked
+        ]  # fmt: skip
+        spent = search.spent_seconds + time.time() - self.output.started_at
+        return search.model_copy(update={"measured": measured, "spent_seconds": spent})
+
+    def draft(self, name: str, rung: int) -> Path:
+        return self.output.state / f"rung-{rung}" / name
+
+    @cached_property
+    def law(self) -> ScalingLaw:
+        """The latency law of drafts, measured unless the user has one."""
+        law = read_law(
+            self.config.law or self._once("law", measure_law, LawConfig, source=str(self.source), **self._grid)
+        )
+        first, mode, dtype = law.profiles[0], self.running["mode"], self.running["dtype"]
+        if (first.mode, first.dtype) != (mode, dtype):
+            raise UserError(f"--law {self.config.law}: measured {first.mode} in {first.dtype}, not {mode} in {dtype}")
+        return law
+
+    @cached_property
+    def target_cost(self) -> CostModel:
+        """Measured latency of the target."""
+        profile = self._once(
+            "profile", profile_models, ProfileConfig, models=[str(self.target)], k=max(self.config.k), **self._grid
+        )
+        return CostModel.of(read_profile(profile), extrapolate=True)
+
+    @property
+    def _grid(self) -> dict[str, Any]:
+        return {"context": [16, PROMPT_TOKENS + MAX_TOKENS + max(self.config.k)], "repeats": 8, **self.running}
+
+    @property
+    def _target_ms(self) -> float:
+        return float(self.target_cost.forward_ms(1, 1, np.array(self.law.context)))
+
+    def _trial(self, search: Search, name: str) -> Trial:
+        """Make one candidate, replay it, and price it."""
+        number, steps, shape = len(search.rungs) - 1, search.rungs[-1].steps, search.shapes[name]
+        texts = self._once(
+            "texts", build, OutputsBuildConfig, use="replay", target=str(self.target), data=self.config.data,
+            num_prompts=REPLAYED_TEXTS, prompt_tokens=PROMPT_TOKENS, max_new_tokens=MAX_TOKENS, seed=self.config.seed,
+            device=self.config.device, dtype=self.running["dtype"],
+        )  # fmt: skip
+        stored = self._stored(steps) if steps else None
+        start = time.time()
+        draft = self._cut(name, shape) if stored is None else self._distilled(name, number, steps, stored)
+        self._once(
+            f"replay-{number}/{name}", replay, ReplayConfig, directory=texts, draft=[str(draft)], k=[1],
+            device=self.config.device, dtype=self.running["dtype"],
+        )  # fmt: skip
+        work = self._workload(number, name)
+        k, speedup, rate = best_k(self._draft_cost(shape, name), self.target_cost, work, self.config.k, 1)
+        inside = np.arange(work.texts.chances.shape[1]) < work.texts.lengths[:, None]
+        return Trial(
+            name=name, k=k, length=chain(work.texts, k).acceptance().mean_acceptance_length, tokens_per_second=rate,
+            speedup=speedup, rejection=float(1 - work.texts.chances[inside].mean()), draft_ms=self.law.ms(shape),
+            seconds=time.time() - start, step_seconds=_training_seconds(draft) / steps if steps else 0.0,
+        )  # fmt: skip
+
+    def _promise(self, search: Search, name: str, remaining: float) -> float:
+        """Return tokens per second if this share of a candidate's rejections remains."""
+        work = self._workload(len(search.rungs) - 1, name)
+        learnt = work.with_chances(1 - remaining * (1 - work.texts.chances))
+        return best_k(self._draft_cost(search.shapes[name], name), self.target_cost, learnt, self.config.k, 1)[2]
+
+    def _workload(self, rung: int, name: str) -> Workload:
+        return workload_of_replay(read_replay(self.output.state / f"replay-{rung}" / name / name))
+
+    def _draft_cost(self, shape: Shape, name: str) -> CostModel:
+        return CostModel.of(self.law.profile(shape, name), extrapolate=True)
+
+    def _cut(self, name: str, shape: Shape) -> Path:
+        return self._once(
+            f"rung-0/{name}", prune, PruneConfig, source=str(self.source), layers=shape.layers, width=shape.hidden,
+            heads=shape.heads, kv_heads=shape.kv_heads, ffn=shape.ffn, data=self.config.data,
+            calibration_tokens=CALIBRATION_TOKENS, seq_len=SEQ_LEN, device=self.config.device, seed=self.config.seed,
+            scores_cache=self.output.state / "calibration.safetensors",
+        )  # fmt: skip
+
+    def _stored(self, steps: int) -> Path:
+        return self._once(
+            f"outputs-{steps}", build, OutputsBuildConfig, target=str(self.target), data=self.config.data,
+            num_sequences=steps * self.config.batch_size, seq_len=SEQ_LEN, top_logprobs=TOP_LOGPROBS,
+            device=self.config.device, seed=self.config.seed,
+        )  # fmt: skip
+
+    def _distilled(self, name: str, rung: int, steps: int, stored: Path) -> Path:
+        return self._once(
+            f"rung-{rung}/{name}", distill, DistillConfig, draft=str(self.draft(name, 0)), outputs=stored, steps=steps,
+            batch_size=self.config.batch_size, lr=self.config.lr, eval_steps=steps, save_steps=steps,
+            device=self.config.device, seed=self.config.seed,
+        )  # fmt: skip
+
+    def _once(
+        self, name: str, function: Callable[[Any, Output], object], config: type[OutputConfig], **settings: object
+    ) -> Path:
+        """Call a library function whose output is not there yet."""
+        out = self.output.state / name
+        if provenance.read_record(out) is None:
+            built = config.build({**settings, "out": out})
+            function(built, Output(command=name.partition("/")[0], config=built, out=out))
+        return out
+
+
+def _training_seconds(draft: Path) -> float:
+    record = provenance.read_record(draft)
+    assert record is not None
+    return float(str(record.notes["seconds"]))

@@ -21,10 +21,10 @@ from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, extra
 from draftlab.console import is_main_process, processes
-from draftlab.errors import UserError
+from draftlab.errors import UsageError, UserError
 from draftlab.recipe import run
 
-EXIT_USER_ERROR, EXIT_MISSED = 1, 3
+EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
 GROUPS = {
     "outputs": "Target outputs on disk: tokens and log-probabilities, to distil from and to measure drafts on.",
@@ -77,7 +77,7 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool) -> None:
     except UserError as error:
         if is_main_process():
             print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_USER_ERROR) from None
+        raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_USER_ERROR) from None
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""The one error a user is meant to read."""
+"""Errors that a user can fix."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """Something the user can fix. The message says what is wrong, with the value, and what would be right."""
+
+
+class UsageError(UserError):
+    """A command line that lacks something."""
 
 
 class OtherArchitecture(UserError):

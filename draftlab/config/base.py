@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UsageError, UserError, did_you_mean
 from draftlab.model.shape import parse_numbers
 from draftlab.provenance import RECORD_FILE, read_record
 
@@ -109,7 +109,8 @@ class Config(BaseModel):
         try:
             return cls(**settings)
         except ValidationError as error:
-            raise UserError(where + cls._complaints(error)) from None
+            missing = any(item["type"] == "missing" for item in error.errors())
+            raise (UsageError if missing else UserError)(where + cls._complaints(error)) from None
 
     @classmethod
     def of_file(cls, path: Path, command: str) -> dict[str, Any]:

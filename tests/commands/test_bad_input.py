@@ -161,8 +161,7 @@ CASES = [
     (("score", "--draft", "draft", "--k", "none"), "not a list of numbers"),
     (("score-servers", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
     (("outputs", "build", "--server", "http://127.0.0.1:9", "--text", "target"), "no answer from http://127.0.0.1:9"),
-    (("rollback", "nope"), "nope"),
-    (("trim-vocab", "draft"), "--outputs is required"),
+    (("online", "rollback", "nope"), "nope"),
     (("trim-vocab", "draft", "--outputs", "nope", "--draft-vocab-size", "50"), "nope"),
     # recipes
     (("run", "nope.yaml"), "No such file"),

@@ -80,7 +80,8 @@ def _row(shape: str, measured: dict[str, Any], predicted: dict[str, Any]) -> dic
         "draft": shape, "k": measured["num_speculative_tokens"], "measured": speedup,
         "measured_low": measured["speedup_low"], "measured_high": measured["speedup_high"], "predicted": value,
         "error": value / speedup - 1, "inside": measured["speedup_low"] <= value <= measured["speedup_high"],
-        "length_measured": measured["tokens_per_target_pass"], "length_predicted": predicted["tokens_per_pass"]["value"],
+        "length_measured": measured["tokens_per_target_pass"],
+        "length_predicted": predicted["tokens_per_pass"]["value"],
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from draftlab.errors import UserError, did_you_mean
 
 class RunConfig(Config):
     recipe: Path = option(help="Recipe file: a YAML list of commands.", argument=True)
-    dry_run: bool = option(False, "Show which steps are done and which are to do.")
+    plan_only: bool = option(False, "Show which steps are done and which are to do.", flag="--dry-run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def read_recipe(path: Path) -> list[Step]:
 def run(config: RunConfig) -> Outcome:
     """Run a recipe; finished steps are skipped."""
     steps = read_recipe(config.recipe)
-    if config.dry_run:
+    if config.plan_only:
         plan = {str(step): "done" if is_done(step) else "to do" for step in steps}
         return Outcome(path=None, show=[f"{name}: {state}" for name, state in plan.items()], data={"steps": plan})
     outcome = Outcome(path=None, show=[], data={})

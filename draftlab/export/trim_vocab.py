@@ -53,7 +53,7 @@ def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: Se
     if not len(special) < size < vocab:
         raise UserError(f"--draft-vocab-size {size}: want more than {len(special)} and less than {vocab}")
     if len(texts) < 2:
-        raise UserError(f"--outputs has {len(texts)} texts, which say too little about the target; build with more prompts")
+        raise UserError(f"--outputs has {len(texts)} texts, which say too little; build it with more prompts")
 
     def top(some: Sequence[np.ndarray]) -> np.ndarray:
         counts = np.bincount(np.concatenate(some).astype(np.int64), minlength=vocab)[:vocab].astype(np.float64)

@@ -129,7 +129,6 @@ CASES = [
         ("outputs", "import", "nope", "--format", "paper", "--prompt-file", "prompts.jsonl", "--tokenizer", "draft"),
         "prompts.jsonl",
     ),
-    (("outputs", "info"), "DIRECTORY is required"),
     (("outputs", "info", "nope"), "nope"),
     (("outputs", "info", "broken-outputs"), "broken-outputs"),
     (("outputs", "verify", "nope"), "nope"),
@@ -189,6 +188,7 @@ USAGE = [
     ("distill", "--steps", "0"),
     ("score", "--temperature", "-1"),
     ("train",),
+    ("outputs", "info"),
     ("outputs", "recorded"),
     ("outputs", "nothing"),
 ]

@@ -8,7 +8,7 @@ import yaml
 from draftlab import provenance
 from draftlab.errors import UserError
 from draftlab.latency.roofline import parse_profile
-from draftlab.recipe import is_done, read_recipe, run_recipe
+from draftlab.recipe import is_done, read_recipe, run
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {"huggyllama/llama-7b", "huggyllama/llama-65b"}  # on the hub
@@ -24,13 +24,13 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = read_recipe(path)
     made = {str(step.out) for step in steps}
-    assert set(run_recipe(steps, dry_run=True).data) == {"steps"}
+    assert set(run(recipe=path, plan_only=True).data) == {"steps"}
     assert path.read_text().startswith("# ")
     for step in steps:
         for key in ("source", "draft", "target", "shape", "tokenizer", "model"):
-            for name in _names(step.arguments.get(key)):
+            for name in _names(step.settings.get(key)):
                 known = made | {"tiny"} | LLAMA
-                assert name in known or Path(name).exists(), (step.command, key, name)
+                assert name in known or Path(name).exists(), (step.command.name, key, name)
 
 
 def _names(value: object) -> list[str]:
@@ -41,14 +41,15 @@ def test_the_paper_is_a_recipe_three_ways(monkeypatch):
     """Five drafts of the paper's shapes are cut alike; then the target is in memory, on servers, or a trace."""
     monkeypatch.chdir(ROOT)
     ways = {way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml") for way in ("", "-served", "-trace")}
-    commands = {way: [step.command for step in steps] for way, steps in ways.items()}
+    commands = {way: [step.command.name for step in steps] for way, steps in ways.items()}
     assert commands[""] == ["prune"] * 5 + ["score", "compare", "report"]
     assert commands["-served"] == ["prune", "outputs build", "distill", "score-servers", "report"]
     assert commands["-trace"] == ["prune"] * 5 + ["outputs build", "replay", "profile", "predict"]
-    cut = {step.out: step.arguments for steps in ways.values() for step in steps if step.command == "prune"}
+    prunes = [step for steps in ways.values() for step in steps if step.command.name == "prune"]
+    cut = {step.out: step.settings for step in prunes}
     assert len(cut) == 5
-    assert all(step.arguments == cut[step.out] for steps in ways.values() for step in steps if step.command == "prune")
-    predicted = ways["-trace"][-1].arguments
+    assert all(step.settings == cut[step.out] for step in prunes)
+    predicted = ways["-trace"][-1].settings
     for name in (*predicted["draft_profile"], predicted["target_profile"]):
         assert parse_profile(name, widths=[1, 17], batches=[1], longest=600).kind == "analytic"
 
@@ -58,10 +59,10 @@ def test_the_paper_is_a_recipe_three_ways(monkeypatch):
     [
         ({"purne": {}}, "step 1: no command 'purne'; did you mean 'prune'"),
         ({"prune": {"layer": 2}}, r"step 1 \(prune\): unknown key 'layer'; did you mean 'layers'"),
-        ({"prune": {"layers": "two"}}, r"step 1 \(prune\): layers: .*got 'two'"),
-        ({"prune": {"layers": 0}}, "layers: .*greater than or equal to 1"),
-        ({"distill": {"optimizer": "adamv"}}, "optimizer: .*'adamw' or 'muon'"),
-        ({"train": {"steps": 3}}, "data: field required"),
+        ({"prune": {"layers": "two"}}, r"step 1 \(prune\): --layers two: "),
+        ({"prune": {"layers": 0}}, "--layers 0: .*greater than or equal to 1"),
+        ({"distill": {"optimizer": "adamv"}}, "--optimizer adamv: .*'adamw' or 'muon'"),
+        ({"train": {"steps": 3}}, "--data is required"),
         ({"prune": {}, "score": {}}, "want one command"),
         ("prune", "want one command"),
     ],
@@ -85,16 +86,19 @@ def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_p
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"def f{i}(line):\n    return line\n" * 40 for i in range(60)))
 
+    recipe = tmp_path / "r.yaml"
+
     def steps(**changes):
-        options = {"source": str(source), "layers": 2, "data": str(text), "tokens": 64, "seq_len": 32}
+        options = {"source": str(source), "layers": 2, "data": str(text), "calibration_tokens": 64, "seq_len": 32}
         first = options | {"out": str(tmp_path / "a")} | changes
         second = options | {"out": str(tmp_path / "b"), "layers": 3}
-        return read_recipe(write(tmp_path / "r.yaml", {"prune": first}, {"prune": second}))
+        return read_recipe(write(recipe, {"prune": first}, {"prune": second}))
 
-    run_recipe(steps(), dry_run=False)
+    steps()
+    run(recipe=recipe)
     made = provenance.read_record(tmp_path / "a")
     assert all(is_done(step) for step in steps())
-    run_recipe(steps(), dry_run=False)
+    run(recipe=recipe)
     assert provenance.read_record(tmp_path / "a") == made
     assert not is_done(steps(layers=1)[0])
     with (source / "model.safetensors").open("r+b") as stream:
@@ -107,13 +111,13 @@ def test_a_distillation_whose_options_are_left_out_is_done_when_it_is_done(tmp_p
     source, text = str(family_dirs["llama"]), tmp_path / "text.txt"
     text.write_text("\n\n".join(f"def f{i}(line):\n    return line\n" * 40 for i in range(60)))
     options = {"draft": source, "data": str(text), "steps": 1, "batch_size": 1, "loss": "ce"}
-    step = read_recipe(write(tmp_path / "r.yaml", {"distill": options | {"out": str(tmp_path / "a")}}))[0]
-    run_recipe([step], dry_run=False)
-    assert is_done(step)
+    recipe = write(tmp_path / "r.yaml", {"distill": options | {"out": str(tmp_path / "a")}})
+    run(recipe=recipe)
+    assert is_done(read_recipe(recipe)[0])
 
 
 def test_dry_run_says_what_is_to_do_and_does_nothing(tmp_path, family_dirs):
     recipe = write(tmp_path / "r.yaml", {"prune": {"source": "x", "layers": 1, "out": str(tmp_path / "a")}})
-    shown = run_recipe(read_recipe(recipe), dry_run=True).show
+    shown = run(recipe=recipe, plan_only=True).show
     assert shown == [f"prune {tmp_path / 'a'}: to do"]
     assert not (tmp_path / "a").exists()

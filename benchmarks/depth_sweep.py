@@ -15,7 +15,6 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab.commands.shared import shape_of
 from draftlab.console import note
 from draftlab.latency.cost_model import BYTES, active_params
 from draftlab.latency.machine_state import device_name
@@ -24,6 +23,7 @@ from draftlab.latency.timing import random_model
 from draftlab.model import Mode, checkpoint
 from draftlab.model.families import Budget, family
 from draftlab.model.shape import Shape, parse_count, parse_numbers
+from draftlab.prune.trial_model import prunable_shape
 from draftlab.results.plots import Panel, save_figure
 
 
@@ -40,7 +40,7 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     place, clock = torch.device(device), time.process_time if device == "cpu" else None
-    shapes = family(shape_of(source)[1], parse_numbers(layers), Budget(amount=parse_count(params), kind="total"))
+    shapes = family(prunable_shape(source)[1], parse_numbers(layers), Budget(amount=parse_count(params), kind="total"))
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes.split(",")}
     for shape in shapes:
         for mode, rows in found.items():

@@ -15,7 +15,7 @@ from draftlab import data, workspace
 from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
-from draftlab.commands.shared import command_line
+from draftlab.config.outputs import ReplayConfig
 from draftlab.errors import UserError
 from draftlab.model import llama, native_cpu
 from draftlab.model.shape import parse_numbers
@@ -343,6 +343,6 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
 
 
 def test_a_recorded_command_line_can_be_typed_again():
-    arguments = {"directory": Path("runs/a trace"), "draft": ["a", "b"], "k": "1-8", "tree": None, "extrapolate": True}
-    line = command_line("trace replay", arguments, bare="directory")
-    assert line == "draftlab trace replay --draft a --draft b --k 1-8 --extrapolate 'runs/a trace'"
+    settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "tree": None, "rule": "match"}
+    line = ReplayConfig.build(settings).command_line("replay")
+    assert line == "draftlab replay --draft a --draft b --k 2,3 --rule match 'runs/a store'"

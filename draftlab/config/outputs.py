@@ -92,7 +92,7 @@ class OutputsBuildConfig(shared.ServerSettings, OutputConfig):
 
     @property
     def writes(self) -> bool:
-        """Whether the target writes the text."""
+        """Return whether the target writes the text."""
         return self.use == "replay" or self.text == "target"
 
     @property

@@ -80,12 +80,12 @@ def search(config: SearchConfig, output: Output) -> Search:
     _claim(output, config, [target, source])
     work = Searcher(config=config, output=output, target=target, source=source, running=running)
     result = work.measure(work.halve(work.start(tried, named)))
-    with output.directory() as made:
-        shutil.copytree(work.draft(result.winner.name, len(result.rungs) - 1), made / "draft")
+    with output.directory() as directory:
+        shutil.copytree(work.draft(result.winner.name, len(result.rungs) - 1), directory / "draft")
         for part in ("texts", "score"):
-            shutil.copytree(output.state / part, made / part)
-        write_search(result, made)
-        output.record(made, [target, source], total_seconds=result.spent_seconds)
+            shutil.copytree(output.state / part, directory / part)
+        write_search(result, directory)
+        output.record(directory, [target, source], total_seconds=result.spent_seconds)
     shutil.rmtree(output.state)
     return result
 

@@ -1,4 +1,4 @@
-"""What a target wrote or read, token by token, in memory.
+"""Sequences in memory that a target wrote or read, with its log-probabilities.
 
 R sequences, n tokens of a sequence after its prompt, T tokens of a row, k listed tokens.
 """

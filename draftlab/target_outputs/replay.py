@@ -108,7 +108,7 @@ class Replay(FileModel):
 
     @cached_property
     def degenerate(self) -> np.ndarray:
-        """Which texts are mostly a loop, [R]."""
+        """Return which texts are mostly a loop, [R]."""
         return np.array([t.distinct_4grams < DEGENERATE for t in self.texts])
 
     @cached_property

@@ -42,7 +42,7 @@ class Shard(FileModel):
 
 
 class Manifest(FileModel):
-    """What a store contains and what made it.
+    """Contents and origin of a store.
 
     logprobs: of each written token, in the distribution that it was sampled from, or in that of the raw logits.
     """

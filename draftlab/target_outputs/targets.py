@@ -37,7 +37,7 @@ LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInfo:
-    """What the manifest says of a target; see there."""
+    """Facts about a target; see Manifest."""
 
     source: str
     target: str

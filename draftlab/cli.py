@@ -17,7 +17,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from draftlab import __version__
-from draftlab.commands import COMMANDS
+from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, extra
 from draftlab.console import is_main_process, processes
@@ -26,9 +26,9 @@ from draftlab.recipe import run
 
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
-GROUPS = {
-    "outputs": "Target outputs on disk: tokens and log-probabilities, to distil from and to measure drafts on.",
-    "online": "A draft that follows served traffic.",
+GROUPS = {  # name -> help, panel
+    "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft"),
+    "online": ("Update a draft from served traffic.", "Ship"),
 }
 
 app = typer.Typer(
@@ -145,13 +145,17 @@ def options(version: Annotated[bool, Option("--version", help="Print the version
 
 
 def _add_commands() -> None:
-    groups = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
-    for name in GROUPS:
-        app.add_typer(groups[name], name=name)
-    for command in (*COMMANDS.values(), run):
-        group, _, leaf = command.name.rpartition(" ")
-        hidden = any(extra(field)["advanced"] for field in command.config.model_fields.values())
-        groups[group].command(leaf, epilog=MORE if hidden else None)(typer_function(command))
+    groups = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()}
+    for panel, commands in {**PANELS, "Run saved commands": (run,)}.items():
+        for command in commands:
+            group, _, leaf = command.name.rpartition(" ")
+            advanced = any(extra(field)["advanced"] for field in command.config.model_fields.values())
+            add = groups[group].command(
+                leaf, epilog=MORE if advanced else None, rich_help_panel=None if group else panel
+            )
+            add(typer_function(command))
+    for name, (_, panel) in GROUPS.items():
+        app.add_typer(groups[name], name=name, rich_help_panel=panel)
 
 
 MORE = "More settings, for the command line and for files: docs/configuration.md"

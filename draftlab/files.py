@@ -176,10 +176,10 @@ def _replace(work: Path, out: Path) -> None:
 
 
 def validation_text(error: ValidationError) -> str:
-    """A pydantic error as one line: field, complaint, value."""
+    """Return a pydantic error as one line: field, complaint, value."""
     parts = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "top level"
-        given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-        parts.append(f"{where}: {item['msg'].lower()}{given}")
+        value = "" if item["type"] == "missing" else f" (got {item['input']!r})"
+        parts.append(f"{where}: {item['msg'].lower()}{value}")
     return "; ".join(parts)

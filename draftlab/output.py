@@ -1,4 +1,4 @@
-"""Where a command writes its result, with the record of what made it. No torch."""
+"""The output directory of a command, with the record of what made it. No torch."""
 
 import contextlib
 import time

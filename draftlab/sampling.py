@@ -1,11 +1,11 @@
-"""How tokens are sampled, for models here and on servers. No torch."""
+"""Sampling parameters, for models here and on servers. No torch."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How and for how long a model samples, with vLLM's names.
+    """Parameters of sampling, with vLLM's names.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing. seed: prompt number i is sampled with seed + i.
     stop_token_ids: each ends a text and belongs to it.
@@ -22,7 +22,7 @@ class SamplingParams:
 
     @property
     def unmodified(self) -> bool:
-        """Whether samples follow the model's own distribution."""
+        """Return whether samples follow the model's own distribution."""
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
 
     def unlimited(self) -> "SamplingParams":

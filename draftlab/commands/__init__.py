@@ -1,4 +1,4 @@
-"""The commands. The command line, recipes and tests call these same objects."""
+"""The commands, grouped as --help shows them. The command line, recipes and tests call these same objects."""
 
 from draftlab.commands import outputs
 from draftlab.commands.base import Command
@@ -13,35 +13,14 @@ from draftlab.commands.score import score, score_servers
 from draftlab.commands.search import search
 from draftlab.commands.train import distill, online_rollback, online_update, train
 
-_ALL: list[Command] = [
-    init,
-    design,
-    search,
-    prune,
-    prune_masks,
-    distill,
-    online_update,
-    online_rollback,
-    medusa,
-    score,
-    score_servers,
-    compare,
-    report,
-    profile,
-    law,
-    law_fit,
-    predict,
-    check,
-    trim_vocab,
-    export,
-    train,
-    tokenizer,
-    env,
-    outputs.build,
-    outputs.import_file,
-    outputs.verify,
-    outputs.info,
-    outputs.replay,
-    import_checkpoint,
-]
-COMMANDS = {each.name: each for each in _ALL}
+PANELS: dict[str, tuple[Command, ...]] = {
+    "Set up": (init, import_checkpoint, env),
+    "Make a draft": (
+        design, prune, distill, search, prune_masks, medusa, train, tokenizer, outputs.build, outputs.import_file,
+        outputs.verify, outputs.info,
+    ),
+    "Measure": (score, compare, report, score_servers),
+    "Predict": (profile, predict, law, law_fit, outputs.replay),
+    "Ship": (check, export, trim_vocab, online_update, online_rollback),
+}  # fmt: skip
+COMMANDS: dict[str, Command] = {command.name: command for panel in PANELS.values() for command in panel}

@@ -1,4 +1,4 @@
-"""What a command is: settings, a function, and what it shows."""
+"""A command: settings, a function, and the outcome that it shows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

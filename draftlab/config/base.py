@@ -122,8 +122,8 @@ class Config(BaseModel):
         if path.is_dir() or path.name == RECORD_FILE:
             record = read_record(path if path.is_dir() else path.parent)
             if record is None or record.command != command:
-                made = "nothing that draftlab wrote" if record is None else f"made by draftlab {record.command}"
-                raise UserError(f"--config {path}: {made}; want settings of draftlab {command}")
+                origin = "nothing that draftlab wrote" if record is None else f"made by draftlab {record.command}"
+                raise UserError(f"--config {path}: {origin}; want settings of draftlab {command}")
             return dict(record.config)
         try:
             settings = yaml.safe_load(path.read_text())

@@ -18,7 +18,7 @@ SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of 
 
 
 class RefitSettings(BaseModel):
-    """What is adjusted after the cut, so that the draft follows the source."""
+    """Adjustments after the cut that make the draft follow the source."""
 
     rescale_norms: bool = option(True, "Rescale the norms to the smaller width.", panel=CALIBRATION, advanced=True)
     refit: bool = option(
@@ -61,7 +61,7 @@ class CutConfig(RefitSettings, OutputConfig):
 
     @property
     def calibrates(self) -> bool:
-        """Whether the draft depends on calibration text."""
+        """Return whether the draft depends on calibration text."""
         return self.rescale_norms or self.refit or self.refit_head
 
     def default_name(self) -> str:

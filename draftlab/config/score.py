@@ -30,7 +30,7 @@ class PromptSettings(BaseModel):
 
 
 class GenerationSettings(shared.SamplingSettings):
-    """How texts are generated."""
+    """Settings of generation."""
 
     max_tokens: int = option(128, "Tokens generated after each prompt.", ge=2)
     seed: int = shared.seed()
@@ -100,7 +100,7 @@ class ScoreConfig(OutputConfig, ThresholdSettings, GenerationSettings, PromptSet
 
     @property
     def needs_default_draft(self) -> bool:
-        """Whether some drafter needs a draft model and names none."""
+        """Return whether some drafter needs a draft model and names none."""
         return any(isinstance(spec, DraftModelSpec) and not spec.draft for spec in self.drafters)
 
     @property

@@ -95,7 +95,7 @@ class ServerSettings(ServerConnection):
 
 
 class SamplingSettings(BaseModel):
-    """How tokens are sampled."""
+    """Settings of sampling."""
 
     temperature: float = option(0.0, "0 is greedy.", ge=0, panel=SAMPLING)
     top_k: int = option(

@@ -9,12 +9,7 @@ from draftlab import provenance
 
 def environment(threads: int) -> dict[str, object]:
     """Return the machine, its processor and the versions that a result comes from."""
-    return {
-        "threads": threads,
-        "machine": platform.platform(),
-        "cpu": cpu_name(),
-        "versions": provenance.versions(),
-    }
+    return {"threads": threads, "machine": platform.platform(), "cpu": cpu_name(), "versions": provenance.versions()}
 
 
 def cpu_name() -> str:

@@ -99,10 +99,7 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
         details["shown_default"] = details["shown_default"] or "required"
     shown = details["shown_default"] or (default is not None and default != [])
     limits = {type(part).__name__.lower(): part for part in field.metadata}
-    bounds = {
-        "min": getattr(limits.get("ge"), "ge", None),
-        "max": getattr(limits.get("le"), "le", None),
-    }
+    bounds = {"min": getattr(limits.get("ge"), "ge", None), "max": getattr(limits.get("le"), "le", None)}
     common: dict[str, Any] = {
         "help": field.description, "show_default": shown, "hidden": details["advanced"],
         "rich_help_panel": details["panel"], **{key: value for key, value in bounds.items() if value is not None},

@@ -162,8 +162,4 @@ class SmallVLLM:
 
     @staticmethod
     def _choice(ids: list[int], values: list[float], tops: list[Any], reason: str) -> dict[str, Any]:
-        return {
-            "token_ids": ids,
-            "logprobs": {"token_logprobs": values, "top_logprobs": tops},
-            "finish_reason": reason,
-        }
+        return {"token_ids": ids, "logprobs": {"token_logprobs": values, "top_logprobs": tops}, "finish_reason": reason}

@@ -29,47 +29,31 @@ BYTES_PER_LOGIT = 32  # at the peak of a step that samples: logits, probabilitie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Batching of prompts, and what to record.
+    """Batching of prompts.
 
-    vocab: ids from there on are padding and never sampled. logprobs: most probable tokens listed at each position.
+    vocab: ids from there on are padding and never sampled.
     batch_size: most prompts per pass; memory, in GB for logits and KV cache, may lower it.
     """
 
     vocab: int | None = None
-    logprobs: int = 0
     batch_size: int = 64
     memory: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Tokens generated after one prompt.
-
-    logprobs are those of the distribution sampled from (greedy: 0), top_logprobs those of the model's own.
-    """
+    """Tokens generated after one prompt. logprobs are those of the distribution sampled from (greedy: 0)."""
 
     ids: np.ndarray  # [n]
     logprobs: np.ndarray  # [n]
     finish_reason: FinishReason
-    top_ids: np.ndarray  # [n, k], the most probable first
-    top_logprobs: np.ndarray  # [n, k]
 
     @classmethod
-    def truncated(
-        cls,
-        ids: np.ndarray,
-        logprobs: np.ndarray,
-        top_ids: np.ndarray,
-        top_logprobs: np.ndarray,
-        stop_token_ids: tuple[int, ...],
-    ) -> "Completion":
+    def truncated(cls, ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]) -> "Completion":
         """Return the tokens up to the first stop token, inclusive."""
         stops = np.flatnonzero(np.isin(ids, stop_token_ids))
         n = int(stops[0]) + 1 if len(stops) else len(ids)
-        return cls(
-            ids=ids[:n], logprobs=logprobs[:n], top_ids=top_ids[:n], top_logprobs=top_logprobs[:n],
-            finish_reason="stop" if len(stops) else "length",
-        )  # fmt: skip
+        return cls(ids=ids[:n], logprobs=logprobs[:n], finish_reason="stop" if len(stops) else "length")
 
 
 def load_generator(
@@ -162,11 +146,7 @@ def _kv_bytes(model: Decoder) -> int:
 
 @torch.inference_mode()
 def _generate(
-    model: Decoder,
-    prompts: list[Sequence[int]],
-    numbers: list[int],
-    sampling: SamplingParams,
-    settings: BatchSettings,
+    model: Decoder, prompts: list[Sequence[int]], numbers: list[int], sampling: SamplingParams, settings: BatchSettings
 ) -> list[Completion]:
     device = model.device
     cache = model.new_cache(len(prompts), max(map(len, prompts)) + sampling.max_tokens)
@@ -178,7 +158,7 @@ def _generate(
     for u in uniform.T:
         logits = model.forward(fed, cache, last=1)[:, -1, : settings.vocab].float()  # [B, V]
         ids, logprobs = _sample(logits, sampling, u)
-        steps.append((ids, logprobs, *_top_logprobs(logits, settings.logprobs)))
+        steps.append((ids, logprobs))
         fed = ids.unsqueeze(1)
         if sampling.stop_token_ids:
             stopped |= torch.isin(ids, stops)
@@ -207,13 +187,6 @@ def _sample(logits: Tensor, sampling: SamplingParams, u: Tensor) -> tuple[Tensor
     p = distribution(logits, sampling)
     ids = draw(p, u)
     return ids, p.gather(1, ids.unsqueeze(1)).squeeze(1).log()
-
-
-def _top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    if k == 0:
-        return logits.new_empty(len(logits), 0, dtype=torch.long), logits.new_empty(len(logits), 0)
-    top = torch.log_softmax(logits, -1).topk(k)
-    return top.indices, top.values
 
 
 def _uniform(sampling: SamplingParams, number: int) -> Tensor:

@@ -158,12 +158,7 @@ def smallest_rho(p: Tensor, q: Tensor, n: int) -> float:
     return high
 
 
-RULES: dict[str, Rule] = {
-    "recursive": recursive,
-    "match": match,
-    "block": block,
-    "k-sequential": k_sequential,
-}
+RULES: dict[str, Rule] = {"recursive": recursive, "match": match, "block": block, "k-sequential": k_sequential}
 
 
 def _descend(p: Tensor, tokens: Tokens, select: Callable[[Tensor, list[int]], tuple[int | None, Tensor]]) -> Verdict:

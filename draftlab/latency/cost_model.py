@@ -11,13 +11,7 @@ from typing import Literal
 
 import numpy as np
 import yaml
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from draftlab.errors import UserError
 from draftlab.files import FileModel, read_model

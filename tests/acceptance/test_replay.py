@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftlab.acceptance import expected, token_logprobs
-from draftlab.acceptance.expected import (
-    chain,
-    confident,
-    texts_of,
-    tokens_per_pass,
-    tree,
-    visits,
-)
+from draftlab.acceptance.expected import chain, confident, texts_of, tokens_per_pass, tree, visits
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.distill import evaluate
 from draftlab.engine.batch_generate import BatchSettings

@@ -146,11 +146,7 @@ def test_an_error_in_a_drafter_names_its_option(text, named):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        ("layer-skip:layers=0+9", "0 to 4"),
-        ("ngram:order=9", "8 tokens of 307"),
-        ("cascade:order=9", "8 tokens of 307"),
-    ],
+    [("layer-skip:layers=0+9", "0 to 4"), ("ngram:order=9", "8 tokens of 307"), ("cascade:order=9", "8 tokens of 307")],
 )
 def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
     with pytest.raises(UserError, match=f"--drafter {re.escape(text)}: .*{words}"):

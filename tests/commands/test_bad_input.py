@@ -77,10 +77,7 @@ CASES = [
     (("prune", "--layers", "2", "--source", "empty"), "empty is not a checkpoint: it has no config.json"),
     (("prune", "--layers", "2", "--source", "a-file"), "a-file is a file, and a checkpoint is a directory"),
     (("prune", "--layers", "2", "--source", "no-weights"), "no-weights has no model.safetensors"),
-    (
-        ("prune", "--layers", "2", "--source", "pickled"),
-        "draftlab import pickled --out pickled-imported",
-    ),
+    (("prune", "--layers", "2", "--source", "pickled"), "draftlab import pickled --out pickled-imported"),
     (("prune", "--layers", "2", "--source", "torn"), "is not a readable safetensors file"),
     (("prune", "--layers", "2", "--source", "odd"), "no tensor 'model.layers.5"),
     (("prune", "--layers", "2", "--source", "unread"), "config.json cannot be read"),

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
+from builders import TOKENIZER_TEXT
 from loopback_servers import SmallVLLM, running
 from pydantic.fields import FieldInfo
 from safetensors.torch import load_file
@@ -172,6 +173,13 @@ def _(w: World) -> Settings:
 def _(w: World) -> Settings:
     Path("draftlab.yaml").touch()
     return {"preset": "tiny", "overwrite": True}
+
+
+@case("search", "widths")
+def _(w: World) -> Settings:
+    few = {"minutes": 0.01, "layers": "1,2", "widths": "24,48", "k": "1,2", "first_steps": 1, "max_steps": 1}
+    few |= {"batch_size": 2, "finalists": 1, "num_prompts": 2, "mode": "eager", "threads": 1}
+    return few | {"target": str(w.source), "source": str(w.source), "data": str(write_text(Path("more.jsonl"), 700))}
 
 
 LAW: Settings = {"layers": "1,2,3,4", "widths": "24,48", "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
@@ -454,14 +462,15 @@ def test_refused_options_exist(command: Command) -> None:
         assert rule.reason
 
 
+def write_text(file: Path, documents: int) -> Path:
+    file.write_text("".join(json.dumps({"text": f"# {i}\n{TOKENIZER_TEXT[0] * 6}"}) + "\n" for i in range(documents)))
+    return file
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> Iterator[World]:
     root = tmp_path_factory.mktemp("world")
-    text = root / "text.jsonl"
-    line = (
-        "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n"
-    )
-    text.write_text("".join(json.dumps({"text": f"# {i}\n" + line * 6}) + "\n" for i in range(80)))
+    text = write_text(root / "text.jsonl", 80)
     source, draft = family_dirs["llama"], root / "draft"
     COMMANDS["prune"](**TINY_CUT, source=str(source), data=str(text), calibration_tokens=64, refit=False, out=draft)
     model, small = (checkpoint.load_model(path, torch.float32).eval() for path in (source, draft))

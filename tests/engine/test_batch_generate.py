@@ -73,11 +73,7 @@ def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
 def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, models, family_dirs, opt):
     theirs = transformers_of(name, family_dirs, opt)
     for prompt, text in zip(
-        PROMPTS,
-        generate_batch(
-            models[name], PROMPTS, SamplingParams(max_tokens=12, temperature=0.7), BatchSettings(logprobs=4)
-        ),
-        strict=True,
+        PROMPTS, generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=12, temperature=0.7)), strict=True
     ):
         with torch.no_grad():
             logits = theirs(torch.tensor([[*prompt, *text.ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
@@ -85,8 +81,6 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, 
         torch.testing.assert_close(
             torch.from_numpy(text.logprobs), (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0], atol=1e-4, rtol=1e-4
         )
-        listed = logits.log_softmax(-1).topk(4)
-        torch.testing.assert_close(torch.from_numpy(text.top_logprobs), listed.values, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["native", "opt"])

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.engine import rejection_rules
-from draftlab.engine.rejection_rules import (
-    Tokens,
-    Uniforms,
-    Verdict,
-    block,
-    k_sequential,
-    match,
-    recursive,
-)
+from draftlab.engine.rejection_rules import Tokens, Uniforms, Verdict, block, k_sequential, match, recursive
 from draftlab.engine.verify import distribution, verify
 from draftlab.sampling import SamplingParams
 

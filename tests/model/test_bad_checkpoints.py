@@ -44,11 +44,7 @@ WRONG = {
     "quantised": (lambda p: configured(p, quantization_config={"quant_method": "fp8"}), "is quantised (fp8)"),
     "nan": (lambda p: spoiled(p, "model.norm.weight", float("nan")), "model.norm.weight has values that are not fin"),
 }
-OTHER = {
-    "draft.gguf": "draftlab import",
-    "pickled": "draftlab import",
-    "adapter": "draftlab import",
-}
+OTHER = {"draft.gguf": "draftlab import", "pickled": "draftlab import", "adapter": "draftlab import"}
 
 
 @pytest.fixture(scope="module")

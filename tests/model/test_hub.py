@@ -123,14 +123,8 @@ def test_a_revision_is_named_behind_an_at_sign(served, cache):
             "lab/gguf",
             r"hf download lab/gguf m-Q4_K_M.gguf --local-dir gguf && draftlab import gguf/m-Q4_K_M.gguf --out",
         ),
-        (
-            "lab/adapter",
-            "but adapter_config.json.* hf download lab/adapter --local-dir adapter && draftlab import",
-        ),
-        (
-            "lab/bin",
-            "no model.safetensors, but pytorch_model.bin.* hf download lab/bin --local-dir bin && draftlab",
-        ),
+        ("lab/adapter", "but adapter_config.json.* hf download lab/adapter --local-dir adapter && draftlab import"),
+        ("lab/bin", "no model.safetensors, but pytorch_model.bin.* hf download lab/bin --local-dir bin && draftlab"),
         ("lab/na--me", "HFValidationError"),
     ],
 )

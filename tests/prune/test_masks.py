@@ -227,12 +227,7 @@ SETTINGS = TrainerSettings(
 
 
 def run(
-    tmp_path: Path,
-    settings: TrainerSettings,
-    *,
-    stop: int | None = None,
-    weights: str = "full",
-    micro_tokens: int = 0,
+    tmp_path: Path, settings: TrainerSettings, *, stop: int | None = None, weights: str = "full", micro_tokens: int = 0
 ):
     have = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
     model, masks = build("mistral", seed=1), Masks(have, smaller(have), 0)

@@ -176,10 +176,7 @@ def test_a_budget_decides_the_widths(space, capsys):
 
 
 def test_a_mode_that_does_not_run_here_is_refused_before_anything_is_claimed(space):
-    for words, said in (
-        (["--mode", "graphs"], "graphs"),
-        (["--mode", "native", "--dtype", "float16"], "float16"),
-    ):
+    for words, said in ((["--mode", "graphs"], "graphs"), (["--mode", "native", "--dtype", "float16"], "float16")):
         result = CliRunner().invoke(app, ["search", "--layers", "1,2", *words])
         assert result.exit_code == 1
         assert said in result.output

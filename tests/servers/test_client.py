@@ -135,10 +135,7 @@ def test_logits_are_no_log_probabilities(started):
             lambda s: s.generate([[5000]], SamplingParams(max_tokens=2, temperature=1.0)),
             "Token id 5000 is out of vocabulary",
         ),
-        (
-            lambda s: s.generate([PROMPT], SamplingParams(max_tokens=2042, temperature=1.0)),
-            "2048 tokens.* 2049",
-        ),
+        (lambda s: s.generate([PROMPT], SamplingParams(max_tokens=2042, temperature=1.0)), "2048 tokens.* 2049"),
         (lambda s: s.prompt_logprobs([PROMPT * 300], 3), "2048 tokens.* 2101"),
         (lambda s: s.metrics(), "GET /metrics was not recorded"),
     ],

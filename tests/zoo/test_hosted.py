@@ -60,5 +60,5 @@ def test_a_text_longer_than_the_model_reads_is_refused(name, hosted):
 )
 def test_a_model_without_attention_is_refused(config):
     model = HFDecoder(AutoModelForCausalLM.from_config(config).eval())
-    with pytest.raises(UserError, match="has no attention whose cache could be cut off again"):
+    with pytest.raises(UserError, match="has no attention cache that can be rolled back"):
         model.new_cache(1, 20)

@@ -52,8 +52,7 @@ class PaperTrace:
         """Return prompt number with its text up to the first end-of-text token."""
         prompt = self.prompts[number]
         ids = self.texts[number][len(prompt.ids) if self.with_prompts else 0 :]
-        nothing = np.zeros((len(ids), 0))
-        text = Completion.truncated(ids, np.zeros(len(ids)), nothing, nothing, self.eos_ids)
+        text = Completion.truncated(ids, np.zeros(len(ids)), self.eos_ids)
         return TargetOutput(
             number=number,
             category=prompt.category,

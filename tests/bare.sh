@@ -38,5 +38,5 @@ demo eager
 grep -q "mode eager: mode native needs a C++ compiler" "$room/log"
 for tool in c++ as ld; do ln -s "$(readlink -f "$(command -v "$tool")")" "$room/bin/$tool"; done
 rm -r runs/quickstart/score runs/quickstart/report
-demo compiled
-echo "bare: the demo ran without git and make, eagerly without a compiler, compiled with one"
+demo native
+echo "bare: the demo ran without git and make, eagerly without a compiler, natively with one"

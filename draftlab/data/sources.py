@@ -180,10 +180,11 @@ def _hub_dataset(name: str) -> Iterator[Document]:
 
 
 def _text_of(row: object, where: str) -> str:
-    columns = [c for c in TEXT_COLUMNS if isinstance(row, dict) and isinstance(row.get(c), str)]
-    if not columns:
+    texts = [row.get(column) for column in TEXT_COLUMNS] if isinstance(row, dict) else []
+    text = next((text for text in texts if isinstance(text, str)), None)
+    if text is None:
         raise UserError(f"{where}: no text column; want one of {', '.join(TEXT_COLUMNS)}")
-    return row[columns[0]]  # type: ignore[index]
+    return text
 
 
 def unit_hash(text: str) -> float:

@@ -7,7 +7,7 @@ token of each row. texts: returns their token ids.
 import json
 import sys
 
-import llama_cpp  # type: ignore[import-not-found]
+import llama_cpp  # type: ignore[import-not-found]  # runs in another environment, which has it
 import numpy as np
 
 

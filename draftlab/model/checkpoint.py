@@ -35,11 +35,11 @@ def read_config(directory: Path) -> dict[str, object]:
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several."""
-    ids = {special_ids(load_tokenizer(directory))["eos"]}
+    ids: set[object] = {special_ids(load_tokenizer(directory))["eos"]}
     for file in (directory / "config.json", directory / "generation_config.json"):
         if file.is_file():
             value = _object(file).get("eos_token_id")
-            ids |= set(value) if isinstance(value, list) else {value}  # type: ignore[arg-type]
+            ids |= set(value) if isinstance(value, list) else {value}
     return tuple(sorted(i for i in ids if isinstance(i, int)))
 
 

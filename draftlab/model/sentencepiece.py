@@ -1,7 +1,7 @@
 """Tokenizers with SentencePiece's file only, checked and corrected to give SentencePiece's own ids."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sentencepiece import SentencePieceProcessor
 from tokenizers import models
@@ -52,7 +52,7 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
     defaults: dict[str, Any] = {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}
     for candidate in (tokenizer, LlamaTokenizer.from_pretrained(file.parent, **defaults)):
         if isinstance(candidate, TokenizersBackend) and isinstance(candidate.backend_tokenizer.model, models.BPE):
-            candidate.backend_tokenizer.model = _by_score(processor)  # type: ignore[assignment]
+            cast(Any, candidate.backend_tokenizer).model = _by_score(processor)  # its stubs declare it read-only
             if _agrees(candidate, processor):
                 return candidate
     raise UserError(f"transformers gives other ids than SentencePiece with {file}; add the model's tokenizer.json")

@@ -1,6 +1,7 @@
 """Training of byte-level BPE tokenizers for source code, and checks that vocabularies fit."""
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -17,11 +18,11 @@ CODE_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:[\r\n]+
 
 def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json under out; all bytes are covered, and bos starts each text."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer: Any = Tokenizer(models.BPE())  # Any: its stubs declare the parts below as read-only
     split = pre_tokenizers.Split(Regex(CODE_PIECES), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=SPECIAL_TOKENS,
@@ -30,7 +31,7 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     bos = SPECIAL_TOKENS[0]
-    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+    tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, 0)]
     )
     bos, eos, pad = SPECIAL_TOKENS

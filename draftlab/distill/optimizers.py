@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from draftlab.config.shared import TrainerSettings
+from draftlab.model import checkpoint
 
 
 def optimizers_for(
@@ -42,4 +43,5 @@ def training_dtype(name: str) -> str:
     """Return what auto means here: bfloat16 where it is fast, which it is not on a CPU without AVX-512."""
     if name != "auto":
         return name
-    return "bfloat16" if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return "bfloat16" if checkpoint.fast_bfloat16(device) else "float32"

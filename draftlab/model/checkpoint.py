@@ -300,6 +300,11 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+def fast_bfloat16(device: torch.device) -> bool:
+    """Return whether bfloat16 products are fast, which they are not on a CPU without AVX-512."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
     """Return a randomly initialised fp32 model."""
     torch.manual_seed(seed)

@@ -33,15 +33,24 @@ class Source:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of its passes: float16 is computed in float32 on CPUs."""
+        """The dtype of the weights that are cut, and of the draft's passes: float16 becomes float32 on CPUs."""
         return checkpoint.compute_dtype(self.directory, self.device)
+
+    @cached_property
+    def pass_dtype(self) -> torch.dtype:
+        """The dtype of the source's own passes: bfloat16 for float16 weights on a CPU where that is fast.
+
+        These passes only calibrate; no weight of the draft is rounded to bfloat16.
+        """
+        slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
+        return torch.bfloat16 if slow and checkpoint.fast_bfloat16(self.device) else self.dtype
 
     @cached_property
     def weights(self) -> checkpoint.Weights:
         return checkpoint.Weights(self.directory, self.dtype)
 
     def walk(self, *, resident: bool = False) -> Walk:
-        return Walk(self.weights, self.config, self.dtype, self.device, resident)
+        return Walk(self.weights, self.config, self.pass_dtype, self.device, resident)
 
     def config_for(self, shape: Shape, layers: list[int] | None = None) -> dict[str, object]:
         """Return config.json of a draft of that shape which keeps these layers, or the first ones."""

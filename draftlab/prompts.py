@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data, provenance
+from draftlab.config.shared import ChatMode
+from draftlab.console import note
 from draftlab.errors import UserError
 
 FROM_DATA, FROM_DATA_TOKENS = 16, 64  # default number and length of the prompts of a data source
+Message = dict[str, Any]  # role and content, as chat templates take them
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +27,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Prompts and their source. sha256: of the file, or of the token ids of a data source."""
+    """Prompts and their source.
+
+    sha256: of the file; of the token ids where they are of a data source, or in the form of a chat template.
+    """
 
     rows: list[Prompt]
     source: str
     sha256: str
     tokens: int | None  # each prompt was cut to this length
+    chat: bool = False  # in the form of the tokenizer's chat template, ready for the assistant's answer
 
     @property
     def categories(self) -> tuple[str, ...]:
@@ -62,34 +70,48 @@ def load_prompts(
     count: int | None,
     tokens: int | None,
     seed: int,
+    chat: ChatMode = "auto",
+    system_prompt: str | None = None,
 ) -> Prompts:
     """Return count prompts evenly spaced in a file (None: all), or of a data source (None: 16 of 64 tokens each)."""
     if file is not None:
-        return file_prompts(file, tokenizer, tokens=tokens).spread(count)
+        return file_prompts(file, tokenizer, tokens=tokens, chat=chat, system_prompt=system_prompt).spread(count)
     return data_prompts(source, tokenizer, count=count or FROM_DATA, tokens=tokens or FROM_DATA_TOKENS, seed=seed)
 
 
 def file_prompts(
-    file: Path, tokenizer: PreTrainedTokenizerBase, *, count: int | None = None, tokens: int | None = None
+    file: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    count: int | None = None,
+    tokens: int | None = None,
+    chat: ChatMode = "off",
+    system_prompt: str | None = None,
 ) -> Prompts:
-    """Read one prompt per JSON line: `prompt`, the first of `turns`, or another text column; `category` if present.
+    """Read one prompt per JSON line: `messages`, `prompt`, the first of `turns`, or another text column; `category`.
 
-    count: read the first lines only. tokens: cut every prompt to this length.
+    count: read the first lines only. tokens: cut every prompt to this length. chat: apply the chat template.
 
     Raises:
-        UserError: no such file, a line without text, an empty prompt, or one of fewer tokens.
+        UserError: no such file, a line without text, an empty prompt, one of fewer tokens, or one that the chat
+            template does not take; a chat without a template.
     """
-    rows = [_read_prompt(line, f"{file}:{number}", tokenizer, tokens) for number, line in _lines(file, count)]
-    if not rows:
+    on = _has_chat(chat, tokenizer, system_prompt, tokens)
+    lines = [_read_line(line, f"{file}:{number}") for number, line in _lines(file, count)]
+    if not lines:
         raise UserError(f"{file} has no prompts")
-    return Prompts(rows=rows, source=file.name, sha256=provenance.file_sha256(file), tokens=tokens)
+    rows = [Prompt(_chat_ids(x, tokenizer, system_prompt) if on else _ids(x, tokenizer, tokens), x.category)
+            for x in lines]  # fmt: skip
+    if several := sum(line.turns > 1 for line in lines):
+        note(f"{file.name}: {several} of {len(lines)} prompts have several turns; only the first turn is used")
+    digest = _digest(rows) if on else provenance.file_sha256(file)
+    return Prompts(rows=rows, source=file.name, sha256=digest, tokens=tokens, chat=on)
 
 
 def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int) -> Prompts:
     """Return starts of held-out documents of a data source."""
     rows = [Prompt(ids) for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)]
-    digest = hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()
-    return Prompts(rows=rows, source=spec, sha256=digest, tokens=tokens)
+    return Prompts(rows=rows, source=spec, sha256=_digest(rows), tokens=tokens)
 
 
 def _lines(file: Path, count: int | None) -> Iterator[tuple[int, str]]:
@@ -103,26 +125,91 @@ def _lines(file: Path, count: int | None) -> Iterator[tuple[int, str]]:
         raise UserError(f"{file}: {error.strerror}") from None
 
 
-def _read_prompt(line: str, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int | None) -> Prompt:
-    text, category = _text_and_category(line, where)
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    if not ids:
-        raise UserError(f"{where}: the prompt is empty")
-    if tokens is not None and len(ids) < tokens:
-        raise UserError(f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}")
-    return Prompt(ids[:tokens], category)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A line of a prompt file. text: None where it is a whole conversation. turns: of which the text is the first."""
+
+    where: str
+    text: str | None
+    messages: list[Message]
+    turns: int
+    category: str
 
 
-def _text_and_category(line: str, where: str) -> tuple[str, str]:
+def _read_line(line: str, where: str) -> _Line:
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg})") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object with a prompt")
-    turns = row.get("turns")
-    texts = [row.get("prompt"), turns[0] if isinstance(turns, list) and turns else None]
-    text = next((t for t in [*texts, *(row.get(c) for c in data.TEXT_COLUMNS)] if isinstance(t, str)), None)
+    category, turns = str(row.get("category", "")), row.get("turns")
+    if "messages" in row:
+        return _Line(where=where, text=None, messages=_messages(row["messages"], where), turns=1, category=category)
+    turns = turns if isinstance(turns, list) else []
+    texts = [row.get("prompt"), *turns[:1], *(row.get(c) for c in data.TEXT_COLUMNS)]
+    text = next((t for t in texts if isinstance(t, str)), None)
     if text is None:
-        raise UserError(f"{where}: no text; it needs one of prompt, turns, {', '.join(data.TEXT_COLUMNS)}")
-    return text, str(row.get("category", ""))
+        columns = ", ".join(data.TEXT_COLUMNS)
+        raise UserError(f"{where}: no text; it needs one of messages, prompt, turns, {columns}")
+    messages: list[Message] = [{"role": "user", "content": text}]
+    return _Line(where=where, text=text, messages=messages, turns=len(turns), category=category)
+
+
+def _messages(value: object, where: str) -> list[Message]:
+    """Raises UserError: not a conversation that ends with a user's message."""
+    messages = value if isinstance(value, list) else []
+    fields = [m.get(name) if isinstance(m, dict) else None for m in messages for name in ("role", "content")]
+    if not messages or not all(isinstance(field, str) for field in fields):
+        raise UserError(f"{where}: messages must be a list of objects with a role and a content")
+    if messages[-1]["role"] != "user":
+        raise UserError(f"{where}: messages end with one of {messages[-1]['role']!r}; the last must be the user's")
+    return messages
+
+
+def _has_chat(
+    chat: ChatMode, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, tokens: int | None
+) -> bool:
+    """Raises UserError: what is asked for does not go with the tokenizer's chat template, or it has none."""
+    if chat == "off":
+        return False
+    if not tokenizer.chat_template:
+        if chat == "on" or system_prompt is not None:
+            option = "--chat on" if chat == "on" else "--system-prompt"
+            raise UserError(f"{option}: the tokenizer has no chat template; take a chat model, or leave it out")
+        return False
+    if tokens is not None:
+        raise UserError(f"--prompt-tokens {tokens} would cut off the end of a conversation; add --chat off")
+    return True
+
+
+def _ids(line: _Line, tokenizer: PreTrainedTokenizerBase, tokens: int | None) -> list[int]:
+    if line.text is None:
+        reason = "--chat is off" if tokenizer.chat_template else "the tokenizer has no chat template"
+        raise UserError(f"{line.where}: messages are for a chat, and {reason}")
+    ids: list[int] = tokenizer(line.text, verbose=False)["input_ids"]
+    if not ids:
+        raise UserError(f"{line.where}: the prompt is empty")
+    if tokens is not None and len(ids) < tokens:
+        raise UserError(f"{line.where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}")
+    return ids[:tokens]
+
+
+def _chat_ids(line: _Line, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> list[int]:
+    system: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    if system and line.messages[0]["role"] == "system":
+        raise UserError(f"{line.where}: the conversation has a system prompt of its own; drop --system-prompt")
+    try:
+        ids: Any = tokenizer.apply_chat_template(
+            [*system, *line.messages], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except (TemplateError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{line.where}: the chat template does not take it: {reason}") from None
+    if not ids:
+        raise UserError(f"{line.where}: the prompt is empty")
+    return list(ids)
+
+
+def _digest(rows: list[Prompt]) -> str:
+    return hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()

@@ -202,6 +202,7 @@ class Measurement:
             prompts_sha256=setup.prompts.sha256,
             prompts=len(setup.prompts.rows),
             prompt_tokens=setup.prompts.tokens,
+            chat=setup.prompts.chat,
             max_tokens=config.max_tokens,
             repeats=config.repeats,
             context=setup.context,

@@ -118,7 +118,7 @@ def set_up(config: ScoreServersConfig) -> ServerSetup:
     with note_if_slow(f"reading prompts of {config.prompt_file or source}"):
         prompts = load_prompts(
             config.prompt_file, source, checkpoint.load_tokenizer(place), count=config.num_prompts,
-            tokens=config.prompt_tokens, seed=config.seed,
+            tokens=config.prompt_tokens, seed=config.seed, chat=config.chat, system_prompt=config.system_prompt,
         )  # fmt: skip
     return ServerSetup(config=config, plain=plain, speculative=speculative, tokenizer=place, prompts=prompts)
 
@@ -235,6 +235,7 @@ def _conditions(setup: ServerSetup) -> Conditions:
         prompts_sha256=setup.prompts.sha256,
         prompts=len(setup.prompts.rows),
         prompt_tokens=setup.prompts.tokens,
+        chat=setup.prompts.chat,
         max_tokens=config.max_tokens,
         repeats=config.repeats,
         context=None,

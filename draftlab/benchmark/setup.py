@@ -90,7 +90,7 @@ def set_up(config: ScoreConfig, *, weights: bool = True) -> Setup:
     with note_if_slow(f"reading prompts of {config.prompt_file or source}"):
         prompts = load_prompts(
             config.prompt_file, source, checkpoint.load_tokenizer(target), count=config.num_prompts,
-            tokens=config.prompt_tokens, seed=config.seed,
+            tokens=config.prompt_tokens, seed=config.seed, chat=config.chat, system_prompt=config.system_prompt,
         )  # fmt: skip
     setup = Setup(
         config=config, target=target, drafts=drafts, default_draft=default, drafters=config.drafters, prompts=prompts,

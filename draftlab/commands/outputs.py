@@ -86,7 +86,8 @@ def _shown(directory: Path, manifest: "Manifest", facts: dict[str, object] | Non
         str(directory),
         f"{manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens, {size / 1e6:,.1f} MB "
         f"({per_token:.0f} bytes per token)",
-        f"{manifest.target} ({manifest.source}); {lists}text: {written}{manifest.data} ({manifest.text})",
+        f"{manifest.target} ({manifest.source}); {lists}text: {written}{manifest.data} ({manifest.text}"
+        f"{', chat' if manifest.chat else ''})",
         *(f"{name.replace('_', ' ')}: {value}" for name, value in (facts or {}).items() if value),
     ]
     data = {"path": str(directory), **manifest.model_dump(mode="json"), "bytes": size, **(facts or {})}

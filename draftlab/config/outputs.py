@@ -37,6 +37,8 @@ class OutputsBuildConfig(shared.ServerSettings, OutputConfig):
     target: str = shared.target()
     data: str = shared.data()
     prompt_file: Path | None = shared.prompt_file()
+    chat: shared.ChatMode = shared.chat()
+    system_prompt: str | None = shared.system_prompt()
     text: Literal["data", "target"] = option(
         "data", "To distil on: the data itself, or what the target writes after starts of it."
     )
@@ -79,6 +81,7 @@ class OutputsBuildConfig(shared.ServerSettings, OutputConfig):
         *_SERVER,
         Only(("text", "num_sequences", "seq_len"), lambda c: c.use == "distill", "needs --use distill"),
         Only(("prompt_file", "num_prompts", "max_new_tokens"), lambda c: c.use == "replay", "needs --use replay"),
+        *shared.CHAT_RULES,
         Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
         Only(
             ("prompt_tokens", "temperature", "top_k", "top_p", "min_p"), lambda c: c.writes,

@@ -23,6 +23,8 @@ class PromptSettings(BaseModel):
 
     data: str = shared.data("Source of held-out text for prompts and code tasks.")
     prompt_file: Path | None = shared.prompt_file()
+    chat: shared.ChatMode = shared.chat()
+    system_prompt: str | None = shared.system_prompt()
     num_prompts: int | None = option(None, "Number of prompts. Default: all of a file, 16 of a source.", ge=1)
     prompt_tokens: int | None = option(
         None, "Cut prompts to this length. Default: 64 for a source, whole prompts of a file.", ge=1, advanced=True
@@ -84,6 +86,7 @@ class ScoreConfig(OutputConfig, ThresholdSettings, GenerationSettings, PromptSet
         Only(("rule", "top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
         Only(("task_limit",), lambda c: c.tasks != "none", "there are no tasks"),
         Only(("draft_int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
+        *shared.CHAT_RULES,
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -136,6 +139,7 @@ class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, Pr
     only = (
         Only(("top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
         Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
+        *shared.CHAT_RULES,
     )  # fmt: skip
 
     def default_name(self) -> str:

@@ -6,11 +6,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from draftlab import workspace
-from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, from_workspace, option
+from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, from_workspace, option
 from draftlab.errors import UserError
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
 EngineMode = Literal["auto", "eager", "native", "graphs"]
+ChatMode = Literal["auto", "on", "off"]
 SAMPLING = "Sampling"
 
 
@@ -57,7 +58,21 @@ def memory() -> Any:
 
 
 def prompt_file() -> Any:
-    return option(None, "JSON-lines file of prompts: prompt (or turns, text, question) and perhaps category.")
+    return option(None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.")
+
+
+def chat() -> Any:
+    return option("auto", "Apply the chat template to the prompts of a file; auto: where the tokenizer has one.")
+
+
+def system_prompt() -> Any:
+    return option(None, "System prompt of every conversation.", advanced=True)
+
+
+CHAT_RULES = (
+    Only(("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file"),
+    Only(("system_prompt",), lambda c: c.chat != "off", "there is no conversation with --chat off"),
+)
 
 
 def newest_output(*commands: str) -> Path:

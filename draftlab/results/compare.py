@@ -20,8 +20,8 @@ from draftlab.results.tables import terminal_table
 HEADS = ("draft", "K", "tokens per\ntarget pass", "tok/s", "speed-up\n95%", "relative to\nfastest", "acc")
 SIGNIFICANCE_LEVEL = 0.05
 SAME_PROMPTS = (
-    "data", "prompts_sha256", "prompts", "prompt_tokens", "max_tokens", "temperature", "top_k", "top_p", "min_p",
-    "seed",
+    "data", "prompts_sha256", "prompts", "prompt_tokens", "chat", "max_tokens", "temperature", "top_k", "top_p",
+    "min_p", "seed",
 )  # fmt: skip
 
 

@@ -93,6 +93,7 @@ class Conditions(FileModel):
     prompts_sha256: str | None = None
     prompts: int
     prompt_tokens: int | None  # prompts were cut to this length; None: not cut
+    chat: bool = False  # prompts had the form of the tokenizer's chat template
     max_tokens: int
     repeats: int
     context: int | None  # cached tokens at which latency was measured

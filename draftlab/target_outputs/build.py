@@ -154,9 +154,9 @@ def _write_for_replay(
         return target.generate([prompts.rows[i] for i in numbers], numbers, sampling, k)
 
     manifest = _manifest(
-        target, text="target", data=prompts.source, data_sha256=prompts.sha256, prompt_tokens=prompts.tokens,
-        categories=prompts.categories, sampling=sampling, top_logprobs=k, seq_len=None, seed=config.seed,
-        planned=len(prompts.rows),
+        target, text="target", data=prompts.source, chat=prompts.chat, data_sha256=prompts.sha256,
+        prompt_tokens=prompts.tokens, categories=prompts.categories, sampling=sampling, top_logprobs=k,
+        seq_len=None, seed=config.seed, planned=len(prompts.rows),
     )  # fmt: skip
     return write_store(out, manifest, shard, tokenizer=target.directory)
 
@@ -220,7 +220,10 @@ def _import_paper(config: OutputsImportConfig, output: Output, directory: Path) 
 def _prompts(config: OutputsBuildConfig, directory: Path) -> Prompts:
     tokenizer = checkpoint.load_tokenizer(directory)
     if config.prompt_file is not None:
-        return file_prompts(config.prompt_file, tokenizer, count=config.num_prompts, tokens=config.prompt_length)
+        return file_prompts(
+            config.prompt_file, tokenizer, count=config.num_prompts, tokens=config.prompt_length, chat=config.chat,
+            system_prompt=config.system_prompt,
+        )  # fmt: skip
     return data_prompts(
         config.data, tokenizer, count=config.prompts_of_data, tokens=config.prompt_length or 0, seed=config.seed
     )

@@ -57,6 +57,7 @@ class Manifest(FileModel):
     batch_size: int  # prompts decoded together, which in half precision affects rounding
     text: Literal["data", "target"]
     data: str
+    chat: bool = False  # prompts have the form of the tokenizer's chat template
     data_sha256: str | None
     prompt_tokens: int | None  # prompts were cut to this length
     categories: tuple[str, ...] = ("",)

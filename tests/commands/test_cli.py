@@ -317,10 +317,7 @@ def test_the_installed_script_runs():
 
 
 def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
-    rows = [
-        {"prompt": "def f(line):\n    return", "category": "code"},
-        {"turns": ["return 1", "and?"], "category": "chat"},
-    ]
+    rows = [{"prompt": "def f(line):\n    return", "category": "code"}, {"turns": ["return 1"], "category": "chat"}]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
     call(*PRUNE)
     how = ("--k", "1", "--max-tokens", "4", "--repeats", "1", "--prompt-file", "prompts.jsonl", "--json")

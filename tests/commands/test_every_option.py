@@ -5,6 +5,7 @@ reads nor refuses would be accepted and ignored.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -235,6 +236,21 @@ def _(w: World) -> Settings:
     return scoring(w, tasks="none", temperature=1.0, drafter=["prompt-lookup"], mode="native", threads=1)
 
 
+@case("score", "conversations")
+def _(w: World) -> Settings:
+    return {name: value for name, value in scoring(w, tasks="none").items() if name != "prompt_tokens"} | chat(w)
+
+
+def chat(w: World) -> Settings:
+    """A prompt file, for a copy of the source with a chat template."""
+    folder = w.root / "chat"
+    if not folder.exists():
+        shutil.copytree(w.source, folder)
+        (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    Path("prompts.jsonl").write_text((json.dumps({"prompt": "def parse(line):"}) + "\n") * 4)
+    return {"prompt_file": Path("prompts.jsonl"), "target": str(folder)}
+
+
 @case("outputs build", "distill, data")
 def _(w: World) -> Settings:
     return {"target": str(w.source), "data": str(w.text), "num_sequences": 4, "seq_len": 24, "top_logprobs": 4}
@@ -254,6 +270,11 @@ def _(w: World) -> Settings:
 def replayable(w: World) -> Settings:
     few = {"use": "replay", "num_prompts": 4, "prompt_tokens": 8, "max_new_tokens": 8}
     return few | {"target": str(w.source), "data": str(w.text)}
+
+
+@case("outputs build", "replay, conversations")
+def _(w: World) -> Settings:
+    return {name: replayable(w)[name] for name in ("use", "num_prompts", "max_new_tokens")} | chat(w)
 
 
 @case("outputs verify", "")
@@ -378,6 +399,12 @@ def _(w: World) -> Settings:
         "target": str(w.source),
         "data": str(w.text),
     }
+
+
+@case("score-servers", "conversations")
+def _(w: World) -> Settings:
+    settings = CASES["score-servers", ""](w) | chat(w)
+    return {name: value for name, value in settings.items() if name not in ("data", "prompt_tokens")}
 
 
 def traced(config: type[Config]) -> tuple[type[Config], set[str]]:

@@ -47,7 +47,7 @@ RUNNER = CliRunner()
 CPU = torch.device("cpu")
 LINES = [
     {"prompt": "def parse(line):\n    if not line:", "category": "code"},
-    {"question_id": 7, "category": "chat", "turns": ["class Reader:", "and then?"]},
+    {"question_id": 7, "category": "chat", "turns": ["class Reader:"]},
     {"prompt": "return", "category": "code"},
     {"text": "return [int(part) for part in line.split(',')]"},
     {"prompt": "def read(self):\n        return 1", "category": "chat"},

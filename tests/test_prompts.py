@@ -1,0 +1,236 @@
+"""Prompt files: plain and as conversations. Expected ids are transformers' own, of a template written here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import build
+from transformers import PreTrainedTokenizerBase
+from typer.testing import CliRunner
+
+from draftlab import workspace
+from draftlab.cli import app
+from draftlab.config.base import extra
+from draftlab.config.score import ScoreConfig
+from draftlab.config.shared import ChatMode
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.prompts import Prompts, data_prompts, file_prompts
+from draftlab.results.compare import rank, read_candidates
+from draftlab.results.score import read_score
+from draftlab.target_outputs.replay import Drafting, read_replay
+from draftlab.target_outputs.store import read_manifest, read_store
+
+RUNNER = CliRunner()
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+USER = {"role": "user", "content": "def parse(line):"}
+TALK = [USER, {"role": "assistant", "content": "return 1"}, {"role": "user", "content": "class Reader:"}]
+SYSTEM = {"role": "system", "content": "return"}
+
+
+@pytest.fixture
+def plain(tokenizer_dir: Path) -> PreTrainedTokenizerBase:
+    return checkpoint.load_tokenizer(tokenizer_dir)
+
+
+@pytest.fixture
+def chatty(tokenizer_dir: Path) -> PreTrainedTokenizerBase:
+    tokenizer = checkpoint.load_tokenizer(tokenizer_dir)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def lines(folder: Path, *rows: dict[str, Any]) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def ids_of(prompts: Prompts) -> list[list[int]]:
+    return [prompt.ids for prompt in prompts.rows]
+
+
+@pytest.mark.parametrize(
+    ("line", "conversation"),
+    [
+        ({"messages": TALK}, TALK),
+        ({"messages": [SYSTEM, USER]}, [SYSTEM, USER]),
+        ({"prompt": USER["content"]}, [USER]),
+        ({"turns": [USER["content"]]}, [USER]),
+        ({"question": USER["content"]}, [USER]),
+    ],
+)
+def test_a_line_has_the_ids_that_transformers_gives_the_conversation(tmp_path, chatty, line, conversation):
+    read = file_prompts(lines(tmp_path, line), chatty, chat="auto")
+    assert ids_of(read) == [chatty.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]]
+    assert read.chat
+    assert read.rows[0].ids.count(chatty.bos_token_id) == 1  # the tokenizer adds one, and so does the template
+
+
+def test_the_rendered_text_is_the_templates(tmp_path, chatty):
+    (ids,) = ids_of(file_prompts(lines(tmp_path, {"messages": TALK}), chatty, chat="on", system_prompt="return"))
+    text = "[system] return\n[user] def parse(line):\n[assistant] return 1\n[user] class Reader:\n[assistant]"
+    assert chatty.decode(ids, skip_special_tokens=True) == text
+
+
+def test_auto_needs_a_template_and_off_takes_none(tmp_path, plain, chatty):
+    file = lines(tmp_path, {"prompt": "return 1"})
+    expected = [plain("return 1")["input_ids"]]
+    plainly: list[tuple[PreTrainedTokenizerBase, ChatMode]] = [(plain, "auto"), (plain, "off"), (chatty, "off")]
+    for tokenizer, chat in plainly:
+        read = file_prompts(file, tokenizer, chat=chat)
+        assert (ids_of(read), read.chat) == (expected, False)
+    assert file_prompts(file, chatty, chat="auto").chat
+
+
+def test_data_is_never_a_conversation(tmp_path, chatty):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
+    assert not data_prompts(str(text), chatty, count=2, tokens=8, seed=0).chat
+
+
+def test_the_hash_covers_the_form(tmp_path, chatty):
+    file = lines(tmp_path, {"prompt": "return 1"})
+    forms: list[dict[str, Any]] = [{"chat": "off"}, {"chat": "on"}, {"chat": "on", "system_prompt": "return"}]
+    hashes = [file_prompts(file, chatty, **form).sha256 for form in forms]
+    chatty.chat_template = TEMPLATE.replace("[assistant]", "[answer]")
+    hashes.append(file_prompts(file, chatty, chat="on").sha256)
+    assert len(set(hashes)) == 4
+
+
+def test_turns_that_are_not_used_are_said_once(tmp_path, chatty, capsys):
+    file = lines(tmp_path, *[{"prompt": "a", "turns": ["a", "b"]}] * 2, {"turns": ["a"]}, {"prompt": "a"})
+    assert len(set(map(tuple, ids_of(file_prompts(file, chatty, chat="on"))))) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "prompts.jsonl: 2 of 4 prompts have several turns; only the first turn is used"
+    ]
+    file_prompts(file, chatty, count=1)
+    assert "1 of 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "message"),
+    [
+        ({"messages": TALK}, {"chat": "off"}, "l:1: messages are for a chat, and --chat is off"),
+        ({"messages": []}, {}, "l:1: messages must be a list of objects with a role and a content"),
+        ({"messages": "hello"}, {}, "messages must be a list"),
+        ({"messages": [{"role": "user"}]}, {}, "messages must be a list"),
+        ({"messages": TALK[:2]}, {}, "messages end with one of 'assistant'; the last must be the user's"),
+        ({"messages": [{"role": "judge", "content": "a"}, USER]}, {}, "chat template does not take it: no role judge"),
+        ({"messages": [SYSTEM, USER]}, {"system_prompt": "a"}, "a system prompt of its own; drop --system-prompt"),
+        ({"prompt": "return 1"}, {"tokens": 2}, "--prompt-tokens 2 would cut off the end of a conversation"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(tmp_path, chatty, line, settings, message):
+    with pytest.raises(UserError, match=message):
+        file_prompts(lines(tmp_path, line), chatty, **({"chat": "on"} | settings))
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "message"),
+    [
+        ({"prompt": "a"}, {"chat": "on"}, "--chat on: the tokenizer has no chat template"),
+        ({"prompt": "a"}, {"system_prompt": "a"}, "--system-prompt: the tokenizer has no chat template"),
+        ({"messages": TALK}, {}, "messages are for a chat, and the tokenizer has no chat template"),
+    ],
+)
+def test_a_tokenizer_without_a_template_has_no_chat(tmp_path, plain, line, settings, message):
+    with pytest.raises(UserError, match=message):
+        file_prompts(lines(tmp_path, line), plain, **({"chat": "auto"} | settings))
+
+
+# through the commands
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch, tokenizer_dir) -> Path:
+    """A workspace of a chat model, with a draft and a prompt file."""
+    models = {"target": build("llama", 1), "draft": build("llama", 1)}
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in models["draft"].parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.002)
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        for file in tokenizer_dir.iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+        (tmp_path / name / "chat_template.jinja").write_text(TEMPLATE)
+    monkeypatch.chdir(tmp_path)
+    workspace.write(workspace.Workspace(target="target", source="target", data="stdlib"))
+    lines(tmp_path, {"messages": TALK}, {"prompt": "return 1"}, {"turns": ["if not line:"]}, {"messages": [USER]})
+    return tmp_path
+
+
+def call(*arguments: object, code: int = 0):
+    result = RUNNER.invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+BUILD = ("outputs", "build", "--use", "replay", "--prompt-file", "prompts.jsonl", "--max-new-tokens", 20)
+SCORE = ("score", "--draft", "draft", "--prompt-file", "prompts.jsonl", "--k", "1,3", "--max-tokens", 20)
+SCORE = (*SCORE, "--repeats", 1, "--tasks", "none", "--mode", "eager", "--dtype", "float32")
+
+
+FORMS = {"auto": (), "off": ("--chat", "off"), "system": ("--system-prompt", "return")}
+
+
+def test_replayed_conversations_are_accepted_as_live_ones(space):
+    call(*BUILD, "--dtype", "float32", "--out", "answers")
+    call("replay", "answers", "--draft", "draft", "--out", "replayed")
+    call(*SCORE, "--out", "scored")
+    stored = read_store(space / "answers")
+    replay, score = read_replay(space / "replayed/draft"), read_score(space / "scored/draft")
+    prompts = file_prompts(space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on")
+    assert [o.prompt.tolist() for o in stored.outputs] == ids_of(prompts)
+    assert [len(ids) for ids in ids_of(prompts)] == [p.tokens for p in score.prompts]
+    for k in (1, 3):
+        assert replay.counts(Drafting(k=k)).acceptance() == score.acceptance(k)
+    assert 0.1 < score.acceptance(3).draft_acceptance_rate < 0.95
+
+
+def test_the_form_of_prompts_is_recorded(space):
+    lines(space, {"prompt": "return 1"}, {"prompt": "if not line:"})
+    sums = {}
+    for name, form in FORMS.items():
+        call(*BUILD, *form, "--out", f"answers-{name}")
+        call(*SCORE, *form, "--out", f"scored-{name}")
+        manifest, score = read_manifest(space / f"answers-{name}"), read_score(space / f"scored-{name}/draft")
+        assert manifest.chat == score.conditions.chat == (name != "off")
+        assert manifest.data_sha256 == score.conditions.prompts_sha256
+        sums[name] = manifest.data_sha256
+    assert len(set(sums.values())) == len(FORMS)
+    assert "prompts.jsonl (target, chat)" in call("outputs", "info", "answers-auto").stdout
+    assert "other outputs: their chat is" in call(*BUILD, "--chat", "off", "--out", "answers-auto", code=1).stderr
+    compared = rank(read_candidates([space / "scored-auto/draft", space / "scored-off/draft"]))
+    assert not compared[1].paired
+
+
+def test_mistakes_get_one_clear_line(space):
+    text = space / "text.txt"
+    text.write_text("return 1\n" * 100)
+    for arguments, message in [
+        ((*BUILD, "--chat", "off"), "prompts.jsonl:1: messages are for a chat, and --chat is off"),
+        ((*SCORE, "--chat", "off"), "prompts.jsonl:1: messages are for a chat, and --chat is off"),
+        ((*SCORE, "--chat", "off", "--system-prompt", "a"), "--system-prompt: there is no conversation"),
+        ((*SCORE, "--chat", "maybe"), "maybe"),
+        (("score", "--draft", "draft", "--data", text, "--chat", "on"), "--chat: needs --prompt-file"),
+        (("outputs", "build", "--chat", "on"), "--chat: needs"),
+    ]:
+        result = call(*arguments, code=2 if message == "maybe" else 1)
+        assert result.stdout == ""
+        assert message in result.stderr
+        assert message == "maybe" or len(result.stderr.splitlines()) == 1, result.stderr
+    (space / "target/chat_template.jinja").unlink()
+    assert "--chat on: the tokenizer has no chat template" in call(*SCORE, "--chat", "on", code=1).stderr
+
+
+def test_score_shows_few_options():
+    shown = [f for f in ScoreConfig.model_fields.values() if not extra(f)["advanced"]]
+    assert len(shown) <= 18

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import build
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from draftlab import workspace
@@ -16,8 +16,12 @@ from draftlab.config.base import extra
 from draftlab.config.score import ScoreConfig
 from draftlab.config.shared import ChatMode
 from draftlab.errors import UserError
+from draftlab.export import verify
+from draftlab.export.run import NEW_TOKENS
 from draftlab.model import checkpoint
+from draftlab.model.sentencepiece import PROBES
 from draftlab.prompts import Prompts, data_prompts, file_prompts
+from draftlab.provenance import read_record
 from draftlab.results.compare import rank, read_candidates
 from draftlab.results.score import read_score
 from draftlab.target_outputs.replay import Drafting, read_replay
@@ -193,6 +197,27 @@ def test_replayed_conversations_are_accepted_as_live_ones(space):
     for k in (1, 3):
         assert replay.counts(Drafting(k=k)).acceptance() == score.acceptance(k)
     assert 0.1 < score.acceptance(3).draft_acceptance_rate < 0.95
+
+
+def test_an_export_is_verified_with_conversations(space):
+    """The program answers as llama.cpp would, with the draft's own most probable tokens."""
+    prompts = file_prompts(space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on")
+    texts = verify.generate_texts(space / "target", ids_of(prompts), NEW_TOKENS, 2, torch.device("cpu"))
+    draft = AutoModelForCausalLM.from_pretrained("draft", dtype=torch.float32)
+    with torch.no_grad():
+        best = [draft(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in texts.rows]
+    Path("answer.json").write_text(json.dumps({"best": best, "ids": [[]] * len(PROBES), "version": "test"}))
+    program = Path("program")
+    program.write_text("#!/bin/sh\ncat > asked.json\ncat answer.json\n")
+    program.chmod(0o755)
+    export = ("export", "draft", "--to", "gguf", "--outtype", "f32", "--k", 2, "--verify-with", program.absolute())
+    call(*export, "--prompt-file", "prompts.jsonl", "--out", "out")
+    assert json.loads(Path("asked.json").read_text())["rows"] == texts.rows
+    record = read_record(Path("out"))
+    assert record is not None
+    assert record.notes["prompts"] == {"data": "prompts.jsonl", "sha256": prompts.sha256, "chat": True}
+    both = call(*export, "--prompt-file", "prompts.jsonl", "--data", "stdlib", "--out", "x", code=1)
+    assert "not by both" in both.stderr
 
 
 def test_the_form_of_prompts_is_recorded(space):

@@ -6,7 +6,17 @@ from typing import Literal
 from typing_extensions import Self
 
 from draftlab.config.base import Config, Only, OutputConfig, from_workspace, option
-from draftlab.config.shared import data, device, newest_draft, target
+from draftlab.config.shared import (
+    CHAT_RULES,
+    ChatMode,
+    chat,
+    data,
+    device,
+    newest_draft,
+    prompt_file,
+    system_prompt,
+    target,
+)
 from draftlab.console import note
 from draftlab.model import hub
 
@@ -59,7 +69,12 @@ class ExportConfig(DraftConfig, OutputConfig):
         None, "Score the export where it runs: path of vllm, or for GGUF of a Python with llama-cpp-python."
     )
     data: str = from_workspace("data", "Prompts to verify with.", advanced=True)
-    prompts: int = option(16, "Number of prompts to verify with.", ge=2, advanced=True)
+    prompt_file: Path | None = prompt_file(advanced=True)
+    chat: ChatMode = chat(advanced=True)
+    system_prompt: str | None = system_prompt()
+    prompts: int | None = option(
+        None, "Number of prompts to verify with. Default: all of a file, 16 of --data.", ge=2, advanced=True
+    )
     push_to_hub: str | None = option(None, "Repository of the Hugging Face hub to upload to.")
     device: str = device()
 
@@ -68,7 +83,9 @@ class ExportConfig(DraftConfig, OutputConfig):
         Only(("dtype",), lambda c: not c.is_gguf, "--outtype sets the type of a GGUF file"),
         Only(("k",), lambda c: c.to not in ("hf", "gguf") or c.verify_with, "belongs to a script or --verify-with"),
         Only(("verify_with",), lambda c: c.to not in ("sglang", "transformers"), "works for vLLM and llama.cpp"),
-        Only(("data", "prompts", "device"), lambda c: c.verify_with, "belongs to --verify-with"),
+        Only(("data", "prompt_file", "prompts", "device"), lambda c: c.verify_with, "belongs to --verify-with"),
+        Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
+        *CHAT_RULES,
     )
 
     @property

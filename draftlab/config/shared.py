@@ -57,12 +57,15 @@ def memory() -> Any:
     return option(2.0, "GB that logits and KV caches of the target may take.", ge=0.01, advanced=True)
 
 
-def prompt_file() -> Any:
-    return option(None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.")
+def prompt_file(**others: Any) -> Any:
+    return option(
+        None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.", **others
+    )
 
 
-def chat() -> Any:
-    return option("auto", "Apply the chat template to the prompts of a file; auto: where the tokenizer has one.")
+def chat(**others: Any) -> Any:
+    text = "Apply the chat template to the prompts of a file; auto: where the tokenizer has one."
+    return option("auto", text, **others)
 
 
 def system_prompt() -> Any:

@@ -9,13 +9,14 @@ from pathlib import Path
 from draftlab import provenance, workspace
 from draftlab.config.export import ExportConfig
 from draftlab.console import note
-from draftlab.data import heldout_prompts
+from draftlab.engine.batch_generate import check_context
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import card, gguf, hf, scripts, verify
 from draftlab.model import checkpoint, hub
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
+from draftlab.prompts import Prompts, load_prompts
 from draftlab.results.score import Score, read_score
 
 PROMPT_TOKENS, NEW_TOKENS, DEFAULT_K, DEFAULT_CONTEXT = 48, 64, 4, 2048
@@ -41,6 +42,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
     _check(config, draft, target)
     scores = _scores(draft, target)
     k, k_reason = _choose_k(config, scores)
+    prompts = _prompts(config, target, k) if config.verify_with is not None else None
     with output.directory() as work:
         file = f"{draft.name}-{config.outtype}.gguf" if config.is_gguf else ""
         with tempfile.TemporaryDirectory(dir=work.parent) if config.is_gguf else nullcontext(work) as place:
@@ -50,8 +52,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
             lines, verified = [*changed], ""
             if config.is_gguf:
                 lines += _write_gguf(config, directory, work / file)
-            if config.verify_with is not None:
-                verified = _verify(config, config.verify_with, directory, work / file, target, k).line()
+            if config.verify_with is not None and prompts is not None:
+                verified = _verify(config, config.verify_with, directory, work / file, target, prompts, k).line()
                 lines.append(verified)
             size = read_size(directory).describe()
             context = checkpoint.max_model_len(directory, DEFAULT_CONTEXT)
@@ -66,7 +68,9 @@ def export(config: ExportConfig, output: Output) -> Exported:
         )  # fmt: skip
         (work / "README.md").write_text(facts.text())
         notes: dict[str, object] = {"changed": changed, "k": k}
-        notes |= {"verified": verified} if verified else {}
+        if prompts is not None:
+            notes["verified"] = verified
+            notes["prompts"] = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
         output.record(work, [draft], **notes)
     if config.push_to_hub is not None:
         push(output.out, config.push_to_hub)
@@ -125,13 +129,22 @@ def _write_gguf(config: ExportConfig, directory: Path, file: Path) -> list[str]:
     return [*lines, f"{file.name}: {file.stat().st_size / 1e6:,.4g} MB"]
 
 
+def _prompts(config: ExportConfig, target: Path, k: int) -> Prompts:
+    prompts = load_prompts(
+        config.prompt_file, config.data, checkpoint.load_tokenizer(target), count=config.prompts,
+        tokens=None if config.prompt_file else PROMPT_TOKENS, seed=0, chat=config.chat,
+        system_prompt=config.system_prompt,
+    )  # fmt: skip
+    check_context(prompts.longest, NEW_TOKENS + k, checkpoint.max_model_len(target, DEFAULT_CONTEXT))
+    return prompts
+
+
 def _verify(
-    config: ExportConfig, runtime: Path, directory: Path, file: Path, target: Path, k: int
+    config: ExportConfig, runtime: Path, directory: Path, file: Path, target: Path, prompts: Prompts, k: int
 ) -> verify.Verification:
-    tokenizer, device = checkpoint.load_tokenizer(target), checkpoint.resolve_device(config.device)
-    prompts = heldout_prompts(config.data, tokenizer, count=config.prompts, length=PROMPT_TOKENS, seed=0)
-    note(f"generating {config.prompts} texts with the target, then scoring the draft here and in {runtime.name}")
-    texts = verify.generate_texts(target, prompts, NEW_TOKENS, k, device)
+    device = checkpoint.resolve_device(config.device)
+    note(f"generating {len(prompts.rows)} texts with the target, then scoring the draft here and in {runtime.name}")
+    texts = verify.generate_texts(target, [prompt.ids for prompt in prompts.rows], NEW_TOKENS, k, device)
     if not config.is_gguf:
         return verify.in_vllm(runtime, directory, target, texts, verify.top1_hits(directory, texts, device))
     with tempfile.TemporaryDirectory() as folder:

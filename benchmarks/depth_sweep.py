@@ -31,7 +31,7 @@ def main(
     params: Annotated[str, typer.Option(help="Parameters of every shape.")] = "350m",
     source: Annotated[str, typer.Option(help="Shape whose proportions they have.")] = "llama-7b",
     layers: Annotated[str, typer.Option(help="Depths.")] = "1,2,3,4,6,8,12,16,24,32",
-    modes: Annotated[str, typer.Option(help="eager, compiled, graphs; by comma.")] = "eager",
+    modes: Annotated[str, typer.Option(help="eager, native, graphs; by comma.")] = "eager",
     context: Annotated[int, typer.Option(help="Cached tokens before a pass.")] = 64,
     passes: Annotated[int, typer.Option(help="Passes of each shape.")] = 12,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",

@@ -78,7 +78,7 @@ def main(
     vocab: Annotated[int, typer.Option(help="Vocabulary, V.")] = 65536,
     hidden: Annotated[int, typer.Option(help="Draft's hidden size.")] = 1024,
     teacher_hidden: Annotated[int, typer.Option(help="Target's hidden size.")] = 2048,
-    top_k: Annotated[int, typer.Option(help="Listed tokens of the cached teacher; 0: without.")] = 64,
+    top_k: Annotated[int, typer.Option(help="Tokens that stored outputs list; 0: no teacher from them.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.")] = 3,
     budget: Annotated[int, typer.Option(help="Bytes of the fused loss's logits.")] = BUDGET,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,

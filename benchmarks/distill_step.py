@@ -85,8 +85,8 @@ def _draft(folder: Path, layers: int, width: int) -> Path:
 def _cache(folder: Path, sequences: int, seq_len: int) -> Path:
     out = folder / f"cache-{sequences}x{seq_len}"
     if not out.exists():
-        size = "--sequences", sequences, "--seq-len", seq_len
-        _draftlab("cache", "build", "--target", TARGET, "--data", "stdlib", *size, "--out", out)
+        size = "--num-sequences", sequences, "--seq-len", seq_len
+        _draftlab("outputs", "build", "--target", TARGET, "--data", "stdlib", *size, "--out", out)
     return out
 
 

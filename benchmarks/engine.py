@@ -1,4 +1,4 @@
-"""Tokens per second of draftlab's engine, eager and compiled, and of transformers' generate and assisted generation.
+"""Tokens per second of draftlab's engine, eager and native, and of transformers' generate and assisted generation.
 
 Greedy, batch 1, in one process: same weights, prompts and K, arms taking turns for every prompt. CPU seconds of one
 thread, with the prefill, which transformers does not report apart. transformers is configured as a fair peer: constant
@@ -50,7 +50,7 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 12,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda: graphs take the place of the compiled pass.")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda, where mode graphs replaces native.")] = "cpu",
 ) -> None:
     torch.set_num_threads(threads)
     place = checkpoint.resolve_device(device)

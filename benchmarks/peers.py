@@ -1,4 +1,4 @@
-"""One pair in draftlab's compiled engine, in llama.cpp and in vLLM's CPU build: tokens per second, plain and drafted.
+"""One pair in draftlab's native mode, in llama.cpp and in vLLM's CPU build: tokens per second, plain and drafted.
 
 Greedy, batch 1, one thread, same prompts and K; each peer in its own Python and process, in turns with the others. CPU
 seconds with the prefill.

@@ -1,7 +1,7 @@
-"""profile, trace and predict against score, typed one after the other as a user does: how far off predictions are.
+"""profile, replay and predict against score, typed one after the other as a user does: how far off predictions are.
 
-On the embedded target with drafts that are cut and shortly distilled. Acceptance comes from a trace of the prompts that
-score decodes, so that what differs is the latencies: profiles are measured in a process and a minute of their own.
+On the embedded target with drafts that are cut and shortly distilled. Acceptance comes from a replay over the prompts
+that score decodes, so that what differs is the latencies: profiles are measured in a process and a minute of their own.
 """
 
 import json
@@ -20,14 +20,14 @@ from draftlab.errors import UserError
 
 SHAPES = ("2x192", "4x192", "12x128")
 KS = "1-6"
-TEXTS = ("--prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
+TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
 SCORE_TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-tokens", "96", "--data", "stdlib")
 
-FEW = ("--rows", "16", "--seq-len", "128", "--dtype", "float32")
+FEW = ("--batch-size", "16", "--seq-len", "128", "--dtype", "float32")
 
 
 def main(
-    mode: Annotated[str, typer.Option(help="eager or compiled.")] = "native",
+    mode: Annotated[str, typer.Option(help="eager or native.")] = "native",
     steps: Annotated[int, typer.Option(help="Of distilling each draft.")] = 30,
     repeats: Annotated[int, typer.Option(help="Of the score.")] = 2,
 ) -> None:
@@ -41,7 +41,7 @@ def main(
             _type(work, "distill", "--draft", f"cut-{shape}", "--steps", str(steps), *FEW, "--out", shape)
         running = ("--mode", mode, "--threads", "1")
         _type(work, "profile", "tiny", *SHAPES, "--k", "6", "--context", "64,112,168", *running, "--out", "profiles")
-        _type(work, "outputs", "build", "--use", "replay", "--num-prompts", *TEXTS[1:], "--out", "texts")
+        _type(work, "outputs", "build", "--use", "replay", *TEXTS, "--out", "texts")
         drafts = [word for shape in SHAPES for word in ("--draft", shape)]
         _type(work, "replay", "texts", *drafts, "--k", "6", "--out", "replays")
         found = []

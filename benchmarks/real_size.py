@@ -44,7 +44,7 @@ SMOLLM2 = Shape(
     o_bias=False, mlp_bias=False, qk_norm=False, qk_layernorm=False,
 )  # fmt: skip
 KEPT = [0, 1, 28, 29]  # layers of the draft
-RUN, EVALUATIONS = 300, 4  # steps, and evaluations of such a run at --eval-every 100
+RUN, EVALUATIONS = 300, 4  # steps, and evaluations of such a run at --eval-steps 100
 ROWS, SEQ_LEN, WARM_UP = 4, 256, 1
 BASELINE = """
 import torch, transformers.models.llama.modeling_llama, draftlab.distill.run
@@ -214,12 +214,14 @@ def _bare(student: PreTrainedModel, teacher: PreTrainedModel, setup: TrainingSet
 def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
     scratch.mkdir()
     base = int(subprocess.run([sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True).stdout)
-    cache = ["cache", "build", "--target", target, "--data", "stdlib", "--sequences", 16, "--out", scratch / "cache"]
+    build = [
+        "outputs", "build", "--target", target, "--data", "stdlib", "--num-sequences", 16, "--out", scratch / "outputs",
+    ]  # fmt: skip
     score = [
         "score", "--target", target, "--draft", draft, "--data", "stdlib", "--num-prompts", 2, "--max-tokens", 16,
         "--k", 2, "--repeats", 1, "--tasks", "none", "--dtype", "bfloat16", "--out", scratch / "score",
     ]  # fmt: skip
-    built, scored = _peak_bytes(cache), _peak_bytes(score)
+    built, scored = _peak_bytes(build), _peak_bytes(score)
     both = 2 * (checkpoint.Weights(target).parameters + checkpoint.Weights(draft).parameters)
     return {
         "cache_peak_gb": built / 1e9,

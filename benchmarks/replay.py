@@ -1,4 +1,4 @@
-"""Acceptance of one draft for K = 1 to 8: replay of a trace against drafting over it again and again.
+"""Acceptance of one draft for K = 1 to 8: replay of stored texts against drafting over them again and again.
 
 Same draft, same engine (llama.py, greedy, fp32, one thread), same texts that the target wrote. Three arms take turns on
 each part of the texts: replay (one teacher-forced pass and the recursion for every K), sequential (at each step of each

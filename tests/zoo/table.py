@@ -8,8 +8,8 @@ Look up your model's family. Every row was tried with every command, on a small 
 structure and the file layout of the real checkpoints (`pytest -m slow tests/zoo`). A finetune is of its base's family.
 
 * **Source**: `draftlab prune` cuts a draft out of it, by depth, by width and with masks; `design` and `search` plan it.
-* **Target**: `distill` (also on its own text), `cache`, `trace`, `score` and `check` take it as the target of any draft
-  with its tokenizer; `distill` and `score` also take it as the draft.
+* **Target**: `distill` (also on its own text), `outputs build`, `replay`, `score` and `check` take it as the target of
+  any draft with its tokenizer; `distill` and `score` also take it as the draft.
 * **Decoded by** the engine: in every mode and several prompts at once. By transformers: `--mode eager --batch 1`.
 * **As a draft** it is exported to Hugging Face directories and scripts for vLLM and SGLang, and where the table says so
   to GGUF for llama.cpp.
@@ -20,8 +20,8 @@ IMPORT = """
 Weights of checkpoints with a * lie in `.bin` files: every command names the `draftlab import` to type first. GGUF files
 and PEFT adapters are imported in the same way.
 
-Models with recurrent layers: those that have attention, too (Qwen3-Next) teach and are traced, but `score` refuses
-them, because such layers cannot take tokens back. Those without (Mamba) are not decoded.
+Models with recurrent layers: those that have attention, too (Qwen3-Next), can be distilled from, and their outputs
+stored, but `score` refuses them, because such layers cannot take tokens back. Those without (Mamba) are not decoded.
 
 ## What keeps a family from being a source
 

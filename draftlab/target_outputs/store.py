@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
-from draftlab.console import progress
+from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
 from draftlab.files import FileModel, check_free, validation_text, write_atomic
 from draftlab.model import checkpoint, saving
@@ -134,13 +134,12 @@ def write_store(
             small = manifest.model_copy(update={"planned": len(outputs), "shards": ()})
             _add_shard(out / HELDOUT, small, outputs)
             outputs = shard(len(manifest.shards))
-        with progress("target outputs", manifest.planned) as advance:
-            while True:
-                manifest = _add_shard(out, manifest, outputs)
-                advance(manifest.sequences, f"{manifest.tokens:,} tokens")
-                if manifest.finished:
-                    break
-                outputs = shard(len(manifest.shards))
+        while True:
+            manifest = _add_shard(out, manifest, outputs)
+            note(f"stored {manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens")
+            if manifest.finished:
+                break
+            outputs = shard(len(manifest.shards))
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {' '.join(str(error).split())[:200]}") from error
     return manifest

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftlab import provenance
 from draftlab.acceptance.token_logprobs import logits_in_parts, max_positions
-from draftlab.console import note
+from draftlab.console import note, progress
 from draftlab.data import Batch
 from draftlab.engine.batch_generate import BatchSettings, check_context, generate_batch, load_generator
 from draftlab.errors import UserError
@@ -31,6 +31,7 @@ from draftlab.target_outputs.store import Logprobs, logits_of
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
 SEEDS = 256  # between prompts: a server counts the seed up over at most so many that it gets at once
+CPU_TOKENS = 2048  # in one pass at most, so that progress shows; a CPU gains nothing from more
 SCORED_ROWS = 256  # positions whose log-probabilities are computed at once
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
@@ -107,13 +108,23 @@ class LocalTarget:
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
         most, width = max_positions(checkpoint.vocab_size(self.directory), self.memory), batch.mask.shape[1]
-        return StoredLogprobs.joined([self._score(rows, most, k) for rows in batch.split(max(1, most // width))])
+        tokens, scores, done = min(most, CPU_TOKENS) if self.device.type == "cpu" else most, [], 0
+        with progress("the target scores text", len(batch.ids)) as advance:
+            for rows in batch.split(max(1, tokens // width)):
+                scores.append(self._score(rows, most, k))
+                done += len(rows.ids)
+                advance(done, "sequences")
+        return StoredLogprobs.joined(scores)
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
         settings = BatchSettings(vocab=self.vocab, batch_size=self.batch_size, memory=self.memory)
-        written = generate_batch(self.model, [p.ids for p in prompts], sampling, settings, numbers=numbers)
+        model, texts = self.model, [p.ids for p in prompts]
+        with progress("the target writes text", len(texts)) as advance:
+            written = generate_batch(
+                model, texts, sampling, settings, numbers=numbers, advance=lambda done: advance(done, "texts")
+            )
         outputs = [
             TargetOutput(
                 number=number, category=prompt.category, prompt=np.array(prompt.ids), ids=w.ids,

@@ -66,7 +66,10 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
         raise UserError(f"{command.name} runs in one process; launch {', '.join(LAUNCHED)} in several")
     file = wiring.get("config_file")
     settings = command.config.of_file(file, command.name) if file else {}
-    config = command.config.build(settings | typed, f"--config {file}: " if file else "")
+    try:
+        config = command.config.build(settings | typed, f"--config {file}: " if file else "")
+    except UsageError as error:
+        raise UsageError(f"{error}; see draftlab {command.name} --help") from None
     return command.run(config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False))
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from pydantic import field_validator
 from typing_extensions import Self
 
 from draftlab.config.base import Config, Only, OutputConfig, from_workspace, option
@@ -18,6 +19,7 @@ from draftlab.config.shared import (
     target,
 )
 from draftlab.console import note
+from draftlab.errors import did_you_mean
 from draftlab.model import hub
 
 RUNTIMES = ("vllm", "sglang", "llama.cpp", "transformers")
@@ -43,6 +45,14 @@ class CheckConfig(DraftConfig):
     data: str = data("Text to measure perplexity on.")
     files_only: bool = option(False, "Read files only; do not run the draft.")
     device: str = device()
+
+    @field_validator("runtimes")
+    @classmethod
+    def _are_known(cls, text: str) -> str:
+        for name in (part.strip() for part in text.split(",")):
+            if name not in RUNTIMES:
+                raise ValueError(f"no runtime {name!r}{did_you_mean(name, RUNTIMES)}")
+        return text
 
     only = (Only(("data", "device"), lambda c: not c.files_only, "--files-only does not run the draft"),)
 

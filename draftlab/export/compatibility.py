@@ -16,7 +16,7 @@ from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.config.export import CheckConfig
 from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError
 from draftlab.export import gguf, gguf_tokenizer
 from draftlab.model import checkpoint, decoder, hub
 from draftlab.model.sentencepiece import PROBES
@@ -83,7 +83,7 @@ def check_draft(config: CheckConfig) -> tuple[Path, list[Finding]]:
     """Return the draft's directory and all findings.
 
     Raises:
-        UserError: a model cannot be read, or a runtime is unknown.
+        UserError: a model cannot be read.
     """
     draft, target = config.draft_directory(), hub.locate(config.target, weights=False)
     findings = check_files(draft, target, parse_runtimes(config.runtimes))
@@ -97,11 +97,8 @@ def check_draft(config: CheckConfig) -> tuple[Path, list[Finding]]:
 
 
 def parse_runtimes(text: str) -> list[str]:
-    """Split 'vllm,llama.cpp'. Raises UserError: an unknown name."""
+    """Split 'vllm,llama.cpp', in the order of the checks."""
     names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in RUNTIME_CHECKS:
-            raise UserError(f"--for {name}: no such runtime{did_you_mean(name, RUNTIME_CHECKS)}")
     return [name for name in RUNTIME_CHECKS if name in names]
 
 

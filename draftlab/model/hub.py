@@ -156,7 +156,7 @@ def _refuse_other_layouts(path: Path) -> None:
 
 def _siblings(path: Path) -> list[str]:
     parent = path.parent
-    return [str(p) for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+    return [str(p.parent) for p in parent.glob("*/config.json")]
 
 
 def _from_hub(name: str, weights: bool) -> Path:
@@ -206,7 +206,9 @@ def _fetch(repo: str, revision: str, patterns: list[str], ignored: list[str] | N
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    raise UserError(f"{name} is not a directory and could not be downloaded: {reason}")
+    local = _siblings(Path(name))
+    hint = did_you_mean(name, local) if local else ""
+    raise UserError(f"{name} is not a directory and could not be downloaded: {reason}{hint}")
 
 
 def _import_hint(repo: str, directory: Path) -> str:

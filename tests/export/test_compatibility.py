@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from draftlab.cli import app
+from draftlab.config.export import CheckConfig
 from draftlab.distill.vocabulary import resize
 from draftlab.errors import UserError
 from draftlab.export import compatibility
@@ -155,7 +156,7 @@ def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
 def test_runtimes_are_named_right():
     assert compatibility.parse_runtimes("transformers, vllm") == ["vllm", "transformers"]
     with pytest.raises(UserError, match="did you mean 'vllm'"):
-        compatibility.parse_runtimes("vlm")
+        CheckConfig.build({"draft": "tiny", "target": "tiny", "runtimes": "vlm"})
 
 
 def test_the_command_exits_with_3_when_something_is_bad(pair):

@@ -7,7 +7,7 @@ order, so that drift of the machine affects all arms equally.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from draftlab.console import note
+from draftlab.console import note, note_if_slow
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Step, clock_for, decode, speculative_decode
 from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
@@ -56,9 +56,10 @@ def measure_throughput(
     by_name = {name: drafter for name, (drafter, _) in runs.items()}
     decode_arm = _decoder(target, by_name, sampling, clock or clock_for(target.device), rule)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
-    for arm in arms:
-        if not warm_up(lambda arm=arm: _pass_seconds(decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))):
-            note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not reach a steady state: its times vary")
+    with note_if_slow(f"warming up {len(arms)} ways of decoding; these passes do not count"):
+        for arm in arms:
+            if not warm_up(lambda arm=arm: _pass_seconds(decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))):
+                note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not reach a steady state: its times vary")
     generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     done = 0

@@ -40,16 +40,16 @@ def _names(value: object) -> list[str]:
 def test_the_paper_is_a_recipe_three_ways(monkeypatch):
     """Five drafts of the paper's shapes are cut alike; then the target is in memory, on servers, or a trace."""
     monkeypatch.chdir(ROOT)
-    ways = {way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml") for way in ("", "-served", "-trace")}
+    ways = {way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml") for way in ("", "-served", "-replay")}
     commands = {way: [step.command.name for step in steps] for way, steps in ways.items()}
     assert commands[""] == ["prune"] * 5 + ["score", "compare", "report"]
     assert commands["-served"] == ["prune", "outputs build", "distill", "score-servers", "report"]
-    assert commands["-trace"] == ["prune"] * 5 + ["outputs build", "replay", "profile", "predict"]
+    assert commands["-replay"] == ["prune"] * 5 + ["outputs build", "replay", "profile", "predict"]
     prunes = [step for steps in ways.values() for step in steps if step.command.name == "prune"]
     cut = {step.out: step.settings for step in prunes}
     assert len(cut) == 5
     assert all(step.settings == cut[step.out] for step in prunes)
-    predicted = ways["-trace"][-1].settings
+    predicted = ways["-replay"][-1].settings
     for name in (*predicted["draft_profile"], predicted["target_profile"]):
         assert parse_profile(name, widths=[1, 17], batches=[1], longest=600).kind == "analytic"
 

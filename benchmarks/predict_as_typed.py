@@ -23,7 +23,7 @@ KS = "1-6"
 TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
 SCORE_TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-tokens", "96", "--data", "stdlib")
 
-FEW = ("--batch-size", "16", "--seq-len", "128", "--dtype", "float32")
+FEW = ("--batch-size", "16", "--seq-len", "128", "--training-dtype", "float32")
 
 
 def main(

@@ -73,7 +73,7 @@ def test_every_number_has_its_json(page: str) -> None:
 
 
 def test_a_number_that_is_not_measured_is_found() -> None:
-    text = sections(ROOT / "docs/results.md")["Replaying a trace"]
+    text = sections(ROOT / "docs/results.md")["Replaying stored outputs"]
     assert unsupported(text) == []
     assert unsupported(text.replace("0.43", "0.47")) == ["0.47"]
     assert unsupported("A draft is 1.37 times as fast.") == ["1.37"]

@@ -85,7 +85,7 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         if self.server is not None and "target" in names(self.text):
             raise ValueError(
                 f"--text {self.text}: --server is asked for log-probabilities of given text only; store what its "
-                "model writes with draftlab outputs, and distil with --outputs"
+                "model writes with draftlab outputs build, and distil with --outputs"
             )
         return self
 

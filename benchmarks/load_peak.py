@@ -29,11 +29,11 @@ import json, sys
 from pathlib import Path
 import torch
 from benchmarks.load_peak import loaded, resident, reset
-from draftlab import checkpoint, llama, native
+from draftlab.model import checkpoint, llama, native_cpu
 import transformers.models.llama.modeling_llama
 way, directory, dtype = sys.argv[1:]
 if way == "native":
-    native.library()
+    native_cpu.library()
 before = resident("VmRSS")
 reset()
 model = loaded(way, Path(directory), checkpoint.DTYPES[dtype])

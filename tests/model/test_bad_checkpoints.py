@@ -71,7 +71,7 @@ COMMANDS = {
     "distill": "distill --draft BAD --steps 1 --batch-size 1 --seq-len 16",
     "distill from": "distill --draft good --target BAD --steps 1 --batch-size 1 --seq-len 16",
     "score": "score --draft BAD --num-prompts 2 --prompt-tokens 8 --max-tokens 4 --repeats 2 --k 1 --tasks none",
-    "score with": "score --draft good --target BAD --prompts 2 --prompt-tokens 8 --max-new-tokens 4 --k 1 --tasks none",
+    "score with": "score --draft good --target BAD --num-prompts 2 --prompt-tokens 8 --max-tokens 4 --k 1 --tasks none",
     "answers": "outputs build --use replay --target BAD --num-prompts 2 --prompt-tokens 8 --max-new-tokens 4",
     "outputs": "outputs build --target BAD --num-sequences 2 --seq-len 16 --top-logprobs 4",
     "profile": "profile BAD --k 1 --repeats 3 --context 8",

@@ -19,7 +19,7 @@ from typer import Argument, Option
 from draftlab import __version__
 from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
-from draftlab.config.base import OUTPUT, Config, extra
+from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, processes
 from draftlab.errors import UsageError, UserError
 from draftlab.recipe import run
@@ -101,8 +101,7 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     if default is None and field.default_factory is None and field.is_required():
         details["shown_default"] = details["shown_default"] or "required"
     shown = details["shown_default"] or (default is not None and default != [])
-    limits = {type(part).__name__.lower(): part for part in field.metadata}
-    bounds = {"min": getattr(limits.get("ge"), "ge", None), "max": getattr(limits.get("le"), "le", None)}
+    bounds = {"min": bound(field, "ge"), "max": bound(field, "le")}
     common: dict[str, Any] = {
         "help": field.description, "show_default": shown, "hidden": details["advanced"],
         "rich_help_panel": details["panel"], **{key: value for key, value in bounds.items() if value is not None},

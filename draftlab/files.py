@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -48,6 +48,20 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
         raise UserError(f"{file} is not a {what}: not YAML: {' '.join(str(error).split())[:200]}") from None
     except ValidationError as error:
         raise UserError(f"{file} is not a {what}: {validation_text(error)[:200]}") from None
+
+
+def read_yaml(path: Path, label: str) -> Any:
+    """Return the content of a YAML file. label: its name in errors.
+
+    Raises:
+        UserError: no such file, or not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{label}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{label}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -38,14 +38,15 @@ class Output:
         """The directory in which an unfinished run keeps its work."""
         return state_directory(self.out)
 
-    def claim_state(self, inputs: Sequence[Path]) -> None:
-        """Make the state directory, or check that it is this run's: the same settings on the same inputs.
+    def claim_state(self, inputs: Sequence[Path], *, but: Sequence[str] = ()) -> None:
+        """Make the state directory, or check that it is this run's: the same settings, but these, on the same inputs.
 
         Raises:
             UserError: it belongs to another run and force is off, or cannot be written.
         """
         facts = {"command": self.command, "inputs": [provenance.fingerprint(path) for path in inputs]}
-        claim_state(self.state, self.config.settings() | facts, force=self.force)
+        same = {name: value for name, value in self.config.settings().items() if name not in but}
+        claim_state(self.state, same | facts, force=self.force)
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command, Outcome, command
 from draftlab.config.base import Config, OutputConfig, option
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
+from draftlab.files import read_yaml
 
 
 class RunConfig(Config):
@@ -33,7 +32,8 @@ class Step:
 
     @property
     def out(self) -> Path | None:
-        return self.config.output_directory() if isinstance(self.config, OutputConfig) else None
+        config = self.config
+        return config.output_directory() if isinstance(config, OutputConfig) else None
 
     def __str__(self) -> str:
         return f"{self.command.name} {self.out or ''}".rstrip()
@@ -45,12 +45,7 @@ def read_recipe(path: Path) -> list[Step]:
     Raises:
         UserError: names the step and the setting.
     """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"recipe {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"recipe {path}: not YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(path, f"recipe {path}")
     if not isinstance(content, dict) or set(content) != {"steps"} or not isinstance(content["steps"], list):
         raise UserError(f"recipe {path}: want one key, steps, with a list of commands")
     return [_read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)]

@@ -11,7 +11,7 @@ from draftlab import provenance
 from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun
 from draftlab.benchmark.lm_eval_model import engine_generate, with_whole_head
 from draftlab.benchmark.lm_eval_tasks import Tasks, evaluate_tasks, prepare
-from draftlab.benchmark.setup import Setup, check_context, check_memory, quantized_drafts, set_up
+from draftlab.benchmark.setup import Setup, check_context, check_memory, quantized_drafts, set_up, shared_conditions
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.config.drafters import TreeSpec
 from draftlab.config.score import ScoreConfig
@@ -190,23 +190,12 @@ class Measurement:
         setup, config = self.setup, self.setup.config
         trees = [spec.name for spec in setup.drafters if isinstance(spec, TreeSpec)]
         return Conditions(
+            **shared_conditions(config, setup.prompts),
             device=device_name(setup.device),
             dtype=checkpoint.dtype_name(setup.dtype),
             mode=setup.mode,
             threads=torch.get_num_threads(),
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            data=setup.prompts.source,
-            prompts_sha256=setup.prompts.sha256,
-            prompts=len(setup.prompts.rows),
-            prompt_tokens=setup.prompts.tokens,
-            chat=setup.prompts.chat,
-            max_tokens=config.max_tokens,
-            repeats=config.repeats,
             context=setup.context,
-            seed=config.seed,
             batch=batch,
             draft_int8=config.draft_int8,
             rule="recursive" if config.rule == "rejection" and name in trees else config.rule,

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from draftlab import provenance
+from draftlab.benchmark.setup import shared_conditions
 from draftlab.config.score import ScoreServersConfig
 from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.generate import Clock
@@ -221,25 +222,14 @@ def _score(setup: ServerSetup, plain: Answers, speculative: Answers, environment
 
 
 def _conditions(setup: ServerSetup) -> Conditions:
-    config, server = setup.config, setup.speculative
+    server = setup.speculative
     return Conditions(
+        **shared_conditions(setup.config, setup.prompts),
         device=f"{server.kind} {server.version}".strip(),
         dtype="as served",
         mode="served",
         threads=None,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        data=setup.prompts.source,
-        prompts_sha256=setup.prompts.sha256,
-        prompts=len(setup.prompts.rows),
-        prompt_tokens=setup.prompts.tokens,
-        chat=setup.prompts.chat,
-        max_tokens=config.max_tokens,
-        repeats=config.repeats,
         context=None,
-        seed=config.seed,
     )
 
 

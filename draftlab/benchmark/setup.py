@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from draftlab.benchmark.drafter_factory import check_rule, check_target
 from draftlab.benchmark.lm_eval_tasks import check_tasks
 from draftlab.config import shared
 from draftlab.config.drafters import DrafterSpec, DraftModelSpec, MedusaSpec
-from draftlab.config.score import ScoreConfig
+from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow
 from draftlab.engine.drafters import medusa
 from draftlab.errors import UserError
@@ -24,6 +25,7 @@ from draftlab.model.decoder import resolve_mode
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.prompts import Prompts, load_prompts
+from draftlab.results.score import SAMPLING
 from draftlab.sampling import SamplingParams
 
 
@@ -102,6 +104,14 @@ def set_up(config: ScoreConfig, *, weights: bool = True) -> Setup:
         for directory in (target, *models):
             checkpoint.check(directory)
     return setup
+
+
+def shared_conditions(config: ScoreConfig | ScoreServersConfig, prompts: Prompts) -> dict[str, Any]:
+    """Return the conditions that scores in one process and on servers have alike."""
+    return {name: getattr(config, name) for name in SAMPLING} | {
+        "data": prompts.source, "prompts_sha256": prompts.sha256, "prompts": len(prompts.rows),
+        "prompt_tokens": prompts.tokens, "chat": prompts.chat, "repeats": config.repeats,
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -5,9 +5,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -15,6 +14,7 @@ from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.errors import UsageError, UserError, did_you_mean
+from draftlab.files import read_yaml
 from draftlab.model.shape import parse_numbers
 from draftlab.provenance import RECORD_FILE, read_record
 
@@ -125,12 +125,7 @@ class Config(BaseModel):
                 origin = "nothing that draftlab wrote" if record is None else f"made by draftlab {record.command}"
                 raise UserError(f"--config {path}: {origin}; want settings of draftlab {command}")
             return dict(record.config)
-        try:
-            settings = yaml.safe_load(path.read_text())
-        except OSError as error:
-            raise UserError(f"--config {path}: {error.strerror}") from None
-        except yaml.YAMLError as error:
-            raise UserError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+        settings = read_yaml(path, f"--config {path}")
         if not isinstance(settings, dict):
             raise UserError(f"--config {path}: want settings of draftlab {command}, one NAME: VALUE in a line")
         return settings
@@ -212,6 +207,11 @@ class OutputConfig(Config):
 
     def output_directory(self) -> Path:
         return self.out or workspace.load().runs / self.default_name()
+
+
+def bound(field: FieldInfo, kind: Literal["ge", "gt", "le"]) -> float | None:
+    """Return a bound of a setting's values, None where it has none."""
+    return next((getattr(part, kind) for part in field.metadata if hasattr(part, kind)), None)
 
 
 def extra(field: FieldInfo) -> dict[str, Any]:

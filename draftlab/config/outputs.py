@@ -29,7 +29,7 @@ def _widths(value: object) -> object:
 Widths = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_widths), Field(min_length=1)]
 
 
-class OutputsBuildConfig(shared.ServerSettings, OutputConfig):
+class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, OutputConfig):
     """use distill: rows of seq_len tokens of data, or prompts from it with what the target writes. use replay: prompts
     with the target's whole answers."""
 
@@ -53,16 +53,6 @@ class OutputsBuildConfig(shared.ServerSettings, OutputConfig):
     temperature: float | None = option(
         None, "Temperature of the target, 0 is greedy. Default: 1 to distil, 0 to replay.", ge=0, panel=shared.SAMPLING
     )
-    top_k: int = option(0, "Sample from the most probable tokens only; 0: from all.", ge=0, panel=shared.SAMPLING,
-        advanced=True)  # fmt: skip
-    top_p: float = option(
-        1.0, "Sample from the fewest tokens with this probability together.", gt=0, le=1, panel=shared.SAMPLING,
-        advanced=True,
-    )  # fmt: skip
-    min_p: float = option(
-        0.0, "Leave out tokens less probable than this times the most probable one.", ge=0, le=1, panel=shared.SAMPLING,
-        advanced=True,
-    )  # fmt: skip
     top_logprobs: int | None = option(
         None, "Most probable tokens stored at each position. Default: 64 to distil, 0 to replay.", ge=0
     )

@@ -112,10 +112,9 @@ class ServerSettings(ServerConnection):
     )
 
 
-class SamplingSettings(BaseModel):
-    """Settings of sampling."""
+class TruncationSettings(BaseModel):
+    """Settings that cut improbable tokens before sampling."""
 
-    temperature: float = option(0.0, "0 is greedy.", ge=0, panel=SAMPLING)
     top_k: int = option(
         0, "Sample from the most probable tokens only; 0: from all.", ge=0, panel=SAMPLING, advanced=True
     )
@@ -126,6 +125,12 @@ class SamplingSettings(BaseModel):
         0.0, "Leave out tokens less probable than this times the most probable one.", ge=0, le=1, panel=SAMPLING,
         advanced=True,
     )  # fmt: skip
+
+
+class SamplingSettings(TruncationSettings):
+    """Settings of sampling."""
+
+    temperature: float = option(0.0, "0 is greedy.", ge=0, panel=SAMPLING)
 
 
 def steps(default: int = 500) -> Any:

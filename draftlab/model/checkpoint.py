@@ -9,8 +9,6 @@ import torch
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, UserError
-from draftlab.files import check_free as check_free
-from draftlab.files import new_directory as new_directory
 from draftlab.model import loading
 from draftlab.model.hub import checkpoint_name
 from draftlab.model.layouts import other_layout
@@ -294,10 +292,15 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
     float16 products take 3 times as long there (2048 x 2048 by 512 tokens: 149 against 46 ms on an AMD EPYC).
     """
     stored = stored_dtype(directory)
-    if stored != torch.float16 or device.type != "cpu":
-        return stored
-    note(f"{checkpoint_name(directory)} is stored in float16, which is slow on a CPU; computing in float32")
-    return torch.float32
+    computed = computed_dtype(stored, device)
+    if computed != stored:
+        note(f"{checkpoint_name(directory)} is stored in float16, which is slow on a CPU; its weights become float32")
+    return computed
+
+
+def computed_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute weights of a stored dtype in: the same, but float32 for float16 on a CPU."""
+    return torch.float32 if stored == torch.float16 and device.type == "cpu" else stored
 
 
 def fast_bfloat16(device: torch.device) -> bool:

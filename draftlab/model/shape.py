@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from draftlab.errors import UserError
-from draftlab.files import validation_text
+from draftlab.files import read_yaml, validation_text
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
 Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"]
@@ -162,12 +162,9 @@ def read_shape_file(path: Path) -> Shape:
     Raises:
         UserError: no such file, not YAML, unknown or missing fields.
     """
+    content = read_yaml(path, f"shape file {path}")
     try:
-        return Shape.model_validate(yaml.safe_load(path.read_bytes()))
-    except OSError as error:
-        raise UserError(f"shape file {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"shape file {path}: not YAML: {' '.join(str(error).split())}") from None
+        return Shape.model_validate(content)
     except ValidationError as error:
         raise UserError(f"shape file {path}: {validation_text(error)}") from None
 

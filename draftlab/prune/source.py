@@ -97,8 +97,8 @@ def estimate(config: CutConfig) -> dict[str, str]:
         source_config = checkpoint.read_config(place)
         check_cut(source_config, have, shape)
         stored = str(source_config.get("dtype") or source_config.get("torch_dtype") or "float32")
-        on_cpu = checkpoint.resolve_device(config.device).type == "cpu"
-        dtype_bytes = 4 if stored == "float32" or (stored == "float16" and on_cpu) else 2
+        device = checkpoint.resolve_device(config.device)
+        dtype_bytes = checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, device), device).itemsize
     else:
         check(shape, llama=not have.options - {"untied"})
     tokens = config.calibration_tokens

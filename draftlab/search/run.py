@@ -77,7 +77,7 @@ def search(config: SearchConfig, output: Output) -> Search:
     common_vocabulary(source, target)
     tried, named = shapes(config, checkpoint.planned_shape(source)), dict(map(prunable_shape, config.against))
     running = _running(config, [target, source])
-    _claim(output, config, [target, source])
+    output.claim_state([target, source], but=["minutes"])  # a search may resume with another number of minutes
     work = Searcher(config=config, output=output, target=target, source=source, running=running)
     result = work.measure(work.halve(work.start(tried, named)))
     with output.directory() as directory:
@@ -123,13 +123,6 @@ def _running(config: SearchConfig, models: list[Path]) -> dict[str, Any]:
     check_mode(mode, device, dtype)
     name = checkpoint.dtype_name(dtype)
     return {"device": config.device, "dtype": name, "mode": mode, "threads": config.threads}
-
-
-def _claim(output: Output, config: SearchConfig, inputs: list[Path]) -> None:
-    """Claim the state directory; a search may resume with another number of minutes."""
-    same = Output(command=output.command, config=config.model_copy(update={"minutes": 0.0}), out=output.out,
-        force=output.force)  # fmt: skip
-    same.claim_state(inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

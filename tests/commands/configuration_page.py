@@ -4,7 +4,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
-from draftlab.config.base import extra
+from draftlab.config.base import bound, extra
 
 HEAD = """# Configuration
 
@@ -60,8 +60,8 @@ def values(field: Any) -> str:
     name = {"str": "text", "Path": "path", "bool": "true, false", "int": "integer", "float": "number"}.get(
         getattr(inner, "__name__", str(inner)), "text"
     )
-    bounds = [f"{sign} {getattr(part, key):g}" for part in field.metadata
-              for key, sign in (("ge", ">="), ("gt", ">"), ("le", "<=")) if hasattr(part, key)]  # fmt: skip
+    limits = [(">=", bound(field, "ge")), (">", bound(field, "gt")), ("<=", bound(field, "le"))]
+    bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
     return name + (" " + ", ".join(bounds) if bounds else "") + (", several" if get_origin(kind) is list else "")
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
-from draftlab.config.base import Config, extra, option
+from draftlab.config.base import Config, bound, extra, option
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import write_shape_file
@@ -451,8 +451,7 @@ def another_value(field: FieldInfo) -> Any:
     if get_origin(field.annotation) is list:
         return ["other"]
     if int in kinds or float in kinds:
-        bounds = [getattr(part, "le", None) for part in field.metadata]
-        high = next((bound for bound in bounds if bound is not None), None)
+        high = bound(field, "le")
         return high if high is not None and high != field.default else (field.default or 1) + 1
     return "other"
 

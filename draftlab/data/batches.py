@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,12 +48,19 @@ class TopLogprobs:
 class Batch:
     """Token ids [B, T + 1] and mask [B, T]: 1 where the token after a position is trained on or scored.
 
-    top_logprobs: the target's at these positions, if they were cached.
+    top_logprobs: the target's at these positions, if they were cached. positions: of the tokens in their sequences,
+    [B, T], where a row holds several.
     """
 
     ids: np.ndarray
     mask: np.ndarray
     top_logprobs: TopLogprobs | None = None
+    positions: np.ndarray | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return how many tokens of each row have an influence, [B]: up to the last in the mask, at least one."""
+        return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
 
     def rows(self, index: slice) -> "Batch":
         return self._picked(index, self.mask.shape[1])
@@ -62,12 +69,36 @@ class Batch:
         """Return parts of at most that many rows."""
         return [self.rows(slice(i, i + rows)) for i in range(0, len(self.ids), rows)]
 
-    def packed(self, tokens: int) -> "list[Batch]":
+    def packed(self) -> "Batch":
+        """Put short sequences one after another, in rows of up to twice the longest one's length.
+
+        The gradient is that of the rows apart, for a model that keeps sequences apart by their positions.
+        """
+        needed = self.lengths + 1
+        widths = [int(needed.max() * (1 + eighths / 8)) for eighths in range(9)]
+        choices = [(_first_fit(needed, width), width) for width in widths]
+        rows, width = min(choices, key=lambda choice: len(choice[0]) * choice[1])
+        return self if len(rows) == len(self.ids) else self._joined(rows, needed, width)
+
+    def _joined(self, rows: list[list[int]], needed: np.ndarray, width: int) -> "Batch":
+        """Return a row of width tokens for each list of sequences; each token that is left is a sequence of its own."""
+        number, place = np.full((len(rows), width), -1), np.zeros((len(rows), width), np.int64)
+        for row, numbers in enumerate(rows):
+            lengths = needed[numbers]
+            number[row, : lengths.sum()] = np.repeat(numbers, lengths)
+            place[row, : lengths.sum()] = np.concatenate([np.arange(n) for n in lengths])
+        ids = np.where(number < 0, 0, self.ids[number, place])
+        ends = (number < 0) | (place >= needed[number] - 1)  # not the last token: it predicts none of the next
+        at, top = (number[:, :-1], place[:, :-1].clip(max=self.mask.shape[1] - 1)), self.top_logprobs
+        top = None if top is None else TopLogprobs(top.ids[at], top.log_p[at], top.tail[at])
+        return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
+
+    def parts(self, tokens: int) -> "list[Batch]":
         """Return parts of at most that many tokens each (at least one row), long rows together; 0: one part.
 
         Each part ends at its longest row's last token in the mask; later tokens have no influence.
         """
-        lengths = np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)  # [B]
+        lengths = self.lengths
         order = np.argsort(-lengths, kind="stable")
         parts: list[list[int]] = []
         for row in order:
@@ -81,14 +112,29 @@ class Batch:
     def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
         top, index = self.top_logprobs, (rows, slice(0, length))
         top = None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
-        return Batch(self.ids[rows, : length + 1], self.mask[index], top)
+        positions = None if self.positions is None else self.positions[index]
+        return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions)
 
     def shard(self, index: int, count: int) -> "Batch":
         """Return every count-th row from index on, the share of a process; if none, one with an empty mask."""
         if index < len(self.ids):
             return self.rows(slice(index, None, count))
         spare = self.rows(slice(0, 1))
-        return Batch(spare.ids, np.zeros_like(spare.mask), spare.top_logprobs)
+        return replace(spare, mask=np.zeros_like(spare.mask))
+
+
+def _first_fit(lengths: np.ndarray, width: int) -> list[list[int]]:
+    """Share sequences out over as few rows of a width as first fit finds, the longest first."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        row = next((i for i, free in enumerate(room) if free >= lengths[number]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(width)
+        rows[row].append(number)
+        room[row] -= int(lengths[number])
+    return rows
 
 
 def text_batch(rows: list[np.ndarray]) -> Batch:

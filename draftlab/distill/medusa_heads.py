@@ -132,6 +132,7 @@ class SelfTeacher:
 
     target: FrozenTarget
     count: int
+    takes_packed: bool = False
 
     @property
     def vocab(self) -> int:

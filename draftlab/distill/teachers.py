@@ -3,8 +3,9 @@
 B rows, T tokens, N of them that count, D hidden, V vocab, k listed tokens.
 """
 
+import inspect
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,16 @@ from draftlab.target_outputs.targets import score_on_server
 
 
 class ListingTeacher(Protocol):
-    """A teacher that is not in memory, and lists its most probable tokens."""
+    """A teacher that is not in memory, and lists its most probable tokens.
+
+    takes_packed: rows of a batch may hold several sequences.
+    """
 
     @property
     def vocab(self) -> int: ...
+
+    @property
+    def takes_packed(self) -> bool: ...
 
     def distributions(self, batch: Batch) -> TopK: ...
 
@@ -34,15 +41,17 @@ class OutputHead:
 
     plain: as the product of its head and the last hidden states, so that it may be taken in parts. Models that scale or
     cap their logits give whole logits instead, and so do models whose head lies on disk or in other processes. vocab:
-    the first logits count, others are padding.
+    the first logits count, others are padding. takes_packed: the model keeps the sequences of a row apart by their
+    positions.
     """
 
     plain: bool
     vocab: int
+    takes_packed: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel, vocab: int) -> "OutputHead":
-        """Run a few tokens through the model to see whether its head is plain."""
+        """Run a few tokens through the model to see what it is."""
         head = _head(model)
         weight = head.get_parameter("weight")
         if weight.is_meta or isinstance(weight, DTensor):
@@ -51,15 +60,44 @@ class OutputHead:
         with torch.no_grad():
             whole = model(input_ids=ids, use_cache=False).logits
             hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-            return cls(torch.equal(head(hidden).float(), whole.float()), vocab)
+            plain = torch.equal(head(hidden).float(), whole.float())
+        return cls(plain, vocab, _keeps_apart(model))
 
-    def hidden_and_weight(self, model: PreTrainedModel, ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states [N, D] and head [V, D], or logits [N, V] and None, at the counted positions of ids."""
+    def hidden_and_weight(
+        self, model: PreTrainedModel, ids: Tensor, counted: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states [N, D] and head [V, D], or logits [N, V] and None, at the counted positions of ids.
+
+        positions: of the tokens in their sequences, [B, T], where rows hold several.
+        """
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if positions is not None:
+            inputs["position_ids"] = positions.to(ids.device)
         if not self.plain:
-            logits = model(input_ids=ids, use_cache=False).logits[..., : self.vocab]
+            logits = model(**inputs).logits[..., : self.vocab]
             return logits.flatten(0, 1)[counted.to(logits.device)], None
-        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, D]
+        hidden = model.get_decoder()(**inputs).last_hidden_state  # [B, T, D]
         return hidden.flatten(0, 1)[counted.to(hidden.device)], _head(model).get_parameter("weight")[: self.vocab]
+
+
+@torch.no_grad()
+def _keeps_apart(model: PreTrainedModel) -> bool:
+    """Run two sequences in one row, to see whether positions that start again keep the second from the first.
+
+    Not so for state-space models, whose state goes on. Rounding is told from leaks by what the first sequence changes
+    where positions go on.
+    """
+    decoder, was_training = model.get_decoder(), model.training
+    if not isinstance(decoder, nn.Module) or "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return False
+    model.eval()
+    ids = torch.arange(8, device=model.device).unsqueeze(0)
+    apart, following, packed = (
+        decoder(input_ids=tokens, position_ids=places % modulus, use_cache=False).last_hidden_state[:, -4:].float()
+        for tokens, places, modulus in ((ids[:, 4:], ids[:, :4], 8), (ids, ids, 8), (ids, ids, 4))
+    )
+    model.train(was_training)
+    return bool((packed - apart).norm() <= 0.1 * (following - apart).norm())
 
 
 def logits_of(model: PreTrainedModel) -> int:
@@ -86,12 +124,17 @@ class LocalTeacher:
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
         self.model, self.head, self.device = model, OutputHead.of(model, vocab), device
 
+    @property
+    def takes_packed(self) -> bool:
+        return self.head.takes_packed
+
     @torch.no_grad()
     def distributions(self, batch: Batch) -> Dense:
         """Return the target's distributions at the positions that count."""
         ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
-        hidden, weight = self.head.hidden_and_weight(self.model, ids, counted)
+        positions = None if batch.positions is None else torch.from_numpy(batch.positions)
+        hidden, weight = self.head.hidden_and_weight(self.model, ids, counted, positions)
         return Dense(hidden.to(self.device), None if weight is None else weight.detach().to(self.device))
 
 
@@ -100,6 +143,7 @@ class StoredTeacher:
     """The target's outputs as stored beside the text; the target itself is not needed."""
 
     vocab: int
+    takes_packed: bool = True
 
     def distributions(self, batch: Batch) -> TopK:
         """Return the target's distributions at the positions that count.
@@ -121,6 +165,7 @@ class ServedTeacher:
     server: Server
     k: int
     vocab: int
+    takes_packed: bool = False  # a server reads every text from its start
 
     def distributions(self, batch: Batch) -> TopK:
         """Return the target's distributions at the positions that count.

@@ -134,15 +134,16 @@ class DistillStep(nn.Module):
         if self.constraint is not None:
             self.constraint.progress = progress
 
-    def forward(self, ids: Tensor, mask: Tensor, teacher: Teacher) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor, teacher: Teacher, positions: Tensor | None = None) -> Tensor:
         """Return sums over tokens, [6]: objective, cross-entropy, acceptance, its slack, agreement, total to descend.
 
         ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
+        positions: see OutputHead.hidden_and_weight.
         """
         if self.constraint is not None:
             self.constraint.draw()
         counted = mask.flatten().nonzero().squeeze(1)
-        hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted)
+        hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted, positions)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         sums = fused_loss(hidden, head, labels, weights, teacher, self.loss.at(self.progress), self.temperature)
         total = sums.objective
@@ -219,6 +220,7 @@ class Trainer:
         if config.torch_compile:
             student.get_decoder().compile()
         self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, config.torch_compile)
+        self.packs = module.head.takes_packed and (self.teacher is None or self.teacher.takes_packed)
         self.best = checkpointer.Best()
         self.accelerator.register_for_checkpointing(self.best)
         if isinstance(setup.batches, DynamicBatches):
@@ -274,8 +276,12 @@ class Trainer:
     def _micro_batches(self, index: int) -> list[Batch]:
         """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
         processes = self.accelerator.num_processes
-        parts = self.setup.batches.batch(index).packed(self.config.micro_batch_tokens * processes)
+        parts = self._packed(self.setup.batches.batch(index)).parts(self.config.micro_batch_tokens * processes)
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
+
+    def _packed(self, batch: Batch) -> Batch:
+        """Pack short sequences together, unless the student or the teacher wants every row to be one."""
+        return batch.packed() if self.packs else batch
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
         """Return the sums of DistillStep over all parts, [6]. tokens: of the whole step, in all processes."""
@@ -295,7 +301,7 @@ class Trainer:
         totals, tokens = torch.zeros(6, dtype=torch.float64), 0
         with torch.no_grad():
             for batch in batches:  # split by rows: under FSDP every process takes part in every forward pass
-                part = batch.shard(self.accelerator.process_index, self.accelerator.num_processes)
+                part = self._packed(batch).shard(self.accelerator.process_index, self.accelerator.num_processes)
                 totals += self._sums(teacher, part).double().cpu()
                 tokens += int(part.mask.sum())
         self.module.train()
@@ -307,7 +313,9 @@ class Trainer:
     def _sums(self, teacher: LocalTeacher | ListingTeacher | None, batch: Batch) -> Tensor:
         device = self.accelerator.device
         ids, mask = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.mask).to(device)
-        return self.module(ids, mask, None if teacher is None else moved_to(device, teacher.distributions(batch)))
+        positions = None if batch.positions is None else torch.from_numpy(batch.positions).to(device)
+        listed = None if teacher is None else moved_to(device, teacher.distributions(batch))
+        return self.module(ids, mask, listed, positions)
 
     def _total(self, values: Tensor) -> Tensor:
         """Sum over all processes."""

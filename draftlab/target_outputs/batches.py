@@ -59,7 +59,7 @@ class StoredBatches:
     def batch(self, step: int) -> Batch:
         places = (self._where[(step * self.batch_size + i) % len(self._where)] for i in range(self.batch_size))
         outputs = [self._shard(s)[r] for s, r in places]
-        batch = padded(outputs, self.seq_len)
+        batch = padded(outputs, min(self.seq_len, max(map(len, outputs)) - 1))
         fits = [int(n) for n in batch.mask.sum(1)]
         top = StoredLogprobs.joined([o.top[:n] for o, n in zip(outputs, fits, strict=True) if o.top is not None])
         logprobs, rest = top.at(self.temperature, self.manifest.temperatures)

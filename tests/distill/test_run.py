@@ -197,7 +197,7 @@ def test_long_rows_go_together_within_the_budget_and_lose_only_their_ends():
         mask[row, :end] = rng.integers(0, 2, end)
         mask[row, max(0, end - 1)] = end > 0
     listed = TopLogprobs(rng.integers(0, 300, (9, 20, 2)), rng.random((9, 20, 2)), rng.random((9, 20)))
-    parts = Batch(ids, mask, listed).packed(24)
+    parts = Batch(ids, mask, listed).parts(24)
     assert sum(len(p.ids) for p in parts) == 9
     assert sum(p.mask.sum() for p in parts) == mask.sum()
     for part in parts:
@@ -216,7 +216,7 @@ def test_long_rows_go_together_within_the_budget_and_lose_only_their_ends():
             assert (listed.tail[row, : len(tail)] == tail).all()
     counted = sum(ends)
     assert sum(p.mask.size for p in parts) <= 1.25 * counted  # as one batch: 180 for 78
-    assert len(Batch(ids, mask).packed(0)) == 1
+    assert len(Batch(ids, mask).parts(0)) == 1
 
 
 def test_a_teacher_partly_on_disk_says_what_one_in_memory_says(family_dirs, tmp_path):

@@ -1,0 +1,139 @@
+"""Sequences packed into rows teach what they teach apart, and waste little."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import FAMILIES, build, rounding, setup
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+
+from draftlab.config.shared import TrainerSettings
+from draftlab.data import Batch, TopLogprobs
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.teachers import LocalTeacher, OutputHead, StoredTeacher
+from draftlab.distill.trainer import DistillStep, StepRecord, train
+
+SETTINGS = TrainerSettings(steps=6, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=6, save_steps=2)
+CPU = torch.device("cpu")
+
+
+def answers(rows: int = 9, width: int = 40, listed: int = 8, seed: int = 0) -> Batch:
+    """Prompts and answers of many lengths, padded; of the last row nothing counts."""
+    rng = np.random.default_rng(seed)
+    ids, mask = rng.integers(3, 300, (rows, width + 1)), np.zeros((rows, width), np.float32)
+    for row, end in enumerate(rng.integers(3, width // 2, rows)):
+        mask[row, rng.integers(1, end) - 1 : end] = 1
+    mask[0], mask[-1] = 1, 0
+    ids[1:, width // 2 + 1 :] = 0
+    log_p = np.log(rng.dirichlet(np.ones(307), (rows, width)).astype(np.float32))
+    top = np.argsort(-log_p, -1)[..., :listed]
+    values = np.take_along_axis(log_p, top, -1)
+    return Batch(ids, mask, TopLogprobs(top, values, np.log1p(-np.exp(values).sum(-1))))
+
+
+def gradients(model, teacher, batch: Batch) -> dict[str, torch.Tensor]:
+    step = DistillStep(model, parse_loss("fkl"), 1.0)
+    positions = None if batch.positions is None else torch.from_numpy(batch.positions)
+    listed = teacher.distributions(batch)
+    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), listed, positions)[-1].backward()
+    named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return named
+
+
+@pytest.mark.parametrize("teacher", ["stored", "local"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
+def test_the_gradient_of_packed_sequences_is_theirs_apart(family, teacher):
+    if family == "gpt2":
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=307, n_embd=64, n_layer=2, n_head=4, n_positions=128)).eval()
+    else:
+        model = build(family)
+    source = StoredTeacher(307) if teacher == "stored" else LocalTeacher(build("llama", 7), 307, CPU)
+    assert OutputHead.of(model, 307).takes_packed
+    assert source.takes_packed
+    batch = answers()
+    packed = batch.packed()
+    assert len(packed.ids) < len(batch.ids)
+    apart, together = gradients(model, source, batch), gradients(model, source, packed)
+    mixed = gradients(model, source, Batch(packed.ids, packed.mask, packed.top_logprobs))
+    off = 0.0
+    for name, gradient in apart.items():
+        allowed = rounding(torch.float32, 307, float(gradient.abs().max()), factor=8)
+        assert float((together[name] - gradient).abs().max()) <= allowed, name
+        off = max(off, float((mixed[name] - gradient).abs().max()) / allowed)
+    assert off > 100  # without positions the sequences of a row would see each other
+
+
+def test_every_counted_token_keeps_its_sequence_and_list():
+    batch = answers()
+    packed = batch.packed()
+    assert packed.positions is not None
+    assert packed.mask.sum() == batch.mask.sum()
+    sequences = []
+    for row, position in enumerate(packed.positions):
+        starts = [*np.flatnonzero(position == 0).tolist(), len(position)]
+        for start, end in itertools.pairwise(starts):
+            assert (position[start:end] == np.arange(end - start)).all()
+            sequences.append((row, slice(start, end)))
+    for number in range(len(batch.ids)):
+        length = int(batch.lengths[number])
+        same = [
+            (row, part) for row, part in sequences
+            if part.stop - part.start >= length
+            and (packed.ids[row, part.start : part.start + length + 1] == batch.ids[number, : length + 1]).all()
+        ]  # fmt: skip
+        ((row, part),) = same
+        assert (packed.mask[row, part][:length] == batch.mask[number, :length]).all()
+        assert packed.mask[row, part][length:].sum() == 0
+        for name in ("ids", "log_p", "tail"):
+            found, wanted = getattr(packed.top_logprobs, name), getattr(batch.top_logprobs, name)
+            assert (found[row, part][:length] == wanted[number, :length]).all()
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_rows_of_answers_are_nearly_full(rows):
+    lengths = np.clip(np.random.default_rng(1).lognormal(4.6, 0.9, rows), 5, 400).astype(int)
+    mask = (np.arange(400) < lengths[:, None]).astype(np.float32)
+    packed = Batch(np.zeros((rows, 401), np.int64), mask).packed()
+    assert mask.sum() / mask.size < 0.45
+    assert packed.mask.sum() / packed.mask.size > 0.92
+
+
+def test_full_rows_stay_as_they_are():
+    batch = answers()
+    full = Batch(batch.ids, np.ones_like(batch.mask), batch.top_logprobs)
+    assert full.packed() is full
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MambaForCausalLM(MambaConfig(vocab_size=307, hidden_size=32, num_hidden_layers=2, state_size=8)),
+        BloomForCausalLM(BloomConfig(vocab_size=307, hidden_size=32, n_layer=2, n_head=4)),
+    ],
+    ids=["mamba", "bloom"],
+)
+def test_models_that_would_mix_sequences_are_not_given_packed_ones(model):
+    assert not OutputHead.of(model, 307).takes_packed
+
+
+class Uneven:
+    def batch(self, step: int) -> Batch:
+        return answers(seed=step)
+
+
+def test_a_resumed_run_on_packed_answers_is_the_uninterrupted_one_bit_for_bit(tmp_path):
+    def run(state: Path, stop: int | None = None):
+        model = build("llama", 3, num_hidden_layers=2)
+        for record in train(model, setup(StoredTeacher(307), Uneven(), [answers(seed=99)]), SETTINGS, state):
+            if isinstance(record, StepRecord) and record.step == stop:
+                break
+        return model
+
+    wanted = run(tmp_path / "a")
+    run(tmp_path / "b", stop=3)
+    found = run(tmp_path / "b")
+    assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True))

@@ -30,8 +30,8 @@ Widths = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_widths), 
 
 
 class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, OutputConfig):
-    """use distill: rows of seq_len tokens of data, or prompts from it with what the target writes. use replay: prompts
-    with the target's whole answers."""
+    """use distill: rows of data, starts of data with what the target writes after them, or prompts of a file with the
+    target's answers. use replay: prompts with the target's answers."""
 
     use: Literal["distill", "replay"] = option("distill", "What the outputs are for: distilling, or replaying drafts.")
     target: str = shared.target()
@@ -44,12 +44,12 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
     )
     num_sequences: int = option(4096, "Sequences to distil on.", ge=1)
     seq_len: int = option(256, "Tokens per sequence, prompt included.", ge=8)
-    num_prompts: int | None = option(None, "Prompts to replay. Default: all of a file, or 64.", ge=1)
+    num_prompts: int | None = option(None, "Prompts to answer. Default: all of a file; to replay data, 64.", ge=1)
     prompt_tokens: int | None = option(
-        None, "Cut prompts to this length. Default: 32 to distil; to replay, 64 of data, and whole prompts of a file.",
+        None, "Cut prompts to this length. Default: whole prompts of a file; of data, 32 to distil and 64 to replay.",
         ge=1,
     )  # fmt: skip
-    max_new_tokens: int = option(128, "Longest answer to replay.", ge=2)
+    max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2)
     temperature: float | None = option(
         None, "Temperature of the target, 0 is greedy. Default: 1 to distil, 0 to replay.", ge=0, panel=shared.SAMPLING
     )
@@ -69,8 +69,14 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
 
     only = (
         *_SERVER,
-        Only(("text", "num_sequences", "seq_len"), lambda c: c.use == "distill", "needs --use distill"),
-        Only(("prompt_file", "num_prompts", "max_new_tokens"), lambda c: c.use == "replay", "needs --use replay"),
+        Only(
+            ("text", "num_sequences", "seq_len"), lambda c: c.use == "distill" and c.prompt_file is None,
+            "needs --use distill on data; prompts are answered",
+        ),
+        Only(
+            ("num_prompts", "max_new_tokens"), lambda c: c.answers,
+            "needs prompts to answer: --prompt-file, or --use replay",
+        ),
         *shared.CHAT_RULES,
         Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
         Only(
@@ -84,18 +90,23 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
     )  # fmt: skip
 
     @property
+    def answers(self) -> bool:
+        """Return whether the target answers prompts, until it stops by itself."""
+        return self.use == "replay" or self.prompt_file is not None
+
+    @property
     def writes(self) -> bool:
         """Return whether the target writes the text."""
-        return self.use == "replay" or self.text == "target"
+        return self.answers or self.text == "target"
 
     @property
     def prompt_length(self) -> int | None:
         """Tokens of each prompt; None: prompts of a file stay whole."""
         if self.prompt_tokens is not None:
             return self.prompt_tokens
-        if self.use == "distill":
-            return DISTILL_PROMPT_TOKENS
-        return None if self.prompt_file else REPLAY_PROMPT_TOKENS
+        if self.prompt_file is not None:
+            return None
+        return DISTILL_PROMPT_TOKENS if self.use == "distill" else REPLAY_PROMPT_TOKENS
 
     @property
     def weights_dtype(self) -> str | None:
@@ -121,9 +132,7 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
         if not self.writes:
             return None
         default = DISTILL_TEMPERATURE if self.use == "distill" else 0.0
-        longest = self.max_new_tokens
-        if self.use == "distill":
-            longest = self.seq_len + 1 - (self.prompt_length or 0)
+        longest = self.max_new_tokens if self.answers else self.seq_len + 1 - (self.prompt_length or 0)
         return SamplingParams(
             temperature=default if self.temperature is None else self.temperature, top_k=self.top_k, top_p=self.top_p,
             min_p=self.min_p, max_tokens=longest, seed=self.seed, stop_token_ids=stop_token_ids,

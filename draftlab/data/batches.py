@@ -94,7 +94,11 @@ class Batch:
         return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
 
     def parts(self, tokens: int) -> "list[Batch]":
-        """Return parts of at most that many tokens each (at least one row), long rows together; 0: one part.
+        """Return parts of at most that many tokens each (at least one row), long rows together; 0: one part."""
+        return [part for _, part in self.numbered_parts(tokens)]
+
+    def numbered_parts(self, tokens: int) -> "list[tuple[list[int], Batch]]":
+        """Return parts, see there, with the numbers of their rows.
 
         Each part ends at its longest row's last token in the mask; later tokens have no influence.
         """
@@ -107,7 +111,7 @@ class Batch:
                 parts[-1].append(int(row))
             else:
                 parts.append([int(row)])
-        return [self._picked(rows, int(lengths[rows[0]])) for rows in parts]
+        return [(rows, self._picked(rows, int(lengths[rows[0]]))) for rows in parts]
 
     def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
         top, index = self.top_logprobs, (rows, slice(0, length))

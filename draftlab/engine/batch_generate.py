@@ -19,11 +19,12 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.llama import Llama
+from draftlab.model.llama import Cache, Llama
 from draftlab.sampling import SamplingParams
 
 FinishReason = Literal["length", "stop"]
 GIGABYTE = 1_000_000_000
+MOST_RUNNING = 0.75  # of the texts of a batch; when no more are unfinished, it shrinks to those
 BYTES_PER_LOGIT = 32  # at the peak of a step that samples: logits, probabilities and their sums in fp64
 
 
@@ -153,19 +154,24 @@ def _generate(
     fed = _prefill(model, cache, prompts)
     uniform = torch.stack([_uniform(sampling, number) for number in numbers]).to(device)  # [B, T]
     stops = torch.tensor(sampling.stop_token_ids, device=device, dtype=torch.long)
-    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    steps: list[tuple[Tensor, ...]] = []
-    for u in uniform.T:
+    rows = torch.arange(len(prompts), device=device)  # those of the cache
+    running = torch.ones_like(rows, dtype=torch.bool)
+    written = torch.zeros_like(uniform, dtype=torch.long)
+    chosen, t = torch.zeros_like(uniform), 0  # log-probabilities
+    for t in range(sampling.max_tokens):
         logits = model.forward(fed, cache, last=1)[:, -1, : settings.vocab].float()  # [B, V]
-        ids, logprobs = _sample(logits, sampling, u)
-        steps.append((ids, logprobs))
+        ids, logprobs = _sample(logits, sampling, uniform[rows, t])
+        written[rows, t], chosen[rows, t] = ids, logprobs
         fed = ids.unsqueeze(1)
         if sampling.stop_token_ids:
-            stopped |= torch.isin(ids, stops)
-            if stopped.all():
+            running &= ~torch.isin(ids, stops)
+            left = int(running.sum())
+            if not left:
                 break
-    columns = [torch.stack(column, 1).cpu().numpy() for column in zip(*steps, strict=True)]
-    return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in zip(*columns, strict=True)]
+            if isinstance(cache, Cache) and left <= MOST_RUNNING * len(rows):
+                cache, rows, fed, running = cache.rows(running), rows[running], fed[running], running[running]
+    columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)
+    return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]
 
 
 def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:

@@ -51,6 +51,12 @@ class Cache:
                 cached[:, row, :, at:end] = cached[:, row, :, [at + i for i in path]]
         self.used[row] = end
 
+    def rows(self, kept: Tensor) -> "Cache":
+        """Return a cache of some rows alone. kept: bool [B]."""
+        used = [used for used, keep in zip(self.used, kept.tolist(), strict=True) if keep]
+        states = None if self.hidden_states is None else self.hidden_states[kept]
+        return Cache(self.keys[:, kept], self.values[:, kept], used, states)
+
     def expand(self, rows: int) -> "Cache":
         """Return the cache of one row, repeated for several."""
         layers, _, *size = self.keys.shape

@@ -1,6 +1,7 @@
 """Build a store of target outputs: by a target in memory or on a server, or from a file of what it wrote."""
 
 import functools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +41,7 @@ def build(config: OutputsBuildConfig, output: Output) -> Manifest:
         raise UserError(f"--prompt-tokens {config.prompt_length} leaves nothing to write in {config.seq_len} tokens")
     top_logprobs = min(config.listed, _ids(directory, config.server))
     target = open_target(config, directory, sampling, top_logprobs)
-    write = _write_for_distilling if config.use == "distill" else _write_for_replay
+    write = _write_answers if config.answers else _write_rows
     manifest = write(config, output.out, target, sampling, top_logprobs)
     inputs = [path for path in (None if config.server else directory, config.prompt_file) if path is not None]
     about = {"server": target.describe()} if isinstance(target, ServedTarget) else {}
@@ -53,7 +54,7 @@ def estimate(config: OutputsBuildConfig) -> dict[str, object]:
     directory = locate_target(config, weights=False)
     temperatures = 1 if config.server else len(TEMPERATURES)
     k = min(config.listed, _ids(directory, config.server))
-    if config.use == "replay":
+    if config.answers:
         prompts = _prompts(config, directory)
         tokens, sampling = len(prompts.rows) * config.max_new_tokens, config.sampling(())
         assert sampling is not None
@@ -102,7 +103,7 @@ def locate_target(config: OutputsBuildConfig | OutputsVerifyConfig, weights: boo
     return config.tokenizer or hub.locate(config.target, weights=weights and config.server is None)
 
 
-def _write_for_distilling(
+def _write_rows(
     config: OutputsBuildConfig, out: Path, target: Target, sampling: SamplingParams | None, k: int
 ) -> Manifest:
     """Write rows of training text, or what the target writes after their starts, and a few of held-out text."""
@@ -140,25 +141,45 @@ def _write_for_distilling(
     return write_store(out, manifest, shard, tokenizer=target.directory, heldout=heldout)
 
 
-def _write_for_replay(
+def _write_answers(
     config: OutputsBuildConfig, out: Path, target: Target, sampling: SamplingParams | None, k: int
 ) -> Manifest:
-    """Write prompts with the target's answers, the longest prompts first: what fits in memory shows at once."""
+    """Write prompts with the target's answers.
+
+    To replay, the longest prompts come first: what fits in memory shows at once. To distil, the order is random, and
+    some answers are held out.
+
+    Raises:
+        UserError: a prompt with its answer does not fit the context; too few prompts to hold some out.
+    """
     assert sampling is not None
     prompts = _prompts(config, target.directory)
     target.check_length(prompts.longest, sampling.max_tokens)
+    size, apart = REPLAY_SHARD, 0
     order = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
+    if config.use == "distill":
+        size, apart = DISTILL_SHARD, min(HELDOUT_SEQUENCES, len(prompts.rows) // 10)
+        random.Random(config.seed).shuffle(order)
+        if not apart or not k:
+            missing = "--top-logprobs 0 leaves nothing" if apart else f"{len(prompts.rows)} prompts are too few"
+            raise UserError(
+                f"{missing} to distil from and to evaluate on; take 1 log-probability and 10 prompts or more"
+            )
+    written = order[apart:]
+
+    def answers(numbers: Sequence[int]) -> list[TargetOutput]:
+        return target.generate([prompts.rows[i] for i in numbers], numbers, sampling, k)
 
     def shard(number: int) -> list[TargetOutput]:
-        numbers = order[number * REPLAY_SHARD : (number + 1) * REPLAY_SHARD]
-        return target.generate([prompts.rows[i] for i in numbers], numbers, sampling, k)
+        return answers(written[number * size : (number + 1) * size])
 
     manifest = _manifest(
         target, text="target", data=prompts.source, chat=prompts.chat, data_sha256=prompts.sha256,
         prompt_tokens=prompts.tokens, categories=prompts.categories, sampling=sampling, top_logprobs=k,
-        seq_len=None, seed=config.seed, planned=len(prompts.rows),
+        seq_len=None, seed=config.seed, planned=len(written),
     )  # fmt: skip
-    return write_store(out, manifest, shard, tokenizer=target.directory)
+    heldout = functools.partial(answers, order[:apart]) if apart else None
+    return write_store(out, manifest, shard, tokenizer=target.directory, heldout=heldout)
 
 
 def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: object) -> Manifest:

@@ -3,6 +3,7 @@
 R rows, T tokens, n of them that count, k listed tokens, V vocab.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ from draftlab.target_outputs.store import Logprobs, logits_of
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
 SEEDS = 256  # between prompts: a server counts the seed up over at most so many that it gets at once
 CPU_TOKENS = 2048  # in one pass at most, so that progress shows; a CPU gains nothing from more
-SCORED_ROWS = 256  # positions whose log-probabilities are computed at once
+SCORED_ROWS = {"cpu": 16, "cuda": 256}  # positions whose log-probabilities are computed at once: few fit a cache
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
 
@@ -107,14 +108,15 @@ class LocalTarget:
         check_context(prompt, tokens, checkpoint.max_model_len(self.directory))
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
-        most, width = max_positions(checkpoint.vocab_size(self.directory), self.memory), batch.mask.shape[1]
-        tokens, scores, done = min(most, CPU_TOKENS) if self.device.type == "cpu" else most, [], 0
+        most = max_positions(checkpoint.vocab_size(self.directory), self.memory)
+        scores: dict[int, StoredLogprobs] = {}
         with progress("the target scores text", len(batch.ids)) as advance:
-            for rows in batch.split(max(1, tokens // width)):
-                scores.append(self._score(rows, most, k))
-                done += len(rows.ids)
-                advance(done, "sequences")
-        return StoredLogprobs.joined(scores)
+            for rows, part in batch.numbered_parts(min(most, CPU_TOKENS) if self.device.type == "cpu" else most):
+                joined = self._score(part, most, k)
+                ends = np.cumsum(part.mask.sum(1).astype(int))
+                scores |= {r: joined[slice(*at)] for r, at in zip(rows, itertools.pairwise([0, *ends]), strict=True)}
+                advance(len(scores), "sequences")
+        return StoredLogprobs.joined([scores[row] for row in range(len(batch.ids))])
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
@@ -227,11 +229,12 @@ class ServedTarget:
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
     """Return the k most probable tokens of logits [n, V]. tokens [n]: those that follow."""
     pieces = [StoredLogprobs.empty(k, len(TEMPERATURES))]
-    for start in range(0, len(logits), SCORED_ROWS):
-        log_p = torch.log_softmax(logits[start : start + SCORED_ROWS].float(), -1)
+    rows = SCORED_ROWS.get(logits.device.type, SCORED_ROWS["cuda"])
+    for start in range(0, len(logits), rows):
+        log_p = torch.log_softmax(logits[start : start + rows].float(), -1)
         values, ids = log_p.topk(k)
         rest = log_p.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(-80)
-        own = log_p.gather(1, tokens[start : start + SCORED_ROWS, None].to(log_p.device)).squeeze(1)
+        own = log_p.gather(1, tokens[start : start + rows, None].to(log_p.device)).squeeze(1)
         normalizers = torch.stack([(log_p / t).logsumexp(-1) for t in TEMPERATURES], 1)
         pieces.append(StoredLogprobs(*(column.cpu().numpy() for column in (ids, values, rest, own, normalizers))))
     return StoredLogprobs.joined(pieces)

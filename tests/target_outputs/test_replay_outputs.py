@@ -40,7 +40,7 @@ from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.paper_trace import PaperTrace, paper_texts
 from draftlab.target_outputs.repeats import repeats
 from draftlab.target_outputs.replay import Drafting, check, read_replay, replay_draft, rows_of
-from draftlab.target_outputs.store import StoredOutputs, read_manifest, read_store
+from draftlab.target_outputs.store import StoredOutputs, read_manifest, read_shard, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget
 
 RUNNER = CliRunner()
@@ -147,6 +147,28 @@ def test_sampled_text_has_the_log_probability_that_it_was_drawn_with(tmp_path, m
         assert text.logprobs is not None
         np.testing.assert_allclose(text.logprobs, wanted, atol=1e-4)
         assert text.logprobs.max() < 0
+
+
+def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_path, models):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"def f{i}(x):\n" + i % 3 * "    pass\n"}) + "\n" for i in range(20))
+    )
+    settings = {"temperature": 1.0, "top_logprobs": 3}
+    replayed = {o.number: o for o in recorded(tmp_path / "replay", models["target"], prompts, **settings).outputs}
+    store = recorded(tmp_path / "distill", models["target"], prompts, use="distill", **settings)
+    heldout = read_store(tmp_path / "distill" / "heldout")
+    numbers = [[o.number for o in outputs] for outputs in (store.outputs, heldout.outputs)]
+    assert (len(numbers[1]), sorted(numbers[0] + numbers[1])) == (2, list(range(20)))
+    for output in (*store.outputs, *heldout.outputs):
+        assert output.ids.tolist() == replayed[output.number].ids.tolist()
+        assert output.prompt.tolist() == replayed[output.number].prompt.tolist()
+    batches, _ = open_stored(tmp_path / "distill", models["target"], batch_size=4, temperature=1.0)
+    assert batches.batch(0).mask.sum() == sum(
+        len(o.ids) for o in read_shard(tmp_path / "distill", store.manifest, 0)[:4]
+    )
+    with pytest.raises(UserError, match="10 prompts"):
+        recorded(tmp_path / "few", models["target"], prompts, use="distill", num_prompts=9)
 
 
 def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(tmp_path, models, prompt_file):

@@ -1,5 +1,5 @@
-// One forward pass of llama.py on a CPU: weights are read once for all tokens of a pass, activations are float32 and
-// are rounded only to meet bfloat16 weights in matrix tiles, where the processor has those.
+// One forward pass of llama.py on a CPU: weights are read once for all tokens of a pass, activations are float32. Only
+// where a processor multiplies bfloat16 or int16 itself are they rounded, to meet weights and caches of a bfloat16 model.
 //
 // Every sum is formed in an order that does not depend on how many tokens a pass has or which rows share it: the same
 // text gives the same bits at every width and in every batch. GCC's and Clang's vector types make it portable.
@@ -16,7 +16,10 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define PAIRS  // an instruction multiplies 32 bfloat16 or int16 and sums them by pairs
+#endif
+#if defined(PAIRS) && defined(__AMX_BF16__) && defined(__linux__)
 #define MATRIX_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -149,21 +152,98 @@ inline void tile(const W* w, const float* x, int in, float* y, int out, const fl
         }
 }
 
-template <int R, class W>
-void tiles(const W* w, const float* x, int tokens, int in, float* y, int out, const float* scale, const float* bias) {
-    const int parts = (tokens + TOKENS - 1) / TOKENS, each = (tokens + parts - 1) / parts;  // 8 is 4 and 4, not 6 and 2
-    for (int t = 0; t < tokens; t += each) {
-        const float* a = x + size_t(t) * in;
-        float* b = y + size_t(t) * out;
-        switch (std::min(each, tokens - t)) {
-            case 1: tile<R, 1>(w, a, in, b, out, scale, bias); break;
-            case 2: tile<R, 2>(w, a, in, b, out, scale, bias); break;
-            case 3: tile<R, 3>(w, a, in, b, out, scale, bias); break;
-            case 4: tile<R, 4>(w, a, in, b, out, scale, bias); break;
-            case 5: tile<R, 5>(w, a, in, b, out, scale, bias); break;
-            default: tile<R, 6>(w, a, in, b, out, scale, bias);
+#ifdef PAIRS
+constexpr int PAIRED = 32;
+
+inline __m512i pairs(const bf16* p, __mmask32 m) { return _mm512_maskz_loadu_epi16(m, p); }
+inline __m512i pairs(const int16_t* p, __mmask32 m) { return _mm512_maskz_loadu_epi16(m, p); }
+inline __m512i pairs(const int8_t* p, __mmask32 m) { return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(m, p)); }
+inline void add(floats& to, __m512i a, __m512i b) {
+    to = (floats)_mm512_dpbf16_ps((__m512)to, (__m512bh)a, (__m512bh)b);
+}
+inline void add(ints& to, __m512i a, __m512i b) { to = (ints)_mm512_dpwssd_epi32((__m512i)to, a, b); }
+inline __m512 as_floats(floats v) { return (__m512)v; }
+inline __m512 as_floats(ints v) { return _mm512_cvtepi32_ps((__m512i)v); }
+
+// The sum of each, all four in the same order
+inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512d ab = (__m512d)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+    const __m512d cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+    const __m512 all = (__m512)_mm512_unpacklo_pd(ab, cd) + (__m512)_mm512_unpackhi_pd(ab, cd);
+    const __m256 half = _mm512_castps512_ps256(all) + _mm512_extractf32x8_ps(all, 1);
+    return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+}
+
+// As above, of activations that were rounded; steps: of each token's int16, or null
+template <int R, int T, class W, class X>
+inline void pair_tile(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
+                      const float* bias) {
+    std::conditional_t<std::is_same_v<X, bf16>, floats, ints> acc[4][T] = {};
+    const auto step = [&](int i, __mmask32 mask) __attribute__((always_inline)) {
+        __m512i a[R];
+        for (int r = 0; r < R; r++) {
+            __builtin_prefetch(w + size_t(2 * R) * in + i * R + r * PAIRED);  // in the order of memory, not of use
+            a[r] = pairs(w + size_t(r) * in + i, mask);
         }
+        for (int t = 0; t < T; t++) {
+            const __m512i b = pairs(x + size_t(t) * in + i, mask);
+            for (int r = 0; r < R; r++) add(acc[r][t], a[r], b);
+        }
+    };
+    int i = 0;
+    for (; i + PAIRED <= in; i += PAIRED) step(i, ~0u);
+    if (i < in) step(i, (1u << (in - i)) - 1);
+    const __mmask8 rows = (1 << R) - 1;
+    const __m128 by = scale ? _mm_maskz_loadu_ps(rows, scale) : _mm_set1_ps(1);
+    const __m128 plus = bias ? _mm_maskz_loadu_ps(rows, bias) : _mm_setzero_ps();
+    for (int t = 0; t < T; t++) {
+        const __m128 all = sums(as_floats(acc[0][t]), as_floats(acc[1][t]), as_floats(acc[2][t]), as_floats(acc[3][t]));
+        _mm_mask_storeu_ps(y + size_t(t) * out, rows, all * (steps ? by * steps[t] : by) + plus);
     }
+}
+#endif
+
+// What activations become to meet weights W of a model whose dtype is D
+template <class W, class D>
+struct Meeting { using type = float; };
+#ifdef PAIRS
+template <>
+struct Meeting<bf16, bf16> { using type = bf16; };
+template <>
+struct Meeting<int8_t, bf16> { using type = int16_t; };
+#endif
+
+// f<count>() of a count that is known when compiling
+template <class F>
+inline void unrolled(int count, F f) {
+    switch (count) {
+        case 1: f(std::integral_constant<int, 1>()); break;
+        case 2: f(std::integral_constant<int, 2>()); break;
+        case 3: f(std::integral_constant<int, 3>()); break;
+        case 4: f(std::integral_constant<int, 4>()); break;
+        case 5: f(std::integral_constant<int, 5>()); break;
+        default: f(std::integral_constant<int, TOKENS>());
+    }
+}
+
+inline int evenly(int tokens) {  // 8 is 4 and 4, not 6 and 2
+    const int parts = (tokens + TOKENS - 1) / TOKENS;
+    return (tokens + parts - 1) / parts;
+}
+
+template <int R, class W, class X>
+void tiles(const W* w, const X* x, const float* steps, int tokens, int in, float* y, int out, const float* scale,
+           const float* bias) {
+    const int each = evenly(tokens);
+    for (int t = 0; t < tokens; t += each)
+        unrolled(std::min(each, tokens - t), [&](auto count) {
+            const X* a = x + size_t(t) * in;
+            float* b = y + size_t(t) * out;
+            if constexpr (std::is_same_v<X, float>) tile<R, count>(w, a, in, b, out, scale, bias);
+#ifdef PAIRS
+            else pair_tile<R, count>(w, a, steps ? steps + t : nullptr, in, b, out, scale, bias);
+#endif
+        });
 }
 
 struct Matrix { const void* weights; const float* scale; const float* bias; };  // scale: of each output, or null
@@ -241,23 +321,61 @@ int linear_tiles(const Matrix& m, const float* x, int tokens, int in, float* y, 
 }
 #endif
 
-// y [tokens, out] = x [tokens, in] W^T; rounded has room for the tokens, filled up, in bfloat16
-template <class W>
-void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int out, bf16* rounded) {
+// Rounded activations of a pass: room for all, filled up to whole matrix tiles, and the step of each token's int16
+template <class X>
+struct Rounded {
+    std::vector<X> values;
+    std::vector<float> steps;
+    Rounded(size_t tokens, size_t most) {
+        if constexpr (!std::is_same_v<X, float>) values.resize((tokens + 15) * most);
+        if constexpr (std::is_same_v<X, int16_t>) steps.resize(tokens);
+    }
+};
+
+#ifdef PAIRS
+inline void round_to(const float* x, int n, bf16* to, float*) {
+    for (int i = 0; i < n; i++) put(to[i], x[i]);
+}
+
+// Steps so large that no sum of products with int8 can overflow
+inline void round_to(const float* x, int n, int16_t* to, float* step) {
+    const int limit = std::min(32767, INT32_MAX / (2 * 127 * ((n + PAIRED - 1) / PAIRED)));
+    float most = 0;
+    for (int i = 0; i < n; i++) most = std::fabs(x[i]) <= most ? most : std::fabs(x[i]);
+    const float per = most > 0 ? limit / most : 0;
+    for (int i = 0; i < n; i++) to[i] = int16_t(std::nearbyint(x[i] * per));
+    *step = most / limit;
+}
+#endif
+
+// y [tokens, out] = x [tokens, in] W^T
+template <class W, class X>
+void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int out, Rounded<X>& rounded) {
     const W* w = static_cast<const W*>(m.weights);
+    const X* a;
     int done = 0;
 #ifdef MATRIX_TILES
-    if constexpr (std::is_same_v<W, bf16>) done = linear_tiles(m, x, tokens, in, y, out, rounded);
+    if constexpr (std::is_same_v<W, bf16>) done = linear_tiles(m, x, tokens, in, y, out, rounded.values.data());
+    if (done == out) return;
 #endif
+    if constexpr (std::is_same_v<X, float>) {
+        a = x;
+    } else {
+        a = rounded.values.data();
+#pragma omp for schedule(static)
+        for (int t = 0; t < tokens; t++)
+            round_to(x + size_t(t) * in, in, &rounded.values[size_t(t) * in], rounded.steps.data() + t);
+    }
+    const float* steps = rounded.steps.empty() ? nullptr : rounded.steps.data();
 #pragma omp for schedule(static)
     for (int o = done / ROWS; o < out / ROWS; o++) {
         const int at = o * ROWS;
-        tiles<ROWS>(w + size_t(at) * in, x, tokens, in, y + at, out, m.scale ? m.scale + at : nullptr,
+        tiles<ROWS>(w + size_t(at) * in, a, steps, tokens, in, y + at, out, m.scale ? m.scale + at : nullptr,
                     m.bias ? m.bias + at : nullptr);
     }
 #pragma omp for schedule(static)
     for (int o = out / ROWS * ROWS; o < out; o++)
-        tiles<1>(w + size_t(o) * in, x, tokens, in, y + o, out, m.scale ? m.scale + o : nullptr,
+        tiles<1>(w + size_t(o) * in, a, steps, tokens, in, y + o, out, m.scale ? m.scale + o : nullptr,
                  m.bias ? m.bias + o : nullptr);
 }
 
@@ -344,7 +462,7 @@ void run(const Model& m, const Pass& p) {
     const int QKV = (H + 2 * K) * C;
     std::vector<float> x(size_t(N) * D), h(size_t(N) * D), qkv(size_t(N) * QKV), mixed(size_t(N) * H * C);
     std::vector<float> both(size_t(N) * 2 * F), inner(size_t(N) * F);
-    std::vector<bf16> rounded(std::is_same_v<W, bf16> ? size_t(N + 15) * std::max({D, F, H * C}) : 0);
+    Rounded<typename Meeting<W, KV>::type> rounded(N, std::max({D, F, H * C}));
     const int64_t furthest = *std::max_element(p.used, p.used + p.rows) + T;
     const size_t slab = size_t(K) * p.capacity * C;  // of one row and layer
     for (int n = 0; n < N; n++)
@@ -356,7 +474,7 @@ void run(const Model& m, const Pass& p) {
             const Layer& layer = m.layer[l];
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++) norm(&x[size_t(n) * D], layer.input_norm, D, m.eps, &h[size_t(n) * D]);
-            linear<W>(layer.qkv, h.data(), N, D, qkv.data(), QKV, rounded.data());
+            linear<W>(layer.qkv, h.data(), N, D, qkv.data(), QKV, rounded);
 #pragma omp for schedule(static)
             for (int g = 0; g < N * (H + K); g++) {  // rotate queries and keys; keys and values go to the cache
                 const int n = g / (H + K), head = g % (H + K), row = n / T, t = n % T;
@@ -382,14 +500,14 @@ void run(const Model& m, const Pass& p) {
                 attend(p, row, n % T, C, &qkv[size_t(n) * QKV + head * C], static_cast<KV*>(p.keys) + slot,
                        static_cast<KV*>(p.values) + slot, scores.data(), &mixed[size_t(g) * C]);
             }
-            linear<W>(layer.o, mixed.data(), N, H * C, h.data(), D, rounded.data());
+            linear<W>(layer.o, mixed.data(), N, H * C, h.data(), D, rounded);
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++) {
                 float *a = &x[size_t(n) * D], *b = &h[size_t(n) * D];
                 for (int i = 0; i < D; i++) a[i] += b[i];
                 norm(a, layer.post_norm, D, m.eps, b);
             }
-            linear<W>(layer.gate_up, h.data(), N, D, both.data(), 2 * F, rounded.data());
+            linear<W>(layer.gate_up, h.data(), N, D, both.data(), 2 * F, rounded);
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++) {
                 const float *gate = &both[size_t(n) * 2 * F], *up = gate + F;
@@ -403,7 +521,7 @@ void run(const Model& m, const Pass& p) {
                     std::memcpy(to + i, &a, 4 * count);
                 }
             }
-            linear<W>(layer.down, inner.data(), N, F, h.data(), D, rounded.data());
+            linear<W>(layer.down, inner.data(), N, F, h.data(), D, rounded);
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++)
                 for (int i = 0; i < D; i++) x[size_t(n) * D + i] += h[size_t(n) * D + i];
@@ -413,7 +531,7 @@ void run(const Model& m, const Pass& p) {
             const int token = n / p.last * T + T - p.last + n % p.last;
             norm(&x[size_t(token) * D], m.norm, D, m.eps, &h[size_t(n) * D]);
         }
-        linear<W>(m.head, h.data(), p.rows * p.last, D, p.logits, m.vocab, rounded.data());
+        linear<W>(m.head, h.data(), p.rows * p.last, D, p.logits, m.vocab, rounded);
     }
 }
 

@@ -35,6 +35,15 @@ class Record(FileModel):
     notes: dict[str, object] = Field(default_factory=dict)
 
 
+class Stage(FileModel):
+    """One of the commands that made a draft. tokens: read or written by it; None where its record does not say."""
+
+    command: str
+    output: str  # name of its directory
+    seconds: float
+    tokens: int | None
+
+
 def write_record(
     directory: Path, command: str, config: dict[str, object], inputs: Sequence[Path], started_at: float, **notes: object
 ) -> Record:
@@ -62,6 +71,34 @@ def read_record(directory: Path) -> Record | None:
     except ValueError:
         file = directory / RECORD_FILE
         raise UserError(f"{file} is not a draftlab record: truncated, or of another version; remove it") from None
+
+
+def lineage(directory: Path, target: Path) -> list[Stage] | None:
+    """Return the commands that made an output, the first one first; None if it has no record.
+
+    Those that made the target or only converted a checkpoint are left out, as is what was moved or rewritten since.
+    """
+    stages: dict[Path, Stage] = {}
+    _add_stages(directory.resolve(), target.resolve(), stages, before=datetime.max.isoformat())
+    return list(stages.values()) or None
+
+
+def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before: str) -> None:
+    record = None
+    with contextlib.suppress(UserError):  # a record of another version
+        record = read_record(directory)
+    if record is None or directory in (*stages, target) or record.command == "import" or record.created > before:
+        return
+    for path in record.inputs:
+        _add_stages(Path(path).resolve(), target, stages, record.created)
+    tokens = record.notes.get("tokens", record.config.get("calibration_tokens"))
+    trained_seconds = record.notes.get("seconds")  # of all processes, where training was resumed
+    stages[directory] = Stage(
+        command=record.command,
+        output=directory.name,
+        seconds=max(record.seconds, trained_seconds if isinstance(trained_seconds, float) else 0.0),
+        tokens=tokens if isinstance(tokens, int) else None,
+    )
 
 
 def plain(settings: dict[str, object]) -> dict[str, object]:

@@ -9,13 +9,14 @@ import torch
 
 from draftlab import provenance
 from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun
+from draftlab.benchmark.example import record_example
 from draftlab.benchmark.lm_eval_model import engine_generate, with_whole_head
 from draftlab.benchmark.lm_eval_tasks import Tasks, evaluate_tasks, prepare
 from draftlab.benchmark.setup import Setup, check_context, check_memory, quantized_drafts, set_up, shared_conditions
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.config.drafters import TreeSpec
 from draftlab.config.score import ScoreConfig
-from draftlab.console import heartbeat, note, progress
+from draftlab.console import heartbeat, note, note_if_slow, progress
 from draftlab.engine.generate import ModelDrafter
 from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import UserError
@@ -26,6 +27,7 @@ from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.output import Output
+from draftlab.results.decoding import Example
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.target_outputs.repeats import distinct_ngrams
 
@@ -169,7 +171,7 @@ class Measurement:
         config, plain_tokens = self.setup.config, measured.tokens[PLAIN]
         ks = [k for arm, k in measured.tokens if arm == name]
         identical = all(measured.tokens[name, k] == plain_tokens for k in ks)
-        return Score(
+        result = Score(
             name=name if len(config.batch) == 1 else f"{name}-b{batch}",
             target=models[""],
             draft=models[name],
@@ -184,7 +186,20 @@ class Measurement:
             command=self.command,
             versions=provenance.versions(),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            made=self.setup.made(name),
         )
+        return result.model_copy(update={"example": self._example(name, result)})
+
+    def _example(self, name: str, score: Score) -> Example:
+        target, setup, prompt = self.models[""], self.setup, score.median_prompt
+        run = self.runs.get(name)
+        drafter = run.drafter if run else ModelDrafter(self.models[name], model_vocab_size(target))
+        tokenizer = checkpoint.load_tokenizer(setup.target)
+        with note_if_slow(f"{name}: prompt {prompt} once more, step by step"):
+            return record_example(
+                target, drafter, lambda ids: str(tokenizer.decode(ids)), setup.prompts.rows[prompt].ids, number=prompt,
+                k=score.best_k, sampling=setup.sampling, rule=RULES.get(setup.config.rule),
+            )  # fmt: skip
 
     def _conditions(self, name: str, batch: int) -> Conditions:
         setup, config = self.setup, self.setup.config

@@ -25,6 +25,7 @@ from draftlab.model.decoder import resolve_mode
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.prompts import Prompts, load_prompts
+from draftlab.provenance import Stage, lineage
 from draftlab.results.score import SAMPLING
 from draftlab.sampling import SamplingParams
 
@@ -50,6 +51,16 @@ class Setup:
         specs = [spec for spec in self.drafters if isinstance(spec, DraftModelSpec)]
         paths = [hub.locate(spec.draft) if spec.draft else self.default_draft for spec in specs]
         return [path for path in paths if path is not None]
+
+    def made(self, name: str) -> list[Stage] | None:
+        """Return the commands that made a draft, or what a drafter reads; [] if it reads nothing, None if not known."""
+        spec = next((spec for spec in self.drafters if spec.name == name), None)
+        path = self.drafts.get(name)
+        if isinstance(spec, DraftModelSpec):
+            path = hub.locate(spec.draft) if spec.draft else self.default_draft
+        elif isinstance(spec, MedusaSpec):
+            path = Path(spec.heads)
+        return [] if path is None else lineage(path, self.target)
 
     @property
     def inputs(self) -> list[Path]:

@@ -13,9 +13,11 @@ from draftlab import intervals
 from draftlab.files import FileModel, read_model
 from draftlab.intervals import Interval, Timings
 from draftlab.model.shape import Shape
+from draftlab.provenance import Stage
 from draftlab.results.decoding import (
     Acceptance,
     Counters,
+    Example,
     Generation,
     ServedGeneration,
     count_acceptance,
@@ -136,6 +138,8 @@ class Score(FileModel):
     counters: dict[int, Counters] = Field(default={})  # by K, where a server decoded
     identical: bool | None  # greedy: speculative tokens equal plain ones; None when sampling
     distinct_4grams: float  # share, in the target's output; a low one means a loop, which every draft predicts
+    example: Example | None = None  # the prompt of median speed-up at the best K
+    made: list[Stage] | None = None  # commands that made the draft; []: nothing to make; None: not known
     command: str
     versions: dict[str, str]
     created: str
@@ -225,6 +229,15 @@ class Score(FileModel):
         arms = [timings_by_prompt(runs) for runs in (self.plain, *self.speculative.values())]
         worst = [max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)]
         return sum(ratio > STALLED for ratio in worst), max(worst)
+
+    @property
+    def median_prompt(self) -> int:
+        """The prompt of median speed-up at the best K, the lower of two middle ones."""
+        (drafted,), plain = self.timings([self.best_k])
+        prompts = sorted({g.prompt for g in self.plain})
+        pairs = zip(drafted, plain, prompts, strict=True)
+        rates = sorted((d[0] / d[1] * p[1] / p[0], prompt) for d, p, prompt in pairs if d[1] and p[0])
+        return rates[(len(rates) - 1) // 2][1]
 
     def subset(self, prompts: Collection[int]) -> "Score":
         """Return the same score over some of its prompts, without server counters, which are of all prompts."""

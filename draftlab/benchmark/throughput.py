@@ -1,12 +1,13 @@
 """Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
 
 An arm is plain decoding, or one draft at one K. Every repeat runs all arms on each batch of prompts, in alternating
-order, so that drift of the machine affects all arms equally.
+order, so that drift of the machine affects all arms equally. Steps that stalled count as the others of their kind.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from draftlab.benchmark.stalls import TimedStep, timed_steps, without_stalls
 from draftlab.console import note, note_if_slow
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Step, clock_for, decode, speculative_decode
 from draftlab.engine.rejection_rules import Rule
@@ -60,16 +61,16 @@ def measure_throughput(
         for arm in arms:
             if not warm_up(lambda arm=arm: _pass_seconds(decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))):
                 note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not reach a steady state: its times vary")
-    generations: dict[Arm, list[Generation]] = {arm: [] for arm in arms}
+    runs_of: dict[Arm, list[_Run]] = {arm: [] for arm in arms}
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     done = 0
     for repeat in range(repeats):
         for number, group in enumerate(groups):
             for arm in reversed(arms) if (repeat + number) % 2 else arms:
                 steps = list(decode_arm(arm, [prompts[i] for i in group], group))
-                for row, index in enumerate(group):
+                for row, (index, timed) in enumerate(zip(group, timed_steps(steps), strict=True)):
                     own = [step for step in steps if step.row == row]
-                    generations[arm].append(_generation(index, own))
+                    runs_of[arm].append(_Run(index, own[0], timed))
                     if repeat == 0:
                         tokens[arm].append([t for step in own for t in step.tokens])
             done += len(group)
@@ -79,7 +80,7 @@ def measure_throughput(
                 f"the target answers each of the {len(prompts)} prompts with one token, its end, so there is nothing "
                 "to time; a chat model needs prompts in its own format, other models longer prompts"
             )
-    return Measured(generations=generations, tokens=tokens)
+    return Measured(generations={arm: _generations(runs) for arm, runs in runs_of.items()}, tokens=tokens)
 
 
 def _decoder(
@@ -98,16 +99,33 @@ def _pass_seconds(steps: Iterator[Step]) -> float:
     return sum(step.draft_seconds + step.verify_seconds for step in steps)
 
 
-def _generation(prompt: int, steps: list[Step]) -> Generation:
-    prefill, decoded = steps[0], steps[1:]
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One prompt decoded once: the prefill and the steps after it."""
+
+    prompt: int
+    prefill: Step
+    steps: list[TimedStep]
+
+
+def _generations(runs: list[_Run]) -> list[Generation]:
+    """Return the generations of an arm, without its stalls."""
+    mended = without_stalls([run.steps for run in runs])
+    return [_generation(run, steps) for run, steps in zip(runs, mended, strict=True)]
+
+
+def _generation(run: _Run, timed: list[TimedStep]) -> Generation:
+    steps = [t.step for t in timed]
     return Generation(
-        prompt=prompt,
-        tokens=sum(len(s.tokens) for s in steps),
-        drafted=[s.drafted for s in decoded],
-        accepted=[s.accepted for s in decoded],
-        emitted=[len(s.tokens) for s in decoded],
-        prefill_seconds=prefill.verify_seconds + prefill.host_seconds,
-        draft_seconds=sum(s.draft_seconds for s in decoded),
-        verify_seconds=sum(s.verify_seconds for s in decoded),
-        host_seconds=sum(s.host_seconds for s in decoded),
+        prompt=run.prompt,
+        tokens=len(run.prefill.tokens) + sum(len(s.tokens) for s in steps),
+        drafted=[s.drafted for s in steps],
+        accepted=[s.accepted for s in steps],
+        emitted=[len(s.tokens) for s in steps],
+        prefill_seconds=run.prefill.verify_seconds + run.prefill.host_seconds,
+        draft_seconds=sum(s.draft_seconds for s in steps),
+        verify_seconds=sum(s.verify_seconds for s in steps),
+        host_seconds=sum(s.host_seconds for s in steps),
+        stalled_steps=sum(t.stall > 0 for t in timed),
+        stalled_seconds=sum(t.stall for t in timed),
     )

@@ -26,6 +26,8 @@ class Generation(FileModel):
     draft_seconds: float
     verify_seconds: float
     host_seconds: float
+    stalled_steps: int = 0  # interrupted, and counted at the median of their kind
+    stalled_seconds: float = 0.0  # taken out of these steps
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Generation":

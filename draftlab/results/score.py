@@ -26,7 +26,9 @@ from draftlab.results.decoding import (
 )
 from draftlab.sampling import SamplingParams
 
-STALLED = 1.5  # slowest over fastest repeat of a prompt, from which the machine must have been busy
+DISAGREE = 1.25  # ratio of the implied to the measured speed-up, or its inverse, from which one of them is wrong
+MANY_STALLS = 0.1  # share of steps
+UNEVEN = 1.5  # slowest over fastest repeat of a prompt, from which the machine must have been busy
 BUSY = 0.5  # share of the cores that other work uses
 
 
@@ -224,11 +226,17 @@ class Score(FileModel):
         return {phase: sum(getattr(g, f"{phase}_seconds") for g in runs) / total for phase in phases}
 
     @property
-    def stalls(self) -> tuple[int, float]:
-        """Number of prompts with a repeat STALLED times as slow as another, and the worst ratio."""
+    def stalls(self) -> tuple[int, int]:
+        """Steps that stalled and count as the others of their kind, and all steps; 0 where servers decoded."""
+        runs = [g for arm in (self.plain, *self.speculative.values()) for g in arm if isinstance(g, Generation)]
+        return sum(g.stalled_steps for g in runs), sum(len(g.drafted) for g in runs)
+
+    @property
+    def uneven_prompts(self) -> tuple[int, float]:
+        """Number of prompts with a repeat UNEVEN times as slow as another, and the worst ratio."""
         arms = [timings_by_prompt(runs) for runs in (self.plain, *self.speculative.values())]
         worst = [max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)]
-        return sum(ratio > STALLED for ratio in worst), max(worst)
+        return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
     @property
     def median_prompt(self) -> int:
@@ -261,12 +269,38 @@ class Score(FileModel):
         """c: time of a draft pass over that of a target pass."""
         return self.draft_ms / self.target.latency[0].median_ms if self.draft_ms and self.target.latency else None
 
+    def implied_speedup(self, k: int) -> float | None:
+        """Return the speed-up that tokens per pass and the latencies of single passes imply; None: not measured.
+
+        A draft model drafts K tokens one after the other, then the target verifies them in one pass of K + 1.
+        """
+        ms = {latency.width: latency.median_ms for latency in self.target.latency}
+        if self.draft_ms is None or not {1, k + 1} <= ms.keys():
+            return None
+        return self.tokens_per_pass(k) * ms[1] / (k * self.draft_ms + ms[k + 1])
+
+    @property
+    def doubt(self) -> str | None:
+        """The reason why nobody can tell from this score how fast the draft is; None: there is none."""
+        k = self.best_k
+        implied, measured = self.implied_speedup(k), self.speedup_value(k)
+        if implied is not None and not 1 / DISAGREE <= implied / measured <= DISAGREE:
+            return f"latencies and acceptance imply {implied:.2f}x at K = {k}, and {measured:.2f}x was measured"
+        if self.environment is not None and self.environment.busy:
+            return f"other work kept {self.environment.busy_cores:.1f} of {self.environment.cores} cores busy"
+        stalled, steps = self.stalls
+        if stalled > MANY_STALLS * steps:
+            return f"{stalled} of {steps} steps stalled"
+        return None
+
     def verdict(self) -> str:
         """Return in words what the draft gains, and what limits it most."""
-        k, gain = self.best_k, self.best_k_speedup
+        k, gain, doubt = self.best_k, self.best_k_speedup, self.doubt
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:
             opening = "No clear difference"
+        if doubt is not None:
+            opening = f"Cannot tell, because {doubt}; measure again on a quiet machine. Measured"
         return (
             ("The output is not the target's own. " if self.output_differs else "")
             + f"{opening}: {gain.as_speedup()} at K = {k}, with {self.tokens_per_pass(k):.2f} tokens per target pass "

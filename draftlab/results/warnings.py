@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from draftlab.results.decoding import median_timings
-from draftlab.results.score import STALLED, Score
+from draftlab.results.score import UNEVEN, Score
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
@@ -61,10 +61,13 @@ def _about_conditions(score: Score) -> Iterator[str]:
 
 def _about_timing(score: Score) -> Iterator[str]:
     k, prompts = score.best_k, score.conditions.prompts
-    stalled, worst = score.stalls
+    stalled, steps = score.stalls
     if stalled:
+        yield f"{stalled} of {steps} steps stalled, as the machine was busy; they count as the others of their kind"
+    uneven, worst = score.uneven_prompts
+    if uneven:
         yield (
-            f"{stalled} of {prompts} prompts took over {STALLED:g} times as long in one repeat as in another (at most "
+            f"{uneven} of {prompts} prompts took over {UNEVEN:g} times as long in one repeat as in another (at most "
             f"{worst:.1f} times): the machine was busy; each prompt counts by its median repeat"
         )
     short = sum(not tokens for tokens, _ in median_timings(score.plain))

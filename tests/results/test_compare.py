@@ -26,8 +26,12 @@ from draftlab.results.compare import (
 )
 from draftlab.results.decoding import Counters, Generation, ServedGeneration
 from draftlab.results.report import html, json_rows
-from draftlab.results.score import Environment, Prompt, Score, TaskResult
+from draftlab.results.score import Environment, Latency, Prompt, Score, TaskResult
 from draftlab.results.warnings import score_warnings
+
+
+def latency(width: int, ms: float) -> Latency:
+    return Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=20)
 
 
 def at(name: str, seconds: list[float]) -> Score:
@@ -226,3 +230,28 @@ def test_stalls_and_a_busy_machine_are_said_on_the_page():
     assert any("1 of 8 prompts took over 1.5 times as long in one repeat as in another (at most 8.0" in t for t in said)
     busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
     assert any("other work kept 1.5 of 2 cores busy" in t for t in score_warnings([change(base, environment=busy)]))
+
+
+def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_disagree():
+    base = at("draft", [0.2] * PROMPTS)
+    assert base.doubt is None
+    busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
+    assert change(base, environment=busy).verdict().startswith("Cannot tell, because other work kept 1.5 of 2 cores")
+    k = base.best_k
+    for share, doubted in ((0.0, False), (0.05, False), (0.8, True)):
+        some = [g.model_copy(update={"stalled_steps": round(share * len(g.drafted))}) for g in base.generations(k)]
+        assert (change(base, speculative={k: some}).doubt is not None) == doubted
+    target = base.speedup_value(k) / base.tokens_per_pass(k)  # a step of that many passes gives what was measured
+    for factor, doubted in ((1.0, False), (1.2, False), (1.3, True), (0.7, True)):
+        passes = {1: 1.0, k + 1: 1 / (target * factor) - k * 0.01}
+        model = base.target.model_copy(
+            update={
+                "latency": [
+                    Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=20) for width, ms in passes.items()
+                ]
+            }
+        )
+        draft = base.draft.model_copy(update={"latency": [latency(1, 0.01)]})
+        found = change(base, target=model, draft=draft)
+        assert found.implied_speedup(k) == pytest.approx(factor * base.speedup_value(k))
+        assert (found.doubt is not None) == doubted

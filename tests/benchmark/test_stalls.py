@@ -1,0 +1,80 @@
+"""Stalls are taken out of timings, and nothing else is."""
+
+import random
+
+import pytest
+import torch
+from builders import build
+
+from draftlab import intervals
+from draftlab.benchmark.stalls import TimedStep, without_stalls
+from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
+from draftlab.engine.generate import Step
+from draftlab.model import llama
+from draftlab.results.decoding import median_timings
+from draftlab.sampling import SamplingParams
+
+PROMPTS = [[1 + i, 2, 3 + i] for i in range(8)]
+ARMS = [PLAIN, ("draft", 1), ("draft", 3)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("stalls")
+    for name, seed, layers in (("target", 1, 2), ("draft", 2, 1)):
+        build("llama", seed, num_hidden_layers=layers).save_pretrained(root / name)
+    return [llama.load(root / name, torch.float32) for name in ("target", "draft")]
+
+
+def measured(models, share: float, factor: tuple[float, float]) -> Measured:
+    """Decode on a clock that advances by about one tick per reading, and by many in a share of them."""
+    target, draft = models
+    rng, now = random.Random(0), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        stalled = rng.random() < share / 3  # three readings a pass advance the clock
+        now += rng.uniform(0.95, 1.05) * (3 * rng.uniform(*factor) if stalled else 1)
+        return now
+
+    return measure_throughput(
+        target, {"draft": draft}, PROMPTS, ks=[1, 3], sampling=SamplingParams(max_tokens=41), repeats=2,
+        advance=lambda done: None, clock=clock,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.01, 0.03, 0.1])
+@pytest.mark.parametrize("factor", [(10, 10), (10, 1000)])
+def test_the_estimate_stands_and_its_interval_covers_the_truth_whatever_stalls(models, share, factor):
+    quiet, noisy = measured(models, 0, factor), measured(models, share, factor)
+    for arm in ARMS:
+        clean, found = (median_timings(m.generations[arm]) for m in (quiet, noisy))
+        rate = intervals.tokens_per_second(clean)
+        assert intervals.tokens_per_second(found) == pytest.approx(rate, rel=0.03)
+        assert sum(g.stalled_steps for g in noisy.generations[arm]) > 0
+        raw = [(g.tokens - 1, g.decode_seconds + g.stalled_seconds) for g in noisy.generations[arm]]
+        assert intervals.tokens_per_second(raw) < 0.97 * rate  # what a mean would say
+    plain = [median_timings(m.generations[PLAIN]) for m in (quiet, noisy)]
+    for arm in ARMS[1:]:
+        drafted = [median_timings(m.generations[arm]) for m in (quiet, noisy)]
+        truth = intervals.tokens_per_second(drafted[0]) / intervals.tokens_per_second(plain[0])
+        speedup = intervals.speedup(([drafted[1]], plain[1]))
+        assert speedup.low - 0.03 * truth <= truth <= speedup.high + 0.03 * truth
+    assert all(g.stalled_steps == 0 for arm in ARMS for g in quiet.generations[arm])
+
+
+def test_steps_of_another_kind_are_no_stalls():
+    """Two drafters that take turns, wider drafts and fewer rows cost more, and are left as they are."""
+
+    def step(drafted: int, seconds: float, rows: int = 1) -> TimedStep:
+        parts = {"draft_seconds": seconds / 2, "verify_seconds": seconds / 2, "host_seconds": 0.0}
+        return TimedStep(Step(row=0, drafted=drafted, accepted=0, tokens=[1], **parts), rows)
+
+    turns = [step(3, 1.0)] * 30 + [step(3, 4.0)] * 20
+    wide = [step(12, 9.0)] * 12
+    last = [step(3, 7.0, rows=4)] * 10
+    assert without_stalls([turns, wide, last]) == [turns, wide, last]
+    (mended,) = without_stalls([[*turns, step(3, 50.0)]])
+    assert mended[:-1] == turns
+    assert mended[-1].stall == pytest.approx(49.0)
+    assert without_stalls([[]]) == [[]]

@@ -54,7 +54,7 @@ class Counts:
 class Texts:
     """Texts padded to n tokens, with their lengths and the length limits of decoding, [R] each."""
 
-    chances: np.ndarray  # [R, n]
+    chances: np.ndarray  # [R, n]; of a parallel draft [R, n, D], by the age of the step
     lengths: np.ndarray
     limits: np.ndarray
 
@@ -73,8 +73,9 @@ def chances(log_q: np.ndarray, log_p: np.ndarray) -> np.ndarray:
 
 
 def padded(rows: list[np.ndarray]) -> np.ndarray:
-    """Return the rows as one array [R, n], padded with zeros."""
-    out = np.zeros((len(rows), max(map(len, rows), default=0)))
+    """Return the rows, [n, ...] each, as one array [R, n, ...], padded with zeros."""
+    inner = rows[0].shape[1:] if rows else ()
+    out = np.zeros((len(rows), max(map(len, rows), default=0), *inner))
     for line, row in zip(out, rows, strict=True):
         line[: len(row)] = row
     return out
@@ -100,8 +101,9 @@ def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
 
 def chain(texts: Texts, k: int | np.ndarray) -> Counts:
     """Count steps that draft a chain of k tokens; k may differ by the token where a step begins, [R, n]."""
-    depth = np.minimum(k, texts.room())
-    return _count(texts, texts.chances[:, :, None], depth, depth, int(np.max(k)))
+    depth, deepest = np.minimum(k, texts.room()), int(np.max(k))
+    by_age = texts.chances[:, :, None] if texts.chances.ndim == 2 else texts.chances[:, :, :deepest]
+    return _count(texts, by_age, depth, depth, deepest)
 
 
 def tree(texts: Texts, ranks: np.ndarray, widths: list[int]) -> Counts:

@@ -45,9 +45,7 @@ def score_tokens(
     Raises:
         UserError: a text is longer than the model's context.
     """
-    longest = max((_length(text) for text in texts), default=0)
-    if longest > model.context + 1:  # the last token is not fed
-        raise UserError(f"a text has {longest} tokens with its prompt, and the model's context is {model.context}")
+    check_fits(model, texts)
     scored: list[TokenLogprobs] = [TokenLogprobs(*np.zeros((3, 0)))] * len(texts)
     order = sorted((i for i, (_, completion) in enumerate(texts) if len(completion)), key=lambda i: -_length(texts[i]))
     done, limit = 0, max_positions(vocab, memory)
@@ -59,6 +57,13 @@ def score_tokens(
         done += len(batch)
         advance(done)
     return scored
+
+
+def check_fits(model: Decoder, texts: Sequence[Text]) -> None:
+    """Raises UserError: a text is longer than the model's context."""
+    longest = max((_length(text) for text in texts), default=0)
+    if longest > model.context + 1:  # the last token is not fed
+        raise UserError(f"a text has {longest} tokens with its prompt, and the model's context is {model.context}")
 
 
 def max_positions(vocab: int, memory: float) -> int:
@@ -98,7 +103,7 @@ def _score(texts: list[Text], model: Decoder, vocab: int, sampling: SamplingPara
             low, high = max(start, at), min(start + len(completion), at + len(row))
             if low < high:
                 tokens = _long(completion[low - start : high - start]).to(row.device)
-                scored.append(_token_logprobs(row[low - at : high - at].float(), tokens, sampling))
+                scored.append(token_logprobs(row[low - at : high - at].float(), tokens, sampling))
     return [_concatenated(scored) for scored in parts]
 
 
@@ -106,7 +111,8 @@ def _concatenated(parts: list[TokenLogprobs]) -> TokenLogprobs:
     return TokenLogprobs(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(TokenLogprobs)))
 
 
-def _token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> TokenLogprobs:
+def token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> TokenLogprobs:
+    """Return the view of tokens [n] of a model with these logits [n, V]."""
     own = logits.gather(1, tokens[:, None])  # [n, 1]
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < tokens[:, None]
     ranks = ((logits > own) | ((logits == own) & lower_ids)).sum(1)

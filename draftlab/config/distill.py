@@ -12,7 +12,7 @@ from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettin
 from draftlab.console import note
 from draftlab.model import hub
 
-GENERATED = "Generated text"  # panel of --help
+GENERATED, PARALLEL = "Generated text", "Parallel drafting"  # panels of --help
 
 
 class TrainConfig(OutputConfig, TrainingSettings):
@@ -57,6 +57,20 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         0.0, "Temperature at which acceptance length is evaluated; 0 is greedy.", ge=0, panel=CHECKPOINTS,
         advanced=True,
     )  # fmt: skip
+    parallel: int = option(
+        1, "Tokens that the draft learns to predict in one pass, from mask tokens (PARD); 1: an ordinary draft.", ge=1,
+        le=32, panel=PARALLEL,
+    )  # fmt: skip
+    pard_token: int | None = option(
+        None, "Id of the mask token. Default: an id that no text has.", ge=0, panel=PARALLEL, advanced=True
+    )
+    cod_share: float = option(
+        0.7, "Share of the positions of each offset that predict the next one, too; 1: all.", gt=0, le=1,
+        panel=PARALLEL, advanced=True,
+    )  # fmt: skip
+    cod_floor: float = option(
+        0.2, "Least share of all positions that predict an offset.", ge=0, le=1, panel=PARALLEL, advanced=True
+    )
     lora_rank: int = shared.lora_rank()
     gradient_checkpointing: bool = shared.gradient_checkpointing()
     reweigh_steps: int = shared.reweigh_steps()
@@ -78,6 +92,8 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         Only(("eval_temperature",), lambda c: c.evaluates_length, "needs a target in memory and a loss that uses it"),
         Only(("memory",), lambda c: c.needs_target or c.generates, "nothing is generated and no target is loaded here"),
         Only(("temperature",), lambda c: c.outputs or c.compares_with_target, "--loss ce has no temperature"),
+        Only(("pard_token", "cod_share", "cod_floor"), lambda c: c.parallel > 1, "needs --parallel"),
+        Only(("lora_rank",), lambda c: c.parallel == 1, "adapters leave out the embedding of --parallel's mask token"),
     )
 
     @model_validator(mode="after")

@@ -49,18 +49,31 @@ class Batch:
     """Token ids [B, T + 1] and mask [B, T]: 1 where the token after a position is trained on or scored.
 
     top_logprobs: the target's at these positions, if they were cached. positions: of the tokens in their sequences,
-    [B, T], where a row holds several.
+    [B, T], where a row holds several. depths: for parallel drafting, how many of the tokens after each position are
+    predicted from it, [B, T]; None: the next one where the mask is 1.
     """
 
     ids: np.ndarray
     mask: np.ndarray
     top_logprobs: TopLogprobs | None = None
     positions: np.ndarray | None = None
+    depths: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
         """Return how many tokens of each row have an influence, [B]: up to the last in the mask, at least one."""
         return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
+
+    @property
+    def predictions(self) -> int:
+        """Return how many tokens are predicted; with depths, each as often as it is."""
+        return int(self.mask.sum() if self.depths is None else self.depths.sum())
+
+    def predictions_by_offset(self, offsets: int) -> np.ndarray:
+        """Return the predictions of each offset from 1 on, [offsets]."""
+        if self.depths is None:
+            return np.array([self.predictions])
+        return (self.depths[..., None] > np.arange(offsets)).sum((0, 1))
 
     def rows(self, index: slice) -> "Batch":
         return self._picked(index, self.mask.shape[1])
@@ -100,31 +113,34 @@ class Batch:
     def numbered_parts(self, tokens: int) -> "list[tuple[list[int], Batch]]":
         """Return parts, see there, with the numbers of their rows.
 
-        Each part ends at its longest row's last token in the mask; later tokens have no influence.
+        Each part ends at its longest row's last token in the mask; later tokens have no influence. The mask tokens of
+        parallel drafting count.
         """
         lengths = self.lengths
-        order = np.argsort(-lengths, kind="stable")
+        fed = lengths if self.depths is None else lengths + np.maximum(self.depths - 1, 0).sum(1)
+        order = np.argsort(-fed, kind="stable")
         parts: list[list[int]] = []
         for row in order:
-            longest = lengths[parts[-1][0]] if parts else 0
+            longest = fed[parts[-1][0]] if parts else 0
             if parts and (tokens == 0 or (len(parts[-1]) + 1) * longest <= tokens):
                 parts[-1].append(int(row))
             else:
                 parts.append([int(row)])
-        return [(rows, self._picked(rows, int(lengths[rows[0]]))) for rows in parts]
+        return [(rows, self._picked(rows, int(lengths[rows].max()))) for rows in parts]
 
     def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
         top, index = self.top_logprobs, (rows, slice(0, length))
         top = None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
-        positions = None if self.positions is None else self.positions[index]
-        return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions)
+        positions, depths = (None if x is None else x[index] for x in (self.positions, self.depths))
+        return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions, depths)
 
     def shard(self, index: int, count: int) -> "Batch":
         """Return every count-th row from index on, the share of a process; if none, one with an empty mask."""
         if index < len(self.ids):
             return self.rows(slice(index, None, count))
         spare = self.rows(slice(0, 1))
-        return replace(spare, mask=np.zeros_like(spare.mask))
+        depths = None if spare.depths is None else np.zeros_like(spare.depths)
+        return replace(spare, mask=np.zeros_like(spare.mask), depths=depths)
 
 
 def _first_fit(lengths: np.ndarray, width: int) -> list[list[int]]:

@@ -1,9 +1,12 @@
 """Files of an unfinished run: checkpoints to resume from, and the best weights so far."""
 
 import atexit
+import contextlib
 import math
 import shutil
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftlab.console import processes
+from draftlab.console import note, processes
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import resolve_device
 
@@ -136,3 +139,26 @@ def _unwritable(state: Path, error: Exception) -> UserError:
 
 def _checkpoints(state: Path) -> list[Path]:
     return sorted(state.glob("step-*"))
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """Yield a list to which SIGTERM and the first Ctrl-C are added, so that a checkpoint is saved before the end."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def handler(number: int, _: object) -> None:
+        if number == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        received.append(number)
+        if number == signal.SIGINT:
+            note("stopping after this step and its checkpoint; Ctrl-C again stops at once")
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

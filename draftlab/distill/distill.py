@@ -1,7 +1,7 @@
 """Training a draft against its target, and any model on text: from a config to an output."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from draftlab.distill.checkpointer import select_device
 from draftlab.distill.lora import adapt
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import parse_texts
+from draftlab.distill.parallel import Offsets
 from draftlab.distill.run import TrainedModel, TrainingResult, claimed_state, fit_and_write
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.distill.training_setup import served_teacher, stored_setup, text_setup
@@ -75,26 +76,33 @@ def distill(config: DistillConfig, output: Output) -> TrainingResult:
         if model is not None:
             checkpoint.check(model)
     select_device(config.device)
+    offsets = Offsets.of(config, pair.draft, pair.target) if config.parallel > 1 else None
     model = TrainedModel(
-        config=checkpoint.read_config(pair.draft), like=pair.draft, lora_rank=config.lora_rank,
-        vocab=checkpoint.vocab_size(pair.target) if pair.target else None,
+        config=checkpoint.read_config(pair.draft) | (offsets.config if offsets else {}), like=pair.draft,
+        lora_rank=config.lora_rank, vocab=checkpoint.vocab_size(pair.target) if pair.target else None,
     )  # fmt: skip
     with claimed_state(output, inputs) as state:
         student = load_student(pair.draft, config)
-        setup = _setup(config, student, pair, state)
+        if offsets is not None:
+            offsets.prepare(student)
+        setup = _setup(config, student, pair, state, offsets)
         return fit_and_write(student, setup, config, model, output, inputs)
 
 
-def _setup(config: DistillConfig, student: PreTrainedModel, pair: Pair, state: Path) -> TrainingSetup:
+def _setup(
+    config: DistillConfig, student: PreTrainedModel, pair: Pair, state: Path, offsets: Offsets | None
+) -> TrainingSetup:
     if config.outputs is not None:
-        return stored_setup(
+        setup = stored_setup(
             config.outputs, pair.draft, loss=config.loss, batch_size=config.batch_size, temperature=config.temperature
         )
-    served = None
-    if config.server is not None:
-        server = Server.connect(config.server, config.served_model, config.api_key_file)
-        served = served_teacher(server, pair.draft, config.top_logprobs)
-    return text_setup(config, student, pair.draft, pair.target, state, served)
+    else:
+        served = None
+        if config.server is not None:
+            server = Server.connect(config.server, config.served_model, config.api_key_file)
+            served = served_teacher(server, pair.draft, config.top_logprobs)
+        setup = text_setup(config, student, pair.draft, pair.target, state, served, offsets)
+    return setup if offsets is None else replace(setup, offsets=offsets)
 
 
 def load_student(draft: Path, config: DistillConfig | OnlineConfig) -> PreTrainedModel:

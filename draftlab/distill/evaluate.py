@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import tokens_per_pass
+from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.distill.parallel import Offsets
 from draftlab.engine.batch_generate import BatchSettings, generate_batch
 from draftlab.intervals import ratio_interval
 from draftlab.model.decoder import Decoder
@@ -69,20 +71,30 @@ def generate(
     }
 
 
-def acceptance_probabilities(student: PreTrainedModel, text: TargetText, memory: float = 2.0) -> list[np.ndarray]:
-    """Return the probability that each token of the target is accepted, by text; a text's first is not drafted."""
+def acceptance_probabilities(
+    student: PreTrainedModel, text: TargetText, memory: float = 2.0, offsets: Offsets | None = None
+) -> list[np.ndarray]:
+    """Return the probability that each token of the target is accepted, by text; a text's first is not drafted.
+
+    offsets: of a parallel draft, for which they are by offset, [n, K].
+    """
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
     sampling = SamplingParams(temperature=text.temperature)
     student.eval()
-    scored = score_tokens(HFDecoder(student), text.texts, vocab, sampling, memory=memory)
+    if offsets is None:
+        scored = score_tokens(HFDecoder(student), text.texts, vocab, sampling, memory=memory)
+    else:
+        count, token = offsets.count, offsets.token
+        scored = score_offsets(HFDecoder(student), text.texts, vocab, sampling, count, token, memory=memory)
     student.train(was_training)
-    return [expected.chances(draft.logprobs, target)[1:] for draft, target in zip(scored, text.log_p, strict=True)]
+    targets = text.log_p if offsets is None else [log_p[:, None] for log_p in text.log_p]
+    return [expected.chances(draft.logprobs, target)[1:] for draft, target in zip(scored, targets, strict=True)]
 
 
 def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[LengthComparison]:
     """Compare acceptance probabilities of the same texts before and after training, at every K."""
     comparisons = []
-    for k in KS:
+    for k in KS if before[0].ndim == 1 else range(1, before[0].shape[1] + 1):
         old, new = tokens_per_pass(before, k), tokens_per_pass(after, k)
         now = ratio_interval(new)
         gain = ratio_interval(np.stack([old[:, 1], new[:, 1]], 1))  # same texts: passes over passes

@@ -23,10 +23,14 @@ SLICE = 512  # rows of the head's gradient that are added to at once where it is
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Whole distributions: hidden [N, D] and head [V, D]; or logits [N, V] and no head."""
+    """Whole distributions: hidden [N, D] and head [V, D]; or logits [N, V] and no head.
+
+    rows: where several tokens have one distribution, the row of each token in hidden, ascending, [tokens].
+    """
 
     hidden: Tensor
     head: Tensor | None
+    rows: Tensor | None = None
 
     @property
     def vocab(self) -> int:
@@ -43,7 +47,12 @@ class Dense:
 
     def logits(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
         """Return logits [c, V]; in the buffer, if one is passed and a head makes them."""
-        hidden = self.hidden[rows]
+        if self.rows is None:
+            return self._product(self.hidden[rows], buffer)
+        distinct, of_token = self.rows[rows].unique_consecutive(return_inverse=True)
+        return self._product(self.hidden[distinct], buffer)[of_token]
+
+    def _product(self, hidden: Tensor, buffer: Tensor | None) -> Tensor:
         if self.head is None:
             return hidden
         return torch.mm(hidden.to(self.dtype), self.head.T, out=None if buffer is None else buffer[: len(hidden)])
@@ -67,6 +76,14 @@ class TopK:
 Teacher = Dense | TopK | None
 Chunk = tuple[slice, Tensor, Tensor]  # rows, values of their tokens, gradient of their weighted sum: see _chunks
 Chunks = Callable[[Dense], Iterator[Chunk]]
+
+
+def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
+    """Return a teacher's distributions at some places, ascending and perhaps repeated, of those that it has."""
+    rows = torch.searchsorted(counted, places)
+    if isinstance(teacher, Dense):
+        return Dense(teacher.hidden, teacher.head, rows)
+    return None if teacher is None else TopK(teacher.ids[rows], teacher.log_p[rows], teacher.tail[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,6 +184,6 @@ def evaluate_heads(student: Heads, weights: Mapping[str, Tensor], setup: Trainin
         for k in range(count):
             mask = batch.mask * (np.arange(len(batch.mask)) % count == k)[:, None]
             ids, counted = torch.from_numpy(batch.ids).to(student.device), torch.from_numpy(mask).to(student.device)
-            sums[k] += step(ids, counted, teacher.distributions(Batch(batch.ids, mask))).double().cpu()
+            sums[k] += step(ids, counted, teacher.distributions(Batch(batch.ids, mask)))[0].double().cpu()
             tokens[k] += float(mask.sum())
     return [{"acceptance": float(s[2] / n), "agreement": float(s[4] / n)} for s, n in zip(sums, tokens, strict=True)]

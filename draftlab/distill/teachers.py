@@ -64,15 +64,23 @@ class OutputHead:
         return cls(plain, vocab, _keeps_apart(model))
 
     def hidden_and_weight(
-        self, model: PreTrainedModel, ids: Tensor, counted: Tensor, positions: Tensor | None = None
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        counted: Tensor,
+        positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [N, D] and head [V, D], or logits [N, V] and None, at the counted positions of ids.
 
-        positions: of the tokens in their sequences, [B, T], where rows hold several.
+        positions: of the tokens in their sequences, [B, T], where rows hold several. attention_mask: of other than
+        causal attention, [B, 1, T, T].
         """
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if positions is not None:
             inputs["position_ids"] = positions.to(ids.device)
+        if attention_mask is not None:
+            inputs["attention_mask"] = attention_mask
         if not self.plain:
             logits = model(**inputs).logits[..., : self.vocab]
             return logits.flatten(0, 1)[counted.to(logits.device)], None

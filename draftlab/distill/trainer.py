@@ -6,8 +6,6 @@ so a run that was killed resumes bit for bit.
 
 import contextlib
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -25,12 +23,14 @@ from draftlab.console import note
 from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.distill import checkpointer, distributed
 from draftlab.distill.evaluate import LengthComparison
-from draftlab.distill.fused_loss import Teacher, fused_loss
+from draftlab.distill.fused_loss import Teacher, chosen, fused_loss
 from draftlab.distill.losses import Loss
 from draftlab.distill.on_policy import Batches
 from draftlab.distill.optimizers import optimizers_for, training_dtype
+from draftlab.distill.parallel import Offsets, expected_tokens
 from draftlab.distill.teachers import ListingTeacher, LocalTeacher, OutputHead, logits_of, moved_to, shard_by_layer
 from draftlab.errors import UserError
+from draftlab.model.parallel import pack
 
 TeacherModel = PreTrainedModel | ListingTeacher | None
 MAX_GRAD_NORM = 1.0
@@ -48,7 +48,8 @@ class LengthEvaluator(Protocol):
 class TrainingSetup:
     """Teacher, text, loss and evaluation of a student.
 
-    teacher: None to learn from the text alone. temperature: of both distributions in the divergence.
+    teacher: None to learn from the text alone. temperature: of both distributions in the divergence. offsets: of a
+    student that learns to draft in parallel.
     """
 
     teacher: TeacherModel
@@ -57,6 +58,7 @@ class TrainingSetup:
     loss: Loss
     temperature: float = 1.0
     length: LengthEvaluator | None = None
+    offsets: Offsets | None = None
 
 
 class Constraint(Protocol):
@@ -90,6 +92,7 @@ class EvalRecord:
 
     acceptance and agreement are None without a teacher. slack: by how much acceptance may be higher, where only the
     most probable tokens are stored. mean_acceptance_length: tokens per target pass at K = 4, None if not measured.
+    offsets: acceptance of each offset of a parallel draft; loss is over all of them, the others are of the first.
     """
 
     step: int
@@ -100,13 +103,16 @@ class EvalRecord:
     agreement: float | None = None
     slack: float = 0.0
     mean_acceptance_length: float | None = None
+    offsets: tuple[float, ...] = ()
 
     @property
     def selection_metric(self) -> float:
         """The value that is highest at the best step: acceptance length, else acceptance, else likelihood."""
         if self.mean_acceptance_length is not None:
             return self.mean_acceptance_length
-        return -self.cross_entropy if self.acceptance is None else self.acceptance
+        if self.acceptance is None:
+            return -self.loss
+        return expected_tokens(self.offsets) if self.offsets else self.acceptance
 
 
 class DistillStep(nn.Module):
@@ -119,12 +125,14 @@ class DistillStep(nn.Module):
         temperature: float,
         vocab: int | None = None,  # logits that count: fewer where one of both heads is padded
         constraint: Constraint | None = None,
+        offsets: Offsets | None = None,
     ) -> None:
         super().__init__()
         self.student = student
         self.loss = loss
         self.temperature = temperature
         self.constraint = constraint
+        self.offsets = offsets
         self.head = OutputHead.of(student, vocab or logits_of(student))
         self.progress = 0.0
 
@@ -134,17 +142,41 @@ class DistillStep(nn.Module):
         if self.constraint is not None:
             self.constraint.progress = progress
 
-    def forward(self, ids: Tensor, mask: Tensor, teacher: Teacher, positions: Tensor | None = None) -> Tensor:
-        """Return sums over tokens, [6]: objective, cross-entropy, acceptance, its slack, agreement, total to descend.
+    def forward(
+        self, ids: Tensor, mask: Tensor, teacher: Teacher, positions: Tensor | None = None, depths: Tensor | None = None
+    ) -> Tensor:
+        """Return sums over tokens, [G, 6]: objective, cross-entropy, acceptance, its slack, agreement, total cost.
 
         ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
-        positions: see OutputHead.hidden_and_weight.
+        positions, depths: see Batch. G is 1; for a parallel draft without gradients the number of offsets, each by
+        itself.
         """
         if self.constraint is not None:
             self.constraint.draw()
         counted = mask.flatten().nonzero().squeeze(1)
-        hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted, positions)
-        labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
+        if depths is None:
+            hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted, positions)
+            return self._sums(hidden, head, ids, mask, counted, teacher).unsqueeze(0)
+        assert self.offsets is not None  # depths are theirs
+        packed = pack(ids[:, :-1], depths, self.offsets.token, positions)
+        attention_mask = packed.mask.unsqueeze(1)
+        hidden, head = self.head.hidden_and_weight(
+            self.student, packed.ids, packed.predicting, packed.positions, attention_mask
+        )
+        groups: list[Any] = [slice(None)]
+        if not torch.is_grad_enabled():
+            groups = [packed.offset == n for n in range(1, self.offsets.count + 1)]
+        each = []
+        for own in groups:
+            places = packed.predicted[own]
+            each.append(self._sums(hidden[own], head, ids, mask, places, chosen(teacher, counted, places)))
+        return torch.stack(each)
+
+    def _sums(
+        self, hidden: Tensor, head: Tensor | None, ids: Tensor, mask: Tensor, predicted: Tensor, teacher: Teacher
+    ) -> Tensor:
+        """Return the sums over tokens that are predicted at places of the mask, [6]."""
+        labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
         sums = fused_loss(hidden, head, labels, weights, teacher, self.loss.at(self.progress), self.temperature)
         total = sums.objective
         if self.constraint is not None:  # on every token, as the objective is a sum over tokens
@@ -177,7 +209,7 @@ def train(
         yield trainer.evaluate(0)
     else:
         note(f"resuming from step {start} of {config.steps}")
-    with _deferred_signals() as received:
+    with checkpointer.deferred_signals() as received:
         for index in range(start, config.steps):
             yield trainer.step(index)
             done = index + 1
@@ -212,7 +244,7 @@ class Trainer:
         self.accelerator = distributed.new_accelerator(training_dtype(config.training_dtype), MAX_GRAD_NORM)
         student.train()
         vocab = _shared_vocab(student, setup.teacher)
-        module = DistillStep(student, setup.loss, setup.temperature, vocab, constraint)
+        module = DistillStep(student, setup.loss, setup.temperature, vocab, constraint, setup.offsets)
         optimizers = optimizers_for(student, config, constraint.groups() if constraint else [])
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
@@ -244,7 +276,7 @@ class Trainer:
         started_at = time.perf_counter()
         self.accelerator.unwrap_model(self.module).set_progress(index / self.config.steps)
         parts = self._micro_batches(index)
-        tokens = int(self._total(torch.tensor(sum(int(part.mask.sum()) for part in parts))))
+        tokens = int(self._total(torch.tensor(sum(part.predictions for part in parts))))
         rate = schedule(index, self.config)
         for group in _groups(self.optimizers):
             group["lr"] = rate * group["peak_lr"]
@@ -276,12 +308,16 @@ class Trainer:
     def _micro_batches(self, index: int) -> list[Batch]:
         """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
         processes = self.accelerator.num_processes
-        parts = self._packed(self.setup.batches.batch(index)).parts(self.config.micro_batch_tokens * processes)
+        parts = self._packed(self.setup.batches.batch(index), index).parts(self.config.micro_batch_tokens * processes)
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 
-    def _packed(self, batch: Batch) -> Batch:
-        """Pack short sequences together, unless the student or the teacher wants every row to be one."""
-        return batch.packed() if self.packs else batch
+    def _packed(self, batch: Batch, draw: int) -> Batch:
+        """Pack short sequences together, unless the student or the teacher wants every row to be one.
+
+        draw: number that decides, with the seed, what a parallel draft predicts.
+        """
+        batch = batch.packed() if self.packs else batch
+        return batch if self.setup.offsets is None else self.setup.offsets.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
         """Return the sums of DistillStep over all parts, [6]. tokens: of the whole step, in all processes."""
@@ -290,7 +326,7 @@ class Trainer:
             accelerator.sync_gradients = number == len(parts)  # DeepSpeed clips and steps in that backward pass
             unsynced = contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.module)
             with unsynced:
-                sums = self._sums(self.teacher, part)
+                sums = self._sums(self.teacher, part)[0]
                 # DDP averages over processes; the token count is that of the whole step, so scale back
                 accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
             totals += sums.detach().double().cpu()
@@ -298,24 +334,32 @@ class Trainer:
 
     def _heldout(self, batches: list[Batch], teacher: LocalTeacher | ListingTeacher | None, step: int) -> EvalRecord:
         self.module.eval()
-        totals, tokens = torch.zeros(6, dtype=torch.float64), 0
+        totals, tokens = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
         with torch.no_grad():
-            for batch in batches:  # split by rows: under FSDP every process takes part in every forward pass
-                part = self._packed(batch).shard(self.accelerator.process_index, self.accelerator.num_processes)
-                totals += self._sums(teacher, part).double().cpu()
-                tokens += int(part.mask.sum())
+            for i, batch in enumerate(batches):  # split by rows: FSDP wants every process in every forward pass
+                part = self._packed(batch, -1 - i).shard(self.accelerator.process_index, self.accelerator.num_processes)
+                sums = self._sums(teacher, part).double().cpu()
+                totals = totals + sums
+                tokens = tokens + torch.from_numpy(part.predictions_by_offset(len(sums)))
         self.module.train()
-        totals, tokens = self._total(totals), int(self._total(torch.tensor(tokens)))
-        loss, cross_entropy, alpha, slack, agreement, _ = (totals / tokens).tolist()
-        compared = {} if teacher is None else {"acceptance": alpha, "agreement": agreement}
-        return EvalRecord(step=step, tokens=tokens, loss=loss, cross_entropy=cross_entropy, slack=slack, **compared)
+        totals, tokens = self._total(totals), self._total(tokens)
+        means = totals / tokens.unsqueeze(1).clamp_min(1)
+        _, cross_entropy, alpha, slack, agreement, _ = means[0].tolist()
+        compared: dict[str, Any] = {} if teacher is None else {"acceptance": alpha, "agreement": agreement}
+        if teacher is not None and len(means) > 1:
+            compared["offsets"] = tuple(means[:, 2].tolist())
+        return EvalRecord(
+            step=step, tokens=int(tokens.sum()), loss=float(totals[:, 0].sum() / tokens.sum()),
+            cross_entropy=cross_entropy, slack=slack, **compared,
+        )  # fmt: skip
 
     def _sums(self, teacher: LocalTeacher | ListingTeacher | None, batch: Batch) -> Tensor:
         device = self.accelerator.device
         ids, mask = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.mask).to(device)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions).to(device)
+        depths = None if batch.depths is None else torch.from_numpy(batch.depths).to(device)
         listed = None if teacher is None else moved_to(device, teacher.distributions(batch))
-        return self.module(ids, mask, listed, positions)
+        return self.module(ids, mask, listed, positions, depths)
 
     def _total(self, values: Tensor) -> Tensor:
         """Sum over all processes."""
@@ -326,29 +370,6 @@ def schedule(step: int, config: TrainerSettings) -> float:
     """Return the share of the peak rate: linear warm-up, then linear to zero (Bergsma et al. 2025)."""
     warmup = max(1, round(config.warmup_ratio * config.steps))
     return min((step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup), 1.0)
-
-
-@contextlib.contextmanager
-def _deferred_signals() -> Iterator[list[int]]:
-    """Yield a list to which SIGTERM and the first Ctrl-C are added, so that a checkpoint is saved before the end."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def handler(number: int, _: object) -> None:
-        if number == signal.SIGINT and received:
-            raise KeyboardInterrupt
-        received.append(number)
-        if number == signal.SIGINT:
-            note("stopping after this step and its checkpoint; Ctrl-C again stops at once")
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:

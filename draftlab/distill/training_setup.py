@@ -20,6 +20,7 @@ from draftlab.distill.evaluate import LengthComparison, TargetText
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches, GeneratedRows, MixedBatches, StudentBatches, load_or_make, parse_texts
 from draftlab.distill.optimizers import training_dtype
+from draftlab.distill.parallel import Offsets
 from draftlab.distill.teachers import ServedTeacher, StoredTeacher
 from draftlab.distill.trainer import DistillStep, TrainingSetup
 from draftlab.engine.batch_generate import BatchSettings, generate_batch, load_generator
@@ -71,6 +72,7 @@ def text_setup(
     target: Path | None,
     state: Path,
     served: ServedTeacher | None = None,
+    offsets: Offsets | None = None,
 ) -> TrainingSetup:
     """Return a setup from text, with the target loaded here or run by a server; with neither if text alone is learnt.
 
@@ -85,7 +87,7 @@ def text_setup(
     if config.reweigh_steps and author is not None:
         note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
         data = reweighing(data, author.load_model().eval(), tokenizer, config.reweigh_steps)
-    length = TargetTextEvaluator.of(author, draft, heldout, state) if author and loss.needs_teacher else None
+    length = TargetTextEvaluator.of(author, draft, heldout, state, offsets) if author and loss.needs_teacher else None
     batches = _mixed(config, data, student, draft, author, state)
     setup = TrainingSetup(
         teacher=served, batches=batches, heldout=heldout, loss=loss, temperature=config.temperature, length=length
@@ -150,9 +152,12 @@ class TargetTextEvaluator:
     text: TargetText
     state: Path
     memory: float = 2.0
+    offsets: Offsets | None = None
 
     @classmethod
-    def of(cls, author: Author, draft: Path, heldout: HeldOut, state: Path) -> "TargetTextEvaluator | None":
+    def of(
+        cls, author: Author, draft: Path, heldout: HeldOut, state: Path, offsets: Offsets | None
+    ) -> "TargetTextEvaluator | None":
         """Let the target write; None where it ends every text with its first token, so that nothing is drafted."""
         context, temperature = min(max_model_len(author.target), max_model_len(draft)), author.config.eval_temperature
         prompt = min(EVALUATED_PROMPT, context // 2)
@@ -171,13 +176,13 @@ class TargetTextEvaluator:
         if arrays["lengths"].max(initial=0) < 2:
             note("the target ends every text at once: acceptance length is not measured")
             return None
-        return cls(TargetText.of(arrays, temperature), state, author.config.memory)
+        return cls(TargetText.of(arrays, temperature), state, author.config.memory, offsets)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
-        """Return tokens per target pass at K = 4."""
-        chances = evaluate.acceptance_probabilities(student, self.text, self.memory)
+        """Return tokens per target pass at K = 4, or fewer if a parallel draft has fewer offsets."""
+        chances = evaluate.acceptance_probabilities(student, self.text, self.memory, self.offsets)
         load_or_make(self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)})
-        tokens, passes = tokens_per_pass(chances, 4).sum(0)
+        tokens, passes = tokens_per_pass(chances, min(4, self.offsets.count if self.offsets else 4)).sum(0)
         return float(tokens / passes)
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
@@ -251,4 +256,4 @@ def reweighing(
 def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
     step, device = DistillStep(model, parse_loss("ce"), 1.0), model.device
     sums = [step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None) for b in batches]
-    return float(sum(s[1] for s in sums) / sum(int(b.mask.sum()) for b in batches))
+    return float(sum(s[0, 1] for s in sums) / sum(int(b.mask.sum()) for b in batches))

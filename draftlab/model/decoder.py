@@ -89,11 +89,12 @@ def feed(
 
 
 @torch.inference_mode()
-def forward_uncached(model: Decoder, ids: Tensor, last: int) -> Tensor:
-    """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept."""
+def forward_uncached(model: Decoder, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
+    """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept. tree: as in forward."""
     if isinstance(model, HFDecoder):
-        return model.forward_uncached(ids, last)
-    return model.forward(ids, model.new_cache(*ids.shape), last=last)
+        return model.forward_uncached(ids, last, tree)
+    cache = model.new_cache(len(ids), ids.shape[1])
+    return model.forward(ids, cache, last) if tree is None else model.forward(ids, cache, last, tree)
 
 
 def model_vocab_size(model: Decoder) -> int | None:

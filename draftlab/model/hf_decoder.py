@@ -77,6 +77,9 @@ class HFDecoder:
         return run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last).logits
 
     @torch.inference_mode()
-    def forward_uncached(self, ids: Tensor, last: int) -> Tensor:
+    def forward_uncached(self, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
         run: Any = self.model
-        return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits
+        if tree is None:
+            return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits
+        layout = {"position_ids": tree.depth.unsqueeze(0), "attention_mask": tree.mask[None, None]}
+        return run(input_ids=ids, use_cache=False, logits_to_keep=last, **layout).logits

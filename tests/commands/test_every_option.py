@@ -113,6 +113,11 @@ def _(w: World) -> Settings:
     return FEW | {"draft": str(w.draft), "data": str(w.text), "loss": "ce"}
 
 
+@case("distill", "in parallel")
+def _(w: World) -> Settings:
+    return distilling(w, parallel=3)
+
+
 @case("train", "continued")
 def _(w: World) -> Settings:
     return FEW | {"model": str(w.source), "data": str(w.text)}

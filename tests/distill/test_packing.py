@@ -37,7 +37,7 @@ def gradients(model, teacher, batch: Batch) -> dict[str, torch.Tensor]:
     step = DistillStep(model, parse_loss("fkl"), 1.0)
     positions = None if batch.positions is None else torch.from_numpy(batch.positions)
     listed = teacher.distributions(batch)
-    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), listed, positions)[-1].backward()
+    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), listed, positions)[0, -1].backward()
     named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return named

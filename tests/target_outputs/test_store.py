@@ -421,7 +421,7 @@ def gradient(teacher: TopK, batch: Batch, loss: str) -> torch.Tensor:
     """Of one distillation step of a small draft."""
     student = build("llama", 3, num_hidden_layers=2)
     step = DistillStep(student, parse_loss(loss), 1.0)
-    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), teacher)[5].backward()
+    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), teacher)[0, 5].backward()
     return torch.cat([p.grad.flatten() for p in student.parameters()])
 
 

@@ -1,0 +1,89 @@
+"""Training parallel drafts (PARD, 2504.18583): which positions predict how many tokens (COD), and their quality.
+
+B rows, T positions, K offsets. Conditional drop of tokens: of the positions that predict offset j, a random share goes
+on to offset j + 1, so that a step costs about a third of all K T predictions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from draftlab.config.distill import DistillConfig
+from draftlab.console import note
+from draftlab.data import Batch
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, llama, parallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offsets:
+    """What a parallel draft learns. token: the mask token. share, floor: of the positions of each offset, see drawn."""
+
+    count: int
+    token: int
+    share: float
+    floor: float
+    seed: int
+
+    @classmethod
+    def of(cls, config: DistillConfig, draft: Path, target: Path | None) -> "Offsets":
+        """Return the settings for a draft, with its own mask token, the user's or an unused one.
+
+        Raises:
+            UserError: a draft that the engine does not run, or no such token.
+        """
+        llama.check_supported(draft)
+        vocab = min(checkpoint.vocab_size(model) for model in (draft, target) if model is not None)
+        token = parallel.pard_token(draft) if config.pard_token is None else config.pard_token
+        if token is None:
+            token = parallel.unused_id(draft, vocab)
+        if token >= vocab:
+            raise UserError(f"--pard-token {token}: the vocabulary has 0 to {vocab - 1}")
+        note(f"mask token {token}: {checkpoint.load_tokenizer(draft).convert_ids_to_tokens(token)}")
+        return cls(count=config.parallel, token=token, share=config.cod_share, floor=config.cod_floor, seed=config.seed)
+
+    @property
+    def config(self) -> dict[str, object]:
+        """Return what config.json says of a parallel draft, as PARD's do and vLLM reads."""
+        return {parallel.PARD_TOKEN: self.token, parallel.SPD_TYPE: "pard", parallel.OFFSETS: self.count}
+
+    def prepare(self, student: PreTrainedModel) -> None:
+        """Give the mask token the mean embedding, unless the student is a parallel draft with this token already."""
+        if student.config.to_dict().get(parallel.PARD_TOKEN) != self.token:
+            embedding = student.get_input_embeddings().get_parameter("weight")
+            with torch.no_grad():
+                embedding[self.token] = embedding.mean(0)
+
+    def drawn(self, batch: Batch, number: int) -> Batch:
+        """Return the batch with the offsets to predict from each position, a function of seed and number.
+
+        Of a row's n positions that count, max(share^(j - 1), floor) n predict offset j, always among those of j - 1,
+        and only where all tokens up to j count: a draft does not cross the end of an answer.
+        """
+        rng = np.random.default_rng((self.seed, number + (1 << 32)))
+        counted = batch.mask > 0
+        ahead = _run_lengths(counted)
+        order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)  # random rank in its row
+        wanted = counted.sum(1, keepdims=True)
+        depths = np.zeros(counted.shape, dtype=np.int64)
+        for offset in range(1, self.count + 1):
+            kept = (wanted * max(self.share ** (offset - 1), self.floor)).astype(np.int64)
+            depths += (order < kept) & (ahead >= offset)
+        return replace(batch, depths=depths)
+
+
+def _run_lengths(counted: np.ndarray) -> np.ndarray:
+    """Return how many positions in a row count from each on, [B, T]."""
+    ahead = np.zeros(counted.shape, dtype=np.int64)
+    for t in range(counted.shape[1] - 1, -1, -1):
+        ahead[:, t] = np.where(counted[:, t], 1 + (ahead[:, t + 1] if t + 1 < counted.shape[1] else 0), 0)
+    return ahead
+
+
+def expected_tokens(acceptance: Sequence[float]) -> float:
+    """Return the tokens per target pass of K drafted tokens that are accepted independently with these chances."""
+    return 1 + float(np.cumprod(acceptance).sum())

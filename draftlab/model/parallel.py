@@ -1,0 +1,122 @@
+"""Parallel drafts (PARD, An et al. 2025, 2504.18583): one pass predicts K tokens, all but the first from mask tokens.
+
+B rows, T tokens of text, L tokens of a packed pass, N predictions, K offsets. From position t, offset j predicts token
+t + j: it reads the text up to t and j - 1 mask tokens at positions t + 1, ..., t + j - 1. A packed pass makes the
+predictions from all positions of a text at once: the text, then every position's mask tokens, under one 2-D mask.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, llama
+
+PARD_TOKEN, SPD_TYPE, OFFSETS = "pard_token", "spd_type", "pard_offsets"  # keys of config.json; the last is ours alone
+RESERVED = ("reserved", "unused", "<|extra")  # in the names of tokens that tokenizers keep free
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed pass, and where it predicts what, in the order of the predicted tokens."""
+
+    ids: Tensor  # [B, L]
+    positions: Tensor  # [B, L]
+    mask: Tensor  # [B, L, L] bool, what each token attends to
+    predicting: Tensor  # [N] places in B x L whose logits predict
+    predicted: Tensor  # [N] places in B x T, each one before the token that is predicted
+    offset: Tensor  # [N] from 1 on
+
+    def tree(self) -> llama.Tree:
+        """Return the structure of one row for Llama.forward, relative to what is cached."""
+        return llama.Tree(self.positions[0], self.mask[0])
+
+
+def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = None) -> Packed:
+    """Pack predictions of depths [B, T] tokens, each 0 or more, after every position of ids [B, T].
+
+    token: the mask token. positions: of the tokens in their sequences, [B, T], where rows hold several. Rows with fewer
+    mask tokens than others end in some that predict nothing.
+    """
+    rows, length = ids.shape
+    device = ids.device
+    masks = (depths - 1).clamp_min(0)  # [B, T] mask tokens of each position
+    width = length + int(masks.sum(1).max())
+    place = torch.arange(rows * length, device=device).repeat_interleave(masks.flatten())  # of each mask token's start
+    row, count = place // length, masks.flatten().cumsum(0)
+    nth = torch.arange(len(place), device=device)
+    own = nth - (count - masks.flatten())[place] + 1  # 1, 2, ... among the mask tokens of its start
+    before = torch.cat([count.new_zeros(1), count.view(rows, length)[:, -1]])[:-1]  # mask tokens of earlier rows
+    column = length + nth - before[row]
+    start = torch.arange(width, device=device).repeat(rows, 1)  # [B, L]; unused columns start where no text is
+    nested = (start >= length).long()  # 0: text; i: mask token i of its start
+    start[row, column], nested[row, column] = place % length, own
+    packed = torch.full((rows, width), token, device=device)
+    packed[:, :length] = ids
+    attends_text = (nested == 0).unsqueeze(1) & (start.unsqueeze(1) <= start.unsqueeze(2))  # [B, query, key]
+    same_start = start.unsqueeze(1) == start.unsqueeze(2)
+    attends_masks = same_start & (nested > 0).unsqueeze(1) & (nested.unsqueeze(1) <= nested.unsqueeze(2))
+    at = start.clamp_max(length - 1)
+    if positions is None:
+        places = at + nested
+    else:
+        sequence = (positions == 0).cumsum(1).gather(1, at)
+        attends_text &= sequence.unsqueeze(1) == sequence.unsqueeze(2)
+        places = positions.gather(1, at) + nested
+    text = depths.flatten().nonzero().squeeze(1)  # predict the next token
+    predicting = torch.cat([text // length * width + text % length, row * width + column])
+    predicted, offset = torch.cat([text, place + own]), torch.cat([torch.ones_like(text), own + 1])
+    order = predicted.argsort(stable=True)
+    return Packed(packed, places, attends_text | attends_masks, predicting[order], predicted[order], offset[order])
+
+
+def pard_token(directory: Path) -> int | None:
+    """Return the mask token of a parallel draft, None of an ordinary one.
+
+    Raises:
+        UserError: it is no id of the vocabulary.
+    """
+    token = checkpoint.read_config(directory).get(PARD_TOKEN)
+    if token is None:
+        return None
+    vocab = checkpoint.vocab_size(directory)
+    if not isinstance(token, int) or not 0 <= token < vocab:
+        raise UserError(
+            f"{directory / 'config.json'}: {PARD_TOKEN} is {token!r}, and the vocabulary has 0 to {vocab - 1}"
+        )
+    return token
+
+
+def trained_offsets(directory: Path) -> int | None:
+    """Return the K that a parallel draft was trained for, None where its config does not say."""
+    offsets = checkpoint.read_config(directory).get(OFFSETS)
+    return offsets if isinstance(offsets, int) else None
+
+
+def unused_id(directory: Path, vocab: int) -> int:
+    """Return an id below vocab that no text has: without a token, else a special token of no role, else padding.
+
+    Raises:
+        UserError: there is none. A row more would be an id that the target lacks, and servers refuse such drafts.
+    """
+    tokenizer = checkpoint.load_tokenizer(directory)
+    known = set(tokenizer.get_vocab().values())
+    free = next((i for i in range(vocab) if i not in known), None)
+    if free is not None:
+        return free
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    roles = {str(name) for name in tokenizer.special_tokens_map.values()}
+    idle = [
+        i for i, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and i < vocab and token.content not in roles and token.content not in template
+    ]  # fmt: skip
+    named = [i for i in idle if any(word in str(tokenizer.added_tokens_decoder[i]) for word in RESERVED)]
+    if named or idle:
+        return (named or idle)[-1]
+    special = checkpoint.special_ids(tokenizer)
+    pad = special["pad"]
+    if pad is not None and pad < vocab and pad not in (special["bos"], special["eos"], tokenizer.unk_token_id):
+        return pad
+    raise UserError(f"{directory}: its tokenizer leaves no id unused for the mask token; name one by --pard-token")

@@ -1,0 +1,270 @@
+"""Parallel drafts: a packed pass is K separate ones, COD is nested, a step is the sum of its parts, resume is exact."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import FAMILIES, altered, build, rounding, setup
+from torch import Tensor
+
+from draftlab.acceptance import expected
+from draftlab.acceptance.offset_logprobs import score_offsets
+from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.config.shared import TrainerSettings
+from draftlab.data import Batch
+from draftlab.distill.fused_loss import Dense
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.parallel import Offsets
+from draftlab.distill.trainer import DistillStep, EvalRecord, StepRecord, train
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, llama, parallel
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.parallel import pack
+from draftlab.sampling import SamplingParams
+
+MASK = 2
+K = 4
+OFFSETS = Offsets(count=K, token=MASK, share=0.7, floor=0.2, seed=3)
+SETTINGS = TrainerSettings(
+    steps=6, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=3, save_steps=2, warmup_ratio=0.2
+)
+
+
+class RandomText:
+    def __init__(self, rows: int = 3, seq_len: int = 14) -> None:
+        self.rows, self.seq_len = rows, seq_len
+
+    def batch(self, step: int) -> Batch:
+        rng = np.random.default_rng(step)
+        mask = np.ones((self.rows, self.seq_len), dtype=np.float32)
+        mask[0, :5] = 0  # a prompt
+        return Batch(rng.integers(3, 300, (self.rows, self.seq_len + 1)), mask)
+
+
+def ordinary(model, ids: Tensor, at: int, offset: int) -> Tensor:
+    """Logits of an offset from position at of one text, [V]: an ordinary pass over the text up to there and masks."""
+    fed = torch.cat([ids[: at + 1], torch.full((offset - 1,), MASK)])
+    return model(input_ids=fed.unsqueeze(0), use_cache=False).logits[0, -1]
+
+
+def layout(packed) -> dict[str, Tensor]:
+    return {"position_ids": packed.positions, "attention_mask": packed.mask.unsqueeze(1)}
+
+
+def drawn(step: int = 0) -> Batch:
+    return OFFSETS.drawn(RandomText().batch(step), step)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_packed_pass_predicts_what_separate_passes_predict(family):
+    model, batch = build(family), drawn()
+    ids, depths = torch.from_numpy(batch.ids[:, :-1]), torch.from_numpy(batch.depths)
+    packed = pack(ids, depths, MASK)
+    logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits.flatten(0, 1)[packed.predicting]
+    wanted = [
+        ordinary(model, ids[place // ids.shape[1]], int(place % ids.shape[1]) - int(offset) + 1, int(offset))
+        for place, offset in zip(packed.predicted, packed.offset, strict=True)
+    ]
+    assert len(wanted) == batch.depths.sum()
+    bound = rounding(torch.float32, 64 * 5, float(logits.abs().max()))
+    assert torch.stack(wanted).sub(logits).abs().max() < bound
+    causal = torch.ones_like(packed.mask).tril()
+    broken = replace(packed, mask=causal)  # a control: masks see those of other positions
+    wrong = model(input_ids=broken.ids, use_cache=False, **layout(broken)).logits.flatten(0, 1)[packed.predicting]
+    assert torch.stack(wanted).sub(wrong).abs().max() > 100 * bound
+
+
+@torch.no_grad()
+def test_sequences_in_one_row_stay_apart():
+    model, rng = build("llama"), np.random.default_rng(4)
+    mask = np.ones((6, 20), dtype=np.float32)
+    for row in range(1, 6):
+        mask[row, rng.integers(4, 12) :] = 0
+    batch = OFFSETS.drawn(Batch(rng.integers(3, 300, (6, 21)), mask).packed(), 0)
+    assert batch.positions is not None
+    ids, depths, positions = (torch.from_numpy(x) for x in (batch.ids[:, :-1], batch.depths, batch.positions))
+    packed = pack(ids, depths, MASK, positions)
+    logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits.flatten(0, 1)[packed.predicting]
+    wanted = []
+    for place, offset in zip(packed.predicted.tolist(), packed.offset.tolist(), strict=True):
+        row, at = divmod(place, ids.shape[1])
+        first = at - int(positions[row, at])
+        wanted.append(ordinary(model, ids[row, first:], at - first - offset + 1, offset))
+    assert torch.stack(wanted).sub(logits).abs().max() < rounding(torch.float32, 64 * 5, float(logits.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+@torch.no_grad()
+def test_our_decoder_runs_a_packed_pass_as_transformers_do(family, family_dirs):
+    theirs = checkpoint.load_model(family_dirs[family], torch.float32).eval()
+    ours = llama.load(family_dirs[family], torch.float32)
+    ids = torch.arange(3, 15).unsqueeze(0)
+    packed = pack(ids, torch.full((1, 12), K), MASK)
+    logits = ours.forward(packed.ids, ours.new_cache(1, packed.ids.shape[1]), 0, packed.tree())
+    wanted = theirs(input_ids=packed.ids, use_cache=False, **layout(packed)).logits
+    assert logits.sub(wanted).abs().max() < rounding(torch.float32, 64 * 5, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(("share", "floor"), [(0.7, 0.2), (1.0, 0.0), (0.5, 0.0)])
+def test_an_offset_is_predicted_only_where_the_ones_before_it_are(share, floor):
+    rng = np.random.default_rng(0)
+    mask = np.zeros((5, 60), dtype=np.float32)
+    for row in range(5):  # two answers each
+        first, second = sorted(rng.choice(np.arange(2, 30), 2, replace=False))
+        mask[row, first:second] = 1
+        mask[row, 35:55] = 1
+    offsets = replace(OFFSETS, count=8, share=share, floor=floor)
+    batch = offsets.drawn(Batch(np.zeros((5, 61), dtype=np.int64), mask), 7)
+    depths = batch.depths
+    counted = mask > 0
+    kept = [depths >= j for j in range(1, 9)]  # kept[j - 1][s]: offset j is predicted from position s
+    assert np.array_equal(kept[0], counted)
+    for j in range(2, 9):
+        assert not (kept[j - 1] & ~kept[j - 2]).any()
+        most = (counted.sum(1) * max(share ** (j - 1), floor)).astype(int)
+        assert (kept[j - 1].sum(1) <= most).all()
+        for row, start in zip(*np.nonzero(kept[j - 1]), strict=True):
+            assert counted[row, start : start + j].all()
+    whole = offsets.drawn(Batch(np.zeros((1, 201), dtype=np.int64), np.ones((1, 200), dtype=np.float32)), 7).depths
+    if share < 1:  # without ends, the shares are those wanted, up to positions near the end of the text
+        share_of_3 = (whole[0, :190] >= 3).mean()
+        assert abs(share_of_3 - share**2) < 0.08
+    assert np.array_equal(depths, offsets.drawn(batch, 7).depths)
+    assert share == 1 or not np.array_equal(depths, offsets.drawn(batch, 8).depths)
+
+
+DIVERGENCES = {
+    "fkl": lambda p, q: (p * (p / q).log()).sum(),
+    "tvd": lambda p, q: (p - q).abs().sum() / 2,
+    "ce": lambda p, q: 0.0,
+}
+
+
+@pytest.mark.parametrize("loss", [{"fkl": 1.0}, {"tvd": 1.0}, {"fkl": 0.5, "ce": 0.5}, {"ce": 1.0}])
+def test_a_step_is_that_of_separate_passes(loss):
+    batch, target, student = drawn(), build("llama", 9), build("llama", 1, num_hidden_layers=2)
+    ids, mask = torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)
+    with torch.no_grad():
+        states = target.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+        logits_p = target(input_ids=ids[:, :-1], use_cache=False).logits
+    counted = mask.flatten().nonzero().squeeze(1)
+    teacher = Dense(states[counted], target.get_output_embeddings().weight)
+    parsed = parse_loss(" + ".join(f"{weight}*{name}" for name, weight in loss.items()))
+    step = DistillStep(student, parsed, 1.0, offsets=OFFSETS)
+    sums = step(ids, mask, teacher, torch.from_numpy(batch.depths))
+    sums[0, 5].backward()
+    ours = torch.cat([p.grad.flatten() for p in student.parameters()])
+    student.zero_grad()
+    total = torch.zeros(())
+    for row in range(len(ids)):
+        for at in range(mask.shape[1]):
+            for offset in range(1, int(batch.depths[row, at]) + 1):
+                q = torch.softmax(ordinary(student, ids[row], at, offset), -1)
+                p = torch.softmax(logits_p[row, at + offset - 1], -1)
+                total = total + sum(weight * DIVERGENCES[name](p, q) for name, weight in loss.items())
+                total = total - loss.get("ce", 0) * q[ids[row, at + offset]].log()
+    total.backward()
+    wanted = torch.cat([p.grad.flatten() for p in student.parameters()])
+    assert abs(float(sums[0, 5].detach() - total.detach())) < 1e-4 * abs(float(total.detach()))
+    assert (ours - wanted).norm() < 1e-4 * wanted.norm()
+    with torch.no_grad():
+        by_offset = step(ids, mask, teacher, torch.from_numpy(batch.depths))
+    assert len(by_offset) == K
+    torch.testing.assert_close(by_offset.sum(0), sums[0].detach(), rtol=1e-4, atol=1e-4)
+
+
+def run(state: Path, settings: TrainerSettings = SETTINGS, stop: int | None = None):
+    torch.manual_seed(0)
+    model = build("llama", 1, num_hidden_layers=2)
+    given = replace(setup(build("llama", 9), RandomText(), [RandomText().batch(999)]), offsets=OFFSETS)
+    records = []
+    for record in train(model, given, settings, state):
+        records.append(record)
+        if isinstance(record, StepRecord) and record.step == stop:
+            break
+    return records, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_killed_run_resumes_bit_for_bit_and_learns_every_offset(tmp_path):
+    whole, wanted = run(tmp_path / "whole")
+    run(tmp_path / "killed", stop=5)
+    again, weights = run(tmp_path / "killed")
+    assert next(r for r in again if isinstance(r, StepRecord)).step == 5
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    before, after = (r for r in (whole[0], whole[-1]))
+    assert isinstance(before, EvalRecord)
+    assert isinstance(after, EvalRecord)
+    assert len(after.offsets) == K
+    assert after.loss < before.loss
+
+
+def test_micro_batches_make_the_same_step(tmp_path):
+    _, whole = run(tmp_path / "a", altered(SETTINGS, steps=2))
+    _, parts = run(tmp_path / "b", altered(SETTINGS, steps=2, micro_batch_tokens=40))
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("memory", [2.0, 1e-4])  # the latter: in parts
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@torch.no_grad()
+def test_scores_by_offset_are_those_of_separate_passes(temperature, memory):
+    model, sampling = build("llama"), SamplingParams(temperature=temperature)
+    text = (np.arange(5, 11), np.arange(40, 52))
+    scored = score_offsets(HFDecoder(model), [text], 307, sampling, K, MASK, memory=memory)[0]
+    ids = torch.from_numpy(np.concatenate(text))
+    for i in range(12):
+        for age in range(K):
+            if age > i:
+                assert scored.logprobs[i, age] == -np.inf
+                continue
+            logits = ordinary(model, ids, 5 + i - age, age + 1)
+            log_q = (
+                torch.log_softmax(logits / temperature, -1)
+                if temperature
+                else torch.where(torch.arange(307) == logits.argmax(), 0.0, -torch.inf)
+            )
+            assert scored.logprobs[i, age] == pytest.approx(float(log_q[ids[6 + i]]), abs=1e-3)
+            assert scored.ranks[i, age] == int((logits > logits[ids[6 + i]]).sum())
+    plain = score_tokens(HFDecoder(model), [text], 307, sampling)[0]
+    np.testing.assert_allclose(scored.logprobs[:, 0], plain.logprobs, atol=1e-3)
+
+
+def test_chances_that_do_not_depend_on_the_age_count_as_those_of_a_plain_draft():
+    chances = np.random.default_rng(1).random((3, 20))
+    plain = expected.chain(expected.texts_of(list(chances)), 3)
+    by_age = expected.chain(expected.texts_of([np.repeat(row[:, None], 5, 1) for row in chances]), 3)
+    np.testing.assert_allclose(by_age.passes, plain.passes)
+    np.testing.assert_allclose(by_age.reached, plain.reached)
+
+
+def test_expected_passes_by_age_are_those_of_simulation():
+    rng = np.random.default_rng(2)
+    chances = rng.random((15, 4))
+    passes, runs = 0, 20_000
+    for _ in range(runs):
+        at = 0
+        while at < 15:
+            passes += 1
+            room, age = min(4, 15 - at - 1), 0
+            while age < room and rng.random() < chances[at + age, age]:
+                age += 1
+            at += age + 1
+    counted = expected.chain(expected.texts_of([chances]), 4).passes[0]
+    assert passes / runs == pytest.approx(counted, rel=0.01)
+
+
+def test_the_mask_token_is_an_id_that_no_text_has(family_dirs):
+    assert parallel.unused_id(family_dirs["llama"], 307) not in (0, 1)
+    assert parallel.pard_token(family_dirs["llama"]) is None
+
+
+def test_a_mask_token_outside_the_vocabulary_is_refused(family_dirs, tmp_path):
+    config = checkpoint.read_config(family_dirs["llama"]) | {"pard_token": 307}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="pard_token is 307, and the vocabulary has 0 to 306"):
+        parallel.pard_token(tmp_path)

@@ -23,8 +23,10 @@ from draftlab.config.drafters import (
     LayerSkipSpec,
     MedusaSpec,
     NgramSpec,
+    ParallelSpec,
     PromptLookupSpec,
     TreeSpec,
+    WidthsSpec,
 )
 from draftlab.config.score import RuleName
 from draftlab.console import note
@@ -39,6 +41,7 @@ from draftlab.engine.drafters.cascade import (
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter, contexts_fit
+from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, model_drafter
 from draftlab.engine.drafters.tree import TreeDrafter, fastest_tree, full_tree
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, decode, output_tokens
 from draftlab.errors import UserError
@@ -69,7 +72,7 @@ def check_target(spec: DrafterSpec, layers: int | None, vocab: int) -> None:
     Raises:
         UserError: it does not.
     """
-    if layers is None and spec.own_engine:
+    if layers is None and (spec.own_engine or (isinstance(spec, WidthsSpec) and spec.drafts_tree)):
         others = ", ".join(kind for kind, each in DRAFTERS.items() if not each.own_engine)
         raise UserError(f"--drafter {spec.text} does not work with a target that transformers runs; use {others}")
     if layers is not None and isinstance(spec, LayerSkipSpec) and max(spec.layers, default=0) >= layers:
@@ -81,7 +84,7 @@ def check_target(spec: DrafterSpec, layers: int | None, vocab: int) -> None:
 
 def check_rule(spec: DrafterSpec, rule: RuleName) -> None:
     """Raises UserError: the rule is not lossless for what this drafter drafts."""
-    if not isinstance(spec, TreeSpec):
+    if not isinstance(spec, WidthsSpec) or not spec.drafts_tree:
         return
     if rule == "block":
         raise UserError(
@@ -141,7 +144,7 @@ class DrafterFactory:
         match spec:
             case FallbackSpec():
                 lookup = PromptLookupDrafter(spec.prompt_lookup_max)
-                return FallbackDrafter(lookup, ModelDrafter(model, self.vocab), self.vocab)
+                return FallbackDrafter(lookup, model_drafter(model, self.vocab), self.vocab)
             case CascadeSpec():
                 return CascadeDrafter(model, self.vocab, self._without_model(spec), spec.inner_tokens)
             case ConfidenceStopSpec():
@@ -150,6 +153,11 @@ class DrafterFactory:
                 return ConfidenceStopDrafter(model, self.vocab, entropy_above(spec.threshold))
             case TreeSpec():
                 return TreeDrafter(model, self.vocab, self._parents(spec, _own_engine(spec, model)), spec.siblings)
+            case ParallelSpec() if spec.widths:
+                parents = full_tree(spec.widths)
+                return ParallelTreeDrafter(_own_engine(spec, model), self.vocab, parents, spec.siblings)
+            case ParallelSpec():
+                return ParallelDrafter(model, self.vocab)
             case _:
                 return ModelDrafter(model, self.vocab)
 

@@ -14,10 +14,10 @@ from draftlab.benchmark.lm_eval_model import engine_generate, with_whole_head
 from draftlab.benchmark.lm_eval_tasks import Tasks, evaluate_tasks, prepare
 from draftlab.benchmark.setup import Setup, check_context, check_memory, quantized_drafts, set_up, shared_conditions
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
-from draftlab.config.drafters import TreeSpec
+from draftlab.config.drafters import WidthsSpec
 from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, note_if_slow, progress
-from draftlab.engine.generate import ModelDrafter
+from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
@@ -203,7 +203,7 @@ class Measurement:
 
     def _conditions(self, name: str, batch: int) -> Conditions:
         setup, config = self.setup, self.setup.config
-        trees = [spec.name for spec in setup.drafters if isinstance(spec, TreeSpec)]
+        trees = [spec.name for spec in setup.drafters if isinstance(spec, WidthsSpec) and spec.drafts_tree]
         return Conditions(
             **shared_conditions(config, setup.prompts),
             device=device_name(setup.device),
@@ -280,7 +280,7 @@ def _speculative_tasks(target: Decoder, draft: Decoder, name: str, setup: Setup,
     if not len(generation):
         return []
     note(f"lm-eval on {hub.checkpoint_name(setup.target)} with {name}: {', '.join(generation.registered['tasks'])}")
-    drafter = ModelDrafter(draft, model_vocab_size(target))
+    drafter = model_drafter(draft, model_vocab_size(target))
     tokenizer = checkpoint.load_tokenizer(setup.target)
     generate = engine_generate(target, drafter, max(setup.config.k), tokenizer, setup.sampling.stop_token_ids)
     return evaluate_tasks(target, setup.target, generation, generate=generate)

@@ -19,7 +19,7 @@ from draftlab.console import note, note_if_slow
 from draftlab.engine.drafters import medusa
 from draftlab.errors import UserError
 from draftlab.export.hf import parse_quantized_name, write_fake_quantized
-from draftlab.model import Mode, checkpoint, hub, llama, memory
+from draftlab.model import Mode, checkpoint, hub, llama, memory, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import resolve_mode
 from draftlab.model.size import read_size
@@ -191,6 +191,8 @@ def _check(setup: Setup) -> None:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
     _check_drafters(setup)
+    for path in dict.fromkeys([*setup.drafts.values(), *setup.draft_paths]):
+        _check_parallel(path, config)
     if config.device_map is not None and (setup.mode != "eager" or config.batch != [1]):
         raise UserError("--device-map has transformers run the target: use --mode eager --batch 1")
     if config.draft_int8 and setup.mode != "native":
@@ -198,6 +200,16 @@ def _check(setup: Setup) -> None:
     contexts = {name: max_model_len(path) for name, path in {"": setup.target, **setup.drafts}.items()}
     check_context(contexts, setup, max(config.k))
     check_tasks(config.task_names)  # last: lm-eval reads thousands of files
+
+
+def _check_parallel(draft: Path, config: ScoreConfig) -> None:
+    """Check a parallel draft, and say how it drafts. Raises UserError: its mask token is no id of its vocabulary."""
+    if parallel.pard_token(draft) is None:
+        return
+    name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
+    note(f"{name} drafts all tokens in one pass; --drafter model:draft={draft} drafts in one pass for each")
+    if trained is not None and max(config.k) > trained:
+        note(f"{name} was trained to draft {trained} tokens; those beyond, up to K = {max(config.k)}, are untrained")
 
 
 def _check_drafters(setup: Setup) -> None:

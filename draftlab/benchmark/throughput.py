@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from draftlab.benchmark.stalls import TimedStep, timed_steps, without_stalls
 from draftlab.console import note, note_if_slow
-from draftlab.engine.generate import Clock, Drafter, ModelDrafter, Step, clock_for, decode, speculative_decode
+from draftlab.engine.drafters.parallel import model_drafter
+from draftlab.engine.generate import Clock, Drafter, Step, clock_for, decode, speculative_decode
 from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import warm_up
@@ -51,7 +52,7 @@ def measure_throughput(
     Raises:
         UserError: every text ends with its first token.
     """
-    runs = {name: (ModelDrafter(model, model_vocab_size(target)), ks) for name, model in drafts.items()}
+    runs = {name: (model_drafter(model, model_vocab_size(target)), ks) for name, model in drafts.items()}
     runs |= dict(drafters or {})
     arms = [PLAIN, *((name, k) for name, (_, counts) in runs.items() for k in counts)]
     by_name = {name: drafter for name, (drafter, _) in runs.items()}

@@ -109,28 +109,57 @@ class MedusaSpec(DrafterSpec):
     heads: str
 
 
-class TreeSpec(DraftModelSpec):
-    """widths: children of each node by depth; none: the fastest tree of at most that many nodes."""
+class WidthsSpec(DraftModelSpec):
+    """A draft model that drafts a tree. widths: children of each node by depth."""
 
-    kind = "tree"
-    own_engine = True
     widths: Annotated[list[int], _split("x")] = []
-    nodes: int = Field(8, ge=1, le=MAX_TREE_TOKENS)
     siblings: Siblings = "sampled"
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> Self:
-        if self.widths and "nodes" in self.model_fields_set:
-            raise ValueError("nodes: widths decide the number of tokens")
         tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
         if min(self.widths, default=1) < 1 or tokens > MAX_TREE_TOKENS:
             raise ValueError(f"widths: want numbers from 1 on that make at most {MAX_TREE_TOKENS} tokens")
         return self
 
+    @property
+    def drafts_tree(self) -> bool:
+        return bool(self.widths)
+
+
+class TreeSpec(WidthsSpec):
+    """nodes: without widths, the fastest tree of at most that many."""
+
+    kind = "tree"
+    own_engine = True
+    nodes: int = Field(8, ge=1, le=MAX_TREE_TOKENS)
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> Self:
+        if self.widths and "nodes" in self.model_fields_set:
+            raise ValueError("nodes: widths decide the number of tokens")
+        return self
+
+    @property
+    def drafts_tree(self) -> bool:
+        return True
+
+
+class ParallelSpec(WidthsSpec):
+    """A parallel draft: all tokens in one pass. No widths: a chain."""
+
+    kind = "parallel"
+
+    @model_validator(mode="after")
+    def _siblings_are_used(self) -> Self:
+        if "siblings" in self.model_fields_set and not self.widths:
+            raise ValueError("siblings: only with widths")
+        return self
+
 
 _SPECS: list[type[DrafterSpec]] = [
     NgramSpec, PromptLookupSpec, DraftModelSpec, FallbackSpec, CascadeSpec, ConfidenceStopSpec, EntropyStopSpec,
-    LayerSkipSpec, MedusaSpec, TreeSpec,
+    LayerSkipSpec, MedusaSpec, TreeSpec, ParallelSpec,
 ]  # fmt: skip
 DRAFTERS = {spec.kind: spec for spec in _SPECS}
 

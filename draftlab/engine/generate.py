@@ -134,6 +134,11 @@ class ModelDrafter:
 
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
         """Roll the cache back to the texts and return the logits of their last tokens, [B, last, V]."""
+        self.roll_back(texts)
+        return feed(self.model, self.cache, texts, self.own_vocab, last)
+
+    def roll_back(self, texts: Sequence[list[int]]) -> None:
+        """Drop from the cache what the texts do not begin with; they count as read from now on."""
         drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
         for row, text in enumerate(texts):
             cached = self.cached[row] + drafted[row]
@@ -142,7 +147,6 @@ class ModelDrafter:
                 agreed -= 1
             self.cache.used[row] = agreed
         self.cached, self.drafted = [list(text) for text in texts], None
-        return feed(self.model, self.cache, texts, self.own_vocab, last)
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.model import Mode, checkpoint, llama, native_cpu
+from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.native_cpu import NativeLlama
@@ -58,9 +58,13 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: 
     if device_map is not None:
         return HFDecoder(checkpoint.load_model(directory, dtype, device, device_map).eval())
     try:
-        return llama.load(directory, dtype, device)
+        llama.check_supported(directory)
     except UserError as error:
         note(f"{error}; transformers runs it instead")
+    else:
+        model = llama.load(directory, dtype, device)
+        model.pard_token = parallel.pard_token(directory)
+        return model
     return HFDecoder(checkpoint.load_model(directory, dtype, device).eval())
 
 

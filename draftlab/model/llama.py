@@ -119,6 +119,7 @@ class Llama:
         self.embed = weights["model.embed_tokens.weight"]
         self.head = self.embed if shape.tied else weights["lm_head.weight"]
         self.head_ids: Tensor | None = None
+        self.pard_token: int | None = None  # of a parallel draft (model/parallel.py)
         self.norm = weights["model.norm.weight"]
         self.blocks = [_block(shape, weights, layer) for layer in range(shape.layers)]
         angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())

@@ -155,7 +155,7 @@ def test_a_step_is_that_of_separate_passes(loss):
     teacher = Dense(states[counted], target.get_output_embeddings().weight)
     parsed = parse_loss(" + ".join(f"{weight}*{name}" for name, weight in loss.items()))
     step = DistillStep(student, parsed, 1.0, offsets=OFFSETS)
-    sums = step(ids, mask, teacher, torch.from_numpy(batch.depths))
+    sums = step(ids, mask, teacher, depths=torch.from_numpy(batch.depths))
     sums[0, 5].backward()
     ours = torch.cat([p.grad.flatten() for p in student.parameters()])
     student.zero_grad()
@@ -172,7 +172,7 @@ def test_a_step_is_that_of_separate_passes(loss):
     assert abs(float(sums[0, 5].detach() - total.detach())) < 1e-4 * abs(float(total.detach()))
     assert (ours - wanted).norm() < 1e-4 * wanted.norm()
     with torch.no_grad():
-        by_offset = step(ids, mask, teacher, torch.from_numpy(batch.depths))
+        by_offset = step(ids, mask, teacher, depths=torch.from_numpy(batch.depths))
     assert len(by_offset) == K
     torch.testing.assert_close(by_offset.sum(0), sums[0].detach(), rtol=1e-4, atol=1e-4)
 

@@ -20,6 +20,7 @@ from draftlab.engine.drafters.cascade import (
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
+from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter
 from draftlab.engine.drafters.tree import TreeDrafter, best_tree, fastest_tree, full_tree, node_depths
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import match
@@ -43,7 +44,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
             p.add_(torch.randn_like(p) * 0.02)
     for name, model in (("target", target), ("noisy", noisy)):
         model.save_pretrained(root / name)
-    return {name: llama.load(Path(root / name), torch.float32) for name in ("target", "noisy")}
+    loaded = {name: llama.load(Path(root / name), torch.float32) for name in ("target", "noisy")}
+    loaded["parallel"] = llama.load(Path(root / "noisy"), torch.float32)
+    loaded["parallel"].pard_token = 2
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,7 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
 
 
 DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip", "medusa"]
-DRAFTERS += ["tree top", "tree sampled", "tree distinct"]
+DRAFTERS += ["tree top", "tree sampled", "tree distinct", "parallel", "offsets sampled", "offsets distinct"]
 
 
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
@@ -70,6 +74,9 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),
         "medusa": lambda: MedusaDrafter(models["target"], HEADS),
+        "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
+        "offsets sampled": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
+        "offsets distinct": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
@@ -99,7 +106,9 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     assert together == alone
 
 
-@pytest.mark.parametrize("name", ["ngram", "unsure", "entropy", "skip", "medusa", "tree sampled", "tree distinct"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "unsure", "entropy", "skip", "medusa", "tree sampled", "tree distinct", "parallel"]
+)
 def test_q_is_what_was_sampled(models, ngrams, name):
     """The tokens come back from q by inverse CDF with the draws that the drafter was given."""
     proposing, uniform = drafter(name, models, ngrams), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))

@@ -144,6 +144,38 @@ def most_probable(q: Table, parents: Sequence[int]):
     return drafting
 
 
+def _levels(parents: Sequence[int]) -> list[int]:
+    """How many tokens are between each token and the text."""
+    levels: list[int] = []
+    for parent in parents:
+        levels.append(levels[parent - 1] + 1 if parent else 0)
+    return levels
+
+
+def by_offset(q: Table, parents: Sequence[int]):
+    """A parallel draft: a token's q knows its offset alone; every token is drawn by itself."""
+
+    def drafting(chance) -> Tokens:
+        rows = [q((0,) * level) for level in _levels(parents)]
+        return Tokens(ids=[chance.pick(row) for row in rows], parents=parents, q=torch.stack(rows))
+
+    return drafting
+
+
+def one_draw_for_all_offsets(q: Table, parents: Sequence[int]):
+    """A control: all tokens come from one uniform draw by their inverse CDFs."""
+
+    def drafting(chance) -> Tokens:
+        rows = [q((0,) * level) for level in _levels(parents)]
+        edges = torch.cat([row.cumsum(0) for row in rows]).clamp(0, 1).unique()
+        low = torch.cat([edges.new_zeros(1), edges])[:-1]
+        u = low[chance.pick((edges - low).clamp_min(0))]
+        ids = [int(torch.searchsorted(row.cumsum(0), u, right=True).clamp_max(len(row) - 1)) for row in rows]
+        return Tokens(ids=ids, parents=parents, q=torch.stack(rows))
+
+    return drafting
+
+
 def _prefix(tokens: Tokens, node: int) -> tuple[int, ...]:
     return tuple(tokens.ids[i] for i in tokens.path(node))
 
@@ -162,6 +194,9 @@ LOSSLESS = {
     "recursive, drawn without replacement": (recursive, distinct, TREE),
     "recursive, drawn without replacement, wide": (recursive, distinct, WIDE),
     "recursive, the most probable": (recursive, most_probable, TREE),
+    "recursive, a chain of offsets": (recursive, by_offset, CHAIN),
+    "recursive, a tree of offsets": (recursive, by_offset, TREE),
+    "block, a chain of offsets": (block, by_offset, CHAIN),
     "match, a chain": (match, sampled, CHAIN),
     "match, the most probable": (match, most_probable, TREE),
     "match, drawn with replacement": (match, sampled, TREE),
@@ -407,6 +442,7 @@ BROKEN = {
     "without replacement, residual of q": (recursive, without_replacement_one_q, WIDE),
     "without replacement, k-sequential": (k_sequential, distinct, WIDE),
     "block with Leviathan's residual": (block_with_leviathans_residual, sampled, CHAIN),
+    "offsets that share a draw": (recursive, one_draw_for_all_offsets, CHAIN),
     "typical": (typical, sampled, CHAIN),
     "lenient": (lenient, sampled, CHAIN),
 }

@@ -193,7 +193,7 @@ class Measurement:
     def _example(self, name: str, score: Score) -> Example:
         target, setup, prompt = self.models[""], self.setup, score.median_prompt
         run = self.runs.get(name)
-        drafter = run.drafter if run else ModelDrafter(self.models[name], model_vocab_size(target))
+        drafter = run.drafter if run else model_drafter(self.models[name], model_vocab_size(target))
         tokenizer = checkpoint.load_tokenizer(setup.target)
         with note_if_slow(f"{name}: prompt {prompt} once more, step by step"):
             return record_example(

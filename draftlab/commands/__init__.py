@@ -3,7 +3,7 @@
 from draftlab.commands import outputs
 from draftlab.commands.base import Command
 from draftlab.commands.environment import env
-from draftlab.commands.export import check, export, trim_vocab
+from draftlab.commands.export import check, export
 from draftlab.commands.latency import law, law_fit, predict, profile
 from draftlab.commands.make import design, import_checkpoint, init, tokenizer
 from draftlab.commands.medusa import medusa
@@ -21,6 +21,6 @@ PANELS: dict[str, tuple[Command, ...]] = {
     ),
     "Measure": (score, compare, report, score_servers),
     "Predict": (profile, predict, law, law_fit, outputs.replay),
-    "Ship": (check, export, trim_vocab, online_update, online_rollback),
+    "Ship": (check, export, online_update, online_rollback),
 }  # fmt: skip
 COMMANDS: dict[str, Command] = {command.name: command for panel in PANELS.values() for command in panel}

@@ -1,7 +1,7 @@
 """The commands that bring a finished draft to where it runs."""
 
 from draftlab.commands.base import Outcome, command
-from draftlab.config.export import CheckConfig, ExportConfig, TrimVocabConfig
+from draftlab.config.export import CheckConfig, ExportConfig
 from draftlab.model import hub
 from draftlab.output import Output
 
@@ -19,21 +19,6 @@ def check(config: CheckConfig) -> Outcome:
     rows = [{"about": f.about, "level": f.level, "text": f.text, "fix": f.fix} for f in findings]
     data: dict[str, object] = {"findings": rows, "fits": not errors}
     return Outcome(path=draft, show=[f.line() for f in findings], data=data, missed=missed)
-
-
-@command(TrimVocabConfig)
-def trim_vocab(config: TrimVocabConfig, output: Output) -> Outcome:
-    """Compute a draft's head for the target's most frequent tokens only: less work where the vocabulary is large."""
-    from draftlab.export.trim_vocab import trim_vocab as trim
-
-    vocab, coverage = trim(config, output)
-    lines = [
-        f"head of {config.draft_vocab_size:,} of {vocab:,} tokens; those chosen on one half of the texts cover "
-        f"{coverage:.2%} of the other half",
-        "only draftlab computes the smaller head; vLLM, SGLang, llama.cpp and transformers compute all of it",
-    ]
-    facts = {"path": str(output.out), "draft_vocab_size": config.draft_vocab_size, "coverage": coverage}
-    return Outcome(path=output.out, show=[*lines, str(output.out)], data=facts)
 
 
 @command(ExportConfig)

@@ -39,6 +39,11 @@ def _outcome(pruned: "Pruned", output: Output) -> Outcome:
         f"{shape.describe()}, {pruned.disk_bytes / 1e6:.1f} MB; layers {layers}",
         kv_saving(pruned.source, shape),
     ]
+    if pruned.head is not None and pruned.head.coverage is not None:
+        lines.append(
+            f"its head is of {len(pruned.head.ids):,} of {shape.vocab:,} ids; those of one half of the text cover "
+            f"{pruned.head.coverage:.2%} of the other half"
+        )
     data = {"path": str(output.out), "shape": shape.model_dump(), "params": shape.params(), "layers": layers}
     if (agreement := pruned.agreement) is not None:
         lines.append(

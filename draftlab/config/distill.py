@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 from draftlab.config import shared
 from draftlab.config.base import CHECKPOINTS, SERVER, Config, Only, OutputConfig, option
-from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettings, TrainingSettings
+from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettings, TrainingSettings, Vocab
 from draftlab.console import note
 from draftlab.model import hub
 
@@ -46,6 +46,7 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         "data", "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3."
     )
     outputs: Path | None = option(None, "Stored target outputs to distil from, instead of a target and text.")
+    vocab: Vocab = shared.draft_vocab("the text that is trained on")
     loss: str = shared.loss()
     temperature: float = shared.loss_temperature()
     top_logprobs: int = option(20, "Most probable tokens to ask a server for.", ge=1, panel=SERVER, advanced=True)

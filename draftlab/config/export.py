@@ -1,4 +1,4 @@
-"""Settings of check, trim-vocab and export."""
+"""Settings of check and export."""
 
 from pathlib import Path
 from typing import Literal
@@ -55,14 +55,6 @@ class CheckConfig(DraftConfig):
         return text
 
     only = (Only(("data", "device"), lambda c: not c.files_only, "--files-only does not run the draft"),)
-
-
-class TrimVocabConfig(DraftConfig, OutputConfig):
-    outputs: Path = option(help="Outputs of the target (draftlab outputs build); its most frequent tokens stay.")
-    draft_vocab_size: int = option(help="Tokens that the draft can propose.", ge=1)
-
-    def default_name(self) -> str:
-        return f"trim-vocab-{hub.checkpoint_name(self.draft_directory())}-{self.draft_vocab_size}"
 
 
 class ExportConfig(DraftConfig, OutputConfig):

@@ -58,6 +58,7 @@ class DesignConfig(Config):
     body: bool = option(False, "Count the parameters of the blocks only, not embedding and head.", flag="--body")
     layers: Numbers = numbers("1-12", "Depths to try, as 2,4,8 or 1-8.")
     source: str = shared.source()
+    vocab: shared.Vocab = shared.draft_vocab("the target's answers")
     free: bool = option(False, "Allow sizes above the source's, keeping its proportions: to train from scratch.")
     multiple_of: int = option(64, "The ffn is a multiple of this.", ge=1, advanced=True)
     width_multiple_of: int = option(1, "The width is a multiple of this, and of head_dim.", ge=1, advanced=True)

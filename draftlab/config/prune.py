@@ -6,8 +6,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel
 
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
-from draftlab.config.shared import TrainingSettings, data, device, reweigh_steps, seed, source, warmup_ratio
+from draftlab.config.shared import (
+    TrainingSettings,
+    Vocab,
+    data,
+    device,
+    draft_vocab,
+    reweigh_steps,
+    seed,
+    source,
+    warmup_ratio,
+)
 from draftlab.console import note
+from draftlab.errors import UserError
 
 if TYPE_CHECKING:
     from draftlab.model.shape import Shape
@@ -41,6 +52,10 @@ class CutConfig(RefitSettings, OutputConfig):
         16, "The FFN is a multiple of this; 256 suits GGUF's K-quants.", ge=1, panel=SHAPE, advanced=True
     )
     shape: Path | None = option(None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True)
+    vocab: Vocab = draft_vocab("--outputs, or of --data", panel=SHAPE)
+    outputs: Path | None = option(
+        None, "Outputs of the target (draftlab outputs build) to count the ids of --vocab in.", panel=SHAPE
+    )
     source: str = source()
     data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
     calibration_tokens: int = option(32768, "Tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True)
@@ -54,6 +69,7 @@ class CutConfig(RefitSettings, OutputConfig):
             lambda c: c.shape is None,
             "leave out what --shape FILE sets",
         ),
+        Only(("outputs",), lambda c: c.vocab or c.shape, "--vocab counts its ids in them"),
         Only(("multiple_of",), lambda c: c.shape is None and c.ffn is None, "the FFN is set by --ffn or --shape"),
         Only(("ridge",), lambda c: c.refit or c.refit_head, "nothing is refitted"),
         Only(("calibration_tokens",), lambda c: c.calibrates, "nothing is calibrated or refitted"),
@@ -67,7 +83,8 @@ class CutConfig(RefitSettings, OutputConfig):
     def default_name(self) -> str:
         from draftlab.model.families import shape_name
 
-        return f"{self.prefix}-{shape_name(self.shapes()[2])}"
+        head = "" if self.vocab is None else f"-v{self.vocab}"
+        return f"{self.prefix}-{shape_name(self.shapes()[2])}{head}"
 
     def shapes(self, *, weights: bool = False) -> "tuple[Path | Shape, Shape, Shape]":
         """Return the source (its directory, or a shape without weights), its shape, and the shape to cut from it.
@@ -80,13 +97,25 @@ class CutConfig(RefitSettings, OutputConfig):
 
         _, place = families.locate_shape(self.source, weights)
         have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
-        shape, preset = families.requested_shape(
-            have, layers=self.layers, hidden=self.width, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn,
-            params=parse_count(self.params) if self.params else None, multiple_of=self.multiple_of, file=self.shape,
-        )  # fmt: skip
+        sizes = {
+            "layers": self.layers, "hidden": self.width, "heads": self.heads, "kv_heads": self.kv_heads,
+            "ffn": self.ffn, "params": parse_count(self.params) if self.params else None,
+        }  # fmt: skip
+        shape, preset = have, None
+        if self.vocab is None or self.shape is not None or any(size is not None for size in sizes.values()):
+            shape, preset = families.requested_shape(have, **sizes, multiple_of=self.multiple_of, file=self.shape)
         if preset is not None and weights:
             note(f"shape {preset}: {shape.describe()}")
-        return place, have, shape
+        return place, have, self._with_head(have, shape)
+
+    def _with_head(self, have: "Shape", shape: "Shape") -> "Shape":
+        """Raises UserError: a head is asked for that cannot be cut from the source's."""
+        wanted = self.vocab or shape.draft_vocab
+        if have.draft_vocab not in (None, wanted):
+            raise UserError(f"a head of {wanted} ids: the source's is trimmed already, to {have.draft_vocab:,}")
+        if wanted is not None and wanted >= have.vocab:
+            raise UserError(f"a head of {wanted} ids: want fewer than the source's {have.vocab:,}")
+        return shape.model_copy(update={"draft_vocab": wanted})
 
 
 class PruneConfig(CutConfig):

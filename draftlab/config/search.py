@@ -20,6 +20,7 @@ class SearchConfig(OutputConfig):
     params: str | None = option(
         None, "In place of widths, total parameters of every shape: 1.3b, 796m, 4m.", panel=CANDIDATES
     )
+    vocab: shared.Vocab = shared.draft_vocab("--data", panel=CANDIDATES)
     against: list[str] = option(
         factory=list, help="Shape file or name of a shape that is kept to the end; repeat for several.",
         panel=CANDIDATES,

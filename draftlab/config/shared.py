@@ -1,18 +1,29 @@
 """Settings that several commands have, with the names of transformers, TRL and vLLM."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from draftlab import workspace
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, from_workspace, option
 from draftlab.errors import UserError
+from draftlab.model.shape import parse_vocab
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
 EngineMode = Literal["auto", "eager", "native", "graphs"]
 ChatMode = Literal["auto", "on", "off"]
 SAMPLING = "Sampling"
+
+
+def _vocab(value: object) -> object:
+    try:
+        return parse_vocab(value) if isinstance(value, str) else value
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+Vocab = Annotated[int | None, BeforeValidator(_vocab)]  # written 16k or 16384
 
 
 def target(**others: Any) -> Any:
@@ -143,6 +154,13 @@ def batch_size(default: int = 16) -> Any:
 
 def seq_len(default: int = 256, ge: int = 8) -> Any:
     return option(default, "Tokens per sequence.", ge=ge, panel=TRAINING)
+
+
+def draft_vocab(counted_in: str, **others: Any) -> Any:
+    return option(
+        None, f"Ids that the draft can propose, as 16k or 16384: a head for the most frequent of {counted_in}.",
+        typed=str, **others,
+    )  # fmt: skip
 
 
 def lr(default: float) -> Any:

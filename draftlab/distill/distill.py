@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from draftlab.config.distill import DistillConfig, OnlineConfig, TrainConfig
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill import distributed, trackers
+from draftlab.distill import distributed, trackers, vocabulary
 from draftlab.distill.checkpointer import select_device
 from draftlab.distill.lora import adapt
 from draftlab.distill.losses import parse_loss
@@ -24,6 +24,7 @@ from draftlab.model.checkpoint import max_model_len
 from draftlab.model.shape import Shape, read_shape_file
 from draftlab.model.size import ApproximateSize, read_size, training_cost
 from draftlab.model.tokenizer import common_vocabulary
+from draftlab.model.trimmed_head import check_size, read_head_ids
 from draftlab.output import Output
 from draftlab.servers.client import Server
 
@@ -52,6 +53,8 @@ class Pair:
             check_length(model, config.seq_len)
         if target is not None:
             common_vocabulary(draft, target)
+        if config.vocab is not None:
+            check_trimmable(draft, config.vocab)
         return cls(draft=draft, target=target)
 
 
@@ -86,6 +89,9 @@ def distill(config: DistillConfig, output: Output) -> TrainingResult:
         if offsets is not None:
             offsets.prepare(student)
         setup = _setup(config, student, pair, state, offsets)
+        if config.vocab is not None:
+            models = [path for path in (pair.draft, pair.target) if path is not None]
+            vocabulary.trim(student, config.vocab, setup.batches, config.steps, models)
         return fit_and_write(student, setup, config, model, output, inputs)
 
 
@@ -155,6 +161,14 @@ def _model_to_train(config: TrainConfig, weights: bool) -> tuple[Path, dict[str,
         source = hub.locate(str(config.tokenizer), weights=False)
     special = checkpoint.special_ids(checkpoint.load_tokenizer(source))
     return source, checkpoint.llama_config(shape, context=config.context, **special), shape
+
+
+def check_trimmable(draft: Path, size: int) -> None:
+    """Raises UserError: the draft's head is trimmed already, or not larger than this size."""
+    vocab = checkpoint.vocab_size(draft)
+    check_size(size, vocab)
+    if (ids := read_head_ids(draft, vocab)) is not None:
+        raise UserError(f"--vocab {size}: the head of {draft} is trimmed already, to {len(ids):,} ids; leave it out")
 
 
 def check_length(model: Path | None, seq_len: int) -> None:

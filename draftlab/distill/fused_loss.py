@@ -4,6 +4,13 @@ N tokens, c of them in a chunk, b of those in a block, D hidden, V vocab, k list
 hidden states and head are computed in the forward pass (the idea of Liger's fused linear losses, 2410.10989) by the one
 rule of losses.py; the backward pass only scales them. The teacher's head is applied once per token. Heads are applied
 to a chunk; the loss goes through it in blocks that fit the processor's cache, and overwrites logits with gradients.
+
+A student with a trimmed head has S of the V logits. The teacher's distribution is not renormalised over them, so that
+acceptance is what the engine will measure: the p of other ids is lost to it. One more column, of a probability that
+rounds to nothing, stands for them all. No gradient goes through it, and the losses are the divergences of measures
+whose mass is less than 1: fkl leaves out the infinite part, p log p / q of the lost ids, and counts their p; the others
+are exact, up to a constant. Cross-entropy leaves out the tokens that the head lacks. Of listed tokens the head's
+bucket stands for all that are not listed, lost ones too.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftlab.distill.losses import Loss, Pair, log_probs, wide
 
 BUDGET = 128 << 20  # bytes of a chunk's logits, the student's and the teacher's, in fp32
 ROWS = 512  # of a chunk, at most: matrix products gain nothing from more
 CPU_BLOCK, BLOCK = 1 << 19, 1 << 25  # bytes of an fp32 [b, V]; about ten live at once
+LOST = -80.0  # log-probability of what has none
 SLICE = 512  # rows of the head's gradient that are added to at once where it is wider than the head
 
 
@@ -59,6 +68,14 @@ class Dense:
 
     def log_probs(self, rows: slice, temperature: float) -> Tensor:
         return log_probs(self.logits(rows), temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedHead:
+    """The ids of a student's logits, [S], and the logit of every id, [V]; see rows_of."""
+
+    ids: Tensor
+    rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +127,19 @@ def fused_loss(
     loss: Loss,
     temperature: float,
     budget: int = BUDGET,
+    trimmed: TrimmedHead | None = None,
 ) -> Sums:
     """Return weighted sums over tokens of the loss and of the values to report. One backward pass is possible.
 
     Args:
         hidden: input of the head, [N, D]; without a head, logits [N, V].
-        head: [V, D].     labels: next tokens, [N].     weights: [N].
+        head: [V, D], or [S, D] if trimmed.     labels: next tokens, [N].     weights: [N].
         temperature: softens p and q in the divergence, not in cross-entropy.
+        trimmed: the ids of the student's logits; None: it has all.
     """
 
     def chunks(student: Dense) -> Iterator[Chunk]:
-        return _chunks(student, labels, weights, teacher, loss, temperature, budget)
+        return _chunks(student, labels, weights, teacher, _Objective(loss, temperature, trimmed), budget)
 
     sums = _Fused.apply(hidden, head, weights, chunks, torch.is_grad_enabled())
     objective, (ce, alpha, slack, agreement) = sums[0], sums.detach()[1:].unbind()
@@ -160,6 +179,13 @@ class _Fused(torch.autograd.Function):
         return (*scaled, None, None, None)
 
 
+def rows_of(ids: Tensor, vocab: int) -> Tensor:
+    """Return the logit of every id in a head of ids [S], and S for those that it lacks, [V]."""
+    rows = torch.full((vocab,), len(ids), device=ids.device)
+    rows[ids] = torch.arange(len(ids), device=ids.device)
+    return rows
+
+
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
     """Return the student with its head in autocast's dtype."""
     device = hidden.device.type
@@ -173,7 +199,7 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _chunks(
-    student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, loss: Loss, temperature: float, budget: int
+    student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, objective: "_Objective", budget: int
 ) -> Iterator[Chunk]:
     """Yield rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by its logits [c, V].
 
@@ -190,7 +216,7 @@ def _chunks(
         values = torch.empty(5, len(z), dtype=torch.float64, device=z.device)
         for part in _slices(len(z), block):
             tokens = slice(rows.start + part.start, rows.start + part.stop)
-            values[:, part], slope = _block(z[part], labels[tokens], None if y is None else y[part], loss, temperature)
+            values[:, part], slope = objective.block(z[part], labels[tokens], None if y is None else y[part])
             torch.mul(slope, weights[tokens].unsqueeze(1), out=gradient[part])
         yield rows, values, gradient[: len(z)]
 
@@ -202,50 +228,67 @@ def _teacher_rows(teacher: Teacher, rows: slice, buffer: Tensor | None) -> Tenso
     return None if teacher is None else teacher[rows]
 
 
-def _block(
-    z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, loss: Loss, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V]."""
-    log_q1 = log_probs(z, 1)
-    labels = labels.unsqueeze(1)
-    ce = -log_q1.gather(1, labels).squeeze(1)
-    if teacher is None:
-        objective, watched, gradient = torch.zeros_like(ce), [torch.zeros_like(ce)] * 3, torch.zeros_like(log_q1)
-    else:
-        log_q = log_q1 if temperature == 1 else log_probs(z, temperature)
-        if isinstance(teacher, TopK):
-            objective, watched, gradient = _listed(log_q, teacher, loss)
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    loss: Loss
+    temperature: float
+    trimmed: TrimmedHead | None
+
+    def block(self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None) -> tuple[Tensor, Tensor]:
+        """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V]."""
+        loss, temperature = self.loss, self.temperature
+        log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)
+        ce = -log_q1.gather(1, labels).squeeze(1)
+        if self.trimmed is not None:
+            ce = torch.where(labels.squeeze(1) < z.shape[1], ce, 0.0)
+        if teacher is None:
+            objective, watched, gradient = torch.zeros_like(ce), [torch.zeros_like(ce)] * 3, torch.zeros_like(log_q1)
         else:
-            objective, watched, gradient = _dense(log_q, log_probs(teacher, temperature), loss)
-        gradient = gradient if temperature == 1 else gradient.div_(temperature)
-    if loss.cross_entropy:
-        gradient.add_(log_q1.exp(), alpha=loss.cross_entropy)
-        gradient.scatter_add_(1, labels, torch.full_like(ce, -loss.cross_entropy).unsqueeze(1))
-    return torch.stack([objective + loss.cross_entropy * ce, ce, *watched]), gradient
+            log_q = log_q1 if temperature == 1 else self._with_lost(log_probs(z, temperature))
+            if isinstance(teacher, TopK):
+                objective, watched, gradient = self._listed(log_q, teacher)
+            else:
+                objective, watched, gradient = self._dense(log_q, log_probs(teacher, temperature))
+            gradient = gradient if temperature == 1 else gradient.div_(temperature)
+        if loss.cross_entropy:
+            counted = (labels < z.shape[1]).to(log_q1)  # [b, 1]
+            gradient.add_(log_q1.exp().mul_(counted), alpha=loss.cross_entropy)
+            gradient.scatter_add_(1, labels, counted * -loss.cross_entropy)
+        values = torch.stack([objective + loss.cross_entropy * ce, ce, *watched])
+        return values, gradient[:, : z.shape[1]]
 
+    def _dense(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return value, [acceptance, slack, agreement] and gradient, given the whole distribution of the teacher."""
+        top = self._rows(log_p.max(-1, keepdim=True).indices)
+        x = Pair.of(log_p if self.trimmed is None else self._with_lost(log_p.index_select(1, self.trimmed.ids)), log_q)
+        value, slope = self.loss.divergence(x)
+        gradient = slope.addcmul_(x.q, slope.sum(-1, keepdim=True), value=-1)
+        return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, top)], gradient
 
-def _dense(log_q: Tensor, log_p: Tensor, loss: Loss) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Return value, [acceptance, slack, agreement] and gradient, given the whole distribution of the teacher."""
-    x = Pair.of(log_p, log_q)
-    value, slope = loss.divergence(x)
-    gradient = slope.addcmul_(x.q, slope.sum(-1, keepdim=True), value=-1)
-    return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, log_p.max(-1, keepdim=True).indices)], gradient
+    def _listed(self, log_q: Tensor, teacher: TopK) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Do the same with k tokens and a bucket as atoms; tokens in the bucket share its slope in proportion to q."""
+        ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
+        if self.trimmed is not None:
+            listed = torch.where(ids < len(self.trimmed.ids), listed, LOST)
+        log_p = wide(torch.cat([listed, teacher.tail.unsqueeze(1)], 1))  # [b, k + 1]
+        rest = q.scatter_(1, ids, 0.0)
+        tail = rest.sum(-1, keepdim=True).log().clamp_min(LOST)  # an empty bucket has no finite log
+        x = Pair.of(log_p, torch.cat([log_q.gather(1, ids), tail], 1))
+        value, slope = self.loss.divergence(x)
+        total = slope.sum(-1, keepdim=True)
+        gradient = rest.mul_(slope[:, -1:] / x.q[:, -1:] - total)
+        gradient.scatter_(1, ids, slope[:, :-1] - x.q[:, :-1] * total)
+        slack = torch.minimum(x.p, x.q)[:, -1]
+        top = ids.gather(1, teacher.log_p.argmax(-1, keepdim=True))
+        return value, [x.alpha - slack, slack, _tops(log_q, top)], gradient
 
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Return the student's logits of ids, S for those that a trimmed head lacks."""
+        return ids if self.trimmed is None else self.trimmed.rows[ids]
 
-def _listed(log_q: Tensor, teacher: TopK, loss: Loss) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Do the same with k tokens and a bucket as atoms; tokens in the bucket share its slope in proportion to q."""
-    ids, q = teacher.ids, log_q.exp()
-    log_p = wide(torch.cat([teacher.log_p, teacher.tail.unsqueeze(1)], 1))  # [b, k + 1]
-    rest = q.scatter_(1, ids, 0.0)
-    tail = rest.sum(-1, keepdim=True).log().clamp_min(-80.0)  # an empty bucket has no finite log
-    x = Pair.of(log_p, torch.cat([log_q.gather(1, ids), tail], 1))
-    value, slope = loss.divergence(x)
-    total = slope.sum(-1, keepdim=True)
-    gradient = rest.mul_(slope[:, -1:] / x.q[:, -1:] - total)
-    gradient.scatter_(1, ids, slope[:, :-1] - x.q[:, :-1] * total)
-    slack = torch.minimum(x.p, x.q)[:, -1]
-    top = ids.gather(1, teacher.log_p.argmax(-1, keepdim=True))
-    return value, [x.alpha - slack, slack, _tops(log_q, top)], gradient
+    def _with_lost(self, log_probs: Tensor) -> Tensor:
+        """Return log-probabilities with a column for all ids that a trimmed head lacks, [b, S + 1]."""
+        return log_probs if self.trimmed is None else pad(log_probs, (0, 1), value=LOST)
 
 
 def _tops(log_q: Tensor, ids: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from draftlab.distill.trainer import Constraint, EvalRecord, StepRecord, Trainin
 from draftlab.errors import UserError
 from draftlab.files import removed_if_unused
 from draftlab.model import checkpoint, saving
+from draftlab.model.trimmed_head import head_ids_of, write_head_ids
 from draftlab.output import Output
 
 LOG = "log.jsonl"
@@ -137,7 +138,10 @@ def fit_and_write(
     if checkpointer.process_state().is_main_process:
         with output.directory() as work:
             saving.write_checkpoint(work, model.config, model.weights(output.state), model.like)
-            notes = {} if model.vocab is None else {"vocab": vocabulary.resize(work, model.vocab)}
+            notes: dict[str, object] = {} if model.vocab is None else {"vocab": vocabulary.resize(work, model.vocab)}
+            if (head := head_ids_of(student)) is not None:
+                write_head_ids(work, head.tolist())
+                notes["draft_vocab"] = len(head)
             shutil.copyfile(output.state / LOG, work / LOG)
             output.record(work, inputs, **notes, **result.as_dict())
         shutil.rmtree(output.state)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from draftlab.data import Batch
 from draftlab.distill.fused_loss import Dense, TopK
+from draftlab.model.trimmed_head import head_ids_of
 from draftlab.servers.client import Server
 from draftlab.target_outputs.outputs import log_rest
 from draftlab.target_outputs.targets import score_on_server
@@ -41,8 +42,8 @@ class OutputHead:
 
     plain: as the product of its head and the last hidden states, so that it may be taken in parts. Models that scale or
     cap their logits give whole logits instead, and so do models whose head lies on disk or in other processes. vocab:
-    the first logits count, others are padding. takes_packed: the model keeps the sequences of a row apart by their
-    positions.
+    the first logits count, others are padding; of a trimmed head those of its ids count. takes_packed: the model keeps
+    the sequences of a row apart by their positions.
     """
 
     plain: bool
@@ -76,16 +77,20 @@ class OutputHead:
         positions: of the tokens in their sequences, [B, T], where rows hold several. attention_mask: of other than
         causal attention, [B, 1, T, T].
         """
+        trimmed = head_ids_of(model)
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if positions is not None:
             inputs["position_ids"] = positions.to(ids.device)
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
         if not self.plain:
-            logits = model(**inputs).logits[..., : self.vocab]
+            logits = model(**inputs).logits
+            logits = logits[..., : self.vocab] if trimmed is None else logits.index_select(-1, trimmed)
             return logits.flatten(0, 1)[counted.to(logits.device)], None
         hidden = model.get_decoder()(**inputs).last_hidden_state  # [B, T, D]
-        return hidden.flatten(0, 1)[counted.to(hidden.device)], _head(model).get_parameter("weight")[: self.vocab]
+        weight = _head(model).get_parameter("weight")
+        weight = weight[: self.vocab] if trimmed is None else weight.index_select(0, trimmed)
+        return hidden.flatten(0, 1)[counted.to(hidden.device)], weight
 
 
 @torch.no_grad()

@@ -1,11 +1,20 @@
-"""Resizing a draft's head to the target's: runtimes want as many logits, and padding must not win. V vocab."""
+"""The logits of a trained draft: as many as the target's, since padding must not win; or a trimmed head. V vocab."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
+from draftlab.console import note
+from draftlab.data import Batch
+from draftlab.distill.on_policy import Batches, MixedBatches, StudentBatches
+from draftlab.distill.teachers import logits_of
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
+from draftlab.model.trimmed_head import frequent_ids, template_ids, trim_model
+
+COUNTED_TOKENS = 4_000_000  # at most, to trim a head
 
 
 def resize(directory: Path, vocab: int) -> str | None:
@@ -34,6 +43,33 @@ def resize(directory: Path, vocab: int) -> str | None:
         file.unlink()
     saving.write_checkpoint(directory, config | {"vocab_size": vocab}, weights.items(), None)
     return f"{before} -> {vocab}"
+
+
+def trim(student: PreTrainedModel, size: int, batches: Batches, steps: int, models: Iterable[Path]) -> None:
+    """Trim a student's head to the ids that it is trained on most. models: checkpoints whose special ids stay.
+
+    Text that the student will write does not count, but what it is to continue.
+
+    Raises:
+        UserError: see frequent_ids.
+    """
+    texts, tokens, step, special = [], 0, 0, set[int]()
+    while step < steps and tokens < COUNTED_TOKENS:
+        batch = _without_student(batches, step)
+        texts += [ids[1:][mask > 0] for ids, mask in zip(batch.ids, batch.mask, strict=True)]
+        tokens, step = sum(map(len, texts)), step + 1
+    for model in models:
+        special |= template_ids(checkpoint.load_tokenizer(model)) | set(checkpoint.eos_token_ids(model))
+    ids, coverage = frequent_ids(texts, size, logits_of(student), special)
+    trim_model(student, ids)
+    note(f"head of {size:,} ids; those of one half of {tokens:,} tokens cover {coverage:.2%} of the other half")
+
+
+def _without_student(batches: Batches, step: int) -> Batch:
+    if isinstance(batches, MixedBatches):
+        name, step = batches.turns[step]
+        batches = batches.sources[name]
+    return (batches.prompts if isinstance(batches, StudentBatches) else batches).batch(step)
 
 
 def _rows_of_ids(config: dict[str, object]) -> set[str]:

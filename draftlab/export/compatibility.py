@@ -23,6 +23,7 @@ from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape, multiples_near
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds
+from draftlab.model.trimmed_head import read_head_ids
 from draftlab.sampling import SamplingParams
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -122,7 +123,8 @@ def check_perplexity(model: decoder.Decoder, prompts: list[list[int]], vocab: in
     """prompts: token ids of text."""
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
     scored = score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
-    return judge_perplexity(-float(np.concatenate([s.logprobs for s in scored]).mean()), vocab)
+    logprobs = np.concatenate([s.logprobs for s in scored])
+    return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)  # a trimmed head lacks some tokens
 
 
 def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
@@ -184,6 +186,9 @@ def _vocabularies(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
     else:
         text = f"{draft.vocab:,} logits in the draft, {target.vocab:,} in the target"
         yield warning("vocabulary", text, f"draftlab export --to hf --target {target.path} resizes it")
+    if (ids := read_head_ids(draft.path, draft.vocab)) is not None:
+        text = f"its head has {len(ids):,} of them, in draftlab; draftlab export writes a whole one for runtimes"
+        yield ok("vocabulary", text)
 
 
 def _chat_templates(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:

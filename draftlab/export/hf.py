@@ -7,6 +7,7 @@ import torch
 from draftlab.distill.vocabulary import resize
 from draftlab.export.gguf import TYPES, fake_quantize
 from draftlab.model import checkpoint, saving
+from draftlab.model.trimmed_head import as_whole, read_head_ids, write_head_ids
 
 
 def write(draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:
@@ -15,8 +16,12 @@ def write(draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dt
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
         changed.append(f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}")
-    weights = ((name, tensor.to(dtype or stored)) for name, tensor in checkpoint.Weights(draft).items())
-    saving.write_checkpoint(out, checkpoint.read_config(draft), weights, tokenizer_from)
+    config, source = checkpoint.read_config(draft), checkpoint.Weights(draft).items()
+    if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
+        config, source = as_whole(config, checkpoint.Weights(draft), ids)
+        changed.append(f"head of {len(ids):,} ids to all; the rows of others are the mean of theirs")
+    weights = ((name, tensor.to(dtype or stored)) for name, tensor in source)
+    saving.write_checkpoint(out, config, weights, tokenizer_from)
     if vocab is not None and (resized := resize(out, vocab)):
         changed.append(f"logits {resized}")
     if _tokenizer_files(tokenizer_from) != _tokenizer_files(draft):
@@ -31,6 +36,8 @@ def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
         for name, tensor in checkpoint.Weights(draft).items()
     )
     saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
+    if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
+        write_head_ids(out, ids)
 
 
 def parse_quantized_name(name: str) -> tuple[str, str | None]:

@@ -191,7 +191,7 @@ def closed_form_speedup(length: float, k: int, c: float, beta: float = 1.0, host
 
 def active_params(shape: Shape, experts: float = 1) -> float:
     """Return the parameters that a pass reads: without the embedding unless tied, with so many experts per layer."""
-    matrices = shape.params() - (0 if shape.tied else shape.vocab * shape.hidden)
+    matrices = shape.params() - (0 if shape.tied else shape.vocab * shape.hidden) - shape.idle_head_params()
     return matrices + (experts - 1) * 3 * shape.hidden * shape.ffn * shape.layers
 
 

@@ -7,6 +7,7 @@ from draftlab.errors import UserError
 from draftlab.latency.scaling_law import read_law
 from draftlab.model import families
 from draftlab.model.shape import Shape, parse_count, write_shape_file
+from draftlab.model.trimmed_head import check_size
 from draftlab.prune.trial_model import prunable_shape
 
 
@@ -25,6 +26,9 @@ def design(config: DesignConfig) -> Design:
         UserError: no depth reaches the budget, or a shape file exists and overwrite is off.
     """
     name, source = prunable_shape(config.source)
+    if config.vocab is not None:
+        check_size(config.vocab, source.vocab)
+        source = source.model_copy(update={"draft_vocab": config.vocab})
     law = read_law(config.law) if config.law else None
     kind, amount = _budget(config)
     budget = families.Budget(

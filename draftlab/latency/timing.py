@@ -44,7 +44,10 @@ class RandomWeights(Mapping[str, Tensor]):
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
     """Return a model of that shape with random weights, which take as long to compute with as trained ones."""
     frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-    return Llama(shape, RandomWeights(shape, dtype, device), frequencies, 1.0, 1e-6, context)
+    model = Llama(shape, RandomWeights(shape, dtype, device), frequencies, 1.0, 1e-6, context)
+    if shape.draft_vocab is not None:
+        model.trim_head(list(range(shape.draft_vocab)))
+    return model
 
 
 def time_interleaved(

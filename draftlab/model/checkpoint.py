@@ -13,6 +13,7 @@ from draftlab.model import loading
 from draftlab.model.hub import checkpoint_name
 from draftlab.model.layouts import other_layout
 from draftlab.model.shape import Shape
+from draftlab.model.trimmed_head import read_head_ids, trim_model
 from draftlab.model.weights import BUFFERS, Weights, check_finite
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
@@ -56,7 +57,8 @@ def read_shape(directory: Path) -> Shape:
     _check_tensors(directory, config, shape, {name: weights.shape(name) for name in weights})
     if shape.tied and "lm_head.weight" in weights:
         _check_tied(weights)
-    return shape
+    ids = read_head_ids(directory, shape.vocab)
+    return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
 
 
 def check(directory: Path) -> None:
@@ -223,6 +225,8 @@ def load_model(
     weights = Weights(directory)  # checks all files
     plain = device_map is None and "quantization_config" not in config
     model: Any = load_any_files(directory, dtype, device_map, weights if plain else None)
+    if (ids := read_head_ids(directory, vocab_size(directory))) is not None:
+        trim_model(model, ids)
     return model if device_map else model.to(device)
 
 

@@ -7,21 +7,18 @@ a length of its own. Rolling back is lowering ``Cache.used``: later positions ar
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.errors import UserError
-from draftlab.files import validation_text
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
+from draftlab.model.trimmed_head import read_head_ids
 
 # Families whose forward pass is exactly the one below; others share the layout but scale or gate something.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-HEAD_IDS = "head_ids.json"  # in a trimmed checkpoint: the ids of its head's rows (draftlab trim)
 
 
 @dataclass(slots=True)
@@ -261,8 +258,8 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
         context = min(context, window)  # attention is full within the window
     weights = checkpoint.Weights(directory, dtype, device)
     model = Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
-    if (directory / HEAD_IDS).is_file():
-        model.trim_head(_head_ids(directory / HEAD_IDS, shape.vocab))
+    if (ids := read_head_ids(directory, shape.vocab)) is not None:
+        model.trim_head(ids)
     return model
 
 
@@ -275,14 +272,6 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
     if config.get("hidden_act") != "silu":
         raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
     return shape, config, _rotary(directory, shape)
-
-
-def _head_ids(file: Path, vocab: int) -> list[int]:
-    """Raises UserError: the file is not a list of ids below vocab."""
-    try:
-        return TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab)]]).validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{file}: {validation_text(error)}") from None
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:

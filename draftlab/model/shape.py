@@ -73,6 +73,7 @@ class Shape(BaseModel):
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_layernorm: bool = False  # q/k norms after the rotation, under another name (Hunyuan)
+    draft_vocab: PositiveInt | None = None  # rows of the head that are computed; None: all
 
     @property
     def sizes(self) -> dict[Axis, int]:
@@ -133,8 +134,15 @@ class Shape(BaseModel):
         """
         embedding = self.vocab * self.hidden
         matrices = sum(math.prod(self.dims(axes)) for axes in self.axes().values() if len(axes) == 2)
-        products = matrices - embedding + (embedding if self.tied else 0)
+        products = matrices - embedding + (embedding if self.tied else 0) - self.idle_head_params()
         return 2 * products + 4 * self.layers * self.sizes["q"] * (context + 1)
+
+    def with_whole_head(self) -> "Shape":
+        return self.model_copy(update={"draft_vocab": None})
+
+    def idle_head_params(self) -> int:
+        """Return the weights of the rows that a trimmed head does not compute."""
+        return 0 if self.draft_vocab is None else (self.vocab - self.draft_vocab) * self.hidden
 
     def weight_bytes(self, bytes_per_weight: float = 2) -> int:
         return int(self.params() * bytes_per_weight)
@@ -150,9 +158,10 @@ class Shape(BaseModel):
 
     def describe(self) -> str:
         head = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads} heads"
+        trimmed = "" if self.draft_vocab is None else f", a head of {self.draft_vocab:,} ids"
         return (
             f"{self.layers} x {self.hidden}, {head} of {self.head_dim}, ffn {self.ffn}, "
-            f"{format_count(self.params())} parameters"
+            f"{format_count(self.params())} parameters{trimmed}"
         )
 
 
@@ -172,7 +181,7 @@ def read_shape_file(path: Path) -> Shape:
 def write_shape_file(shape: Shape, path: Path, note: str) -> None:
     """Write a shape file with a comment on its first line; options that are off are omitted."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fields = {name: value for name, value in shape.model_dump().items() if value is not False}
+    fields = {name: value for name, value in shape.model_dump().items() if value is not False and value is not None}
     path.write_text(f"# {note}\n" + yaml.safe_dump(fields, sort_keys=False))
 
 
@@ -314,6 +323,14 @@ def parse_count(text: str) -> int:
     if count < 1:
         raise UserError(f"{text!r} is not a count; write 1.3b, 796m, 350k or a whole number above 0")
     return count
+
+
+def parse_vocab(text: str) -> int:
+    """Parse '16k', which is 16,384 ids, or a plain number. Raises UserError: anything else."""
+    match = re.fullmatch(r"([1-9]\d*)(k?)", text.strip().lower())
+    if match is None:
+        raise UserError(f"{text!r} is not a number of ids; write 16k (16,384) or a whole number above 0")
+    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def parse_numbers(text: str) -> list[int]:

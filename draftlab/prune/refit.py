@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.config.prune import RefitSettings
+from draftlab.model.trimmed_head import only
 from draftlab.prune.walk import Run, Walk
 
 Stream = Tensor
@@ -34,10 +35,24 @@ class Lockstep:
     for the layers dropped in between.
     """
 
-    def __init__(self, source: Walk, draft: Walk, *, layers: list[int], basis: Tensor, settings: RefitSettings) -> None:
-        """layers: kept layers of the source. basis: [D, D'], maps the source's stream to the draft's."""
+    def __init__(
+        self,
+        source: Walk,
+        draft: Walk,
+        *,
+        layers: list[int],
+        basis: Tensor,
+        settings: RefitSettings,
+        head_ids: list[int] | None = None,
+    ) -> None:
+        """Set up both.
+
+        layers: kept layers of the source. basis: [D, D'], maps the source's stream to the draft's. head_ids: those of a
+        trimmed head.
+        """
         self.source, self.draft, self.layers, self.settings = source, draft, layers, settings
         self.basis = basis.to(source.device, torch.float32)
+        self.head_ids = head_ids
         self.agreement: Agreement | None = None  # set once all tensors were yielded
 
     def tensors(
@@ -115,7 +130,7 @@ class Lockstep:
 
                 _fit_matrix(site.linear, pairs(), self.fitted, self.settings.ridge)
             rows = zip(streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True)
-            self.agreement = _agreement((source_logits(s), draft_logits(d), ids) for s, d, ids in rows)
+            self.agreement = _agreement(((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids)
             yield from self.draft.tensors("model.norm")
             if "lm_head.weight" in self.draft.weights:
                 yield from self.draft.tensors("lm_head")
@@ -201,15 +216,20 @@ def _rms(x: Tensor) -> Tensor:
     return x.square().mean(-1).add(1e-12).sqrt()
 
 
-def _agreement(rows: Iterator[tuple[Tensor, Tensor, Tensor]]) -> Agreement:
-    """rows: logits of the source and of the draft [1, T, V], token ids [1, T + 1]."""
+def _agreement(rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None) -> Agreement:
+    """rows: logits of the source and of the draft [1, T, V], token ids [1, T + 1].
+
+    A head that lacks a token has no cross-entropy there, and agrees nowhere on it.
+    """
     sums, tokens = torch.zeros(4, dtype=torch.float64), 0
     for source, draft, ids in rows:
+        if head_ids is not None:
+            draft = only(draft, torch.tensor(head_ids, device=draft.device))
         log_p, log_q = source[0].float().log_softmax(-1), draft[0].float().log_softmax(-1)
         targets = ids[0, 1:, None].to(log_p.device)
         terms = [
             -log_p.gather(1, targets).sum(),
-            -log_q.gather(1, targets).sum(),
+            (-log_q.gather(1, targets)).nan_to_num(posinf=0).sum(),
             torch.minimum(log_p, log_q).exp().sum(),
             (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
         ]

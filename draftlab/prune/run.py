@@ -3,13 +3,15 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab import provenance
 from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
-from draftlab.console import is_main_process, progress
+from draftlab.console import is_main_process, note, progress
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill import distributed
 from draftlab.distill.checkpointer import process_state
@@ -17,6 +19,7 @@ from draftlab.errors import UserError
 from draftlab.files import removed_if_unused
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape
+from draftlab.model.trimmed_head import frequent_ids, read_head_ids, template_ids, write_head_ids
 from draftlab.output import Output
 from draftlab.prune import choose
 from draftlab.prune.cut import Cut, Keep, Rotated, keep_all
@@ -26,9 +29,11 @@ from draftlab.prune.masks.training import MASKS_FILE, train_masks
 from draftlab.prune.refit import Agreement, Lockstep
 from draftlab.prune.source import HELDOUT_TOKENS, Source, open_source
 from draftlab.prune.walk import Walk
+from draftlab.target_outputs.store import check_tokenizer, read_store
 
 KEEP_FILE = "keep.json"
 GREEDY_TOKENS = 4096
+COUNTED_TOKENS = 2_000_000  # of text, to choose the ids of a head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,14 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The ids of a draft's head. coverage: see frequent_ids; None: the source's head has these ids."""
+
+    ids: list[int]
+    coverage: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
     """A finished draft. agreement: with the source on held-out text; None where the draft is the source itself."""
 
@@ -50,6 +63,7 @@ class Pruned:
     keep: Keep
     agreement: Agreement | None
     disk_bytes: int
+    head: Head | None = None  # where it is trimmed
 
 
 def prune(config: PruneConfig, output: Output) -> Pruned:
@@ -64,8 +78,9 @@ def prune(config: PruneConfig, output: Output) -> Pruned:
     source, shape = open_source(config)
     if config.basis == "pca" and source.shape.tied:
         raise UserError("--basis pca moves the last norm into the head, and this source ties it; use coordinates")
-    if shape == source.shape:
-        return _copy(config, output, source)
+    head = _head(config, source, shape)
+    if shape.with_whole_head() == source.shape.with_whole_head():
+        return _copy(output, source, shape, head)
     chunks, heldout = _calibration_text(config, source), _heldout_text(config, source)
     if config.method == "activation":
         selection = _most_active(config, source, shape, chunks)
@@ -73,7 +88,7 @@ def prune(config: PruneConfig, output: Output) -> Pruned:
         scores = _baseline_scores(config, source)
         keep = choose.choose(scores, source.shape, shape, choose.top(scores.layers, shape.layers))
         selection = Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
-    return _write_draft(config, output, source, shape, selection, chunks, heldout)
+    return _write_draft(config, output, source, shape, selection, head, chunks, heldout)
 
 
 def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
@@ -85,8 +100,9 @@ def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
     distributed.check(masks=True)
     hub.check_data(config.data)
     source, shape = open_source(config)
-    if shape == source.shape:
-        return _copy(config, output, source)
+    head = _head(config, source, shape)
+    if shape.with_whole_head() == source.shape.with_whole_head():
+        return _copy(output, source, shape, head)
     chunks, heldout = _calibration_text(config, source), _heldout_text(config, source)
     with removed_if_unused(output.state):
         with process_state().main_process_first():
@@ -95,19 +111,53 @@ def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
     selection = Selection(keep=trained.keep, basis=trained.basis, weights=trained.weights, masks=trained.masks)
     if not is_main_process():
         return Pruned(source=source.shape, shape=shape, keep=trained.keep, agreement=None, disk_bytes=0)
-    pruned = _write_draft(config, output, source, shape, selection, chunks, heldout)
+    pruned = _write_draft(config, output, source, shape, selection, head, chunks, heldout)
     shutil.rmtree(output.state, ignore_errors=True)
     return pruned
 
 
-def _copy(config: CutConfig, output: Output, source: Source) -> Pruned:
+def _head(config: CutConfig, source: Source, shape: Shape) -> Head | None:
+    """Return the head to write, None for one of all ids.
+
+    Raises:
+        UserError: see frequent_ids; or outputs of another vocabulary.
+    """
+    vocab = source.shape.vocab
+    if shape.draft_vocab is None:
+        return None
+    if (ids := read_head_ids(source.directory, vocab)) is not None:
+        return Head(ids=ids, coverage=None)
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    if config.outputs is not None:
+        store = read_store(config.outputs)
+        check_tokenizer(store.manifest, source.directory)
+        texts = [text.ids for text in store.outputs]
+    else:
+        note(f"counting ids in {config.data}; the target's own answers (--outputs) say it better")
+        text = open_batches(config.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)
+        streams = text.streams.values()
+        texts = [part for ids in streams for part in np.array_split(ids, max(2, len(ids) // 512))]
+    special = template_ids(tokenizer) | set(checkpoint.eos_token_ids(source.directory))
+    ids, coverage = frequent_ids(texts, shape.draft_vocab, vocab, special)
+    return Head(ids=ids, coverage=coverage)
+
+
+def _copy(output: Output, source: Source, shape: Shape, head: Head | None) -> Pruned:
     keep = keep_all(source.shape)
     with output.directory() as work:
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         weights = checkpoint.Weights(source.directory).items()
-        size = saving.write_checkpoint(work, source.config_for(source.shape), iter(weights), source.directory)
-        output.record(work, [source.directory], params=source.shape.params())
-    return Pruned(source=source.shape, shape=source.shape, keep=keep, agreement=None, disk_bytes=size)
+        size = saving.write_checkpoint(work, source.config_for(shape), iter(weights), source.directory)
+        output.record(work, [source.directory], params=shape.params(), **_write_head(work, head))
+    return Pruned(source=source.shape, shape=shape, keep=keep, agreement=None, disk_bytes=size, head=head)
+
+
+def _write_head(work: Path, head: Head | None) -> dict[str, object]:
+    """Write the ids of a trimmed head; return what to record."""
+    if head is None:
+        return {}
+    write_head_ids(work, head.ids)
+    return {"draft_vocab": len(head.ids), "coverage": head.coverage}
 
 
 def _write_draft(
@@ -116,13 +166,17 @@ def _write_draft(
     source: Source,
     shape: Shape,
     selection: Selection,
+    head: Head | None,
     chunks: list[Tensor],
     heldout: list[Tensor],
 ) -> Pruned:
     keep = selection.keep
     draft_config = source.config_for(shape, keep.layers)
     draft = Walk(Cut(selection.weights, shape, keep), draft_config, source.dtype, source.device)
-    lockstep = Lockstep(source.walk(), draft, layers=keep.layers, basis=selection.basis, settings=config)
+    lockstep = Lockstep(
+        source.walk(), draft, layers=keep.layers, basis=selection.basis, settings=config,
+        head_ids=None if head is None else head.ids,
+    )  # fmt: skip
     with output.directory() as work, progress("refit", source.shape.layers) as advance:
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         tensors = lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers"))
@@ -133,8 +187,9 @@ def _write_draft(
             selection.masks.save(work / MASKS_FILE)
         agreement = lockstep.agreement
         notes = {"params": shape.params(), "agreement": asdict(agreement) if agreement else None}
+        notes |= _write_head(work, head)
         output.record(work, [source.directory], **notes)
-    return Pruned(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size)
+    return Pruned(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size, head=head)
 
 
 def _most_active(config: PruneConfig, source: Source, shape: Shape, chunks: list[Tensor]) -> Selection:

@@ -24,7 +24,7 @@ from draftlab.config.prune import PruneConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.config.search import SearchConfig
 from draftlab.console import note
-from draftlab.distill.distill import distill
+from draftlab.distill.distill import check_trimmable, distill
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.predict import best_k
@@ -75,7 +75,7 @@ def search(config: SearchConfig, output: Output) -> Search:
     target, source = hub.locate(config.target), hub.locate(config.source)
     hub.check_data(config.data)
     common_vocabulary(source, target)
-    tried, named = shapes(config, checkpoint.planned_shape(source)), dict(map(prunable_shape, config.against))
+    tried, named = shapes(config, _with_head(config, source)), dict(map(prunable_shape, config.against))
     running = _running(config, [target, source])
     output.claim_state([target, source], but=["minutes"])  # a search may resume with another number of minutes
     work = Searcher(config=config, output=output, target=target, source=source, running=running)
@@ -94,7 +94,7 @@ def estimate(config: SearchConfig) -> Mapping[str, object]:
     """Return what a search would try."""
     target, source = (hub.locate(name, weights=False) for name in (config.target, config.source))
     common_vocabulary(source, target)
-    have = checkpoint.planned_shape(source)
+    have = _with_head(config, source)
     named = dict(map(prunable_shape, config.against))
     tried = ", ".join(f"{shape.layers} x {shape.hidden}" for shape in shapes(config, have))
     return {
@@ -113,6 +113,19 @@ def shapes(config: SearchConfig, source: Shape) -> list[Shape]:
     if missing := sorted({*depths} - {shape.layers for shape in members}):
         note(f"no shape of {config.params} parameters has {', '.join(map(str, missing))} layers within the source")
     return members
+
+
+def _with_head(config: SearchConfig, source: Path) -> Shape:
+    """Return the source's shape with the head that all candidates have.
+
+    Raises:
+        UserError: see check_trimmable.
+    """
+    shape = checkpoint.planned_shape(source)
+    if config.vocab is None:
+        return shape
+    check_trimmable(source, config.vocab)
+    return shape.model_copy(update={"draft_vocab": config.vocab})
 
 
 def _running(config: SearchConfig, models: list[Path]) -> dict[str, Any]:
@@ -262,7 +275,7 @@ class Searcher:
     def _cut(self, name: str, shape: Shape) -> Path:
         return self._once(
             f"rung-0/{name}", prune, PruneConfig, source=str(self.source), layers=shape.layers, width=shape.hidden,
-            heads=shape.heads, kv_heads=shape.kv_heads, ffn=shape.ffn, data=self.config.data,
+            heads=shape.heads, kv_heads=shape.kv_heads, ffn=shape.ffn, vocab=shape.draft_vocab, data=self.config.data,
             calibration_tokens=CALIBRATION_TOKENS, seq_len=SEQ_LEN, device=self.config.device, seed=self.config.seed,
             scores_cache=self.output.state / "calibration.safetensors",
         )  # fmt: skip

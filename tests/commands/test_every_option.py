@@ -70,6 +70,12 @@ def _(w: World) -> Settings:
     return TINY_CUT | off | {"source": str(w.source), "data": str(w.text)}
 
 
+@case("prune", "head trimmed to the target's answers")
+def _(w: World) -> Settings:
+    stored = CASES["replay", "chains"](w)["directory"]
+    return CASES["prune", "activation"](w) | {"vocab": "200", "outputs": stored}
+
+
 @case("prune-masks", "frozen")
 def _(w: World) -> Settings:
     return TINY_CUT | {"source": str(w.source), "data": str(w.text), "steps": 2, "batch_size": 2, "save_steps": 1}
@@ -106,6 +112,11 @@ def _(w: World) -> Settings:
 @case("distill", "text of both models, LoRA")
 def _(w: World) -> Settings:
     return distilling(w, text="target=0.5,draft=0.5", prompt_tokens=8, lora_rank=2)
+
+
+@case("distill", "trimmed head")
+def _(w: World) -> Settings:
+    return distilling(w, vocab="200")
 
 
 @case("distill", "cross-entropy")
@@ -311,17 +322,6 @@ def _(w: World) -> Settings:
     return {name: value for name, value in CASES["replay", "chains"](w).items() if name in ("directory", "draft")} | {
         "tree": "2,1"
     }
-
-
-@case("trim-vocab", "")
-def _(w: World) -> Settings:
-    return {"draft": str(w.draft), "draft_vocab_size": 200} | {
-        stored_option(): CASES["replay", "chains"](w)["directory"]
-    }
-
-
-def stored_option() -> str:
-    return "outputs" if "outputs" in COMMANDS["trim-vocab"].config.model_fields else "trace"
 
 
 @case("report", "")

@@ -23,6 +23,7 @@ from draftlab.distill.trainer import EvalRecord, StepRecord, train
 from draftlab.distill.training_setup import TargetTextEvaluator, text_setup
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
+from draftlab.model.trimmed_head import read_head_ids
 from draftlab.output import Output
 
 SETTINGS = TrainerSettings(
@@ -260,11 +261,14 @@ def text(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("vocab", [None, 150])
 @pytest.mark.parametrize(("source", "lora"), [("data=0.4,target=0.3,draft=0.3", 0), ("data", 4), ("cache", 0)])
-def test_a_killed_command_writes_the_bytes_of_one_that_was_not(source, lora, text, family_dirs, tmp_path, monkeypatch):
+def test_a_killed_command_writes_the_bytes_of_one_that_was_not(
+    source, lora, vocab, text, family_dirs, tmp_path, monkeypatch
+):
     draft, target = family_dirs["llama"], family_dirs["llama_mha"]
     words = {"draft": str(draft), "lora_rank": lora, "steps": 6, "batch_size": 2, "training_dtype": "float32"}
-    words |= {"eval_steps": 2, "save_steps": 2, "lr": 1e-2}
+    words |= {"eval_steps": 2, "save_steps": 2, "lr": 1e-2} | ({} if vocab is None else {"vocab": vocab})
     if source == "cache":
         sizes = {"num_sequences": 16, "seq_len": 48, "top_logprobs": 16}
         COMMANDS["outputs build"](target=str(target), data=text, out=tmp_path / "cache", **sizes)
@@ -289,3 +293,9 @@ def test_a_killed_command_writes_the_bytes_of_one_that_was_not(source, lora, tex
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
     start = load_file(draft / "model.safetensors")
     assert any(not torch.equal(start[name], weight) for name, weight in wanted.items())
+    ids = [read_head_ids(tmp_path / name, 307) for name in ("whole2", "whole")]
+    assert ids[0] == ids[1]
+    assert vocab is None or (ids[0] is not None and len(ids[0]) == vocab)
+    if vocab is not None and not lora:
+        others = [i for i in range(307) if i not in (ids[0] or ())]
+        assert torch.equal(start["lm_head.weight"][others], wanted["lm_head.weight"][others])

@@ -10,8 +10,8 @@ import torch
 
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
-from draftlab.export import trim_vocab
-from draftlab.model import llama
+from draftlab.export import hf
+from draftlab.model import checkpoint, llama, trimmed_head
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 
@@ -21,9 +21,13 @@ PROMPTS = [[0, 5, 9, 20], [0, 7, 7, 30, 31]]
 @pytest.fixture
 def halved(family_dirs, tmp_path) -> Path:
     """The small llama, of whose ids every second one counts."""
-    (tmp_path / "halved").mkdir()
-    trim_vocab.write(family_dirs["llama"], tmp_path / "halved", list(range(0, 307, 2)))
-    return tmp_path / "halved"
+    return halve(family_dirs["llama"], tmp_path / "halved")
+
+
+def halve(source: Path, out: Path) -> Path:
+    shutil.copytree(source, out)
+    trimmed_head.write_head_ids(out, list(range(0, 307, 2)))
+    return out
 
 
 def test_logits_of_what_is_kept_are_what_they_were(halved, family_dirs):
@@ -33,6 +37,31 @@ def test_logits_of_what_is_kept_are_what_they_were(halved, family_dirs):
     assert half.head.shape == (154, 64)
     torch.testing.assert_close(b[..., ::2], a[..., ::2])
     assert b[..., 1::2].isneginf().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3_tied", "qwen2_tied", "qwen3"])
+def test_transformers_gives_the_same_logits(family, family_dirs, tmp_path):
+    place, ids = halve(family_dirs[family], tmp_path / "halved"), torch.tensor([[0, 5, 9]])
+    engine = llama.load(place, torch.float32)
+    wanted = engine.forward(ids, engine.new_cache(1, 3))
+    with torch.no_grad():
+        found = checkpoint.load_model(place, torch.float32)(ids).logits
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert checkpoint.read_shape(place).draft_vocab == 154
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3_tied"])
+def test_an_export_has_every_row_and_its_other_ids_never_win(family, family_dirs, tmp_path):
+    place, ids = halve(family_dirs[family], tmp_path / "halved"), torch.tensor([[0, 5, 9]])
+    (tmp_path / "out").mkdir()
+    changed = hf.write(place, tmp_path / "out", tokenizer_from=family_dirs[family], vocab=307, dtype=None)
+    assert "head of 154 ids" in changed[0]
+    assert not (tmp_path / "out/head_ids.json").exists()
+    own, exported = (llama.load(d, torch.float32) for d in (place, tmp_path / "out"))
+    a, b = (m.forward(ids, m.new_cache(1, 3))[0] for m in (own, exported))
+    torch.testing.assert_close(b[:, ::2], a[:, ::2], atol=1e-5, rtol=1e-5)
+    others = b[:, ::2].mean(1, keepdim=True).expand(-1, 153)
+    torch.testing.assert_close(b[:, 1::2], others, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -56,19 +85,19 @@ def test_drafting_with_it_is_lossless_and_never_drafts_the_others(temperature, h
 
 def test_the_most_frequent_ids_stay():
     texts = [np.array([5, 5, 5, 6, 6, 7]), np.array([5, 6, 8, 9])]
-    ids, coverage = trim_vocab.frequent_ids(texts, 4, 100, special=[1])
+    ids, coverage = trimmed_head.frequent_ids(texts, 4, 100, special=[1])
     assert ids == [1, 5, 6, 7]  # 7, 8 and 9 came once: the lowest
     assert coverage == 0.5  # of the second text: those of the first are 1, 5, 6, 7
-    assert trim_vocab.frequent_ids(texts, 7, 100, special=[])[0] == [0, 1, 5, 6, 7, 8, 9]
+    assert trimmed_head.frequent_ids(texts, 7, 100, special=[])[0] == [0, 1, 5, 6, 7, 8, 9]
 
 
 def test_what_cannot_be_trimmed_is_refused(halved, family_dirs, tmp_path):
     texts = [np.array([5]), np.array([6])]
     for size, special in ((100, []), (1, [0, 1])):
-        with pytest.raises(UserError, match=f"--draft-vocab-size {size}"):
-            trim_vocab.frequent_ids(texts, size, 100, special)
-    with pytest.raises(UserError, match="--outputs has 1 texts"):
-        trim_vocab.frequent_ids(texts[:1], 5, 100, [])
+        with pytest.raises(UserError, match=f"--vocab {size}"):
+            trimmed_head.frequent_ids(texts, size, 100, special)
+    with pytest.raises(UserError, match="in 1 texts"):
+        trimmed_head.frequent_ids(texts[:1], 5, 100, [])
     shutil.copytree(family_dirs["llama"], tmp_path / "wrong")
     (tmp_path / "wrong/head_ids.json").write_text(json.dumps([1, 999]))
     with pytest.raises(UserError, match="less than 307"):

@@ -1,0 +1,127 @@
+"""Trimmed heads: a draft proposes the frequent ids only, so that a large vocabulary costs it less.
+
+FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694). The checkpoint stays
+whole, and its embedding takes every id: HEAD_IDS beside it lists the ids of the rows of its head that are computed. The
+target still writes the others, so that nothing but speed is lost. V vocab, S ids of the head, D hidden.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from draftlab.errors import UserError
+from draftlab.files import validation_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HEAD_IDS = "head_ids.json"
+BUFFER = "head_ids"
+
+
+def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
+    """Return the ids of a checkpoint's head, ascending, or None if it has all.
+
+    Raises:
+        UserError: the file is not a list of ids below vocab.
+    """
+    file = directory / HEAD_IDS
+    if not file.is_file():
+        return None
+    try:
+        return TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab)]]).validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{file}: {validation_text(error)}") from None
+
+
+def write_head_ids(directory: Path, ids: Sequence[int]) -> None:
+    (directory / HEAD_IDS).write_text(json.dumps(list(ids)))
+
+
+def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: Iterable[int]) -> tuple[list[int], float]:
+    """Return the most frequent ids of the texts, ascending, and the share of the second half that the first covers.
+
+    special: ids that stay in any case. Of equally frequent ids the lowest stay, which a BPE learns first.
+
+    Raises:
+        UserError: size is not between those of special and of vocab, or there are fewer than two texts.
+    """
+    stays = sorted({i for i in special if i < vocab})
+    check_size(size, vocab, len(stays))
+    if len(texts) < 2:
+        raise UserError(f"--vocab {size}: ids are counted in {len(texts)} texts, which say too little; use more text")
+
+    def top(some: Sequence[np.ndarray]) -> np.ndarray:
+        counts = np.bincount(np.concatenate(some).astype(np.int64), minlength=vocab)[:vocab].astype(np.float64)
+        counts[stays] = np.inf
+        return np.sort(np.argsort(-counts, kind="stable")[:size])
+
+    half = len(texts) // 2
+    coverage = float(np.isin(np.concatenate(texts[half:]), top(texts[:half])).mean())
+    return top(texts).tolist(), coverage
+
+
+def check_size(size: int, vocab: int, special: int = 0) -> None:
+    """Raises UserError: a head of that size has no room for the special ids, or is no smaller than the whole."""
+    if not special < size < vocab:
+        raise UserError(f"--vocab {size}: want more than the {special} special ids, and fewer than all {vocab:,}")
+
+
+def template_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Return the ids of the special tokens, and of the added tokens that the chat template writes."""
+    template = str(tokenizer.chat_template or "")
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in template}
+    return added | set(tokenizer.all_special_ids)
+
+
+def trim_model(model: "PreTrainedModel", ids: Sequence[int]) -> None:
+    """Let a transformers model give -inf as the logits of all other ids."""
+    head = _head(model)
+    head.register_buffer(BUFFER, torch.tensor(ids, device=head.get_parameter("weight").device), persistent=False)
+
+    def trim(head: nn.Module, _: object, logits: Any) -> Tensor:
+        return only(logits, head.get_buffer(BUFFER))
+
+    head.register_forward_hook(trim)
+
+
+def only(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return logits [..., V] with -inf for all ids but these, [S]."""
+    return torch.full_like(logits, -torch.inf).index_copy(-1, ids, logits.index_select(-1, ids))
+
+
+def head_ids_of(model: "PreTrainedModel") -> Tensor | None:
+    """Return the ids of a trimmed head, [S], or None if it has all."""
+    return dict(_head(model).named_buffers()).get(BUFFER)
+
+
+def as_whole(config: dict[str, object], weights: Any, ids: Sequence[int]) -> tuple[dict[str, object], Any]:
+    """Return config and weights of a head with all rows, for runtimes that know no trimmed one.
+
+    The head is untied, and the rows of other ids are the mean of its rows: their logit is the mean logit, so that none
+    of them is ever the most probable one, and in practice they share less than a thousandth of the probability.
+    """
+
+    def whole() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights.items():
+            if name != "lm_head.weight":
+                yield name, tensor
+        name = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
+        rows = weights[name]
+        head = rows[list(ids)].float().mean(0).to(rows.dtype).expand_as(rows).clone()
+        head[list(ids)] = rows[list(ids)]
+        yield "lm_head.weight", head
+
+    return config | {"tie_word_embeddings": False}, whole()
+
+
+def _head(model: "PreTrainedModel") -> nn.Module:
+    head = model.get_output_embeddings()
+    assert head is not None  # every causal language model has one
+    return head

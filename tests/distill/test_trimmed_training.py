@@ -1,0 +1,118 @@
+"""Training with a trimmed head: the losses by their definitions, one atom after another, and a resumed run."""
+
+import shutil
+
+import pytest
+import torch
+from test_fused_loss import ALL, LOSSES, V, budget, inputs, same, top_k, whole
+from torch import Tensor
+
+from draftlab.commands import COMMANDS
+from draftlab.distill.fused_loss import Dense, TopK, TrimmedHead, fused_loss, rows_of
+from draftlab.distill.losses import log_probs, parse_loss
+from draftlab.errors import UserError
+from draftlab.model.trimmed_head import write_head_ids
+
+HEAD = torch.tensor([0, 3, 4, 8, 9, 15, 22, 23, 30])
+
+
+def fused(x: dict[str, Tensor], name: str, temperature: float, teacher: Dense | TopK, ids: Tensor = HEAD):
+    """By the rows of the head that are in ids."""
+    trimmed = TrimmedHead(ids, rows_of(ids, V))
+    given = (x["hidden"], x["head"][ids], x["labels"], x["weights"], teacher, parse_loss(name), temperature)
+    return fused_loss(*given, budget(x, 4), trimmed)
+
+
+def divergence(name: str, p: Tensor, q: Tensor) -> Tensor:
+    """Of measures on the atoms that both have, by definition; the mass of p may be less than 1."""
+    lost, alpha = 1 - p.sum(), torch.minimum(p, q).sum()
+    forward = (p * (p / q).log()).sum() + lost
+    reverse = (q * (q / p).log()).sum() - lost
+    m = 0.3 * p + 0.7 * q
+    mixed = 0.3 * ((p * (p / m).log()).sum() + (m - p).sum()) + 0.7 * ((q * (q / m).log()).sum() + (m - q).sum())
+    share = torch.exp(-3 * alpha.detach())
+    return {
+        "ce": 0 * alpha, "fkl": forward, "rkl": reverse, "jsd(0.3)": mixed, "tvd": 1 - alpha, "nla": -alpha.log(),
+        "lk(3)": share * forward + (1 - share) * (1 - alpha), "0.7*fkl + 0.3*ce": 0.7 * forward,
+    }[name]  # fmt: skip
+
+
+def naive(x: dict[str, Tensor], name: str, temperature: float) -> dict[str, Tensor]:
+    """Sums by the weights of tokens: distributions over all ids, of which the draft has those of the head."""
+    ce_weight = {"ce": 1.0, "0.7*fkl + 0.3*ce": 0.3}.get(name, 0.0)
+    totals = {key: torch.zeros((), dtype=torch.float64) for key in ALL}
+    for hidden, teacher, label, weight in zip(
+        x["hidden"], x["teacher_hidden"], x["labels"].tolist(), x["weights"], strict=True
+    ):
+        z, y = hidden @ x["head"][HEAD].T, teacher @ x["teacher_head"].T
+        p, q = torch.softmax(y / temperature, 0)[HEAD], torch.softmax(z / temperature, 0)
+        ce = -torch.log_softmax(z, 0)[HEAD.tolist().index(label)] if label in HEAD else torch.zeros(())
+        each = {
+            "objective": divergence(name, p, q) + ce_weight * ce, "cross_entropy": ce,
+            "acceptance": torch.minimum(p, q).sum(), "agreement": (y.argmax() == HEAD[z.argmax()]).double(),
+        }  # fmt: skip
+        totals = {key: total + weight * each[key] for key, total in totals.items()}
+    return totals
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_fused_is_the_definition(name, temperature):
+    x = inputs()
+    assert 0 < sum(label in HEAD for label in x["labels"].tolist()) < len(x["labels"])
+    same(fused(x, name, temperature, whole(x)), naive(x, name, temperature), x, ALL)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_listed_teacher_that_lists_all_is_the_whole_one(name):
+    x = inputs()
+    found, wanted = fused(x, name, 1.0, top_k(x, V, 1.0)), fused(x, name, 1.0, whole(x))
+    for key in ALL:
+        torch.testing.assert_close(getattr(found, key), getattr(wanted, key), atol=1e-8, rtol=1e-8)
+    gradients = [torch.autograd.grad(s.objective, [x["hidden"], x["head"]]) for s in (found, wanted)]
+    for there, here in zip(*gradients, strict=True):
+        torch.testing.assert_close(there, here, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("k", [1, 4, 12])
+def test_a_listed_teacher_bounds_the_acceptance_of_the_whole_one(k):
+    x = inputs()
+    found, wanted = fused(x, "fkl", 1.0, top_k(x, k, 1.0)), fused(x, "fkl", 1.0, whole(x))
+    low = float(found.acceptance)
+    assert low - 1e-9 <= float(wanted.acceptance) <= low + float(found.slack) + 1e-9
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_head_of_all_ids_is_the_whole_one(name):
+    x = inputs()
+    found = fused(x, name, 1.0, whole(x), torch.arange(V))
+    given = (x["hidden"], x["head"], x["labels"], x["weights"], whole(x), parse_loss(name), 1.0)
+    wanted = fused_loss(*given, budget(x, 4))
+    same(found, {key: getattr(wanted, key).double() for key in ALL}, x, ALL)
+
+
+def test_the_head_has_no_gradient_where_it_is_trimmed():
+    x = inputs()
+    (gradient,) = torch.autograd.grad(fused(x, "fkl", 1.0, whole(x)).objective, x["head"])
+    others = [i for i in range(V) if i not in HEAD]
+    assert not gradient[others].any()
+    assert gradient[HEAD].any(1).all()
+
+
+def test_lost_ids_would_change_the_loss():
+    """A negative control: renormalised over the head, acceptance is too high."""
+    x = inputs()
+    y = log_probs((x["teacher_hidden"] @ x["teacher_head"].T)[:, HEAD], 1.0).exp()
+    q = log_probs(x["hidden"] @ x["head"][HEAD].T, 1.0).exp()
+    optimistic = float((torch.minimum(y, q).sum(1) * x["weights"]).sum().detach())
+    assert optimistic > float(fused(x, "fkl", 1.0, whole(x)).acceptance) + 0.1
+
+
+@pytest.mark.parametrize(("vocab", "trimmed", "message"), [(307, False, "fewer than all 307"), (150, True, "already")])
+def test_what_cannot_be_trimmed_is_refused(vocab, trimmed, message, family_dirs, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(family_dirs["llama"], draft)
+    if trimmed:
+        write_head_ids(draft, range(200))
+    with pytest.raises(UserError, match=message):
+        COMMANDS["distill"](draft=str(draft), target=str(family_dirs["llama"]), data="stdlib", vocab=vocab)

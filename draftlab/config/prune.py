@@ -56,6 +56,10 @@ class CutConfig(RefitSettings, OutputConfig):
     outputs: Path | None = option(
         None, "Outputs of the target (draftlab outputs build) to count the ids of --vocab in.", panel=SHAPE
     )
+    untie: bool = option(
+        False, "Give the draft a head of its own where the source ties it to the embedding: its residual stream can "
+        "then be rotated, and its head refitted.", panel=SHAPE,
+    )  # fmt: skip
     source: str = source()
     data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
     calibration_tokens: int = option(32768, "Tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True)
@@ -97,6 +101,9 @@ class CutConfig(RefitSettings, OutputConfig):
 
         _, place = families.locate_shape(self.source, weights)
         have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
+        if self.untie and not have.tied:
+            raise UserError(f"--untie: {self.source} has a head of its own already; leave it out")
+        have = have.model_copy(update={"tied": have.tied and not self.untie})
         sizes = {
             "layers": self.layers, "hidden": self.width, "heads": self.heads, "kv_heads": self.kv_heads,
             "ffn": self.ffn, "params": parse_count(self.params) if self.params else None,
@@ -110,12 +117,12 @@ class CutConfig(RefitSettings, OutputConfig):
 
     def _with_head(self, have: "Shape", shape: "Shape") -> "Shape":
         """Raises UserError: a head is asked for that cannot be cut from the source's."""
-        wanted = self.vocab or shape.draft_vocab
-        if have.draft_vocab not in (None, wanted):
-            raise UserError(f"a head of {wanted} ids: the source's is trimmed already, to {have.draft_vocab:,}")
-        if wanted is not None and wanted >= have.vocab:
-            raise UserError(f"a head of {wanted} ids: want fewer than the source's {have.vocab:,}")
-        return shape.model_copy(update={"draft_vocab": wanted})
+        size = self.vocab or shape.draft_vocab
+        if have.draft_vocab not in (None, size):
+            raise UserError(f"a head of {size} ids: the source's is trimmed already, to {have.draft_vocab:,}")
+        if size is not None and size >= have.vocab:
+            raise UserError(f"a head of {size} ids: want fewer than the source's {have.vocab:,}")
+        return shape.model_copy(update={"draft_vocab": size})
 
 
 class PruneConfig(CutConfig):
@@ -124,7 +131,7 @@ class PruneConfig(CutConfig):
         "influence", "Which layers stay; greedy holds the whole source in memory.", panel=CALIBRATION, advanced=True
     )
     basis: Literal["auto", "pca", "coordinates"] = option(
-        "auto", "pca rotates the residual stream before its width is cut; auto: unless the head is tied.",
+        "auto", "pca rotates the residual stream before its width is cut; auto: unless the head stays tied.",
         panel=CALIBRATION, advanced=True,
     )  # fmt: skip
     scores_cache: Path | None = option(

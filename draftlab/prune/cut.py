@@ -59,6 +59,13 @@ class TensorView(Mapping[str, Tensor]):
         return len(self.axes)
 
 
+class Untied(TensorView):
+    """A tied source with a head of its own: its embedding once more."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights["model.embed_tokens.weight" if name == "lm_head.weight" else name]
+
+
 class Cut(TensorView):
     """The source's tensors cut to the given shape."""
 

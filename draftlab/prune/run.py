@@ -77,7 +77,7 @@ def prune(config: PruneConfig, output: Output) -> Pruned:
     hub.check_data(config.data)
     source, shape = open_source(config)
     if config.basis == "pca" and source.shape.tied:
-        raise UserError("--basis pca moves the last norm into the head, and this source ties it; use coordinates")
+        raise UserError("--basis pca moves the last norm into the head, and this source ties it; add --untie")
     head = _head(config, source, shape)
     if shape.with_whole_head() == source.shape.with_whole_head():
         return _copy(output, source, shape, head)
@@ -146,7 +146,7 @@ def _copy(output: Output, source: Source, shape: Shape, head: Head | None) -> Pr
     keep = keep_all(source.shape)
     with output.directory() as work:
         (work / KEEP_FILE).write_text(keep.model_dump_json())
-        weights = checkpoint.Weights(source.directory).items()
+        weights = source.with_head(checkpoint.Weights(source.directory)).items()
         size = saving.write_checkpoint(work, source.config_for(shape), iter(weights), source.directory)
         output.record(work, [source.directory], params=shape.params(), **_write_head(work, head))
     return Pruned(source=source.shape, shape=shape, keep=keep, agreement=None, disk_bytes=size, head=head)

@@ -1,16 +1,19 @@
 """The checkpoint that a draft is cut from, as it is stored and as it is computed with."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape, check
 from draftlab.model.size import read_size
+from draftlab.prune.cut import Untied
 from draftlab.prune.trial_model import check_buildable, check_prunable
 from draftlab.prune.walk import Walk
 
@@ -19,13 +22,16 @@ HELDOUT_TOKENS = 4096  # on which draft and source are compared
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
+    """untied: the checkpoint ties its head to the embedding, and the draft and so the shape have one of its own."""
+
     directory: Path
     shape: Shape
     device: torch.device
+    untied: bool = False
 
     @cached_property
     def config(self) -> dict[str, object]:
-        return checkpoint.read_config(self.directory)
+        return checkpoint.read_config(self.directory) | ({"tie_word_embeddings": False} if self.untied else {})
 
     @cached_property
     def stored_dtype(self) -> torch.dtype:
@@ -46,8 +52,12 @@ class Source:
         return torch.bfloat16 if slow and checkpoint.fast_bfloat16(self.device) else self.dtype
 
     @cached_property
-    def weights(self) -> checkpoint.Weights:
-        return checkpoint.Weights(self.directory, self.dtype)
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.with_head(checkpoint.Weights(self.directory, self.dtype))
+
+    def with_head(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the checkpoint's weights, or others of its shape, with the head that the draft is cut from."""
+        return Untied(weights, self.shape) if self.untied and "lm_head.weight" not in weights else weights
 
     def walk(self, *, resident: bool = False) -> Walk:
         return Walk(self.weights, self.config, self.pass_dtype, self.device, resident)
@@ -67,10 +77,13 @@ def open_source(config: CutConfig) -> tuple[Source, Shape]:
     place, have, shape = config.shapes(weights=True)
     if isinstance(place, Shape):
         raise UserError(f"--source {config.source} is a shape without weights; only --dry-run works with it")
-    source = Source(directory=place, shape=have, device=checkpoint.resolve_device(config.device))
+    device = checkpoint.resolve_device(config.device)
+    source = Source(directory=place, shape=have, device=device, untied=config.untie)
     check_cut(source.config, have, shape)
     if config.refit_head and have.tied:
-        raise UserError("--refit-head: the source ties its head to the embedding, which the refit would change too")
+        raise UserError(
+            "--refit-head: the source ties its head to the embedding, which the refit would change too; add --untie"
+        )
     return source, shape
 
 

@@ -17,7 +17,7 @@ from draftlab.distill.trainer import EvalRecord, StepRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
-from draftlab.prune.cut import Cut
+from draftlab.prune.cut import Cut, Untied
 from draftlab.prune.masks.hard_concrete import (
     BETA,
     BOUND,
@@ -53,10 +53,10 @@ def masks_for(have: Shape, shape: Shape, spread: float = 2.0) -> Masks:
 
 def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor, Tensor]:
     """Logits of the masked model, and of the model that is cut out."""
-    have, config = checkpoint.read_shape(directory), checkpoint.read_config(directory)
-    weights = dict(model.named_parameters())
+    have, config = masks.source, checkpoint.read_config(directory)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
     keep = masks.keep()
-    folded = Folded({n: t.detach() for n, t in weights.items()}, have, masks.deterministic())
+    folded = Folded(weights if have.tied else Untied(weights, have), have, masks.deterministic())
     small = checkpoint.meta_model(checkpoint.config_for(masks.shape, config, keep.layers), torch.float64)
     cut = {name: t.detach().double() for name, t in Cut(folded, masks.shape, keep).items()}
     if masks.shape.tied:
@@ -67,9 +67,12 @@ def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor,
         return model(IDS).logits, small(IDS).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_masked_equals_extracted(family, family_dirs):
+@pytest.mark.parametrize(
+    ("family", "untied"), [*((f, False) for f in FAMILIES), ("qwen2_tied", True), ("llama3_tied", True)]
+)
+def test_masked_equals_extracted(family, untied, family_dirs):
     have = checkpoint.read_shape(family_dirs[family])
+    have = have.model_copy(update={"tied": have.tied and not untied})
     masks = masks_for(have, smaller(have))
     model = build(family)
     there, here = both(family_dirs[family], model, masks)
@@ -277,11 +280,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["frozen", "lora", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family_dirs, tmp_path):
+@pytest.mark.parametrize(("dtype", "family"), [("float32", "qwen3"), ("bfloat16", "qwen3"), ("float32", "qwen2_tied")])
+def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family, family_dirs, tmp_path):
     source = tmp_path / "source"
-    build("qwen3").to(checkpoint.DTYPES[dtype]).save_pretrained(source)
-    for file in family_dirs["qwen3"].glob("tokenizer*"):
+    build(family).to(checkpoint.DTYPES[dtype]).save_pretrained(source)
+    for file in family_dirs[family].glob("tokenizer*"):
         (source / file.name).write_bytes(file.read_bytes())
     text = "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(120))
     (tmp_path / "text.txt").write_text(text)
@@ -292,12 +295,12 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family_dirs
         source=str(source), layers=shape.layers, width=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
         ffn=shape.ffn, data=str(tmp_path / "text.txt"), seq_len=32, batch_size=2, steps=3,
         train_weights=weights, training_dtype=dtype, eval_steps=6, save_steps=2, rescale_norms=False,
-        refit=weights == "frozen", out=tmp_path / "out", device="cpu", **calibration,
+        refit=weights == "frozen", untie=have.tied, out=tmp_path / "out", device="cpu", **calibration,
     )  # fmt: skip
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert checkpoint.read_shape(tmp_path / "out") == smaller(have)
+    assert checkpoint.read_shape(tmp_path / "out") == smaller(have).model_copy(update={"tied": False})
     assert (tmp_path / "out" / "masks" / "masks.safetensors").exists()
     assert "acceptance" in made.data
     assert not (tmp_path / ".out.state").exists()

@@ -17,7 +17,7 @@ from draftlab.commands.base import Outcome
 from draftlab.commands.prune import prune
 from draftlab.data import text_batch
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, saving
+from draftlab.model import checkpoint, llama, saving
 from draftlab.model.shape import Shape, check, resolve
 from draftlab.prune import choose as choosing
 from draftlab.prune.choose import choose
@@ -256,8 +256,33 @@ def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, tmp_path
     source = family_dirs["qwen2_tied"]
     with pytest.raises(UserError, match="--basis pca"):
         prune_to(source, tmp_path / "out", text, basis="pca")
-    with pytest.raises(UserError, match="--refit-head"):
+    with pytest.raises(UserError, match=r"--refit-head.*--untie"):
         prune_to(source, tmp_path / "out", text, refit_head=True)
+    with pytest.raises(UserError, match="--untie"):
+        prune_to(family_dirs["llama"], tmp_path / "out", text, untie=True)
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama3_tied"])
+def test_a_tied_source_gives_an_untied_draft_that_is_rotated_and_refitted(family, family_dirs, tmp_path, text):
+    source = family_dirs[family]
+    have = checkpoint.read_shape(source)
+    shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
+    outcome = prune_to(source, tmp_path / "out", text, shape, basis="auto", untie=True, refit_head=True)
+    assert checkpoint.read_shape(tmp_path / "out") == shape.model_copy(update={"tied": False})
+    assert "acceptance" in outcome.data
+    engine = llama.load(tmp_path / "out", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(IDS).logits
+    found = engine.forward(IDS, engine.new_cache(*IDS.shape))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_copy_with_a_head_of_its_own_is_the_source(family_dirs, tmp_path, text):
+    source = family_dirs["qwen2_tied"]
+    prune_to(source, tmp_path / "out", text, checkpoint.read_shape(source), untie=True)
+    assert not checkpoint.read_shape(tmp_path / "out").tied
+    assert torch.equal(logits(tmp_path / "out"), logits(source))
 
 
 def walk_logits(weights, config) -> torch.Tensor:

@@ -11,7 +11,7 @@ from draftlab.config.prune import RefitSettings
 from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape
 from draftlab.prune.choose import choose, first_scores
-from draftlab.prune.cut import Cut, Rotated, keep_all
+from draftlab.prune.cut import Cut, Rotated, Untied, keep_all
 from draftlab.prune.importance import calibrate
 from draftlab.prune.refit import Lockstep, _fit_matrix, ridge_solve
 from draftlab.prune.walk import Walk
@@ -67,6 +67,19 @@ def test_rotating_the_stream_changes_no_logit(family, family_dirs):
     assert (there - here).abs().max() / here.abs().max() < 1e-4
     skewed = Rotated(weights, have, rotation * 1.1)
     assert (run_all(Walk(skewed, config, torch.float32, CPU), [IDS[:1]])[0] - here).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "tied" in family])
+def test_a_tied_model_with_a_head_of_its_own_is_the_same_function_also_rotated(family, family_dirs):
+    source = family_dirs[family]
+    config, weights = checkpoint.read_config(source), checkpoint.Weights(source)
+    have = checkpoint.read_shape(source).model_copy(update={"tied": False})
+    untied, own = Untied(weights, have), config | {"tie_word_embeddings": False}
+    rotation, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    here = run_all(Walk(weights, config, torch.float32, CPU), [IDS[:1]])[0]
+    assert torch.equal(run_all(Walk(untied, own, torch.float32, CPU), [IDS[:1]])[0], here)
+    there = run_all(Walk(Rotated(untied, have, rotation), own, torch.float32, CPU), [IDS[:1]])[0]
+    assert (there - here).abs().max() / here.abs().max() < 1e-4
 
 
 def test_a_tied_model_is_not_rotated(family_dirs):

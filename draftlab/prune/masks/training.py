@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.config.prune import PruneMasksConfig
@@ -88,7 +88,16 @@ def _student(config: PruneMasksConfig, source: Source) -> PreTrainedModel:
     student = checkpoint.load_model(source.directory, torch.float32 if wide else source.dtype)
     if config.train_weights == "frozen":
         student.requires_grad_(False)
+    if config.train_weights == "full" and source.untied:
+        _untie(student)
     return adapt(student, LORA_RANK, config.seed) if config.train_weights == "lora" else student
+
+
+def _untie(student: PreTrainedModel) -> None:
+    head = student.get_output_embeddings()
+    assert head is not None  # every causal language model has one
+    head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
+    student.config.tie_word_embeddings = False
 
 
 def _trained_weights(config: PruneMasksConfig, source: Source, state: Path) -> Mapping[str, Tensor]:
@@ -96,4 +105,4 @@ def _trained_weights(config: PruneMasksConfig, source: Source, state: Path) -> M
         return source.weights
     trained = best_weights(state, "student")
     whole = merged_weights(source.directory, LORA_RANK, trained) if config.train_weights == "lora" else trained
-    return {name: tensor.to(source.dtype) for name, tensor in whole.items()}
+    return source.with_head({name: tensor.to(source.dtype) for name, tensor in whole.items()})

@@ -14,7 +14,7 @@ from draftlab.model.hub import checkpoint_name
 from draftlab.model.layouts import other_layout
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids, trim_model
-from draftlab.model.weights import BUFFERS, Weights, check_finite
+from draftlab.model.weights import BUFFERS, Weights, check_finite, check_tied
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ def read_shape(directory: Path) -> Shape:
     shape = shape_of(config, frozenset(weights))
     _check_tensors(directory, config, shape, {name: weights.shape(name) for name in weights})
     if shape.tied and "lm_head.weight" in weights:
-        _check_tied(weights)
+        check_tied(weights)
     ids = read_head_ids(directory, shape.vocab)
     return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
 
@@ -383,15 +383,6 @@ def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, siz
 def _check_size(directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if size != expected:
         raise UserError(f"{directory}: {name} is {size}, but {expected} by its config.json") from None
-
-
-def _check_tied(weights: Weights) -> None:
-    """Raises UserError: a tied head that is stored too differs from the embedding, so that transformers unties it."""
-    if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
-        raise UserError(
-            f"{weights.directory}: config.json ties head and embedding, but the two differ; "
-            "set tie_word_embeddings to false in it"
-        )
 
 
 def _object(file: Path) -> dict[str, object]:

@@ -98,6 +98,15 @@ class Weights(Mapping[str, Tensor]):
         return len(self._files)
 
 
+def check_tied(weights: Weights) -> None:
+    """Raises UserError: a tied head that is stored too differs from the embedding, so that transformers unties it."""
+    if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
+        raise UserError(
+            f"{weights.directory}: config.json ties head and embedding, but the two differ; "
+            "set tie_word_embeddings to false in it"
+        )
+
+
 def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
     """Raises UserError: NaN or infinity among the values."""
     if (

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftlab.distill.losses import Loss, Pair, log_probs, wide
+from draftlab.model.trimmed_head import TrimmedHead
 
 BUDGET = 128 << 20  # bytes of a chunk's logits, the student's and the teacher's, in fp32
 ROWS = 512  # of a chunk, at most: matrix products gain nothing from more
@@ -68,14 +69,6 @@ class Dense:
 
     def log_probs(self, rows: slice, temperature: float) -> Tensor:
         return log_probs(self.logits(rows), temperature)
-
-
-@dataclass(frozen=True, slots=True)
-class TrimmedHead:
-    """The ids of a student's logits, [S], and the logit of every id, [V]; see rows_of."""
-
-    ids: Tensor
-    rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +170,6 @@ class _Fused(torch.autograd.Function):
         scale = upstream[0][0]
         scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]  # in place: the head's is large
         return (*scaled, None, None, None)
-
-
-def rows_of(ids: Tensor, vocab: int) -> Tensor:
-    """Return the logit of every id in a head of ids [S], and S for those that it lacks, [V]."""
-    rows = torch.full((vocab,), len(ids), device=ids.device)
-    rows[ids] = torch.arange(len(ids), device=ids.device)
-    return rows
 
 
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:

@@ -21,7 +21,7 @@ from draftlab.distill.trainer import Constraint, EvalRecord, StepRecord, Trainin
 from draftlab.errors import UserError
 from draftlab.files import removed_if_unused
 from draftlab.model import checkpoint, saving
-from draftlab.model.trimmed_head import head_ids_of, write_head_ids
+from draftlab.model.trimmed_head import trimmed_head_of, write_head_ids
 from draftlab.output import Output
 
 LOG = "log.jsonl"
@@ -139,9 +139,9 @@ def fit_and_write(
         with output.directory() as work:
             saving.write_checkpoint(work, model.config, model.weights(output.state), model.like)
             notes: dict[str, object] = {} if model.vocab is None else {"vocab": vocabulary.resize(work, model.vocab)}
-            if (head := head_ids_of(student)) is not None:
-                write_head_ids(work, head.tolist())
-                notes["draft_vocab"] = len(head)
+            if (head := trimmed_head_of(student)) is not None:
+                write_head_ids(work, head.ids.tolist())
+                notes["draft_vocab"] = len(head.ids)
             shutil.copyfile(output.state / LOG, work / LOG)
             output.record(work, inputs, **notes, **result.as_dict())
         shutil.rmtree(output.state)

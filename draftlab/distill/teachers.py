@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from draftlab.data import Batch
 from draftlab.distill.fused_loss import Dense, TopK
-from draftlab.model.trimmed_head import head_ids_of
+from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.servers.client import Server
 from draftlab.target_outputs.outputs import log_rest
 from draftlab.target_outputs.targets import score_on_server
@@ -77,7 +77,7 @@ class OutputHead:
         positions: of the tokens in their sequences, [B, T], where rows hold several. attention_mask: of other than
         causal attention, [B, 1, T, T].
         """
-        trimmed = head_ids_of(model)
+        trimmed = trimmed_head_of(model)
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if positions is not None:
             inputs["position_ids"] = positions.to(ids.device)
@@ -85,11 +85,11 @@ class OutputHead:
             inputs["attention_mask"] = attention_mask
         if not self.plain:
             logits = model(**inputs).logits
-            logits = logits[..., : self.vocab] if trimmed is None else logits.index_select(-1, trimmed)
+            logits = logits[..., : self.vocab] if trimmed is None else logits.index_select(-1, trimmed.ids)
             return logits.flatten(0, 1)[counted.to(logits.device)], None
         hidden = model.get_decoder()(**inputs).last_hidden_state  # [B, T, D]
         weight = _head(model).get_parameter("weight")
-        weight = weight[: self.vocab] if trimmed is None else weight.index_select(0, trimmed)
+        weight = weight[: self.vocab] if trimmed is None else weight.index_select(0, trimmed.ids)
         return hidden.flatten(0, 1)[counted.to(hidden.device)], weight
 
 

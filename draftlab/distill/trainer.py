@@ -23,7 +23,7 @@ from draftlab.console import note
 from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.distill import checkpointer, distributed
 from draftlab.distill.evaluate import LengthComparison
-from draftlab.distill.fused_loss import Teacher, TrimmedHead, chosen, fused_loss, rows_of
+from draftlab.distill.fused_loss import Teacher, chosen, fused_loss
 from draftlab.distill.losses import Loss
 from draftlab.distill.on_policy import Batches
 from draftlab.distill.optimizers import optimizers_for, training_dtype
@@ -31,7 +31,7 @@ from draftlab.distill.parallel import Offsets, expected_tokens
 from draftlab.distill.teachers import ListingTeacher, LocalTeacher, OutputHead, logits_of, moved_to, shard_by_layer
 from draftlab.errors import UserError
 from draftlab.model.parallel import pack
-from draftlab.model.trimmed_head import head_ids_of
+from draftlab.model.trimmed_head import trimmed_head_of
 
 TeacherModel = PreTrainedModel | ListingTeacher | None
 MAX_GRAD_NORM = 1.0
@@ -135,9 +135,6 @@ class DistillStep(nn.Module):
         self.constraint = constraint
         self.offsets = offsets
         self.head = OutputHead.of(student, vocab or logits_of(student))
-        ids = head_ids_of(student)
-        rows = None if ids is None else rows_of(ids, logits_of(student))
-        self.register_buffer("head_rows", rows, persistent=False)  # [V]
         self.progress = 0.0
 
     def set_progress(self, progress: float) -> None:
@@ -181,8 +178,7 @@ class DistillStep(nn.Module):
     ) -> Tensor:
         """Return the sums over tokens that are predicted at places of the mask, [6]."""
         labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
-        loss, head_ids = self.loss.at(self.progress), head_ids_of(self.student)
-        trimmed = None if head_ids is None else TrimmedHead(head_ids, self.get_buffer("head_rows"))
+        loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
         sums = fused_loss(hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed)
         total = sums.objective
         if self.constraint is not None:  # on every token, as the objective is a sum over tokens

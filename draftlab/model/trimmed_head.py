@@ -7,6 +7,7 @@ target still writes the others, so that nothing but speed is lost. V vocab, S id
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HEAD_IDS = "head_ids.json"
-BUFFER = "head_ids"
+BUFFERS = ("head_ids", "head_rows")
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedHead:
+    """The ids of a head, [S], and the row of every id, [V]: S for those that the head lacks."""
+
+    ids: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, vocab: int) -> "TrimmedHead":
+        rows = torch.full((vocab,), len(ids), device=ids.device)
+        rows[ids] = torch.arange(len(ids), device=ids.device)
+        return cls(ids, rows)
 
 
 def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
@@ -83,10 +98,13 @@ def template_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
 def trim_model(model: "PreTrainedModel", ids: Sequence[int]) -> None:
     """Let a transformers model give -inf as the logits of all other ids."""
     head = _head(model)
-    head.register_buffer(BUFFER, torch.tensor(ids, device=head.get_parameter("weight").device), persistent=False)
+    weight = head.get_parameter("weight")
+    trimmed = TrimmedHead.of(torch.tensor(ids, device=weight.device), len(weight))
+    for name, buffer in zip(BUFFERS, (trimmed.ids, trimmed.rows), strict=True):
+        head.register_buffer(name, buffer, persistent=False)
 
     def trim(head: nn.Module, _: object, logits: Any) -> Tensor:
-        return only(logits, head.get_buffer(BUFFER))
+        return only(logits, head.get_buffer(BUFFERS[0]))
 
     head.register_forward_hook(trim)
 
@@ -96,9 +114,10 @@ def only(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.full_like(logits, -torch.inf).index_copy(-1, ids, logits.index_select(-1, ids))
 
 
-def head_ids_of(model: "PreTrainedModel") -> Tensor | None:
-    """Return the ids of a trimmed head, [S], or None if it has all."""
-    return dict(_head(model).named_buffers()).get(BUFFER)
+def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
+    """Return the trimmed head of a model, or None if it has all ids."""
+    buffers = dict(_head(model).named_buffers())
+    return TrimmedHead(*(buffers[name] for name in BUFFERS)) if BUFFERS[0] in buffers else None
 
 
 def as_whole(config: dict[str, object], weights: Any, ids: Sequence[int]) -> tuple[dict[str, object], Any]:

@@ -8,17 +8,17 @@ from test_fused_loss import ALL, LOSSES, V, budget, inputs, same, top_k, whole
 from torch import Tensor
 
 from draftlab.commands import COMMANDS
-from draftlab.distill.fused_loss import Dense, TopK, TrimmedHead, fused_loss, rows_of
+from draftlab.distill.fused_loss import Dense, TopK, fused_loss
 from draftlab.distill.losses import log_probs, parse_loss
 from draftlab.errors import UserError
-from draftlab.model.trimmed_head import write_head_ids
+from draftlab.model.trimmed_head import TrimmedHead, write_head_ids
 
 HEAD = torch.tensor([0, 3, 4, 8, 9, 15, 22, 23, 30])
 
 
 def fused(x: dict[str, Tensor], name: str, temperature: float, teacher: Dense | TopK, ids: Tensor = HEAD):
     """By the rows of the head that are in ids."""
-    trimmed = TrimmedHead(ids, rows_of(ids, V))
+    trimmed = TrimmedHead.of(ids, V)
     given = (x["hidden"], x["head"][ids], x["labels"], x["weights"], teacher, parse_loss(name), temperature)
     return fused_loss(*given, budget(x, 4), trimmed)
 

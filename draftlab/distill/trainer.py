@@ -180,9 +180,8 @@ class DistillStep(nn.Module):
         labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
         loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
         sums = fused_loss(hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed)
-        total = sums.objective
-        if self.constraint is not None:  # on every token, as the objective is a sum over tokens
-            total = total + self.constraint.penalty() * weights.sum()
+        # the penalty counts on every token, as the objective is a sum over tokens
+        total = sums.objective + (0 if self.constraint is None else self.constraint.penalty() * weights.sum())
         watched = [sums.objective, sums.cross_entropy, sums.acceptance, sums.slack, sums.agreement]
         return torch.stack([*(w.detach() for w in watched), total])
 

@@ -43,8 +43,12 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
+// Completely, or sums in an array would be kept in memory
+#define UNROLL _Pragma("GCC unroll 64")
+
 struct bf16 { uint16_t bits; };
 
+inline void store(float* to, floats v) { std::memcpy(to, &v, sizeof v); }
 inline floats load(const float* p) { floats v; std::memcpy(&v, p, sizeof v); return v; }
 #ifdef __AVX512F__  // GCC 12 widens in parts what is one instruction
 inline floats load(const bf16* p) {
@@ -75,6 +79,14 @@ inline floats load(const int8_t* p) {
     return __builtin_convertvector(__builtin_convertvector(v, ints), floats);
 }
 #endif
+
+// The first few of a vector, and zeros: a scalar loop over what is left would be rounded as the compiler likes
+template <class A>
+inline floats load(const A* p, int count) {
+    A part[LANES] = {};
+    std::copy(p, p + count, part);
+    return load(part);
+}
 
 inline float one(float x) { return x; }
 inline float one(int8_t x) { return x; }
@@ -122,9 +134,8 @@ inline float dot(const float* x, const A* w, int n) {
     floats acc = {};
     int i = 0;
     for (; i + LANES <= n; i += LANES) acc += load(x + i) * load(w + i);
-    float rest = 0;
-    for (; i < n; i++) rest += x[i] * one(w[i]);
-    return sum(acc) + rest;
+    if (i < n) acc += load(x + i, n - i) * load(w + i, n - i);
+    return sum(acc);
 }
 
 // R outputs of T tokens; w [R, in], x [T, in], y [T, out]
@@ -134,22 +145,24 @@ inline void tile(const W* w, const float* x, int in, float* y, int out, const fl
     int i = 0;
     for (; i + LANES <= in; i += LANES) {
         floats a[R];
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             if (i % 16 == 0)  // rows are short: the hardware would lose the track
                 __builtin_prefetch(w + size_t(r + 2 * R) * in + i);
             a[r] = load(w + size_t(r) * in + i);
         }
-        for (int t = 0; t < T; t++) {
+        UNROLL for (int t = 0; t < T; t++) {
             const floats b = load(x + size_t(t) * in + i);
-            for (int r = 0; r < R; r++) acc[r][t] += a[r] * b;
+            UNROLL for (int r = 0; r < R; r++) acc[r][t] += a[r] * b;
         }
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) {
-            float rest = 0;
-            for (int j = i; j < in; j++) rest += one(w[size_t(r) * in + j]) * x[size_t(t) * in + j];
-            y[size_t(t) * out + r] = (sum(acc[r][t]) + rest) * (scale ? scale[r] : 1.f) + (bias ? bias[r] : 0.f);
+    if (i < in)
+        UNROLL for (int r = 0; r < R; r++) {
+            const floats a = load(w + size_t(r) * in + i, in - i);
+            UNROLL for (int t = 0; t < T; t++) acc[r][t] += a * load(x + size_t(t) * in + i, in - i);
         }
+    UNROLL for (int t = 0; t < T; t++)
+        UNROLL for (int r = 0; r < R; r++)
+            y[size_t(t) * out + r] = sum(acc[r][t]) * (scale ? scale[r] : 1.f) + (bias ? bias[r] : 0.f);
 }
 
 #ifdef PAIRS
@@ -179,24 +192,22 @@ template <int R, int T, class W, class X>
 inline void pair_tile(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
                       const float* bias) {
     std::conditional_t<std::is_same_v<X, bf16>, floats, ints> acc[4][T] = {};
-    const auto step = [&](int i, __mmask32 mask) __attribute__((always_inline)) {
+    for (int i = 0; i < in; i += PAIRED) {
+        const __mmask32 mask = i + PAIRED <= in ? ~0u : (1u << (in - i)) - 1;
         __m512i a[R];
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             __builtin_prefetch(w + size_t(2 * R) * in + i * R + r * PAIRED);  // in the order of memory, not of use
             a[r] = pairs(w + size_t(r) * in + i, mask);
         }
-        for (int t = 0; t < T; t++) {
+        UNROLL for (int t = 0; t < T; t++) {
             const __m512i b = pairs(x + size_t(t) * in + i, mask);
-            for (int r = 0; r < R; r++) add(acc[r][t], a[r], b);
+            UNROLL for (int r = 0; r < R; r++) add(acc[r][t], a[r], b);
         }
-    };
-    int i = 0;
-    for (; i + PAIRED <= in; i += PAIRED) step(i, ~0u);
-    if (i < in) step(i, (1u << (in - i)) - 1);
+    }
     const __mmask8 rows = (1 << R) - 1;
     const __m128 by = scale ? _mm_maskz_loadu_ps(rows, scale) : _mm_set1_ps(1);
     const __m128 plus = bias ? _mm_maskz_loadu_ps(rows, bias) : _mm_setzero_ps();
-    for (int t = 0; t < T; t++) {
+    UNROLL for (int t = 0; t < T; t++) {
         const __m128 all = sums(as_floats(acc[0][t]), as_floats(acc[1][t]), as_floats(acc[2][t]), as_floats(acc[3][t]));
         _mm_mask_storeu_ps(y + size_t(t) * out, rows, all * (steps ? by * steps[t] : by) + plus);
     }
@@ -231,18 +242,22 @@ inline int evenly(int tokens) {  // 8 is 4 and 4, not 6 and 2
     return (tokens + parts - 1) / parts;
 }
 
+template <int R, int T, class W, class X>
+inline void products(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
+                     const float* bias) {
+    if constexpr (std::is_same_v<X, float>) tile<R, T>(w, x, in, y, out, scale, bias);
+#ifdef PAIRS
+    else pair_tile<R, T>(w, x, steps, in, y, out, scale, bias);
+#endif
+}
+
 template <int R, class W, class X>
 void tiles(const W* w, const X* x, const float* steps, int tokens, int in, float* y, int out, const float* scale,
            const float* bias) {
     const int each = evenly(tokens);
     for (int t = 0; t < tokens; t += each)
         unrolled(std::min(each, tokens - t), [&](auto count) {
-            const X* a = x + size_t(t) * in;
-            float* b = y + size_t(t) * out;
-            if constexpr (std::is_same_v<X, float>) tile<R, count>(w, a, in, b, out, scale, bias);
-#ifdef PAIRS
-            else pair_tile<R, count>(w, a, steps ? steps + t : nullptr, in, b, out, scale, bias);
-#endif
+            products<R, count>(w, x + size_t(t) * in, steps ? steps + t : nullptr, in, y + size_t(t) * out, out, scale, bias);
         });
 }
 
@@ -332,6 +347,7 @@ struct Rounded {
     }
 };
 
+inline void round_to(const float* x, int n, float* to, float*) { std::copy(x, x + n, to); }
 #ifdef PAIRS
 inline void round_to(const float* x, int n, bf16* to, float*) {
     for (int i = 0; i < n; i++) put(to[i], x[i]);
@@ -415,51 +431,121 @@ struct Pass {
 
 namespace {
 
-// Values of one head under their weights, of which none counts where a value may be anything; R vectors of C
-template <int R, class KV>
-inline void mix(const KV* values, int C, const float* weights, int end, float* out) {
-    floats acc[R] = {};
+// Sums of values [end, C] under the weights [Q, room] of Q queries; count: channels, at most R vectors; out [Q, C]
+template <int Q, int R, class KV>
+inline void mix(const KV* values, int C, int count, const float* weights, int room, int end, float* out) {
+    floats acc[Q][R] = {};
     for (int s = 0; s < end; s++)
-        if (weights[s] != 0)
-            for (int r = 0; r < R; r++) acc[r] += weights[s] * load(values + size_t(s) * C + r * LANES);
-    std::memcpy(out, acc, sizeof acc);
+        UNROLL for (int r = 0; r < R; r++) {
+            const KV* at = values + size_t(s) * C + r * LANES;
+            const floats v = count < LANES ? load(at, count) : load(at);
+            UNROLL for (int q = 0; q < Q; q++) acc[q][r] += weights[q * room + s] * v;
+        }
+    UNROLL for (int q = 0; q < Q; q++) {
+        float all[R * LANES];
+        UNROLL for (int r = 0; r < R; r++) store(all + r * LANES, acc[q][r]);
+        std::copy(all, all + count, out + size_t(q) * C);
+    }
 }
 
-// One head of one token: softmax over what it sees of the row's cache.
-template <class KV>
-void attend(const Pass& p, int row, int t, int C, const float* q, const KV* keys, const KV* values, float* scores,
-            float* out) {
-    const int used = int(p.used[row]), end = used + (p.sees ? p.width : t + 1);
+#ifdef PAIRS
+// The same of values and weights that meet in pairs of tokens; R: of PAIRED channels
+template <int Q, int R>
+inline void mix(const bf16* values, int C, int count, const bf16* weights, int room, int end, float* out) {
+    floats acc[Q][R][2] = {};
+    for (int s = 0; s < end; s += 2)
+        UNROLL for (int r = 0; r < R; r++) {
+            const __mmask32 mask = count < PAIRED ? (1u << count) - 1 : ~0u;
+            const bf16* at = values + size_t(s) * C + r * PAIRED;
+            const __m512i a = pairs(at, mask), b = pairs(at + C, s + 1 < end ? mask : 0);
+            const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+            UNROLL for (int q = 0; q < Q; q++) {
+                int both;
+                std::memcpy(&both, weights + q * room + s, sizeof both);
+                add(acc[q][r][0], low, _mm512_set1_epi32(both));
+                add(acc[q][r][1], high, _mm512_set1_epi32(both));
+            }
+        }
+    UNROLL for (int q = 0; q < Q; q++) {
+        float all[R * PAIRED];
+        UNROLL for (int i = 0; i < R * PAIRED; i++) all[i] = acc[q][i / PAIRED][i / 4 % 2][i % PAIRED / 8 * 4 + i % 4];
+        std::memcpy(out + size_t(q) * C, all, 4 * count);
+    }
+}
+
+inline void store(bf16* to, floats v) {
+    const auto rounded = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(to, &rounded, sizeof rounded);
+}
+#endif
+
+// Memory of one thread for the attention of TOKENS queries over as many cached tokens as there may be
+template <class X>
+struct Attention {
+    const int room;
+    std::vector<X> queries, weights;
+    std::vector<float> scores, out;
+    Attention(int tokens, int C)
+        : room((tokens + LANES) / LANES * LANES), queries(TOKENS * C), weights(TOKENS * room), scores(TOKENS * room),
+          out(TOKENS * C) {}
+};
+
+// Scores to weights of one query that sees what is cached and, of the new tokens, those before it or those it is let see
+template <class X>
+float softmax(float* scores, X* weights, int C, int used, int end, int t, const uint8_t* sees) {
     const float scale = 1.f / std::sqrt(float(C));
-    float most = -INFINITY;
-    for (int s = 0; s < end; s++) {
-        const bool seen = s < used || !p.sees || p.sees[t * p.width + s - used];
-        scores[s] = seen ? dot(q, keys + size_t(s) * C, C) * scale : -INFINITY;
-        most = std::max(most, scores[s]);
+    const int whole = (end + LANES - 1) / LANES * LANES;
+    for (int s = used; s < end; s++)
+        if (sees ? !sees[s - used] : s > used + t) scores[s] = -INFINITY;
+    std::fill(scores + end, scores + whole, -INFINITY);
+    floats most = load(scores) * scale, total = {};
+    for (int s = LANES; s < whole; s += LANES) {
+        const floats v = load(scores + s) * scale;
+        most = v > most ? v : most;
     }
-    floats total = {};
-    std::fill(scores + end, scores + (end + LANES - 1) / LANES * LANES, -INFINITY);
-    for (int s = 0; s < end; s += LANES) {
-        const floats weights = exp(load(scores + s) - most);
-        std::memcpy(scores + s, &weights, sizeof weights);
-        total += weights;
+    float top = most[0];
+    for (int i = 1; i < LANES; i++) top = std::max(top, most[i]);
+    for (int s = 0; s < whole; s += LANES) {
+        const floats v = exp(load(scores + s) * scale - top);
+        store(weights + s, v);
+        total += v;
     }
+    return sum(total);
+}
+
+// Queries first to first + Q of one row and kv head: query j is head j % G of token j / G. q, out: of the first token
+template <int Q, class X, class KV>
+void attend(const Pass& p, int row, int first, int G, int C, const float* q, int next, const KV* keys, const KV* values,
+            Attention<X>& memory, float* out, int next_out) {
+    const int used = int(p.used[row]), end = used + (p.sees ? p.width : (first + Q - 1) / G + 1), room = memory.room;
+    float* scores = memory.scores.data();
+    for (int j = 0; j < Q; j++)
+        round_to(q + size_t((first + j) / G) * next + (first + j) % G * C, C, &memory.queries[j * C], nullptr);
+    const X* a = memory.queries.data();
+    int s = 0;
+    for (; s + ROWS <= end; s += ROWS) products<ROWS, Q>(keys + size_t(s) * C, a, nullptr, C, scores + s, room, nullptr, nullptr);
+    for (; s < end; s++) products<1, Q>(keys + size_t(s) * C, a, nullptr, C, scores + s, room, nullptr, nullptr);
+    float totals[Q];
+    for (int j = 0; j < Q; j++) {
+        const int t = (first + j) / G;
+        totals[j] = softmax(scores + j * room, &memory.weights[j * room], C, used, end, t, p.sees ? p.sees + t * p.width : nullptr);
+    }
+    constexpr int wide = std::is_same_v<X, float> ? LANES : 2 * LANES, most = std::is_same_v<X, float> ? ROWS : 2;
     int i = 0;
-    for (; i + 4 * LANES <= C; i += 4 * LANES) mix<4>(values + i, C, scores, end, out + i);
-    for (; i + LANES <= C; i += LANES) mix<1>(values + i, C, scores, end, out + i);
-    for (; i < C; i++) {
-        out[i] = 0;
-        for (int s = 0; s < end; s++)
-            if (scores[s] != 0) out[i] += scores[s] * one(values[size_t(s) * C + i]);
+    for (; i + most * wide <= C; i += most * wide)
+        mix<Q, most>(values + i, C, most * wide, memory.weights.data(), room, end, memory.out.data() + i);
+    for (; i < C; i += wide)
+        mix<Q, 1>(values + i, C, std::min(wide, C - i), memory.weights.data(), room, end, memory.out.data() + i);
+    for (int j = 0; j < Q; j++) {
+        float* to = out + size_t((first + j) / G) * next_out + (first + j) % G * C;
+        for (int i = 0; i < C; i++) to[i] = memory.out[j * C + i] / totals[j];
     }
-    const float all = sum(total);
-    for (int i = 0; i < C; i++) out[i] /= all;
 }
 
 template <class W, class KV>
 void run(const Model& m, const Pass& p) {
     const int D = m.hidden, H = m.heads, K = m.kv_heads, C = m.head_dim, F = m.ffn, T = p.width, N = p.rows * T;
-    const int QKV = (H + 2 * K) * C;
+    const int QKV = (H + 2 * K) * C, G = H / K, each = evenly(T * G), blocks = (T * G + each - 1) / each;
     std::vector<float> x(size_t(N) * D), h(size_t(N) * D), qkv(size_t(N) * QKV), mixed(size_t(N) * H * C);
     std::vector<float> both(size_t(N) * 2 * F), inner(size_t(N) * F);
     Rounded<typename Meeting<W, KV>::type> rounded(N, std::max({D, F, H * C}));
@@ -469,7 +555,7 @@ void run(const Model& m, const Pass& p) {
         for (int i = 0; i < D; i++) x[size_t(n) * D + i] = one(static_cast<const KV*>(m.embed)[p.ids[n] * D + i]);
 #pragma omp parallel num_threads(m.threads) if (m.threads > 1)
     {
-        std::vector<float> scores(furthest + LANES);
+        Attention<typename Meeting<KV, KV>::type> memory(furthest, C);
         for (int l = 0; l < m.layers; l++) {
             const Layer& layer = m.layer[l];
 #pragma omp for schedule(static)
@@ -494,11 +580,14 @@ void run(const Model& m, const Pass& p) {
                 for (int i = 0; i < C; i++) put(k[i], v[i]), put(w[i], v[K * C + i]);
             }
 #pragma omp for schedule(static)
-            for (int g = 0; g < N * H; g++) {
-                const int n = g / H, head = g % H, row = n / T;
-                const size_t slot = (size_t(l) * p.rows + row) * slab + size_t(head / (H / K)) * p.capacity * C;
-                attend(p, row, n % T, C, &qkv[size_t(n) * QKV + head * C], static_cast<KV*>(p.keys) + slot,
-                       static_cast<KV*>(p.values) + slot, scores.data(), &mixed[size_t(g) * C]);
+            for (int g = 0; g < p.rows * K * blocks; g++) {
+                const int row = g / (K * blocks), kv = g / blocks % K, first = g % blocks * each;
+                const size_t slot = ((size_t(l) * p.rows + row) * K + kv) * p.capacity * C;
+                unrolled(std::min(each, T * G - first), [&](auto count) {
+                    attend<count>(p, row, first, G, C, &qkv[size_t(row) * T * QKV + kv * G * C], QKV,
+                                  static_cast<KV*>(p.keys) + slot, static_cast<KV*>(p.values) + slot, memory,
+                                  &mixed[(size_t(row) * T * H + kv * G) * C], H * C);
+                });
             }
             linear<W>(layer.o, mixed.data(), N, H * C, h.data(), D, rounded);
 #pragma omp for schedule(static)

@@ -1,16 +1,18 @@
 """Scores in the order of their speed-ups, as tables, pages and plots show them. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.results.score import Score, TaskResult
 
-# Okabe and Ito (2008) without black and yellow, each lost on one of the two backgrounds; then wine and olive.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#aa4499", "#999933")
+# After Okabe and Ito (2008), each at 3:1 or more against the page; the second is for a dark one.
+COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
+DARK_COLOURS = ("#56b0e8", "#f0883e", "#2cc299", "#e59cc6", "#9bd5f7", "#f0bb4a", "#d48acb", "#c6c65c")
+NO_DRAFT = "no draft"
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
-LABEL_LENGTH = 22
+LABEL_LENGTH = 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +32,10 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """The end of the name, where names of one family differ."""
+        """The kind of drafter and the end of the name, where names of one family differ."""
         name = self.score.name
-        return name if len(name) <= LABEL_LENGTH else "…" + name[1 - LABEL_LENGTH :]
+        kind = "".join(name.partition(":")[:2]) if ":" in name else ""
+        return name if len(name) <= LABEL_LENGTH else f"{kind}…{name[1 + len(kind) - LABEL_LENGTH :]}"
 
     @property
     def colour(self) -> str:
@@ -59,6 +62,17 @@ def leaderboard(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
     entries = entries_of(scores, every_k)
     ordered = sorted(entries, key=lambda e: (not e.score.output_differs, e.best_k_speedup.value), reverse=True)
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered)]
+
+
+def plain_rank(entries: Sequence[Entry]) -> int:
+    """Return the number of drafts that rank above plain decoding."""
+    return sum(not e.score.output_differs and e.best_k_speedup.value > 1 for e in entries)
+
+
+def plain_speed(entries: Sequence[Entry], digits: Callable[[float], str]) -> str:
+    """Return tokens per second without a draft; the range where the scores are of several runs."""
+    speeds = [e.score.output_tps(0) for e in entries]
+    return " to ".join(dict.fromkeys(map(digits, (min(speeds), max(speeds)))))
 
 
 def entries_of(scores: Sequence[Score], every_k: bool) -> list[Entry]:

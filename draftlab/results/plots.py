@@ -15,9 +15,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from draftlab.errors import UserError
-from draftlab.results.leaderboard import COLOURS, MARKERS, Entry
+from draftlab.intervals import Interval
+from draftlab.results.leaderboard import COLOURS, MARKERS, NO_DRAFT, Entry
 
-PHASES = {"draft": "#d55e00", "verify": "#0072b2", "host": "#8c8c8c"}
+PHASES = {"draft": "#c04c00", "verify": "#0072b2", "host": "#6b6b6b"}
+PHASE_NAMES = {"draft": "draft", "verify": "target verifies", "host": "sampling and other"}
+VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {PHASES["host"]: "var(--soft)"}
+WIDTH = 4.6  # inches; text of 9 pt is readable where a phone shrinks that to 300 px
+IN_CATEGORIES = 3  # drafts in the plot of categories
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a $ in a name is a $
@@ -69,6 +74,50 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
             if len(panel.series) > 1:
                 ax.legend(frameon=False)
     return figure
+
+
+def plot_ranking(entries: list[Entry]) -> Markup:
+    def draw(ax: Axes) -> None:
+        ax.axvline(1, color="black", linewidth=1, linestyle="--")
+        for row, entry in enumerate(entries):
+            gain = entry.best_k_speedup
+            _interval(ax, gain, row, entry)
+            ax.annotate(
+                f"{entry.label}  {gain.value:.2f}", (gain.value, row), (0, 6), textcoords="offset points", ha="center"
+            )
+        ends = [1.0, *(x for e in entries for x in (e.best_k_speedup.low, e.best_k_speedup.high))]
+        margin = 0.25 * (max(ends) - min(ends) or 1)
+        ax.text(1, len(entries) - 0.4, f" {NO_DRAFT}  1.00", va="center")
+        ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(entries), -0.9), yticks=[])
+        ax.set(xlabel="speed-up, 95% interval")
+
+    return _svg(draw, "Speed-up of each draft at its best K, with its interval", inches=1.0 + 0.42 * len(entries))
+
+
+def plot_categories(entries: list[Entry], rows: list[list[dict[str, Any]]]) -> Markup:
+    """Plot the speed-up of the first drafts by category. rows: of each of them, as category_rows() returns them."""
+    names = [row["category"] for row in rows[0]]
+    shown = list(zip(entries, rows, strict=True))[:IN_CATEGORIES]
+
+    def draw(ax: Axes) -> None:
+        ax.axvline(1, color="black", linewidth=1, linestyle="--")
+        for i, (entry, own) in enumerate(shown):
+            for at, row in enumerate(own):
+                if row["speedup"] is None:
+                    continue
+                ends = row["speedup_low"] or row["speedup"], row["speedup_high"] or row["speedup"]
+                gain = Interval(value=row["speedup"], low=ends[0], high=ends[1], n=row["prompts"])
+                _interval(ax, gain, at + 0.22 * (i - (len(shown) - 1) / 2), entry)
+        ax.set(xlabel="speed-up, 95% interval", ylim=(len(names) - 0.5, -0.5))
+        ax.set_yticks(range(len(names)), names)
+        ax.tick_params("y", length=0)
+
+    return _svg(draw, "Speed-up by category of prompts", inches=0.8 + 0.36 * len(names))
+
+
+def _interval(ax: Axes, gain: Interval, row: float, entry: Entry) -> None:
+    ax.hlines(row, gain.low, gain.high, color=entry.colour, linewidth=2)
+    ax.plot(gain.value, row, color=entry.colour, marker=entry.marker, markersize=7)
 
 
 def plot_speedup(entries: list[Entry]) -> Markup:
@@ -141,24 +190,50 @@ def plot_positions(entries: list[Entry]) -> Markup:
 
 def plot_time(entries: list[Entry]) -> Markup | None:
     """Plot the time of a step by phase; None where no draft has it: servers do not report it."""
-    entries = [e for e in entries if e.score.time_shares(e.k)]
-    if not entries:
+    steps = step_times(entries)
+    if not steps:
         return None
-    rows = range(len(entries))
-    step_ms = [1000 * e.score.break_even_length(e.k) / e.score.output_tps(0) for e in entries]
 
     def draw(ax: Axes) -> None:
-        left = [0.0] * len(entries)
-        for phase, colour in PHASES.items():
-            widths = [ms * e.score.time_shares(e.k)[phase] for ms, e in zip(step_ms, entries, strict=True)]
-            ax.barh(rows, widths, left=left, height=0.4, color=colour, label=phase)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        for row, entry in enumerate(entries):
-            ax.text(0, row - 0.28, f"{entry.label}, K = {entry.k}: {entry.tokens_per_pass:.2f} tokens", va="bottom")
-        ax.set(xlabel="ms per step", xlim=(0, 1.05 * max(step_ms)), ylim=(len(entries) - 0.7, -0.8), yticks=[])
-        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PHASES), frameon=False)
+        for row, step in enumerate(steps):
+            left = 0.0
+            for phase, colour in PHASES.items():
+                ax.barh(row, step.ms[phase], left=left, height=0.4, color=colour)
+                left += step.ms[phase]
+            tokens = "1 token" if step.tokens == 1 else f"{step.tokens:.2f} tokens"
+            ax.text(0, row - 0.28, f"{step.label}: {tokens}, {step.total_ms / step.tokens:.3g} ms each", va="bottom")
+        widest = max(step.total_ms for step in steps)
+        ax.set(xlabel="ms per step", xlim=(0, 1.05 * widest), ylim=(len(steps) - 0.7, -0.8), yticks=[])
 
-    return _svg(draw, "Time per step: draft, verify, host", inches=1.2 + 0.45 * len(entries))
+    return _svg(draw, "Time of one step by phase", inches=0.8 + 0.45 * len(steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Milliseconds of a step by phase, and the tokens that it yields."""
+
+    label: str
+    ms: dict[str, float]
+    tokens: float
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.ms.values())
+
+
+def step_times(entries: list[Entry]) -> list[StepTime]:
+    """Return those of plain decoding, with the fastest draft's target, and of each draft whose phases are known."""
+    known = [e for e in entries if e.score.time_shares(e.k)]
+    return [
+        StepTime(
+            label=f"{e.label}, K = {k}" if k else NO_DRAFT,
+            ms={
+                phase: 1000 * tokens / e.score.output_tps(k) * share for phase, share in e.score.time_shares(k).items()
+            },
+            tokens=tokens,
+        )
+        for e, k, tokens in [*((e, 0, 1.0) for e in known[:1]), *((e, e.k, e.tokens_per_pass) for e in known)]
+    ]
 
 
 def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
@@ -176,8 +251,8 @@ def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
 
 def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
     """Return one plot without links or ids that could clash with another's; its ink is the page's own colour."""
-    with rc_context({**STYLE, "svg.hashsalt": alt}):
-        figure = Figure(figsize=(5.2, inches), layout="constrained")
+    with rc_context({**STYLE, "font.size": 9, "svg.hashsalt": alt}):
+        figure = Figure(figsize=(WIDTH, inches), layout="constrained")
         ax = figure.subplots()
         ax.grid(color="black", alpha=0.12)
         ax.set_axisbelow(True)
@@ -186,5 +261,7 @@ def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
         figure.savefig(file, format="svg", transparent=True)
     body = re.sub(r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>", "", file.getvalue())
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href").replace(": #000000", ": currentColor")
+    for colour, variable in VARIABLES.items():
+        body = body.replace(colour, variable)
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
     return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(alt)}">{body}')

@@ -10,19 +10,29 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from draftlab.errors import UserError
 from draftlab.model.shape import format_count
 from draftlab.output import Output
-from draftlab.results import plots
-from draftlab.results.leaderboard import Entry, accuracy_task, entries_of, leaderboard
+from draftlab.results import page, plots
+from draftlab.results.leaderboard import (
+    COLOURS,
+    DARK_COLOURS,
+    NO_DRAFT,
+    Entry,
+    accuracy_task,
+    entries_of,
+    leaderboard,
+    plain_rank,
+    plain_speed,
+)
 from draftlab.results.score import Latency, Score, TaskResult, read_score
 from draftlab.results.tables import Rows, kv_bytes, optional, three_digits
 from draftlab.results.warnings import score_warnings
 
 BOARD_HEADS = (
-    "draft", "layers x hidden", "parameters", "draft ms per token (quartiles)", "c", "K", "acceptance rate",
-    "tokens per target pass", "tokens/s plain", "tokens/s speculative", "speed-up (95% interval)", "accuracy",
+    "draft", "speed-up (95% interval)", "tokens/s speculative", "tokens/s plain", "K", "tokens per target pass",
+    "acceptance rate", "draft ms per token (quartiles)", "c", "layers x hidden", "parameters", "accuracy",
     "KV bytes per token",
 )  # fmt: skip
 K_HEADS = (
-    "K", "acceptance\nrate", "tokens\nper\ntarget\npass", "break\neven", "speed-up\n(95% interval)",
+    "K", "speed-up\n(95% interval)", "tokens\nper\ntarget\npass", "break\neven", "acceptance\nrate",
     "draft/\nverify/\nhost, %", "steps", "accepted\nat least\n1, 2, ... K",
 )  # fmt: skip
 
@@ -32,7 +42,8 @@ def markdown(scores: list[Score]) -> str:
     entries = leaderboard(scores)
     parts = [
         _plain(_answer(entries)),
-        _markdown_table(_board_heads(scores), [_board_row(e) for e in entries]),
+        _markdown_table(_board_heads(scores), _board_rows(entries)),
+        _markdown_table(["draft", "minutes", "tokens", "made by"], page.cost_rows(entries)),
         "\n".join(f"- **{_plain(e.score.name)}**: {e.score.verdict()}" for e in entries),
         "\n".join(f"- Warning: {_plain(text)}" for text in score_warnings(scores)),
         _markdown_table(["condition", "value"], _conditions([e.score for e in entries])),
@@ -43,16 +54,21 @@ def markdown(scores: list[Score]) -> str:
 def html(scores: list[Score], command: str) -> str:
     """Return one page that loads nothing: styles and plots are inside. command: what made the page."""
     entries = leaderboard(scores, every_k=True)
-    ordered = [e.score for e in entries]
+    ordered, at = [e.score for e in entries], plain_rank(entries)
     environment = Environment(loader=PackageLoader("draftlab.results"), autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
-    page = environment.get_template("report.html.j2").render(
+    written = environment.get_template("report.html.j2").render(
         targets=sorted({s.target.name for s in scores}),
         answer=_answer(entries),
         warnings=score_warnings(scores),
         entries=entries,
-        board=(_board_heads(scores), [_board_row(e) for e in entries]),
-        plots=plots,
+        board=(_board_heads(scores), _board_rows(entries), [*entries[:at], None, *entries[at:]]),
+        best=None if entries[0].score.output_differs else entries[0],
+        shown=next((e for e in entries if e.score.example), None),
+        page=page,
+        phases=[(plots.PHASE_NAMES[name], plots.VARIABLES[colour]) for name, colour in plots.PHASES.items()],
+        colours=(COLOURS, DARK_COLOURS),
+        page_colour=plots.VARIABLES.__getitem__,
         k_heads=K_HEADS,
         k_rows=_k_rows,
         models=_models,
@@ -60,7 +76,7 @@ def html(scores: list[Score], command: str) -> str:
         versions=_agreement(ordered, [s.versions for s in ordered]),
         command=command,
     )
-    return page.strip() + "\n"
+    return written.strip() + "\n"
 
 
 def write_report(paths: Sequence[Path], output: Output) -> list[Score]:
@@ -111,20 +127,28 @@ def _board_heads(scores: Sequence[Score]) -> list[str]:
     return [f"acc, {task}" if head == "accuracy" and task else head for head in BOARD_HEADS]
 
 
+def _board_rows(entries: list[Entry]) -> Rows:
+    """Return one row per draft, with plain decoding at its place."""
+    rows = [_board_row(e) for e in entries]
+    plain = [NO_DRAFT, "1.00x", plain_speed(entries, three_digits), plain_speed(entries, three_digits), "–", "1.00"]
+    rows.insert(plain_rank(entries), plain + ["–"] * (len(BOARD_HEADS) - len(plain)))
+    return rows
+
+
 def _board_row(entry: Entry) -> list[str]:
     score, shape, kv = entry.score, entry.score.draft.shape, kv_bytes(entry.score)
     return [
         score.name,
-        f"{shape.layers} x {shape.hidden}" if shape else "–",
-        format_count(shape.params()) if shape else "–",
+        entry.best_k_speedup.as_speedup(),
+        three_digits(score.output_tps(entry.k)),
+        three_digits(score.output_tps(0)),
+        str(entry.k),
+        f"{entry.tokens_per_pass:.2f}",
+        f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
         _latency_text(score.draft.latency[0]) if score.draft.latency else "–",
         optional(score.cost_ratio, ".3f"),
-        str(entry.k),
-        f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
-        f"{entry.tokens_per_pass:.2f}",
-        three_digits(score.output_tps(0)),
-        three_digits(score.output_tps(entry.k)),
-        entry.best_k_speedup.as_speedup(),
+        f"{shape.layers} x {shape.hidden}" if shape else "–",
+        format_count(shape.params()) if shape else "–",
         _task_text(entry.accuracy) if entry.accuracy else "–",
         optional(kv, ","),
     ]
@@ -138,10 +162,10 @@ def _k_row(score: Score, k: int, speedup: str) -> list[str]:
     acceptance, shares = score.acceptance(k), score.time_shares(k)
     return [
         str(k),
-        f"{acceptance.draft_acceptance_rate:.1%}",
+        speedup,
         f"{score.tokens_per_pass(k):.2f}",
         f"{score.break_even_length(k):.2f}",
-        speedup,
+        f"{acceptance.draft_acceptance_rate:.1%}",
         "/".join(f"{100 * shares[phase]:.0f}" for phase in plots.PHASES) if shares else "–",
         f"{acceptance.num_spec_steps:,}",
         " ".join(f"{share:.2f}" for share in acceptance.per_position_acceptance),

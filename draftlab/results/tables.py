@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftlab.model.shape import Shape, format_count
-from draftlab.results.leaderboard import Entry, leaderboard
+from draftlab.results.leaderboard import NO_DRAFT, Entry, leaderboard, plain_rank, plain_speed
 from draftlab.results.score import Score
 
 SCORE_HEADS = (
@@ -41,9 +41,12 @@ def terminal_table(
 
 
 def score_table(scores: list[Score]) -> Table:
-    """Return one row per draft at its best K, the fastest first and marked."""
+    """Return one row per draft at its best K, the fastest first and marked, with plain decoding at its place."""
     entries = leaderboard(scores)
-    table = terminal_table(SCORE_HEADS, [_score_row(e) for e in entries], best=0)
+    rows = [_score_row(e) for e in entries]
+    plain = [NO_DRAFT, "–", "–", "–", "1.00", plain_speed(entries, three_digits), "1.00x", "–", "–"]
+    rows.insert(plain_rank(entries), plain)
+    table = terminal_table(SCORE_HEADS, rows, best=0)
     sampling = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
     prompts = {e.best_k_speedup.n for e in entries}
     task = next((e.accuracy.task for e in entries if e.accuracy), None)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from html import escape
+from html import escape, unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -11,9 +11,10 @@ from rich.table import Table
 
 from draftlab.errors import UserError
 from draftlab.model.shape import Shape
-from draftlab.results.decoding import Generation
+from draftlab.provenance import Stage
+from draftlab.results.decoding import Example, ExampleStep, Generation
 from draftlab.results.report import html, json_rows, markdown
-from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
+from draftlab.results.score import Conditions, Latency, Model, Prompt, Score, TaskResult
 from draftlab.results.tables import score_table
 from draftlab.results.warnings import score_warnings
 
@@ -151,8 +152,12 @@ def markdown_rows(text: str) -> list[dict[str, str]]:
     return [dict(zip(heads, (cell.strip() for cell in line), strict=True)) for line in board]
 
 
+def draft_rows(text: str) -> list[dict[str, str]]:
+    return [row for row in markdown_rows(text) if row["draft"] != "no draft"]
+
+
 def test_markdown_holds_the_records_numbers():
-    (row,) = markdown_rows(markdown([score()]))
+    (row,) = draft_rows(markdown([score()]))
     assert row == {
         "draft": "wide",
         "layers x hidden": "2 x 64",
@@ -190,12 +195,12 @@ def test_kv_bytes_follow_the_dtype(dtype: str, expected: str):
 
 
 def test_fastest_draft_comes_first():
-    rows = markdown_rows(markdown([score("slow", speed=0.6), score("fast"), score("mid", speed=0.8)]))
+    rows = draft_rows(markdown([score("slow", speed=0.6), score("fast"), score("mid", speed=0.8)]))
     assert [row["draft"] for row in rows] == ["fast", "mid", "slow"]
 
 
 def test_a_draft_that_changes_the_output_is_never_the_fastest():
-    rows = markdown_rows(markdown([change(score("lossy", speed=2), identical=False), score("true")]))
+    rows = draft_rows(markdown([change(score("lossy", speed=2), identical=False), score("true")]))
     assert [row["draft"] for row in rows] == ["true", "lossy"]
 
 
@@ -250,7 +255,7 @@ def test_answer_tells_drafts_apart_only_where_intervals_part():
 
 def test_accuracy_column_never_mixes_tasks():
     other = ACC.model_copy(update={"task": "other_choice"})
-    rows = markdown_rows(markdown([score("a"), score("b", speed=0.9, tasks=(other,))]))
+    rows = draft_rows(markdown([score("a"), score("b", speed=0.9, tasks=(other,))]))
     assert [row["acc, py_choice"] for row in rows] == ["0.612 ± 0.014", "–"]
 
 
@@ -258,7 +263,7 @@ HOSTILE = '<b>"x"</b> | & [red]y[/red] $z$ _w_'
 
 
 def test_names_cannot_break_the_markdown_table():
-    (row,) = markdown_rows(markdown([score(HOSTILE)]))
+    (row,) = draft_rows(markdown([score(HOSTILE)]))
     assert row["draft"] == '&lt;b&gt;"x"&lt;/b&gt; \\| &amp; [red]y[/red] $z$ _w_'
     assert row["K"] == "4"
 
@@ -293,8 +298,8 @@ def test_names_are_text_in_the_terminal():
 
 def test_the_page_has_a_row_for_each_k():
     rows = re.findall(r'<th scope="row">([14])</th>((?:<td>[^<]*</td>)*)', html([score()], command=""))
-    cells = {k: re.findall("<td>([^<]*)</td>", row)[:3] for k, row in rows}
-    assert cells == {"1": ["87.5%", "1.88", cells["1"][2]], "4": ["50.0%", "3.00", "1.50"]}
+    cells = {k: re.findall("<td>([^<]*)</td>", row)[1:4] for k, row in rows}
+    assert cells == {"1": ["1.88", cells["1"][1], "87.5%"], "4": ["3.00", "1.50", "50.0%"]}
 
 
 def test_page_loads_nothing():
@@ -324,7 +329,7 @@ def test_page_draws_every_draft(count: int):
     scores = [score(f"draft-{i}", speed=1 - 0.05 * i, layers=1 + i) for i in range(count)]
     source = html(scores, command="")
     page = Page(source)
-    assert sum(tag == "svg" for tag, _ in page.tags) == 5
+    assert sum(tag == "svg" for tag, _ in page.tags) == 6
     assert all(page.text.count(f"draft-{i}") >= 5 for i in range(count))
     assert "nan" not in "".join(attrs.get("d") or "" for _, attrs in page.tags)
 
@@ -335,22 +340,129 @@ def test_best_draft_and_best_k_are_marked():
     assert rows == ["fast", "4", "4"]
 
 
+@pytest.mark.parametrize(("speeds", "at"), [((1.0, 0.8), 2), ((1.0, 0.4), 1), ((0.4, 0.3), 0)])
+def test_no_draft_has_its_place_in_every_ranking(speeds: tuple[float, ...], at: int):
+    scores = [score(f"d{i}", speed=speed) for i, speed in enumerate(speeds)]
+    names = ["d0", "d1"]
+    names.insert(at, "no draft")
+    assert [row["draft"] for row in markdown_rows(markdown(scores))] == names
+    source = html(scores, command="")
+    boards = re.findall(
+        r'aria-label="(?:Leaderboard|Speed-up of each draft|Speed-up against K)"><table.*?</table>', source, re.S
+    )
+    assert len(boards) == 3
+    for board in boards:
+        assert re.findall(r'<th scope="row">(?:<span.*?</span> )?([^<]*)<', board) == names
+    table = rendered(score_table(scores), 120)
+    assert sorted(names, key=table.index) == names
+    assert "1.00x" in next(line for line in table.splitlines() if "no draft" in line)
+
+
+EXAMPLE = Example(
+    prompt=3,
+    k=4,
+    text="Why <b>?",
+    first="Be",
+    steps=[
+        ExampleStep(kept=["cause", " it"], lost=[" was", " a\n"], own=" <i>is</i>"),
+        ExampleStep(kept=[], lost=[], own=" so"),
+        ExampleStep(kept=[" here", "\n"], lost=[], own=""),
+    ],
+)
+STAGES = [
+    Stage(command="prune", output="p", seconds=30, tokens=1000),
+    Stage(command="distill", output="d", seconds=630, tokens=2_000_000),
+]
+
+
+def test_the_example_shows_what_was_kept_and_lost():
+    source = html([change(score(), example=EXAMPLE)], command="")
+    page = Page(source)
+    assert (
+        "in 3 passes of the target 6 tokens were drafted, 4 of them kept (67%) and 2 lost; 6 were written" in page.text
+    )
+    answer = re.search(r'aria-label="answer">(.*?)</div>', source, re.S)
+    assert answer is not None
+    written = re.sub(r"<del>.*?</del>|</?ins>", "", answer[1])
+    assert unescape(written) == "Because it <i>is</i> so here\n"
+    assert re.findall("<del>(.*?)</del>", answer[1]) == [" was", " a↵"]
+    assert re.findall("<ins>(.*?)</ins>", answer[1], re.S) == ["cause", " it", " here", "\n"]
+    assert "Why <b>?" in page.text
+    assert '<th scope="row">1</th><td>cause it</td><td> was a↵</td><td> &lt;i&gt;is&lt;/i&gt;</td>' in source
+    assert "step by step" not in html([score()], command="")
+
+
+def test_the_cost_of_a_draft_is_its_records():
+    made = [change(score("d"), made=STAGES), change(score("lookup", speed=0.9), made=[]), score("old", speed=0.8)]
+    text = markdown(made)
+    assert "| d | 11.0 | 2M | prune 0.5 min (1k tokens), distill 10.5 min (2M tokens) |" in text
+    assert "| lookup | 0 | 0 | nothing to make |" in text
+    assert "| old | – | – | not recorded |" in text
+    page = Page(html(made, command=""))
+    assert "prune 0.5 min (1k tokens), distill 10.5 min (2M tokens)" in page.text
+    assert "11.0 min" in page.text
+
+
+def test_categories_are_shown_where_the_prompts_have_them():
+    named = change(score(), prompts=[Prompt(tokens=5, category=["maths", "code"][i % 2]) for i in range(PROMPTS)])
+    source = html([named, change(named, name="other")], command="")
+    table = re.search(r'aria-label="Speed-up by category"><table.*?</table>', source, re.S)
+    assert table is not None
+    rows = re.findall(r'<th scope="row">(.*?)</th><td>4</td><td>(.*?)</td><td>(.*?)</td>', table[0], re.S)
+    assert rows == [(name, "2.00x\n(2.00 to 2.00)", "2.00x\n(2.00 to 2.00)") for name in ("code", "maths")]
+    assert "By category" not in html([named, score()], command="")
+
+
+def test_a_steps_time_is_its_phases():
+    """A step of the draft takes 0.3 s / 5, and one of the target alone 0.6 s / 15; a third of the first is drafting."""
+    source = html([score()], command="")
+    table = re.search(r'aria-label="Where the time of a step goes"><table.*?</table>', source, re.S)
+    assert table is not None
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in table[0].split("<tr>")[2:]]
+    assert cells == [["0.00", "40.0", "0.00", "40.0", "1.00", "40.0"], ["20.0", "30.0", "10.0", "60.0", "3.00", "20.0"]]
+
+
+def luminance(colour: str) -> float:
+    """WCAG 2.2, relative luminance of #rrggbb or #rgb."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_colours_stand_out_from_light_dark_and_paper():
+    """WCAG 2.2: 4.5 to 1 for text, 3 to 1 for what plots draw."""
+    schemes = [
+        dict(re.findall(r"--(\w+): (#\w+);", block)) for block in html([score()], command="").split(":root {")[1:]
+    ]
+    assert len(schemes) == 3
+    for scheme in schemes:
+        for ink in scheme.keys() - {"page", "card", "line", "best", "kept"}:
+            for ground in ("page", "card", *(["kept"] if ink == "ink" else [])):
+                light, dark = sorted((luminance(scheme[ink]), luminance(scheme[ground])), reverse=True)
+                assert (light + 0.05) / (dark + 0.05) >= (3 if re.fullmatch(r"c\d", ink) else 4.5), (ink, ground)
+
+
 def test_plots_take_the_pages_ink():
     source = html([score()], command="")
     assert "currentColor" in source
     assert "#000000" not in source
+    svgs = "".join(re.findall("<svg.*?</svg>", source, re.S))
+    assert "var(--c0)" in svgs
+    assert not re.search("(?:fill|stroke): #", svgs)
     assert "#ffffff" not in source
 
 
 def test_every_table_scrolls_in_its_own_box():
     source = html([score()], command="")
-    assert source.count("<table") == source.count('<div class="scroll" tabindex="0"><table') > 3
+    boxed = re.findall(r'<div class="scroll" tabindex="0" role="region" aria-label="[^"]+"><table', source)
+    assert source.count("<table") == len(boxed) > 3
 
 
 def test_one_draft_with_one_k_and_no_tasks():
     bare = change(score(tasks=()), speculative={4: score().speculative[4]})
     page = Page(html([bare], command=""))
-    assert sum(tag == "svg" for tag, _ in page.tags) == 4
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
     assert "No draft has a task with the metric acc" in page.text
     assert markdown_rows(markdown([bare]))[0]["accuracy"] == "–"
     assert "2.00x" in rendered(score_table([bare]), 80)
@@ -358,7 +470,7 @@ def test_one_draft_with_one_k_and_no_tasks():
 
 def test_a_draft_without_accuracy_is_left_out_of_that_plot_only():
     source = html([score("a"), score("b", speed=0.9, tasks=(PERPLEXITY,))], command="")
-    assert sum(tag == "svg" for tag, _ in Page(source).tags) == 5
+    assert sum(tag == "svg" for tag, _ in Page(source).tags) == 6
     figure = next(part for part in source.split("<figure>") if "Accuracy against acceptance" in part)
     assert re.findall("</span> ([ab])</span>", figure) == ["a"]
 

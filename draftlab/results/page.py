@@ -1,0 +1,204 @@
+"""What the HTML page shows besides the leaderboard: the tables under its plots, categories, and the cost of drafts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from draftlab.model.shape import format_count
+from draftlab.provenance import Stage
+from draftlab.results import plots
+from draftlab.results.compare import category_rows
+from draftlab.results.leaderboard import NO_DRAFT, Entry, plain_rank
+from draftlab.results.tables import Rows, three_digits
+
+PROMPT_SHOWN = 1200  # characters of the example's prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A plot with its caption and its numbers. keyed: entries whose colours and markers it uses."""
+
+    title: str
+    svg: Markup
+    caption: str
+    heads: list[str]
+    rows: Rows
+    keyed: Sequence[Entry] = ()
+    phases: bool = False  # its colours are those of a step's phases
+
+
+def ranking(entries: list[Entry]) -> Figure:
+    rows = [[e.score.name, str(e.k), e.best_k_speedup.as_speedup()] for e in entries]
+    rows.insert(plain_rank(entries), [NO_DRAFT, "–", "1.00x"])
+    return Figure(
+        title="Speed-up of each draft", svg=plots.plot_ranking(entries), rows=rows,
+        heads=["draft", "K", "speed-up (95% interval)"],
+        caption="Tokens per second over the target's own (dashed line), each draft at its best K.",
+    )  # fmt: skip
+
+
+def figures(entries: list[Entry]) -> list[Figure]:
+    """Return the figures on time and acceptance that there are data for."""
+    made = [_time(entries), _latency(entries), _positions(entries), _accuracy(entries)]
+    return [figure for figure in made if figure is not None]
+
+
+def categories(entries: list[Entry]) -> Figure | None:
+    """Return the speed-up by category; None where the prompts have none, or the scores different ones."""
+    by_draft = [category_rows(e.score) for e in entries]
+    names = [[row["category"] for row in rows] for rows in by_draft]
+    if not names[0] or any(other != names[0] for other in names):
+        return None
+    shown = entries[: plots.IN_CATEGORIES]
+    more = f" of the {len(shown)} fastest drafts" if len(shown) < len(entries) else ""
+    return Figure(
+        title="Speed-up by category", svg=plots.plot_categories(entries, by_draft), keyed=shown,
+        heads=["category", "n", *(e.score.name for e in entries)],
+        rows=[[row[0]["category"], str(row[0]["prompts"]), *map(_gain, row)] for row in zip(*by_draft, strict=True)],
+        caption=f"Speed-up{more} on the prompts of each category, at the K that is best over all.",
+    )  # fmt: skip
+
+
+def cost_rows(entries: list[Entry]) -> Rows:
+    """Return what each draft cost to make: minutes, tokens, commands."""
+    return [[e.score.name, *_cost(e.score.made)] for e in entries]
+
+
+def facts(best: Entry) -> list[tuple[str, str, str]]:
+    """Return the headline numbers of the fastest draft: name, value, and what belongs to it."""
+    score, gain, made = best.score, best.best_k_speedup, best.score.made
+    spread = f"95% interval {gain.low:.2f} to {gain.high:.2f}, " if gain.n > 1 else ""
+    rows = [
+        ("speed-up", f"{gain.value:.2f}x", f"{spread}n = {gain.n} prompts"),
+        ("tokens per second", three_digits(score.output_tps(best.k)), f"{three_digits(score.output_tps(0))} without"),
+        ("tokens per target pass", f"{best.tokens_per_pass:.2f}", f"K = {best.k} drafted"),
+    ]
+    if made:
+        rows.append(("made in", f"{_minutes(made)} min", _cost(made)[1] + " tokens"))
+    return rows
+
+
+def example_summary(entry: Entry) -> str:
+    """Say in numbers what the example shows."""
+    example = entry.score.example
+    assert example is not None
+    kept, lost = (sum(len(getattr(step, name)) for step in example.steps) for name in ("kept", "lost"))
+    tokens = sum(len(step.kept) + bool(step.own) for step in example.steps)
+    share = f" ({kept / (kept + lost):.0%})" if kept + lost else ""
+    return (
+        f"{entry.score.name}, K = {example.k}, the prompt of median speed-up: in {len(example.steps)} passes of the "
+        f"target {kept + lost} tokens were drafted, {kept} of them kept{share} and {lost} lost; {tokens} were written."
+    )
+
+
+def example_rows(entry: Entry) -> Rows:
+    """Return the steps of the example, with line breaks as signs."""
+    assert entry.score.example is not None
+    return [
+        [str(i), *(one_line("".join(part)) for part in (step.kept, step.lost, step.own))]
+        for i, step in enumerate(entry.score.example.steps, 1)
+    ]
+
+
+def one_line(text: str) -> str:
+    return text.replace("\n", "↵")
+
+
+def shown_prompt(text: str) -> str:
+    """Return the end of a prompt."""
+    return text if len(text) <= PROMPT_SHOWN else "… " + text[-PROMPT_SHOWN:]
+
+
+def by_k(entries: list[Entry]) -> Figure:
+    ks = sorted({k for e in entries for k in e.speedups})
+    rows = [[e.score.name, *(e.speedups[k].as_speedup() if k in e.speedups else "–" for k in ks)] for e in entries]
+    rows.insert(plain_rank(entries), [NO_DRAFT, *["1.00x"] * len(ks)])
+    return Figure(
+        title="Speed-up against K", svg=plots.plot_speedup(entries), keyed=entries, rows=rows,
+        heads=["draft", *(f"K = {k}" for k in ks)],
+        caption="Tokens per second over the target's own; above the dashed line the draft helps. Bands: 95% bootstrap "
+        "interval over prompts.",
+    )  # fmt: skip
+
+
+def _time(entries: list[Entry]) -> Figure | None:
+    svg = plots.plot_time(entries)
+    rows = [
+        [s.label, *(three_digits(s.ms[p]) for p in plots.PHASES), three_digits(s.total_ms), f"{s.tokens:.2f}",
+         three_digits(s.total_ms / s.tokens)]
+        for s in plots.step_times(entries)
+    ]  # fmt: skip
+    return svg and Figure(
+        title="Where the time of a step goes", svg=svg, rows=rows, phases=True,
+        heads=["draft", *(f"{name}, ms" for name in plots.PHASE_NAMES.values()), "step, ms", "tokens", "ms per token"],
+        caption="One step at the best K: drafting, the target's pass over what was drafted, and everything else.",
+    )  # fmt: skip
+
+
+def _latency(entries: list[Entry]) -> Figure | None:
+    svg = plots.plot_latency(entries)
+    models = [(e.score.name, e.score.draft) for e in entries]
+    models += [(f"{e.score.target.name} (target)", e.score.target) for e in entries if e.score.target.latency][:1]
+    rows = [
+        [name, str(m.shape.layers), format_count(m.shape.params()), three_digits(m.latency[0].median_ms),
+         f"{three_digits(m.latency[0].low_ms)} to {three_digits(m.latency[0].high_ms)}"]
+        for name, m in models if m.shape and m.latency
+    ]  # fmt: skip
+    return svg and Figure(
+        title="Latency against depth", svg=svg, keyed=[e for e in entries if e.score.draft.latency], rows=rows,
+        heads=["model", "layers", "parameters", "ms per token", "quartiles"],
+        caption="One forward pass over one token: median, and quartiles where they are wider than the point. A draft's "
+        "area grows with its parameters; the star is the target.",
+    )  # fmt: skip
+
+
+def _positions(entries: list[Entry]) -> Figure:
+    width = max(e.k for e in entries)
+    shares = {e.score.name: e.score.acceptance(e.k).per_position_acceptance for e in entries}
+    return Figure(
+        title="Acceptance by position", svg=plots.plot_positions(entries), keyed=entries,
+        heads=["draft", *map(str, range(1, width + 1))],
+        rows=[[name, *(f"{x:.2f}" for x in row), *["–"] * (width - len(row))] for name, row in shares.items()],
+        caption="Share of steps that accepted at least this many drafted tokens, each draft at its best K.",
+    )  # fmt: skip
+
+
+def _accuracy(entries: list[Entry]) -> Figure | None:
+    scored = [(e, e.accuracy) for e in entries if e.accuracy]
+    svg = plots.plot_accuracy(entries)
+    return svg and Figure(
+        title="Accuracy against acceptance", svg=svg, keyed=[e for e, _ in scored],
+        heads=["draft", "accuracy", "standard error", "tokens per target pass"],
+        rows=[
+            [e.score.name, f"{a.value:.3f}", "–" if a.stderr is None else f"{a.stderr:.3f}", f"{e.tokens_per_pass:.2f}"]
+            for e, a in scored
+        ],
+        caption="Each draft at its best K; bars show the standard error. A more accurate draft is not always accepted "
+        "more often.",
+    )  # fmt: skip
+
+
+def _gain(row: dict[str, Any]) -> str:
+    if row["speedup"] is None:
+        return "–"
+    ends = "" if row["speedup_low"] is None else f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
+    return f"{row['speedup']:.2f}x{ends if row['prompts'] > 1 else ''}"
+
+
+def _cost(made: list[Stage] | None) -> list[str]:
+    if made is None:
+        return ["–", "–", "not recorded"]
+    if not made:
+        return ["0", "0", "nothing to make"]
+    steps = [f"{s.command} {_minutes([s])} min" + _tokens(s.tokens, " (", " tokens)") for s in made]
+    return [_minutes(made), _tokens(sum(s.tokens or 0 for s in made) or None) or "–", ", ".join(steps)]
+
+
+def _minutes(made: list[Stage]) -> str:
+    return f"{sum(stage.seconds for stage in made) / 60:,.1f}"
+
+
+def _tokens(tokens: int | None, before: str = "", after: str = "") -> str:
+    return "" if tokens is None else f"{before}{format_count(tokens)}{after}"

@@ -130,7 +130,7 @@ def _time(entries: list[Entry]) -> Figure | None:
          three_digits(s.total_ms / s.tokens)]
         for s in plots.step_times(entries)
     ]  # fmt: skip
-    return svg and Figure(
+    return None if svg is None else Figure(
         title="Where the time of a step goes", svg=svg, rows=rows, phases=True,
         heads=["draft", *(f"{name}, ms" for name in plots.PHASE_NAMES.values()), "step, ms", "tokens", "ms per token"],
         caption="One step at the best K: drafting, the target's pass over what was drafted, and everything else.",
@@ -146,7 +146,7 @@ def _latency(entries: list[Entry]) -> Figure | None:
          f"{three_digits(m.latency[0].low_ms)} to {three_digits(m.latency[0].high_ms)}"]
         for name, m in models if m.shape and m.latency
     ]  # fmt: skip
-    return svg and Figure(
+    return None if svg is None else Figure(
         title="Latency against depth", svg=svg, keyed=[e for e in entries if e.score.draft.latency], rows=rows,
         heads=["model", "layers", "parameters", "ms per token", "quartiles"],
         caption="One forward pass over one token: median, and quartiles where they are wider than the point. A draft's "
@@ -168,7 +168,7 @@ def _positions(entries: list[Entry]) -> Figure:
 def _accuracy(entries: list[Entry]) -> Figure | None:
     scored = [(e, e.accuracy) for e in entries if e.accuracy]
     svg = plots.plot_accuracy(entries)
-    return svg and Figure(
+    return None if svg is None else Figure(
         title="Accuracy against acceptance", svg=svg, keyed=[e for e, _ in scored],
         heads=["draft", "accuracy", "standard error", "tokens per target pass"],
         rows=[

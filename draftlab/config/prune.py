@@ -54,7 +54,9 @@ class CutConfig(RefitSettings, OutputConfig):
     shape: Path | None = option(None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True)
     vocab: Vocab = draft_vocab("--outputs, or of --data", panel=SHAPE)
     outputs: Path | None = option(
-        None, "Outputs of the target (draftlab outputs build) to count the ids of --vocab in.", panel=SHAPE
+        None,
+        "Outputs of the target (draftlab outputs build) to calibrate on, and to count the ids of --vocab in.",
+        panel=CALIBRATION,
     )
     untie: bool = option(
         False, "Give the draft a head of its own where the source ties it to the embedding: its residual stream can "
@@ -73,7 +75,11 @@ class CutConfig(RefitSettings, OutputConfig):
             lambda c: c.shape is None,
             "leave out what --shape FILE sets",
         ),
-        Only(("outputs",), lambda c: c.vocab or c.shape, "--vocab counts its ids in them"),
+        Only(
+            ("outputs",),
+            lambda c: c.calibrates or c.vocab or c.shape,
+            "nothing is calibrated, and --vocab counts no ids in them",
+        ),
         Only(("multiple_of",), lambda c: c.shape is None and c.ffn is None, "the FFN is set by --ffn or --shape"),
         Only(("ridge",), lambda c: c.refit or c.refit_head, "nothing is refitted"),
         Only(("calibration_tokens",), lambda c: c.calibrates, "nothing is calibrated or refitted"),
@@ -142,6 +148,7 @@ class PruneConfig(CutConfig):
     prefix = "prune"
     only = (
         *CutConfig.only,
+        Only(("data",), lambda c: c.outputs is None, "--outputs are the text"),
         Only(("depth", "basis", "scores_cache"), lambda c: c.method == "activation", "belongs to --method activation"),
         Only(("seed",), lambda c: c.calibrates or c.method == "random", "nothing is random"),
     )

@@ -29,7 +29,7 @@ from draftlab.prune.masks.training import MASKS_FILE, train_masks
 from draftlab.prune.refit import Agreement, Lockstep
 from draftlab.prune.source import HELDOUT_TOKENS, Source, open_source
 from draftlab.prune.walk import Walk
-from draftlab.target_outputs.store import check_tokenizer, read_store
+from draftlab.target_outputs.store import HELDOUT, check_tokenizer, read_store
 
 KEEP_FILE = "keep.json"
 GREEDY_TOKENS = 4096
@@ -74,13 +74,14 @@ def prune(config: PruneConfig, output: Output) -> Pruned:
     Raises:
         UserError: see open_source; a tied source where a rotation is asked for.
     """
-    hub.check_data(config.data)
+    if config.outputs is None:
+        hub.check_data(config.data)
     source, shape = open_source(config)
     if config.basis == "pca" and source.shape.tied:
         raise UserError("--basis pca moves the last norm into the head, and this source ties it; add --untie")
     head = _head(config, source, shape)
     if shape.with_whole_head() == source.shape.with_whole_head():
-        return _copy(output, source, shape, head)
+        return _copy(config, output, source, shape, head)
     chunks, heldout = _calibration_text(config, source), _heldout_text(config, source)
     if config.method == "activation":
         selection = _most_active(config, source, shape, chunks)
@@ -102,7 +103,7 @@ def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
     source, shape = open_source(config)
     head = _head(config, source, shape)
     if shape.with_whole_head() == source.shape.with_whole_head():
-        return _copy(output, source, shape, head)
+        return _copy(config, output, source, shape, head)
     chunks, heldout = _calibration_text(config, source), _heldout_text(config, source)
     with removed_if_unused(output.state):
         with process_state().main_process_first():
@@ -142,14 +143,18 @@ def _head(config: CutConfig, source: Source, shape: Shape) -> Head | None:
     return Head(ids=ids, coverage=coverage)
 
 
-def _copy(output: Output, source: Source, shape: Shape, head: Head | None) -> Pruned:
+def _copy(config: CutConfig, output: Output, source: Source, shape: Shape, head: Head | None) -> Pruned:
     keep = keep_all(source.shape)
     with output.directory() as work:
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         weights = source.with_head(checkpoint.Weights(source.directory)).items()
         size = saving.write_checkpoint(work, source.config_for(shape), iter(weights), source.directory)
-        output.record(work, [source.directory], params=shape.params(), **_write_head(work, head))
+        output.record(work, _inputs(config, source), params=shape.params(), **_write_head(work, head))
     return Pruned(source=source.shape, shape=shape, keep=keep, agreement=None, disk_bytes=size, head=head)
+
+
+def _inputs(config: CutConfig, source: Source) -> list[Path]:
+    return [source.directory] if config.outputs is None else [source.directory, config.outputs]
 
 
 def _write_head(work: Path, head: Head | None) -> dict[str, object]:
@@ -188,7 +193,7 @@ def _write_draft(
         agreement = lockstep.agreement
         notes = {"params": shape.params(), "agreement": asdict(agreement) if agreement else None}
         notes |= _write_head(work, head)
-        output.record(work, [source.directory], **notes)
+        output.record(work, _inputs(config, source), **notes)
     return Pruned(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size, head=head)
 
 
@@ -230,7 +235,7 @@ def _importance(config: PruneConfig, source: Source, chunks: list[Tensor]) -> Im
     file = config.scores_cache
     facts = {
         "source": provenance.fingerprint(source.directory) if file else "",
-        "data": config.data,
+        "data": provenance.fingerprint(config.outputs) if config.outputs else config.data,
         "tokens": str(config.calibration_tokens),
         "seq_len": str(config.seq_len),
         "seed": str(config.seed),
@@ -248,13 +253,49 @@ def _calibration_text(config: PruneConfig | PruneMasksConfig, source: Source) ->
     """Return chunks of token ids [1, seq_len]."""
     if not config.calibrates:
         return []
-    sizes = {"rows": -(-config.calibration_tokens // config.seq_len), "seq_len": config.seq_len}
-    text = open_batches(config.data, checkpoint.load_tokenizer(source.directory), steps=1, seed=config.seed, **sizes)
+    rows = -(-config.calibration_tokens // config.seq_len)
+    if config.outputs is not None:
+        return _chunks(_answers(config.outputs, source)[0], rows, config.seq_len, config.seed)
+    text = open_batches(
+        config.data, checkpoint.load_tokenizer(source.directory), rows=rows, seq_len=config.seq_len, steps=1,
+        seed=config.seed,
+    )  # fmt: skip
     return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
 
 
 def _heldout_text(config: CutConfig, source: Source) -> list[Tensor]:
     """Return chunks of token ids [1, seq_len + 1]."""
-    sizes = {"rows": 1, "seq_len": config.seq_len, "most_rows": max(1, HELDOUT_TOKENS // config.seq_len)}
-    text = open_heldout(config.data, checkpoint.load_tokenizer(source.directory), **sizes)
+    rows = max(1, HELDOUT_TOKENS // config.seq_len)
+    if config.outputs is not None:
+        return _chunks(_answers(config.outputs, source)[1], rows, config.seq_len + 1, seed=0)
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    text = open_heldout(config.data, tokenizer, rows=1, seq_len=config.seq_len, most_rows=rows)
     return [torch.from_numpy(batch.ids) for batch in text.batches]
+
+
+def _answers(store: Path, source: Source) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return prompts with the target's answers, and those held out: the store's own, or every 16th.
+
+    Raises:
+        UserError: not a finished store, or one of another vocabulary.
+    """
+    stored = read_store(store)
+    check_tokenizer(stored.manifest, source.directory)
+    texts = [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in stored.outputs]
+    if (store / HELDOUT).exists():
+        return texts, [np.concatenate([o.prompt, o.ids]).astype(np.int64) for o in read_store(store / HELDOUT).outputs]
+    return [text for i, text in enumerate(texts) if i % 16], texts[::16]
+
+
+def _chunks(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
+    """Return at most so many chunks [1, length] of texts in random order, one after the other; one where they are short.
+
+    Raises:
+        UserError: there are fewer than two tokens.
+    """
+    order = np.random.default_rng(seed).permutation(len(texts))
+    ids = np.concatenate([texts[i] for i in order])
+    length = min(length, len(ids))
+    if length < 2:
+        raise UserError(f"--outputs has {len(ids)} tokens to calibrate or to compare on; build it with more prompts")
+    return [torch.from_numpy(row[None]) for row in ids[: len(ids) // length * length].reshape(-1, length)[:rows]]

@@ -73,7 +73,7 @@ def _(w: World) -> Settings:
 @case("prune", "head trimmed to the target's answers")
 def _(w: World) -> Settings:
     stored = CASES["replay", "chains"](w)["directory"]
-    return CASES["prune", "activation"](w) | {"vocab": "200", "outputs": stored}
+    return TINY_CUT | {"source": str(w.source), "vocab": "200", "outputs": stored, "calibration_tokens": 64}
 
 
 @case("prune-masks", "frozen")

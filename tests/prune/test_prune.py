@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftlab import provenance
+from draftlab.commands import outputs
 from draftlab.commands.base import Outcome
 from draftlab.commands.prune import prune
 from draftlab.data import text_batch
@@ -23,9 +24,10 @@ from draftlab.prune import choose as choosing
 from draftlab.prune.choose import choose
 from draftlab.prune.cut import Cut, Keep, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate
-from draftlab.prune.run import KEEP_FILE
+from draftlab.prune.run import KEEP_FILE, _chunks
 from draftlab.prune.trial_model import check_prunable
 from draftlab.prune.walk import Walk
+from draftlab.target_outputs.store import read_store
 from draftlab.target_outputs.targets import LocalTarget
 
 CPU = torch.device("cpu")
@@ -238,6 +240,34 @@ def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_not
     assert a == b == c
     with pytest.raises(UserError, match="seed"):
         prune_to(source, tmp_path / "d", text, shape, scores_cache=cache, seed=1)
+
+
+def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(20)))
+    source, store, few = (
+        family_dirs["llama"],
+        tmp_path / "store",
+        {"layers": 2, "seq_len": 16, "calibration_tokens": 64},
+    )
+    outputs.build(target=str(source), prompt_file=prompts, max_new_tokens=24, out=store)
+    prune(source=str(source), outputs=store, out=tmp_path / "draft", **few)
+    record = provenance.read_record(tmp_path / "draft")
+    assert record is not None
+    assert list(record.inputs) == [str(source), str(store)]
+    texts = [np.concatenate([o.prompt, o.ids]).tolist() for o in read_store(store).outputs]
+    chunks = _chunks([np.array(t) for t in texts], 4, 16, seed=0)
+    assert [tuple(chunk.shape) for chunk in chunks] == [(1, 16)] * 4
+    first = next(t for t in texts if t[:16] == chunks[0][0, : len(t[:16])].tolist())
+    assert chunks[0][0].tolist()[: len(first)] == first[:16]
+    prune(source=str(source), outputs=store, out=tmp_path / "again", **few)
+    prune(source=str(source), data=str(prompts), out=tmp_path / "other", **few)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("draft", "again", "other")]
+    assert weights[0] == weights[1] != weights[2]
+    with pytest.raises(UserError, match="more prompts"):
+        _chunks([np.array([1])], 4, 16, seed=0)
+    with pytest.raises(UserError, match="--data"):
+        prune(source=str(source), outputs=store, data=str(prompts), out=tmp_path / "both", **few)
 
 
 @pytest.mark.gpu

@@ -288,14 +288,8 @@ def _answers(store: Path, source: Source) -> tuple[list[np.ndarray], list[np.nda
 
 
 def _chunks(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
-    """Return at most so many chunks [1, length] of texts in random order, one after the other; one where they are short.
-
-    Raises:
-        UserError: there are fewer than two tokens.
-    """
+    """Return at most so many chunks [1, length] of texts in random order, joined, and repeated if too short for one."""
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
-    length = min(length, len(ids))
-    if length < 2:
-        raise UserError(f"--outputs has {len(ids)} tokens to calibrate or to compare on; build it with more prompts")
+    ids = ids if len(ids) >= length else np.resize(ids, length)
     return [torch.from_numpy(row[None]) for row in ids[: len(ids) // length * length].reshape(-1, length)[:rows]]

@@ -242,7 +242,7 @@ def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_not
         prune_to(source, tmp_path / "d", text, shape, scores_cache=cache, seed=1)
 
 
-def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path):
+def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path, text):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(20)))
     source, store, few = (
@@ -261,11 +261,10 @@ def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path):
     first = next(t for t in texts if t[:16] == chunks[0][0, : len(t[:16])].tolist())
     assert chunks[0][0].tolist()[: len(first)] == first[:16]
     prune(source=str(source), outputs=store, out=tmp_path / "again", **few)
-    prune(source=str(source), data=str(prompts), out=tmp_path / "other", **few)
+    prune(source=str(source), data=text, out=tmp_path / "other", **few)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("draft", "again", "other")]
     assert weights[0] == weights[1] != weights[2]
-    with pytest.raises(UserError, match="more prompts"):
-        _chunks([np.array([1])], 4, 16, seed=0)
+    assert _chunks([np.array([1, 2])], 4, 5, seed=0)[0].tolist() == [[1, 2, 1, 2, 1]]
     with pytest.raises(UserError, match="--data"):
         prune(source=str(source), outputs=store, data=str(prompts), out=tmp_path / "both", **few)
 

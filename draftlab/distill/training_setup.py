@@ -156,7 +156,7 @@ class TargetTextEvaluator:
 
     @classmethod
     def of(
-        cls, author: Author, draft: Path, heldout: HeldOut, state: Path, offsets: Offsets | None
+        cls, author: Author, draft: Path, heldout: HeldOut, state: Path, offsets: Offsets | None = None
     ) -> "TargetTextEvaluator | None":
         """Let the target write; None where it ends every text with its first token, so that nothing is drafted."""
         context, temperature = min(max_model_len(author.target), max_model_len(draft)), author.config.eval_temperature

@@ -90,13 +90,15 @@ def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Tex
 def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
     """Return the expected number of steps that begin at each token, [n] or [R, n]; their sum is the target passes.
 
-    k: tokens drafted per step, fewer only at the end of the text; or, in the shape of chances, by the step that begins
-    there. Later tokens do not matter to a token, so any padding will do.
+    chances: [n] or [R, n]; of a parallel draft [R, n, D], by the age of the step. k: tokens drafted per step, fewer
+    only at the end of the text; or, for each token, by the step that begins there. Later tokens do not matter to a
+    token, so any padding will do.
     """
-    rows = np.atleast_2d(np.asarray(chances, dtype=np.float64))
+    rows, deepest = np.atleast_2d(np.asarray(chances, dtype=np.float64)), int(np.max(k))
+    by_age = rows[:, :, None] if rows.ndim == 2 else rows[:, :, :deepest]
     lengths = np.full(len(rows), rows.shape[1])
-    walk = _walk(rows[:, :, None], np.broadcast_to(k, rows.shape), lengths, int(np.max(k)))
-    return walk.visits.reshape(np.shape(chances))
+    walk = _walk(by_age, np.broadcast_to(k, rows.shape[:2]), lengths, deepest)
+    return walk.visits.reshape(np.shape(chances)[:2])
 
 
 def chain(texts: Texts, k: int | np.ndarray) -> Counts:
@@ -109,12 +111,13 @@ def chain(texts: Texts, k: int | np.ndarray) -> Counts:
 def tree(texts: Texts, ranks: np.ndarray, widths: list[int]) -> Counts:
     """Count steps that draft a full tree: each node at depth j has the widths[j] most probable tokens as children.
 
-    ranks: of each token in the draft's distribution, 0 the most probable, [R, n]. texts.chances is ignored. The rule
-    accepts the target's own token if the tree has it, so this holds for a target that samples, too.
+    ranks: of each token in the draft's distribution, 0 the most probable, [R, n], or [R, n, D] by age. texts.chances is
+    ignored. The rule accepts the target's own token if the tree has it, so this holds for a target that samples, too.
     """
     nodes = np.concatenate([[0], np.cumsum(np.cumprod(widths))])
     depth = np.minimum(len(widths), texts.room())
-    return _count(texts, ranks[:, :, None] < np.asarray(widths), depth, nodes[depth], len(widths))
+    by_age = ranks[:, :, None] if ranks.ndim == 2 else ranks[:, :, : len(widths)]
+    return _count(texts, by_age < np.asarray(widths), depth, nodes[depth], len(widths))
 
 
 def confident(max_probs: np.ndarray, threshold: float, k: int, keep_unsure: bool = True) -> np.ndarray:

@@ -66,15 +66,19 @@ def online_rollback(config: RollbackConfig) -> Outcome:
 
 
 def _trained(output: Output, result: "TrainingResult") -> Outcome:
-    text = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
-    lines = [str(output.out), text]
+    cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
+    lines = [str(output.out), cost]
     before, after = result.before.acceptance, result.after.acceptance
     if before is not None and after is not None:
         more = f" (up to {result.after.slack:.3f} more: only the most probable tokens are known)"
         lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if result.after.slack > 0.001 else ""))
+    if result.after.offsets:
+        lines.append("held-out acceptance by offset: " + " ".join(f"{a:.3f}" for a in result.after.offsets))
     if result.lengths:
-        shown = [f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})" for n in result.lengths]
-        lines.append("tokens per target pass: " + "; ".join((shown[1], shown[3])))
+        chosen = {2, 4, result.lengths[-1].k} if result.after.offsets else {2, 4}
+        shown = [n for n in result.lengths if n.k in chosen]
+        text = [f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})" for n in shown]
+        lines.append("tokens per target pass: " + "; ".join(text))
     if result.lengths and all(n.gain_low <= 1 for n in result.lengths):
         lines.append("no gain beyond the noise at any K: more steps, another --lr or other text may help")
     return Outcome(path=output.out, show=lines, data={"path": str(output.out), **result.as_dict()})

@@ -210,6 +210,7 @@ class ReplayConfig(OutputConfig):
         "prefill", "The first token comes from the target's prefill, or is drafted like the others.", advanced=True
     )
     category: str | None = option(None, "Only prompts of this category.")
+    parallel: bool = option(True, "Parallel drafts draft in one pass; --no-parallel: in one for each token.")
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: str = shared.device()
 

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from pydantic import model_validator
+from typing_extensions import Self
+
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
 from draftlab.model.hub import checkpoint_name
@@ -26,6 +29,7 @@ class SearchConfig(OutputConfig):
         panel=CANDIDATES,
     )  # fmt: skip
     k: Numbers = numbers("1-6", "Numbers of drafted tokens to try.")
+    parallel: bool = option(False, "Search for parallel drafts, which learn to draft the most of --k in one pass.")
     target: str = shared.target()
     source: str = shared.source()
     data: str = shared.data()
@@ -43,6 +47,17 @@ class SearchConfig(OutputConfig):
     seed: int = shared.seed()
 
     only = (Only(("widths",), lambda c: c.params is None, "--params chooses the widths; use one of the two"),)
+
+    @model_validator(mode="after")
+    def _drafts_several_in_parallel(self) -> Self:
+        if self.parallel and max(self.k) < 2:
+            raise ValueError("--parallel drafts several tokens in one pass: give --k more than 1")
+        return self
+
+    @property
+    def offsets(self) -> int:
+        """Return how many tokens the drafts learn to draft in one pass."""
+        return max(self.k) if self.parallel else 1
 
     def default_name(self) -> str:
         return f"search-{checkpoint_name(Path(self.source.partition('@')[0]))}"

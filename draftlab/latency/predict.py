@@ -1,6 +1,7 @@
 """Predict throughput from acceptance and latency: the expected steps of every text, each at its own cost, for every K.
 
-R texts of at most n tokens, C contexts. Time is counted as the engine counts it: the target's prefill is left out, the
+R texts of at most n tokens, C contexts. A parallel draft reads the tokens of the step before and K - 1 mask tokens in
+one pass, up to 2 K wide. Time is counted as the engine counts it: the target's prefill is left out, the
 draft's is part of its first step, and a step that starts at token i has prompt + i cached tokens.
 """
 
@@ -23,6 +24,7 @@ class Steps:
     starts: np.ndarray
     drafted: np.ndarray
     catching_up: np.ndarray  # starts right after a full acceptance, when the draft's cache lacks one token more
+    after: np.ndarray | None = None  # of a parallel draft: starts by the tokens accepted before, [R, n, K + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,12 @@ class StepCosts:
     draft_prefill: np.ndarray  # [R] in addition for the first draft pass of all, over the prompt
     verify: np.ndarray  # [K + 1, C] target pass, by tokens drafted
     host: np.ndarray  # [K + 1] sampling and verification on the host, by tokens drafted
+    wide: np.ndarray  # [2 K, C] pass of a parallel draft, by tokens - 1, with its sampling; else empty
+    wide_prefill: np.ndarray  # [K + 1, R] its first pass of all, by tokens drafted
+
+    def drafting(self, k: int, accepted: float, at: int) -> float:
+        """Return the time of drafting k tokens at a context, after a step that accepted so many."""
+        return float(self.wide[k + round(accepted) - 1, at] if len(self.wide) else k * self.draft[at])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +137,7 @@ def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batc
     first = int(work.prompt_tokens.min())
     contexts = np.arange(first, work.longest + k)
     one, two = (draft.forward_ms(width, batch, contexts) for width in (1, 2))
+    widths = range(1, 2 * k + 1 if work.parallel else 1)
     return StepCosts(
         first=first,
         draft=draft.steady_ms(batch, contexts) + draft.host_ms(1),
@@ -139,6 +148,8 @@ def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batc
             [target.steady_ms(batch, contexts), *(target.forward_ms(j + 1, batch, contexts) for j in range(1, k + 1))]
         ),
         host=np.array([target.host_ms(j + 1) for j in range(k + 1)]),
+        wide=np.array([draft.forward_ms(w, batch, contexts) + draft.host_ms(1) for w in widths]),
+        wide_prefill=batch * draft.prefill_ms(work.prompt_tokens + np.arange(k + 1)[:, None]) + draft.host_ms(1),
     )
 
 
@@ -149,6 +160,9 @@ def steps(work: Workload, k: int) -> Steps:
     drafted = np.minimum(k, work.texts.room()) * inside
     starts = visits(chances, drafted) * inside
     catching_up = np.zeros_like(starts)
+    if work.parallel:
+        after = _after(starts, chances, drafted, k)
+        return Steps(starts=starts, drafted=drafted, catching_up=catching_up, after=after)
     if 0 < k < n:
         accepted = starts[:, : n - k - 1] * (drafted[:, : n - k - 1] == k)
         for j in range(k):
@@ -157,19 +171,45 @@ def steps(work: Workload, k: int) -> Steps:
     return Steps(starts=starts, drafted=drafted, catching_up=catching_up)
 
 
+def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int) -> np.ndarray:
+    """Return the steps that start at each token by the tokens accepted in the step before, [R, n, K + 1]."""
+    n = starts.shape[1]
+    after, alive = np.zeros((*starts.shape, k + 1)), starts
+    for a in range(min(k + 1, n - 1)):  # alive: by where they started, steps that accepted at least a tokens
+        chance = np.zeros_like(starts)
+        if a < k:
+            chance[:, : n - a] = chances[:, a:, a]
+        chance *= drafted > a
+        after[:, a + 1 :, a] = (alive * (1 - chance))[:, : n - a - 1]
+        alive = alive * chance
+    return after
+
+
 def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> TimeSplit:
     """Return the expected time of every text, [R]."""
     drafted, n = steps.drafted, steps.drafted.shape[1]
     at = np.minimum(prompt_tokens[:, None] - costs.first + np.arange(n), len(costs.draft) - len(costs.host))
+    verify, host = (steps.starts * costs.verify[drafted, at]).sum(1), (steps.starts * costs.host[drafted]).sum(1)
+    if steps.after is not None:
+        return TimeSplit(draft=_drafting_in_parallel(costs, at, drafted, steps.after), verify=verify, host=host)
     until = np.concatenate([[0.0], np.cumsum(costs.draft)])
     drafting = steps.starts * (until[at + drafted] - until[at]) + steps.catching_up * costs.catch_up[at]
     for j, extra in enumerate(costs.warmup):
         drafting += steps.starts * (drafted > j) * extra[np.minimum(at + j, len(extra) - 1)]
-    return TimeSplit(
-        draft=drafting.sum(1) + np.where(drafted[:, 0] > 0, costs.draft_prefill, 0.0),
-        verify=(steps.starts * costs.verify[drafted, at]).sum(1),
-        host=(steps.starts * costs.host[drafted]).sum(1),
-    )
+    prefill = np.where(drafted[:, 0] > 0, costs.draft_prefill, 0.0)
+    return TimeSplit(draft=drafting.sum(1) + prefill, verify=verify, host=host)
+
+
+def _drafting_in_parallel(costs: StepCosts, at: np.ndarray, drafted: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return the time of a parallel draft's passes over each text, [R].
+
+    After a accepted tokens a pass reads those, one of the target and d - 1 mask tokens, behind a fewer cached ones.
+    """
+    accepted = np.arange(after.shape[2])
+    width, cached = drafted[:, :, None] + accepted, np.maximum(at[:, :, None] - accepted, 0)
+    later = (after * costs.wide[np.maximum(width - 1, 0), cached] * (drafted > 0)[:, :, None]).sum((1, 2))
+    first = costs.wide_prefill[drafted[:, 0], np.arange(len(drafted))]
+    return later + first * (drafted[:, 0] > 0)
 
 
 def best_k(
@@ -246,7 +286,7 @@ def _row(
         closed_form_speedup=closed_form_speedup(
             length.value,
             k,
-            c=float(costs.draft[at] / unit),
+            c=costs.drafting(k, length.value - 1, at) / k / unit,
             beta=float(costs.verify[k, at] / unit),
             host=float(costs.host[k] / unit),
         ),
@@ -258,7 +298,7 @@ def _row(
 
 def _scaled_drafting(costs: StepCosts, factor: float) -> StepCosts:
     """Return the costs if drafting took this share of its time."""
-    names = ("draft", "warmup", "catch_up", "draft_prefill")
+    names = ("draft", "warmup", "catch_up", "draft_prefill", "wide")
     return replace(costs, **{name: factor * getattr(costs, name) for name in names})
 
 
@@ -281,7 +321,7 @@ def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: i
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)
-    for cost, width in ((draft, 2), (target, k + 1)):
+    for cost, width in ((draft, 2 * k if work.parallel else 2), (target, k + 1)):
         notes += cost.beyond("width", 1, width) + cost.beyond("context", *contexts)
     kinds = {cost.profile.kind for cost in (draft, target)}
     if "analytic" in kinds:

@@ -26,12 +26,17 @@ class Workload:
     prompt_tokens: np.ndarray
 
     @property
+    def parallel(self) -> bool:
+        """Return whether a parallel draft drafts, whose probabilities differ by the age of the step."""
+        return self.texts.chances.ndim == 3
+
+    @property
     def longest(self) -> int:
         """Return the most tokens of a text with its prompt."""
         return int((self.prompt_tokens + self.texts.lengths).max())
 
     def with_chances(self, chances: np.ndarray) -> "Workload":
-        """Return the same texts with other acceptance probabilities, [R, n]."""
+        """Return the same texts with other acceptance probabilities."""
         return replace(self, texts=replace(self.texts, chances=chances))
 
     def with_prompt_tokens(self, prompt_tokens: int) -> "Workload":

@@ -44,6 +44,8 @@ from draftlab.results.compare import candidate_of, rank
 from draftlab.results.score import read_score
 from draftlab.search.schedule import (
     FILE,
+    MAX_PASS_SHARE,
+    MAX_WIDE_SHARE,
     REDUCTION,
     Measured,
     Rung,
@@ -152,7 +154,8 @@ class Searcher:
         """Return the search that an earlier run left, or rung 0 with every candidate."""
         if (self.output.state / FILE).exists():
             return read_search(self.output.state)
-        cheap = candidates(checkpoint.planned_shape(self.source), tried, self.law.ms, self._target_ms)
+        pass_ms, share = (self._wide_ms, MAX_WIDE_SHARE) if self.config.parallel else (self.law.ms, MAX_PASS_SHARE)
+        cheap = candidates(checkpoint.planned_shape(self.source), tried, pass_ms, self._target_ms, share)
         renamed = {name: label for name, s in cheap.items() for label, wished in named.items() if s == wished}
         every = {renamed.get(name, name): shape for name, shape in cheap.items()} | named
         rungs = [Rung(steps=0, names=list(every))]
@@ -213,11 +216,20 @@ class Searcher:
     def law(self) -> ScalingLaw:
         """The latency law of drafts, measured unless the user has one."""
         law = read_law(
-            self.config.law or self._once("law", measure_law, LawConfig, source=str(self.source), **self._grid)
+            self.config.law
+            or self._once(
+                "law", measure_law, LawConfig, source=str(self.source), k=2 * self.config.offsets - 1, **self._grid
+            )
         )
         first, mode, dtype = law.profiles[0], self.running["mode"], self.running["dtype"]
         if (first.mode, first.dtype) != (mode, dtype):
             raise UserError(f"--law {self.config.law}: measured {first.mode} in {first.dtype}, not {mode} in {dtype}")
+        widest, wanted = max(point.width for point in first.forward), 2 * self.config.offsets
+        if self.config.parallel and widest < wanted:
+            raise UserError(
+                f"--law {self.config.law}: its passes are at most {widest} wide, and --parallel needs {wanted}; "
+                f"measure one with --k {wanted - 1}"
+            )
         return law
 
     @cached_property
@@ -236,6 +248,11 @@ class Searcher:
     def _target_ms(self) -> float:
         return float(self.target_cost.forward_ms(1, 1, np.array(self.law.context)))
 
+    def _wide_ms(self, shape: Shape) -> float:
+        """Return the time of a parallel draft's pass after a step that accepted half of its tokens."""
+        width, contexts = 3 * self.config.offsets // 2, np.array(self.law.context)
+        return float(self._draft_cost(shape, "").forward_ms(width, 1, contexts))
+
     def _trial(self, search: Search, name: str) -> Trial:
         """Make one candidate, replay it, and price it."""
         number, steps, shape = len(search.rungs) - 1, search.rungs[-1].steps, search.shapes[name]
@@ -248,8 +265,8 @@ class Searcher:
         start = time.time()
         draft = self._cut(name, shape) if stored is None else self._distilled(name, number, steps, stored)
         self._once(
-            f"replay-{number}/{name}", replay, ReplayConfig, directory=texts, draft=[str(draft)], k=[1],
-            device=self.config.device, dtype=self.running["dtype"],
+            f"replay-{number}/{name}", replay, ReplayConfig, directory=texts, draft=[str(draft)],
+            k=[self.config.offsets], device=self.config.device, dtype=self.running["dtype"],
         )  # fmt: skip
         work = self._workload(number, name)
         k, speedup, rate = best_k(self._draft_cost(shape, name), self.target_cost, work, self.config.k, 1)
@@ -291,7 +308,7 @@ class Searcher:
         return self._once(
             f"rung-{rung}/{name}", distill, DistillConfig, draft=str(self.draft(name, 0)), outputs=stored, steps=steps,
             batch_size=self.config.batch_size, lr=self.config.lr, eval_steps=steps, save_steps=steps,
-            device=self.config.device, seed=self.config.seed,
+            parallel=self.config.offsets, device=self.config.device, seed=self.config.seed,
         )  # fmt: skip
 
     def _once(

@@ -18,6 +18,7 @@ from draftlab.model.shape import Shape
 
 FILE = "search.json"
 MAX_PASS_SHARE = 0.4  # of a target pass: at K = 1 and 3 of 4 accepted, such a draft gains a quarter
+MAX_WIDE_SHARE = 1.0  # for a parallel draft's only pass of a step: with 2 tokens accepted it gains a half
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 
 
@@ -137,18 +138,22 @@ class Search(FileModel):
 
 
 def candidates(
-    source: Shape, shapes: Sequence[Shape], latency_ms: Callable[[Shape], float], target_ms: float
+    source: Shape,
+    shapes: Sequence[Shape],
+    latency_ms: Callable[[Shape], float],
+    target_ms: float,
+    share: float = MAX_PASS_SHARE,
 ) -> dict[str, Shape]:
-    """Return the shapes whose pass takes at most MAX_PASS_SHARE of the target's, by name.
+    """Return the shapes whose pass takes at most a share of the target's, by name.
 
     Raises:
         UserError: fewer than two of them.
     """
-    cheap = {shape_name(s): s for s in shapes if latency_ms(s) <= MAX_PASS_SHARE * target_ms and s != source}
+    cheap = {shape_name(s): s for s in shapes if latency_ms(s) <= share * target_ms and s != source}
     if len(cheap) < 2:
         fastest = min(latency_ms(s) for s in shapes) / target_ms
         raise UserError(
-            f"passes of {len(cheap)} of {len(shapes)} shapes take at most {MAX_PASS_SHARE:.0%} of the target's, the "
+            f"passes of {len(cheap)} of {len(shapes)} shapes take at most {share:.0%} of the target's, the "
             f"fastest {fastest:.0%}; try smaller --layers, --widths or --params"
         )
     return cheap

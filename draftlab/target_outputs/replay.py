@@ -16,14 +16,16 @@ from pydantic import model_validator
 from draftlab import provenance
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import Counts, Texts
+from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
 from draftlab.config.outputs import ReplayConfig
-from draftlab.console import progress
+from draftlab.console import note, progress
 from draftlab.engine.batch_generate import FinishReason
+from draftlab.engine.drafters.parallel import mask_token
 from draftlab.errors import UserError
 from draftlab.files import FileModel, read_model
 from draftlab.intervals import Interval, ratio_intervals
-from draftlab.model import checkpoint, decoder, hub
+from draftlab.model import checkpoint, decoder, hub, parallel
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.results.decoding import Acceptance
@@ -38,15 +40,18 @@ First = Literal["prefill", "prompt"]
 
 
 class ReplayedText(FileModel):
-    """The draft on one text: lists of one entry for each token that the target wrote, [n]."""
+    """The draft on one text: lists of one entry for each token that the target wrote, [n].
+
+    Of a parallel draft an entry is a list itself, by the age of the step, [n, K] (acceptance/offset_logprobs.py).
+    """
 
     number: int  # of the prompt in its file
     category: str
     prompt_tokens: int
     finish_reason: FinishReason
-    chances: list[float]  # that the token came from the draft
-    ranks: list[int]  # of the token in the draft's distribution, 0 the most probable
-    top: list[float]  # the draft's largest probability in its place, at temperature 1
+    chances: list[float] | list[list[float]]  # that the token came from the draft
+    ranks: list[int] | list[list[int]]  # of the token in the draft's distribution, 0 the most probable
+    top: list[float] | list[list[float]]  # the draft's largest probability in its place, at temperature 1
     distinct_4grams: float
     longest_repeat: int
 
@@ -61,7 +66,8 @@ class Replay(FileModel):
     """One draft on one store, replay.json; every statistic is derived from it.
 
     rule: which chances these are; rejection: min(1, q / p); match: q, for the draft's token is accepted where it is the
-    target's own sample. A greedy draft has q = 0 or 1.
+    target's own sample. A greedy draft has q = 0 or 1. offsets: most tokens that a parallel draft drafts, None of an
+    ordinary one.
     """
 
     version: Literal[1] = 1
@@ -75,6 +81,7 @@ class Replay(FileModel):
     sampling: SamplingParams  # of the target
     rule: Rule
     draft_temperature: float
+    offsets: int | None = None
     texts: list[ReplayedText]
     command: str
     versions: dict[str, str]
@@ -82,7 +89,11 @@ class Replay(FileModel):
 
     def chances(self, first: First = "prefill") -> list[np.ndarray]:
         """Return the chances of each text, [n]; with prefill, the target's prefill gives the first token: [n - 1]."""
-        return [np.array(t.chances[_skipped(first) :]) for t in self.texts]
+        return [self._array(t.chances[_skipped(first) :]) for t in self.texts]
+
+    def _array(self, entries: Sequence[object]) -> np.ndarray:
+        """Return entries of tokens as [n], of a parallel draft as [n, K]."""
+        return np.array(entries) if self.offsets is None else np.array(entries).reshape(-1, self.offsets)
 
     def contexts(self, first: First = "prefill") -> list[np.ndarray]:
         """Return the number of tokens before each chance: those in the KV caches, and the one that is fed."""
@@ -99,7 +110,7 @@ class Replay(FileModel):
         """Return the expected counts of every text under one way to draft."""
         texts, skipped = self.padded(first), _skipped(first)
         if drafting.widths:
-            ranks = expected.padded([np.array(t.ranks[skipped:]) for t in self.texts])
+            ranks = expected.padded([self._array(t.ranks[skipped:]) for t in self.texts])
             return expected.tree(texts, ranks, list(drafting.widths))
         if drafting.confidence is None:
             return expected.chain(texts, drafting.k)
@@ -189,6 +200,7 @@ def check(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
             log-probabilities that the rule cannot use.
     """
     sampling = _target_sampling(store)
+    _offsets(draft, config)
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
     if config.rule == "rejection" and _draft_sampling(sampling, config).temperature > 0 and not fits:
@@ -211,10 +223,15 @@ def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, comman
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     model = decoder.load(draft, dtype, device)
-    draft_sampling = _draft_sampling(sampling, config)
+    draft_sampling, offsets = _draft_sampling(sampling, config), _offsets(draft, config)
     pairs = [(t.prompt, t.ids) for t in store.outputs]
     with progress(f"replay {hub.checkpoint_name(draft)}", len(pairs)) as advance:
-        scores = score_tokens(model, pairs, vocab, draft_sampling, lambda done: advance(done, "texts"))
+        if offsets is None:
+            scores = score_tokens(model, pairs, vocab, draft_sampling, lambda done: advance(done, "texts"))
+        else:
+            scores = score_offsets(
+                model, pairs, vocab, draft_sampling, offsets, mask_token(model), lambda done: advance(done, "texts")
+            )
     certain = config.rule == "match" or sampling.temperature == 0
     loops = repeats([t.ids for t in store.outputs])
     texts = [_replayed(*each, certain=certain) for each in zip(store.outputs, scores, loops, strict=True)]
@@ -229,6 +246,7 @@ def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, comman
         sampling=sampling,
         rule=config.rule,
         draft_temperature=draft_sampling.temperature,
+        offsets=offsets,
         texts=texts,
         command=command,
         versions=provenance.versions(),
@@ -275,6 +293,7 @@ def _row(group: str, counts: Counts, which: np.ndarray, way: Drafting) -> Row:
 
 def _replayed(text: TargetOutput, score: TokenLogprobs, loop: Repeats, *, certain: bool) -> ReplayedText:
     log_p = np.zeros(len(text.ids)) if certain or text.logprobs is None else text.logprobs
+    log_p = log_p if score.logprobs.ndim == 1 else log_p[:, None]
     return ReplayedText(
         number=text.number,
         category=text.category,
@@ -286,6 +305,26 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, loop: Repeats, *, certai
         distinct_4grams=loop.distinct_4grams,
         longest_repeat=loop.longest_repeat,
     )
+
+
+def _offsets(draft: Path, config: ReplayConfig) -> int | None:
+    """Return how many tokens a parallel draft drafts, at most; None for a draft that drafts in one pass for each.
+
+    Raises:
+        UserError: settings that do not fit how it drafts.
+    """
+    if parallel.pard_token(draft) is None:
+        if not config.parallel:
+            raise UserError(f"--no-parallel: {draft} is no parallel draft")
+        return None
+    if not config.parallel:
+        return None
+    if config.confidence is not None:
+        raise UserError(f"{draft} drafts all tokens in one pass: --confidence cannot end it earlier; add --no-parallel")
+    most, trained = max(way.k for way in draftings(config)), parallel.trained_offsets(draft)
+    if trained is not None and most > trained:
+        note(f"{hub.checkpoint_name(draft)} was trained to draft {trained} tokens, not {most}")
+    return most
 
 
 def _target_sampling(store: StoredOutputs) -> SamplingParams:

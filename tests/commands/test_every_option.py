@@ -199,6 +199,11 @@ def _(w: World) -> Settings:
     return few | {"target": str(w.source), "source": str(w.source), "data": str(write_text(Path("more.jsonl"), 700))}
 
 
+@case("search", "parallel drafts")
+def _(w: World) -> Settings:
+    return CASES["search", "widths"](w) | {"parallel": True}
+
+
 LAW: Settings = {"layers": "1,2,3,4", "widths": "24,48", "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
 
 

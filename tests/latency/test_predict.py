@@ -12,8 +12,10 @@ from builders import build
 from test_cost_model import SHAPE, latency
 from typer.testing import CliRunner
 
+from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.cli import app
+from draftlab.engine.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, expected_tokens, write_profile
@@ -128,6 +130,26 @@ def test_predicted_time_is_the_engines_on_a_metered_clock(ran):
             decode = run[1:]
             assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in decode), rel=1e-9)
             assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in decode), rel=1e-9)
+
+
+def test_predicted_time_of_a_parallel_draft_is_the_engines_on_a_metered_clock(tmp_path):
+    """Passes over the accepted tokens and the mask tokens, up to 2 K wide, behind growing contexts."""
+    meter = Meter()
+    target, draft = metered(meter, TARGET, 0.0, tmp_path / "target"), metered(meter, DRAFT, 0.03, tmp_path / "draft")
+    draft.pard_token, sampling, ks = 2, SamplingParams(max_tokens=NEW), (1, 3, 4)
+    plain = [list(decode(target, [p], sampling, meter)) for p in PROMPTS]
+    texts = [(np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, plain, strict=True)]
+    scored = score_offsets(llama.load(tmp_path / "draft", torch.float32), texts, 307, SamplingParams(), 4, 2)
+    work = workload_of([np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS])
+    paid = step_costs(*pair(), work, max(ks), 1)
+    for k in ks:
+        spent = expected_time(paid, work.prompt_tokens, steps(work, k))
+        runs = [list(speculative_decode(target, ParallelDrafter(draft), [p], k, sampling, meter)) for p in PROMPTS]
+        assert sum(s.accepted for run in runs for s in run) > 5
+        for i, run in enumerate(runs):
+            assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9)
+            assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9)
+    assert predict(*pair(), work, ks).best.k in ks
 
 
 def test_speedup_is_a_ratio_of_sums_over_texts(ran):

@@ -22,7 +22,7 @@ from draftlab.console import note
 from draftlab.errors import did_you_mean
 from draftlab.model import hub
 
-RUNTIMES = ("vllm", "sglang", "llama.cpp", "transformers")
+RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
 
 class DraftConfig(Config):
@@ -58,7 +58,7 @@ class CheckConfig(DraftConfig):
 
 
 class ExportConfig(DraftConfig, OutputConfig):
-    to: Literal["hf", "gguf", "vllm", "sglang", "llama.cpp", "transformers"] = option(
+    to: Literal["hf", "gguf", "vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers"] = option(
         "hf", "A Hugging Face directory, a GGUF file, or one of them with a script that serves it in a runtime."
     )
     target: str = target()
@@ -84,7 +84,11 @@ class ExportConfig(DraftConfig, OutputConfig):
         Only(("outtype",), lambda c: c.is_gguf, "belongs to --to gguf and llama.cpp"),
         Only(("dtype",), lambda c: not c.is_gguf, "--outtype sets the type of a GGUF file"),
         Only(("k",), lambda c: c.to not in ("hf", "gguf") or c.verify_with, "belongs to a script or --verify-with"),
-        Only(("verify_with",), lambda c: c.to not in ("sglang", "transformers"), "works for vLLM and llama.cpp"),
+        Only(
+            ("verify_with",),
+            lambda c: c.to not in ("sglang", "tensorrt-llm", "transformers"),
+            "works for vLLM and llama.cpp",
+        ),
         Only(("data", "prompt_file", "prompts", "device"), lambda c: c.verify_with, "belongs to --verify-with"),
         Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
         *CHAT_RULES,

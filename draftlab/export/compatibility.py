@@ -18,7 +18,7 @@ from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.export import gguf, gguf_tokenizer
-from draftlab.model import checkpoint, decoder, hub
+from draftlab.model import checkpoint, decoder, hub, parallel
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape, multiples_near
 from draftlab.model.size import read_size
@@ -31,6 +31,7 @@ FLASHINFER_HEADS = (64, 128, 256)
 LLAMA_CPP_VOCAB_SLACK = 128  # largest difference of vocabulary sizes
 BLOCK, K_BLOCK = 32, 256  # weights of a row that share a scale in llama.cpp's plain types and in its K types
 UNTRAINED = 0.9  # of the logarithm of the vocabulary: the cross-entropy of a trained draft is far below
+PARALLEL_RUNTIMES = ("vllm", "tensorrt-llm")  # have parallel_drafting, PARD
 PROMPTS, PROMPT_TOKENS = 8, 96  # of held-out text
 
 
@@ -226,6 +227,28 @@ def _weights(draft: ModelFiles, _: ModelFiles) -> Iterator[Finding]:
         yield ok("weights", f"finite, {dtype}")
 
 
+def _mask_token(draft: ModelFiles, _: ModelFiles) -> Iterator[Finding]:
+    try:
+        token = parallel.pard_token(draft.path)
+    except UserError as failure:
+        yield error("pard_token", str(failure), "train again with draftlab distill --parallel")
+        return
+    if token is not None:
+        offsets = parallel.trained_offsets(draft.path)
+        known = f"up to {offsets} tokens" if offsets else "several tokens"
+        yield ok("pard_token", f"{token}: it drafts {known} in one pass")
+
+
+def _one_pass_each(runtime: str, draft: ModelFiles) -> Iterator[Finding]:
+    if draft.config.get(parallel.PARD_TOKEN) is not None:
+        text = "cannot draft in parallel: with this draft it makes one pass for each token"
+        yield warning(runtime, text, f"serve it with {' or '.join(PARALLEL_RUNTIMES)}, or distil an ordinary draft")
+
+
+def _tensorrt_llm(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterator[Finding]:
+    yield from _same_vocab_size("tensorrt-llm", draft, target)
+
+
 def _vllm(draft: ModelFiles, target: ModelFiles, shape: Shape | None) -> Iterator[Finding]:
     yield from _same_vocab_size("vllm", draft, target)
     if shape is None:
@@ -259,6 +282,7 @@ def _splits(shape: Shape, devices: int) -> bool:
 
 def _sglang(draft: ModelFiles, target: ModelFiles, shape: Shape | None) -> Iterator[Finding]:
     yield from _same_vocab_size("sglang", draft, target)
+    yield from _one_pass_each("sglang", draft)
     if shape is None:
         yield _unknown_heads("sglang", draft)
     elif shape.head_dim not in FLASHINFER_HEADS:
@@ -268,6 +292,7 @@ def _sglang(draft: ModelFiles, target: ModelFiles, shape: Shape | None) -> Itera
 
 def _llama_cpp(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterator[Finding]:
     about = "llama.cpp"
+    yield from _one_pass_each(about, draft)
     try:
         gguf.architecture(draft.path)
         shape, tokenizer = checkpoint.read_shape(draft.path), gguf_tokenizer.read_tokenizer(draft.path, draft.vocab)
@@ -295,6 +320,7 @@ def _llama_cpp(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterat
 
 def _transformers(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterator[Finding]:
     yield from _same_vocab_size("transformers", draft, target)
+    yield from _one_pass_each("transformers", draft)
 
 
 def _same_vocab_size(runtime: str, draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
@@ -303,10 +329,11 @@ def _same_vocab_size(runtime: str, draft: ModelFiles, target: ModelFiles) -> Ite
         yield error(runtime, text, f"draftlab export --to {runtime} --target {target.path}")
 
 
-MODEL_CHECKS = (_tokenizers, _special_tokens, _vocabularies, _chat_templates, _contexts, _weights)
+MODEL_CHECKS = (_tokenizers, _special_tokens, _vocabularies, _chat_templates, _contexts, _weights, _mask_token)
 RUNTIME_CHECKS: dict[str, Callable[[ModelFiles, ModelFiles, Shape | None], Iterator[Finding]]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,
+    "tensorrt-llm": _tensorrt_llm,
     "transformers": _transformers,
 }

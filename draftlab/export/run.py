@@ -12,7 +12,8 @@ from draftlab.console import note
 from draftlab.engine.batch_generate import check_context
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import card, gguf, hf, scripts, verify
-from draftlab.model import checkpoint, hub
+from draftlab.export.compatibility import PARALLEL_RUNTIMES
+from draftlab.model import checkpoint, hub, parallel
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
@@ -41,7 +42,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
     draft = config.draft_directory()
     _check(config, draft, target)
     scores = _scores(draft, target)
-    k, k_reason = _choose_k(config, scores)
+    k, k_reason = _choose_k(config, scores, parallel.trained_offsets(draft))
+    in_parallel = parallel.pard_token(draft) is not None
     prompts = _prompts(config, target, k) if config.verify_with is not None else None
     with output.directory() as work:
         file = f"{draft.name}-{config.outtype}.gguf" if config.is_gguf else ""
@@ -59,8 +61,12 @@ def export(config: ExportConfig, output: Output) -> Exported:
             context = checkpoint.max_model_len(directory, DEFAULT_CONTEXT)
         script = None
         if config.to not in ("hf", "gguf"):
-            script = scripts.script(config.to, target=_target_name(config, target), k=k, k_reason=k_reason, gguf=file)
+            script = scripts.script(
+                config.to, target=_target_name(config, target), k=k, k_reason=k_reason, gguf=file, parallel=in_parallel
+            )
             (work / script[0]).write_text(script[1])
+            if in_parallel and config.to not in PARALLEL_RUNTIMES:
+                lines.append(f"{config.to} cannot draft in parallel: it drafts with one pass for each token")
             lines.append(f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}")
         facts = card.Card(
             name=draft.name, target=config.target, size=size, vocab=vocab, context=context, commands=_commands(draft),
@@ -146,7 +152,7 @@ def _verify(
     note(f"generating {len(prompts.rows)} texts with the target, then scoring the draft here and in {runtime.name}")
     texts = verify.generate_texts(target, [prompt.ids for prompt in prompts.rows], NEW_TOKENS, k, device)
     if not config.is_gguf:
-        return verify.in_vllm(runtime, directory, target, texts, verify.top1_hits(directory, texts, device))
+        return verify.in_vllm(runtime, directory, target, texts, verify.drafted_hits(directory, texts, device))
     with tempfile.TemporaryDirectory() as folder:
         reference = directory
         if config.outtype in gguf.TYPES and config.outtype != "f32":
@@ -164,11 +170,14 @@ def _scores(draft: Path, target: Path) -> list[Score]:
     return sorted(own, key=lambda s: s.created, reverse=True)[:3]
 
 
-def _choose_k(config: ExportConfig, scores: list[Score]) -> tuple[int, str]:
+def _choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> tuple[int, str]:
+    """trained: tokens that a parallel draft learnt to draft."""
     if config.k is not None:
         return config.k, "set by --k"
     if scores:
         return scores[0].best_k, f"the fastest that draftlab score measured on {scores[0].conditions.device}"
+    if trained is not None:
+        return trained, "as many as the draft learnt to draft in one pass; draftlab score measures the fastest"
     return DEFAULT_K, "a default; draftlab score measures the fastest"
 
 

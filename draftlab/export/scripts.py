@@ -1,6 +1,7 @@
 """Scripts that serve a target with a draft, one for each runtime. No torch.
 
-Options are those of vLLM 0.32, SGLang as of 2026-11, llama.cpp as of llama-cpp-python 0.3.36 and transformers 5.23.
+Options are those of vLLM 0.32, SGLang as of 2026-11, llama.cpp as of llama-cpp-python 0.3.36, TensorRT-LLM 1.4 and
+transformers 5.23.
 """
 
 import json
@@ -9,16 +10,35 @@ import shlex
 DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
 
-def script(runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "") -> tuple[str, str]:
-    """Return name and text of a script that lies in the draft's directory. gguf: the draft's file, for llama.cpp."""
-    if runtime == "transformers":
-        return "assist.py", _transformers(target, k, k_reason)
-    lines = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}[runtime](target, k, gguf)
+def script(
+    runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "", parallel: bool = False
+) -> tuple[str, str]:
+    """Return name and text of a script that lies in the draft's directory.
+
+    gguf: the draft's file, for llama.cpp. parallel: the draft drafts in one pass, where the runtime can.
+    """
+    match runtime:
+        case "transformers":
+            return "assist.py", _transformers(target, k, k_reason)
+        case "vllm":
+            lines = _vllm(target, k, parallel)
+        case "tensorrt-llm":
+            lines = _tensorrt_llm(target, k, parallel)
+        case "sglang":
+            lines = _sglang(target, k)
+        case _:
+            lines = _llama_cpp(target, k, gguf)
     return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {k}: {k_reason}", *lines, ""])
 
 
-def _vllm(target: str, k: int, gguf: str) -> list[str]:
-    config = json.dumps({"method": "draft_model", "model": "@", "num_speculative_tokens": k}).replace('"', '\\"')
+def speculative_config(draft: str, k: int, parallel: bool) -> dict[str, object]:
+    """Return vLLM's --speculative-config."""
+    config: dict[str, object] = {"method": "draft_model", "model": draft, "num_speculative_tokens": k}
+    return config | ({"parallel_drafting": True} if parallel else {})
+
+
+def _vllm(target: str, k: int, parallel: bool) -> list[str]:
+    config = json.dumps(speculative_config("@", k, parallel)).replace('"', '\\"')
     speculative = '"' + config.replace("@", "$here") + '"'
     return [
         "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",
@@ -27,7 +47,22 @@ def _vllm(target: str, k: int, gguf: str) -> list[str]:
     ]
 
 
-def _sglang(target: str, k: int, gguf: str) -> list[str]:
+def _tensorrt_llm(target: str, k: int, parallel: bool) -> list[str]:
+    kind = "PARD" if parallel else "Draft_Target"
+    return [
+        "# sh serve.sh [options of trtllm-serve]; untested",
+        DIRECTORY,
+        'cat > "$here/speculative.yaml" <<END',
+        "speculative_config:",
+        f"  decoding_type: {kind}",
+        f"  max_draft_len: {k}",
+        "  speculative_model: $here",
+        "END",
+        f'exec trtllm-serve {shlex.quote(target)} --extra_llm_api_options "$here/speculative.yaml" "$@"',
+    ]
+
+
+def _sglang(target: str, k: int) -> list[str]:
     options = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
     return [
         "# sh serve.sh [options of sglang.launch_server]; untested",

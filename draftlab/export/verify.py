@@ -18,11 +18,13 @@ from typing import IO
 import numpy as np
 import torch
 
+from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
+from draftlab.export.scripts import speculative_config
 from draftlab.intervals import Interval, ratio_interval
-from draftlab.model import checkpoint, decoder
+from draftlab.model import checkpoint, decoder, parallel
 from draftlab.model.sentencepiece import PROBES
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
@@ -79,11 +81,25 @@ def top1_hits(draft: Path, texts: TargetTexts, device: torch.device) -> list[np.
     return [scored.ranks == 0 for scored in score_tokens(model, pairs, checkpoint.vocab_size(draft), SamplingParams())]
 
 
-def greedy_steps(hits: Sequence[bool], k: int, tokens: int) -> tuple[int, int]:
-    """Return tokens and steps of greedy speculative decoding of one text; the prefill gives the first token."""
-    at, steps = 1, 0
+def drafted_hits(draft: Path, texts: TargetTexts, device: torch.device) -> list[np.ndarray]:
+    """Do the same for a draft that drafts as it was trained to: of a parallel draft [n, K], by the age of the step."""
+    token = parallel.pard_token(draft)
+    if token is None:
+        return top1_hits(draft, texts, device)
+    model, vocab = decoder.load(draft, torch.float32, device), checkpoint.vocab_size(draft)
+    pairs = [(np.array(p), np.array(c)) for p, c in zip(texts.prompts, texts.completions, strict=True)]
+    return [scored.ranks == 0 for scored in score_offsets(model, pairs, vocab, SamplingParams(), texts.k, token)]
+
+
+def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
+    """Return tokens and steps of greedy speculative decoding of one text; the prefill gives the first token.
+
+    hits: [n], or [n, K] by the age of the step.
+    """
+    rows = np.asarray(hits)
+    by_age, at, steps = np.broadcast_to(rows if rows.ndim == 2 else rows[:, None], (len(rows), k)), 1, 0
     while at < tokens:
-        accepted = next((i for i in range(k) if not hits[at + i]), k)
+        accepted = next((i for i in range(k) if not by_age[at + i, i]), k)
         at, steps = at + accepted + 1, steps + 1
     return at - 1, steps
 
@@ -120,7 +136,7 @@ def in_vllm(program: Path, draft: Path, target: Path, texts: TargetTexts, hits: 
     Raises:
         UserError: it does not start, or has another acceptance.
     """
-    speculative = {"method": "draft_model", "model": str(draft.absolute()), "num_speculative_tokens": texts.k}
+    speculative = speculative_config(str(draft.absolute()), texts.k, parallel.pard_token(draft) is not None)
     with _vllm(program, target, speculative) as server:
         before = server.metrics()
         sampling = SamplingParams(max_tokens=texts.tokens, temperature=0.0, ignore_eos=True)
@@ -150,7 +166,7 @@ def run_llama_cpp(python: Path, job: dict[str, object]) -> dict:
 
 def _counts(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
     """Return tokens and steps of each text, [R, 2]."""
-    return np.array([greedy_steps(row.tolist(), texts.k, texts.tokens) for row in hits], dtype=np.float64)
+    return np.array([greedy_steps(row, texts.k, texts.tokens) for row in hits], dtype=np.float64)
 
 
 def _compare(runtime: str, texts: TargetTexts, hits: list[np.ndarray], measured: float, details: str) -> Verification:

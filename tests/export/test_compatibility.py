@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from draftlab.cli import app
-from draftlab.config.export import CheckConfig
+from draftlab.config.export import RUNTIMES, CheckConfig
 from draftlab.distill.vocabulary import resize
 from draftlab.errors import UserError
 from draftlab.export import compatibility
@@ -71,6 +71,15 @@ def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):
     spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "."}
     file.write_text(json.dumps(spec))
     assert f"of {len(compatibility.PROBES)} probe texts get other ids" in error(pair, "tokenizer")
+
+
+def test_servers_that_cannot_draft_in_parallel_are_named(pair):
+    edit(pair[0] / "config.json", pard_token=2, pard_offsets=6)
+    found = compatibility.check_files(*pair, compatibility.parse_runtimes(",".join(RUNTIMES)))
+    assert {f.about for f in found if "cannot draft in parallel" in f.text} == {"sglang", "llama.cpp", "transformers"}
+    assert "2: it drafts up to 6 tokens in one pass" in {f.text for f in found if f.about == "pard_token"}
+    edit(pair[0] / "config.json", pard_token=307)
+    assert "pard_token is 307, and the vocabulary has 0 to 306" in error(pair, "pard_token")
 
 
 def test_another_first_or_last_token_is_named(pair):

@@ -23,7 +23,7 @@ from draftlab.cli import app
 from draftlab.distill.vocabulary import resize
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
-from draftlab.export import gguf, gguf_tokenizer, hf, verify
+from draftlab.export import gguf, gguf_tokenizer, hf, scripts, verify
 from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
 from draftlab.results.score import read_score
@@ -346,6 +346,28 @@ def test_steps_of_a_greedy_chain_by_hand():
     assert verify.greedy_steps(hit, 2, 7) == (6, 2)
     assert verify.greedy_steps([False] * 9, 3, 6) == (5, 5)
     assert verify.greedy_steps([True] * 9, 4, 6) == (5, 1)
+
+
+def test_steps_of_a_parallel_chain_by_hand():
+    """A token counts by the offset that it is drafted with."""
+    hit = np.array([[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=bool)
+    # 1 stands, 2 falls as the second of its step and is the target's own; 3 stands, 4 as the second, 5 as the third
+    assert verify.greedy_steps(hit, 3, 6) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "words"),
+    [
+        ("vllm", '\\"parallel_drafting\\": true'),
+        ("tensorrt-llm", "decoding_type: PARD"),
+        ("sglang", "--speculative-num-steps 6"),
+    ],
+)
+def test_scripts_of_parallel_drafts_say_so_where_the_server_can(runtime, words):
+    text = scripts.script(runtime, target="target", k=6, k_reason="", parallel=True)[1]
+    assert words in text
+    plain = scripts.script(runtime, target="target", k=6, k_reason="")[1]
+    assert (plain == text) == (runtime == "sglang")
 
 
 def writing_of(draft: Path, count: int = 8) -> verify.TargetTexts:

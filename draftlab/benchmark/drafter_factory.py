@@ -18,6 +18,7 @@ from draftlab.config.drafters import (
     ConfidenceStopSpec,
     DrafterSpec,
     DraftModelSpec,
+    EagleSpec,
     EntropyStopSpec,
     FallbackSpec,
     LayerSkipSpec,
@@ -38,6 +39,7 @@ from draftlab.engine.drafters.cascade import (
     confidence_below,
     entropy_above,
 )
+from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter, contexts_fit
@@ -46,8 +48,9 @@ from draftlab.engine.drafters.tree import TreeDrafter, fastest_tree, full_tree
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, decode, output_tokens
 from draftlab.errors import UserError
 from draftlab.latency.profiler import measure_latency
-from draftlab.model import Mode, checkpoint, hub
+from draftlab.model import Mode, checkpoint, eagle, hub
 from draftlab.model.decoder import Decoder, with_mode
+from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 
@@ -123,6 +126,8 @@ class DrafterFactory:
         """Raises UserError: something that the drafter needs is missing, or does not fit the target."""
         if isinstance(spec, MedusaSpec):
             return self._medusa(spec)
+        if isinstance(spec, EagleSpec):
+            return DrafterRun(drafter=self._eagle(spec), model=None, ks=self.ks)
         if isinstance(spec, LayerSkipSpec):
             model = self._skip_layers(spec)
             return DrafterRun(drafter=ModelDrafter(model, self.vocab), model=model, ks=self.ks)
@@ -139,6 +144,11 @@ class DrafterFactory:
         if not ks:
             raise UserError(f"--drafter {spec.text}: {len(heads)} heads draft at most {len(heads)} tokens; lower --k")
         return DrafterRun(drafter=MedusaDrafter(_own_engine(spec, self.target), heads), model=None, ks=ks)
+
+    def _eagle(self, spec: EagleSpec) -> Drafter:
+        target = _own_engine(spec, self.target)
+        head = eagle.read(Path(spec.heads), self.target_path, target.embed.dtype, target.device)
+        return EagleDrafter(target, EagleLlama(head, target.embed, Path(spec.heads)))
 
     def _with_model(self, spec: DraftModelSpec, model: Decoder) -> Drafter:
         match spec:

@@ -13,13 +13,13 @@ import torch
 from draftlab.benchmark.drafter_factory import check_rule, check_target
 from draftlab.benchmark.lm_eval_tasks import check_tasks
 from draftlab.config import shared
-from draftlab.config.drafters import DrafterSpec, DraftModelSpec, MedusaSpec
+from draftlab.config.drafters import DrafterSpec, DraftModelSpec, EagleSpec, MedusaSpec
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow
 from draftlab.engine.drafters import medusa
 from draftlab.errors import UserError
 from draftlab.export.hf import parse_quantized_name, write_fake_quantized
-from draftlab.model import Mode, checkpoint, hub, llama, memory, parallel
+from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import resolve_mode
 from draftlab.model.size import read_size
@@ -65,7 +65,7 @@ class Setup:
     @property
     def inputs(self) -> list[Path]:
         """Return the inputs for the record."""
-        heads = [Path(spec.heads) for spec in self.drafters if isinstance(spec, MedusaSpec)]
+        heads = [Path(spec.heads) for spec in self.drafters if isinstance(spec, MedusaSpec | EagleSpec)]
         return list(dict.fromkeys([self.target, *self.drafts.values(), *self.draft_paths, *heads]))
 
     @property
@@ -177,7 +177,7 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
 def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models: list[Path]) -> Mode:
     if config.mode != "auto":
         return config.mode
-    if config.device_map or any(isinstance(spec, MedusaSpec) for spec in config.drafters):
+    if config.device_map or any(isinstance(spec, MedusaSpec | EagleSpec) for spec in config.drafters):
         return "eager"
     return resolve_mode(config.mode, device, dtype, models)
 
@@ -219,10 +219,12 @@ def _check_drafters(setup: Setup) -> None:
     for spec in setup.drafters:
         check_rule(spec, setup.config.rule)
         check_target(spec, layers, vocab)
+        if isinstance(spec, MedusaSpec | EagleSpec) and setup.mode != "eager":
+            raise UserError(f"--drafter {spec.text} reads hidden states, which only mode eager keeps")
         if isinstance(spec, MedusaSpec):
-            if setup.mode != "eager":
-                raise UserError(f"--drafter {spec.text} reads hidden states, which only mode eager keeps")
             medusa.read(Path(spec.heads), setup.target)
+        if isinstance(spec, EagleSpec):
+            eagle.check(Path(spec.heads), setup.target)
 
 
 def _layers(target: Path) -> int | None:

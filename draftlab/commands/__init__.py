@@ -2,6 +2,7 @@
 
 from draftlab.commands import outputs
 from draftlab.commands.base import Command
+from draftlab.commands.eagle import eagle
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
 from draftlab.commands.latency import law, law_fit, predict, profile
@@ -16,8 +17,8 @@ from draftlab.commands.train import distill, online_rollback, online_update, tra
 PANELS: dict[str, tuple[Command, ...]] = {
     "Set up": (init, import_checkpoint, env),
     "Make a draft": (
-        design, prune, distill, search, prune_masks, medusa, train, tokenizer, outputs.build, outputs.import_file,
-        outputs.verify, outputs.info,
+        design, prune, distill, search, prune_masks, eagle, medusa, train, tokenizer, outputs.build,
+        outputs.import_file, outputs.verify, outputs.info,
     ),
     "Measure": (score, compare, report, score_servers),
     "Predict": (profile, predict, law, law_fit, outputs.replay),

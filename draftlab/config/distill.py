@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 from typing_extensions import Self
 
 from draftlab.config import shared
-from draftlab.config.base import CHECKPOINTS, SERVER, Config, Only, OutputConfig, option
+from draftlab.config.base import CHECKPOINTS, SERVER, Config, Numbers, Only, OutputConfig, option
 from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettings, TrainingSettings, Vocab
 from draftlab.console import note
 from draftlab.model import hub
@@ -178,6 +178,55 @@ class MedusaConfig(OutputConfig, LoopSettings):
             training_dtype=self.training_dtype, eval_steps=self.eval_steps, save_steps=self.save_steps,
             save_total_limit=self.save_total_limit, patience=self.patience, seed=self.seed, optimizer="adamw",
         )  # fmt: skip
+
+
+class EagleConfig(OutputConfig, TrainingSettings):
+    target: str = shared.target()
+    data: str = shared.data()
+    text: str = option(
+        "data", "Train on the data itself, or on text of the target: data, target, or data=0.3,target=0.7."
+    )
+    outputs: Path | None = option(None, "Stored target outputs to train on, instead of --data: what the target wrote.")
+    ttt_steps: int = option(
+        4, "Steps of training-time test: tokens in a row that the head learns to draft.", ge=1, le=16
+    )
+    loss: str = shared.loss()
+    temperature: float = shared.loss_temperature()
+    vocab: Vocab = shared.draft_vocab("the text that is trained on; by default a quarter of all")
+    layer_ids: Numbers | None = option(
+        None, "Layers of the target after which the head reads its states. Default: 2, n / 2, n - 3.", typed=str,
+        advanced=True,
+    )  # fmt: skip
+    norm_before_residual: bool = option(
+        False, "Take the residual after hidden_norm, which SGLang does not compute.", advanced=True
+    )
+    prompt_tokens: int = option(32, "Tokens of data before each generated text.", ge=1, panel=GENERATED, advanced=True)
+    sample_temperature: float = option(
+        1.0, "Temperature at which the target generates training text.", ge=0, panel=GENERATED, advanced=True
+    )
+    memory: float = shared.memory()
+    device: str = shared.device()
+    device_map: str | None = shared.device_map()
+
+    only = (
+        Only(("data", "text"), lambda c: c.outputs is None, "--outputs brings text"),
+        Only(("prompt_tokens", "sample_temperature", "memory"), lambda c: c.generates, "only for --text target"),
+    )
+
+    @field_validator("text")
+    @classmethod
+    def _knows_the_texts(cls, text: str) -> str:
+        if "draft" in names(text):
+            raise ValueError("the text of an EAGLE-3 head is the target's own; want data and target")
+        return text
+
+    @property
+    def generates(self) -> bool:
+        """True if the target writes training text."""
+        return self.outputs is None and "target" in names(self.text)
+
+    def default_name(self) -> str:
+        return f"eagle-{Path(self.target.partition('@')[0]).name}"
 
 
 def names(spec: str) -> set[str]:

@@ -109,6 +109,14 @@ class MedusaSpec(DrafterSpec):
     heads: str
 
 
+class EagleSpec(DrafterSpec):
+    """heads: the output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators."""
+
+    kind = "eagle"
+    own_engine = True
+    heads: str
+
+
 class WidthsSpec(DraftModelSpec):
     """A draft model that drafts a tree. widths: children of each node by depth."""
 
@@ -159,7 +167,7 @@ class ParallelSpec(WidthsSpec):
 
 _SPECS: list[type[DrafterSpec]] = [
     NgramSpec, PromptLookupSpec, DraftModelSpec, FallbackSpec, CascadeSpec, ConfidenceStopSpec, EntropyStopSpec,
-    LayerSkipSpec, MedusaSpec, TreeSpec, ParallelSpec,
+    LayerSkipSpec, MedusaSpec, EagleSpec, TreeSpec, ParallelSpec,
 ]  # fmt: skip
 DRAFTERS = {spec.kind: spec for spec in _SPECS}
 

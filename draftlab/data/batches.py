@@ -72,7 +72,7 @@ class Batch:
     def predictions_by_offset(self, offsets: int) -> np.ndarray:
         """Return the predictions of each offset from 1 on, [offsets]."""
         if self.depths is None:
-            return np.array([self.predictions])
+            return np.full(offsets, self.predictions)
         return (self.depths[..., None] > np.arange(offsets)).sum((0, 1))
 
     def rows(self, index: slice) -> "Batch":

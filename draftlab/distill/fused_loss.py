@@ -36,11 +36,14 @@ class Dense:
     """Whole distributions: hidden [N, D] and head [V, D]; or logits [N, V] and no head.
 
     rows: where several tokens have one distribution, the row of each token in hidden, ascending, [tokens].
+    log_total: log-normalisers [N] at the loss's temperature, where these are the teacher's logits of the S ids of a
+    trimmed student alone.
     """
 
     hidden: Tensor
     head: Tensor | None
     rows: Tensor | None = None
+    log_total: Tensor | None = None
 
     @property
     def vocab(self) -> int:
@@ -67,6 +70,12 @@ class Dense:
             return hidden
         return torch.mm(hidden.to(self.dtype), self.head.T, out=None if buffer is None else buffer[: len(hidden)])
 
+    def total(self, tokens: slice) -> Tensor | None:
+        """Return the log-normalisers of some tokens, if they have their own."""
+        if self.log_total is None:
+            return None
+        return self.log_total[tokens if self.rows is None else self.rows[tokens]]
+
     def log_probs(self, rows: slice, temperature: float) -> Tensor:
         return log_probs(self.logits(rows), temperature)
 
@@ -92,7 +101,7 @@ def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
     """Return a teacher's distributions at some places, ascending and perhaps repeated, of those that it has."""
     rows = torch.searchsorted(counted, places)
     if isinstance(teacher, Dense):
-        return Dense(teacher.hidden, teacher.head, rows)
+        return Dense(teacher.hidden, teacher.head, rows, teacher.log_total)
     return None if teacher is None else TopK(teacher.ids[rows], teacher.log_p[rows], teacher.tail[rows])
 
 
@@ -202,7 +211,8 @@ def _chunks(
         values = torch.empty(5, len(z), dtype=torch.float64, device=z.device)
         for part in _slices(len(z), block):
             tokens = slice(rows.start + part.start, rows.start + part.stop)
-            values[:, part], slope = objective.block(z[part], labels[tokens], None if y is None else y[part])
+            own = teacher.total(tokens) if isinstance(teacher, Dense) else None
+            values[:, part], slope = objective.block(z[part], labels[tokens], None if y is None else y[part], own)
             torch.mul(slope, weights[tokens].unsqueeze(1), out=gradient[part])
         yield rows, values, gradient[: len(z)]
 
@@ -220,8 +230,13 @@ class _Objective:
     temperature: float
     trimmed: TrimmedHead | None
 
-    def block(self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None) -> tuple[Tensor, Tensor]:
-        """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V]."""
+    def block(
+        self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, log_total: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V].
+
+        log_total: see Dense.
+        """
         loss, temperature = self.loss, self.temperature
         log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)
         ce = -log_q1.gather(1, labels).squeeze(1)
@@ -234,7 +249,8 @@ class _Objective:
             if isinstance(teacher, TopK):
                 objective, watched, gradient = self._listed(log_q, teacher)
             else:
-                objective, watched, gradient = self._dense(log_q, log_probs(teacher, temperature))
+                log_p, whole = log_probs(teacher, temperature, log_total), log_total is None
+                objective, watched, gradient = self._dense(log_q, log_p, whole)
             gradient = gradient if temperature == 1 else gradient.div_(temperature)
         if loss.cross_entropy:
             counted = (labels < z.shape[1]).to(log_q1)  # [b, 1]
@@ -243,10 +259,15 @@ class _Objective:
         values = torch.stack([objective + loss.cross_entropy * ce, ce, *watched])
         return values, gradient[:, : z.shape[1]]
 
-    def _dense(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return value, [acceptance, slack, agreement] and gradient, given the whole distribution of the teacher."""
-        top = self._rows(log_p.max(-1, keepdim=True).indices)
-        x = Pair.of(log_p if self.trimmed is None else self._with_lost(log_p.index_select(1, self.trimmed.ids)), log_q)
+    def _dense(self, log_q: Tensor, log_p: Tensor, whole: bool) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return value, [acceptance, slack, agreement] and gradient.
+
+        whole: log_p is the whole distribution of the teacher; else what it has for the ids of a trimmed head.
+        """
+        top = log_p.max(-1, keepdim=True).indices
+        if whole and self.trimmed is not None:
+            top, log_p = self._rows(top), log_p.index_select(1, self.trimmed.ids)
+        x = Pair.of(self._with_lost(log_p), log_q)
         value, slope = self.loss.divergence(x)
         gradient = slope.addcmul_(x.q, slope.sum(-1, keepdim=True), value=-1)
         return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, top)], gradient

@@ -106,10 +106,14 @@ def kl_terms(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
     return (a + b) * (d / 2).tanh() - a * d
 
 
-def log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Return log-softmax of logits / temperature over the last axis, in fp32 at least."""
+def log_probs(logits: Tensor, temperature: float, log_total: Tensor | None = None) -> Tensor:
+    """Return log-softmax of logits / temperature over the last axis, in fp32 at least.
+
+    log_total: log of the sum of exp(logits / temperature), [N], where logits of other tokens belong to it.
+    """
     logits = wide(logits)
-    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    logits = logits if temperature == 1 else logits / temperature
+    return torch.log_softmax(logits, dim=-1) if log_total is None else logits - log_total.unsqueeze(-1)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -192,6 +192,6 @@ class ServedTeacher:
 
 def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
     """Return listed tokens on a device; a local teacher's distributions are there already."""
-    if isinstance(teacher, Dense):
+    if not isinstance(teacher, TopK):
         return teacher
     return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftlab.config.shared import TrainerSettings
@@ -23,15 +23,13 @@ from draftlab.console import note
 from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.distill import checkpointer, distributed
 from draftlab.distill.evaluate import LengthComparison
-from draftlab.distill.fused_loss import Teacher, chosen, fused_loss
 from draftlab.distill.losses import Loss
+from draftlab.distill.objectives import Constraint, DistillStep, Objective
 from draftlab.distill.on_policy import Batches
 from draftlab.distill.optimizers import optimizers_for, training_dtype
 from draftlab.distill.parallel import Offsets, expected_tokens
-from draftlab.distill.teachers import ListingTeacher, LocalTeacher, OutputHead, logits_of, moved_to, shard_by_layer
+from draftlab.distill.teachers import ListingTeacher, LocalTeacher, logits_of, moved_to, shard_by_layer
 from draftlab.errors import UserError
-from draftlab.model.parallel import pack
-from draftlab.model.trimmed_head import trimmed_head_of
 
 TeacherModel = PreTrainedModel | ListingTeacher | None
 MAX_GRAD_NORM = 1.0
@@ -50,7 +48,8 @@ class TrainingSetup:
     """Teacher, text, loss and evaluation of a student.
 
     teacher: None to learn from the text alone. temperature: of both distributions in the divergence. offsets: of a
-    student that learns to draft in parallel.
+    student that learns to draft in parallel. objective: in DistillStep's place, where the student is not a language
+    model by itself.
     """
 
     teacher: TeacherModel
@@ -60,18 +59,7 @@ class TrainingSetup:
     temperature: float = 1.0
     length: LengthEvaluator | None = None
     offsets: Offsets | None = None
-
-
-class Constraint(Protocol):
-    """A module that is trained along with a student, such as masks, with parameters of its own."""
-
-    progress: float  # share of the run that is done
-
-    def draw(self) -> None: ...  # called before every forward pass, to sample what is random
-
-    def penalty(self) -> Tensor: ...
-
-    def groups(self) -> list[dict[str, Any]]: ...  # of parameters for AdamW, with their rates
+    objective: Objective | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,76 +102,6 @@ class EvalRecord:
         if self.acceptance is None:
             return -self.loss
         return expected_tokens(self.offsets) if self.offsets else self.acceptance
-
-
-class DistillStep(nn.Module):
-    """Student and objective in one forward pass, so that the hooks of DDP and FSDP cover both."""
-
-    def __init__(
-        self,
-        student: PreTrainedModel,
-        loss: Loss,
-        temperature: float,
-        vocab: int | None = None,  # logits that count: fewer where one of both heads is padded
-        constraint: Constraint | None = None,
-        offsets: Offsets | None = None,
-    ) -> None:
-        super().__init__()
-        self.student = student
-        self.loss = loss
-        self.temperature = temperature
-        self.constraint = constraint
-        self.offsets = offsets
-        self.head = OutputHead.of(student, vocab or logits_of(student))
-        self.progress = 0.0
-
-    def set_progress(self, progress: float) -> None:
-        """Set the share of the run that is done, on which schedules depend."""
-        self.progress = progress
-        if self.constraint is not None:
-            self.constraint.progress = progress
-
-    def forward(
-        self, ids: Tensor, mask: Tensor, teacher: Teacher, positions: Tensor | None = None, depths: Tensor | None = None
-    ) -> Tensor:
-        """Return sums over tokens, [G, 6]: objective, cross-entropy, acceptance, its slack, agreement, total cost.
-
-        ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
-        positions, depths: see Batch. G is 1; for a parallel draft without gradients the number of offsets, each by
-        itself.
-        """
-        if self.constraint is not None:
-            self.constraint.draw()
-        counted = mask.flatten().nonzero().squeeze(1)
-        if depths is None:
-            hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted, positions)
-            return self._sums(hidden, head, ids, mask, counted, teacher).unsqueeze(0)
-        assert self.offsets is not None  # depths are theirs
-        packed = pack(ids[:, :-1], depths, self.offsets.token, positions)
-        attention_mask = packed.mask.unsqueeze(1)
-        hidden, head = self.head.hidden_and_weight(
-            self.student, packed.ids, packed.predicting, packed.positions, attention_mask
-        )
-        groups: list[Any] = [slice(None)]
-        if not torch.is_grad_enabled():
-            groups = [packed.offset == n for n in range(1, self.offsets.count + 1)]
-        each = []
-        for own in groups:
-            places = packed.predicted[own]
-            each.append(self._sums(hidden[own], head, ids, mask, places, chosen(teacher, counted, places)))
-        return torch.stack(each)
-
-    def _sums(
-        self, hidden: Tensor, head: Tensor | None, ids: Tensor, mask: Tensor, predicted: Tensor, teacher: Teacher
-    ) -> Tensor:
-        """Return the sums over tokens that are predicted at places of the mask, [6]."""
-        labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
-        loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
-        sums = fused_loss(hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed)
-        # the penalty counts on every token, as the objective is a sum over tokens
-        total = sums.objective + (0 if self.constraint is None else self.constraint.penalty() * weights.sum())
-        watched = [sums.objective, sums.cross_entropy, sums.acceptance, sums.slack, sums.agreement]
-        return torch.stack([*(w.detach() for w in watched), total])
 
 
 def train(
@@ -245,7 +163,9 @@ class Trainer:
         self.accelerator = distributed.new_accelerator(training_dtype(config.training_dtype), MAX_GRAD_NORM)
         student.train()
         vocab = _shared_vocab(student, setup.teacher)
-        module = DistillStep(student, setup.loss, setup.temperature, vocab, constraint, setup.offsets)
+        module = setup.objective or DistillStep(
+            student, setup.loss, setup.temperature, vocab, constraint, setup.offsets
+        )
         optimizers = optimizers_for(student, config, constraint.groups() if constraint else [])
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
@@ -253,7 +173,7 @@ class Trainer:
         if config.torch_compile:
             student.get_decoder().compile()
         self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, config.torch_compile)
-        self.packs = module.head.takes_packed and (self.teacher is None or self.teacher.takes_packed)
+        self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
         self.best = checkpointer.Best()
         self.accelerator.register_for_checkpointing(self.best)
         if isinstance(setup.batches, DynamicBatches):

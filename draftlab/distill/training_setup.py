@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import max_positions
-from draftlab.config.distill import DistillConfig
+from draftlab.config.distill import DistillConfig, EagleConfig
 from draftlab.console import note, progress
 from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout
 from draftlab.distill import evaluate
@@ -87,7 +87,9 @@ def text_setup(
     if config.reweigh_steps and author is not None:
         note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
         data = reweighing(data, author.load_model().eval(), tokenizer, config.reweigh_steps)
-    length = TargetTextEvaluator.of(author, draft, heldout, state, offsets) if author and loss.needs_teacher else None
+    length = None
+    if author is not None and loss.needs_teacher:
+        length = TargetTextEvaluator.of(author, draft, heldout, state, config.eval_temperature, offsets)
     batches = _mixed(config, data, student, draft, author, state)
     setup = TrainingSetup(
         teacher=served, batches=batches, heldout=heldout, loss=loss, temperature=config.temperature, length=length
@@ -108,7 +110,7 @@ def _with_target(setup: TrainingSetup, config: DistillConfig, student: PreTraine
     return replace(setup, teacher=teacher, heldout=spread.batched(rows))
 
 
-def resolved_device(config: DistillConfig) -> torch.device:
+def resolved_device(config: DistillConfig | EagleConfig) -> torch.device:
     return checkpoint.resolve_device(config.device)
 
 
@@ -122,7 +124,7 @@ class Author:
     """The target as a writer of text, loaded at first use. known: ids that the draft knows, too."""
 
     target: Path
-    config: DistillConfig
+    config: DistillConfig | EagleConfig
     known: int
 
     @property
@@ -156,10 +158,16 @@ class TargetTextEvaluator:
 
     @classmethod
     def of(
-        cls, author: Author, draft: Path, heldout: HeldOut, state: Path, offsets: Offsets | None = None
+        cls,
+        author: Author,
+        draft: Path,
+        heldout: HeldOut,
+        state: Path,
+        temperature: float,
+        offsets: Offsets | None = None,
     ) -> "TargetTextEvaluator | None":
         """Let the target write; None where it ends every text with its first token, so that nothing is drafted."""
-        context, temperature = min(max_model_len(author.target), max_model_len(draft)), author.config.eval_temperature
+        context = min(max_model_len(author.target), max_model_len(draft))
         prompt = min(EVALUATED_PROMPT, context // 2)
         sampling = author.sampling(min(EVALUATED_LENGTH, context - prompt), temperature)
         operations = 2 * Weights(author.target).parameters * (prompt + sampling.max_tokens)
@@ -199,13 +207,10 @@ def _mixed(
 ) -> Batches:
     """Mix data, text of the target and text of the draft by their shares of steps."""
     texts = parse_texts(config.text)
-    if config.generates and config.seq_len <= config.prompt_tokens:
-        raise UserError(
-            f"--prompt-tokens {config.prompt_tokens} leaves nothing to generate in sequences of {config.seq_len}"
-        )
+    check_prompt_tokens(config)
     sources: dict[str, Batches] = {"data": data}
     if "target" in texts and author is not None:
-        sources["target"] = _target_text(data, author, state, math.ceil(config.steps * texts["target"]) + 1)
+        sources["target"] = target_text(data, author, state, math.ceil(config.steps * texts["target"]) + 1)
     if "draft" in texts:
         ends, known = (author.target, author.known) if author else (draft, known_ids(draft))
         sources["draft"] = StudentBatches(
@@ -215,15 +220,31 @@ def _mixed(
     return sources[next(iter(texts))] if len(texts) == 1 else MixedBatches.of(sources, texts, config.steps)
 
 
-def _target_text(data: Batches, author: Author, state: Path, steps: int) -> GeneratedRows:
+def check_prompt_tokens(config: DistillConfig | EagleConfig) -> None:
+    """Raises UserError: prompts fill the sequences."""
+    if config.generates and config.seq_len <= config.prompt_tokens:
+        raise UserError(
+            f"--prompt-tokens {config.prompt_tokens} leaves nothing to generate in sequences of {config.seq_len}"
+        )
+
+
+def target_text(data: Batches, author: Author, state: Path, steps: int) -> GeneratedRows:
     """Return rows that begin like those of data and that the target continues; made once, and stored in state."""
     config = author.config
-    length = config.seq_len + 1 - config.prompt_tokens
+    starts = [data.batch(step).ids[:, : config.prompt_tokens] for step in range(min(config.steps, steps))]
+    return continued(np.concatenate(starts), author, state / "target_text.safetensors", "train on")
+
+
+def continued(prompts: np.ndarray, author: Author, file: Path, purpose: str) -> GeneratedRows:
+    """Return prompts [N, P] with what the target writes after them, up to the length of a row; made once, in a file.
+
+    purpose: completes "text to ..." for the bar of progress.
+    """
+    config = author.config
+    length = config.seq_len + 1 - prompts.shape[1]
 
     def make() -> dict[str, np.ndarray]:
-        starts = [data.batch(step).ids[:, : config.prompt_tokens] for step in range(min(config.steps, steps))]
-        prompts = np.concatenate(starts)
-        with progress("the target writes text to train on", len(prompts)) as advance:
+        with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
             texts = generate_batch(
                 author.model, prompts.tolist(), author.sampling(length, config.sample_temperature), author.settings,
                 advance=lambda n: advance(n, "texts"),
@@ -231,8 +252,8 @@ def _target_text(data: Batches, author: Author, state: Path, steps: int) -> Gene
         rows = GeneratedRows.of(prompts, texts, length, config.batch_size)
         return {"ids": rows.ids, "lengths": rows.lengths}
 
-    arrays = load_or_make(state / "target_text.safetensors", make)
-    return GeneratedRows(arrays["ids"], arrays["lengths"], config.prompt_tokens, config.batch_size)
+    arrays = load_or_make(file, make)
+    return GeneratedRows(arrays["ids"], arrays["lengths"], prompts.shape[1], config.batch_size)
 
 
 def reweighing(

@@ -7,6 +7,7 @@ a length of its own. Rolling back is lowering ``Cache.used``: later positions ar
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +22,33 @@ from draftlab.model.trimmed_head import read_head_ids
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The residual stream after some layers at each position: ids ascending, states [B, capacity, A D] for A ids."""
+
+    ids: tuple[int, ...]
+    states: Tensor
+
+    def store(self, layers: int, x: Tensor, slots: "tuple[slice | Tensor, ...]") -> None:
+        """Store x [B, T, D] if it is one of them. layers: how many it went through. slots: see AttentionMetadata."""
+        if layers in self.ids:
+            at = self.ids.index(layers) * x.shape[-1]
+            self.states[slots[0], slots[2], at : at + x.shape[-1]] = x
+
+
 @dataclass(slots=True)
 class Cache:
     """Keys and values, [layers, B, K, capacity, C] each; the first ``used`` positions of each row are valid, [B].
 
-    hidden_states: input of the head at each position, [B, capacity, D], if set; keep does not reorder it.
+    hidden_states: input of the head at each position, [B, capacity, D], if set; keep does not reorder it. layer_states:
+    of the layers that a drafter reads, if set.
     """
 
     keys: Tensor
     values: Tensor
     used: list[int] = field(default_factory=list)
     hidden_states: Tensor | None = None
+    layer_states: LayerStates | None = None
 
     def __post_init__(self) -> None:
         self.used = self.used or [0] * self.keys.shape[1]
@@ -46,13 +63,17 @@ class Cache:
         if list(path) != list(range(len(path))):
             for cached in (self.keys, self.values):
                 cached[:, row, :, at:end] = cached[:, row, :, [at + i for i in path]]
+            if self.layer_states is not None:
+                self.layer_states.states[row, at:end] = self.layer_states.states[row, [at + i for i in path]]
         self.used[row] = end
 
     def rows(self, kept: Tensor) -> "Cache":
         """Return a cache of some rows alone. kept: bool [B]."""
         used = [used for used, keep in zip(self.used, kept.tolist(), strict=True) if keep]
         states = None if self.hidden_states is None else self.hidden_states[kept]
-        return Cache(self.keys[:, kept], self.values[:, kept], used, states)
+        layers = self.layer_states
+        layers = None if layers is None else LayerStates(layers.ids, layers.states[kept])
+        return Cache(self.keys[:, kept], self.values[:, kept], used, states, layers)
 
     def expand(self, rows: int) -> "Cache":
         """Return the cache of one row, repeated for several."""
@@ -172,7 +193,7 @@ class Llama:
         if max(cache.used) + width > cache.capacity:
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
         metadata = self._metadata(cache, width, tree)
-        logits = self.decode(ids, cache.keys, cache.values, metadata, last, cache.hidden_states)
+        logits = self.decode(ids, cache.keys, cache.values, metadata, last, cache.hidden_states, cache.layer_states)
         cache.used = [used + width for used in cache.used]
         return logits
 
@@ -184,15 +205,20 @@ class Llama:
         metadata: AttentionMetadata,
         last: int,
         hidden_states: Tensor | None = None,
+        layer_states: LayerStates | None = None,
     ) -> Tensor:
-        """Run the pass itself. hidden_states: as in Cache."""
+        """Run the pass itself. hidden_states, layer_states: as in Cache."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
         for layer, block in enumerate(self.blocks):
-            normed = _rms_norm(x, block.input_norm, self.eps)
+            if layer_states is not None:
+                layer_states.store(layer, x, metadata.slots)
+            normed = rms_norm(x, block.input_norm, self.eps)
             x = x + self._attention(block, normed, keys[layer], values[layer], metadata)
-            gate, up = F.linear(_rms_norm(x, block.post_norm, self.eps), block.gate_up, block.gate_up_bias).chunk(2, -1)
+            gate, up = F.linear(rms_norm(x, block.post_norm, self.eps), block.gate_up, block.gate_up_bias).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, block.down, block.down_bias)
-        x = _rms_norm(x[:, -last:] if hidden_states is None else x, self.norm, self.eps)
+        if layer_states is not None:
+            layer_states.store(len(self.blocks), x, metadata.slots)
+        x = rms_norm(x[:, -last:] if hidden_states is None else x, self.norm, self.eps)
         if hidden_states is not None:
             hidden_states[metadata.slots[0], metadata.slots[2]] = x
         return self.expand_logits(F.linear(x[:, -last:], self.head))
@@ -224,7 +250,7 @@ class Llama:
         qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
         if block.qk_norm is not None:
             q, k = qk[:, : s.heads], qk[:, s.heads :]
-            qk = torch.cat([_rms_norm(q, block.qk_norm[0], self.eps), _rms_norm(k, block.qk_norm[1], self.eps)], 1)
+            qk = torch.cat([rms_norm(q, block.qk_norm[0], self.eps), rms_norm(k, block.qk_norm[1], self.eps)], 1)
         qk = qk * metadata.cos + qk.roll(s.head_dim // 2, -1) * metadata.sin
         k = qk[:, s.heads :]
         ragged = not isinstance(metadata.slots[0], slice)  # then the indexed dimensions come first: [B, T, K, C]
@@ -271,7 +297,9 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
         raise UserError(f"{directory} is a {kind} model; the engine runs {', '.join(MODEL_TYPES)}")
     if config.get("hidden_act") != "silu":
         raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
-    return shape, config, _rotary(directory, shape)
+    from transformers import AutoConfig
+
+    return shape, config, rotary(AutoConfig.from_pretrained(directory), shape.head_dim, directory)
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
@@ -306,20 +334,22 @@ def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
     )
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _rotary(directory: Path, shape: Shape) -> tuple[Tensor, float]:
-    """Return the rotary frequencies, [C / 2], and the scale of the tables, computed by transformers."""
-    from transformers import AutoConfig
+def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
+    """Return the rotary frequencies, [C / 2], and the scale of the tables, computed by transformers of its config.
+
+    Raises:
+        UserError: frequencies that depend on the length of the text.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = AutoConfig.from_pretrained(directory)
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / torch.pow(float(str(rope["rope_theta"])), exponents), 1.0
     if kind not in ("linear", "llama3", "yarn"):  # others depend on the length of the text
         raise UserError(f"{directory}: rotary scaling {kind!r}; the engine runs default, linear, llama3 and yarn")

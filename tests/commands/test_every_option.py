@@ -146,6 +146,19 @@ def _(w: World) -> Settings:
     return FEW | {"target": str(w.source), "data": str(w.text), "heads": 2}
 
 
+@case("eagle", "text of the target")
+def _(w: World) -> Settings:
+    few = FEW | {"ttt_steps": 2, "text": "target", "prompt_tokens": 8, "layer_ids": "1,2"}
+    return few | {"target": str(w.source), "data": str(w.text)}
+
+
+@case("eagle", "stored outputs")
+def _(w: World) -> Settings:
+    COMMANDS["outputs build"](**CASES["outputs build", "replay"](w), out=Path("told"))
+    few = FEW | {"ttt_steps": 2, "layer_ids": "1,2", "seq_len": 64}
+    return few | {"target": str(w.source), "outputs": Path("told")}
+
+
 @case("check", "run")
 def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": str(w.source), "data": str(w.text)}

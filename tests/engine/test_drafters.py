@@ -17,6 +17,7 @@ from draftlab.engine.drafters.cascade import (
     confidence_below,
     entropy_above,
 )
+from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
@@ -26,6 +27,8 @@ from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, outpu
 from draftlab.engine.rejection_rules import match
 from draftlab.engine.verify import distribution, draw
 from draftlab.model import llama
+from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.eagle_llama import EagleLlama
 from draftlab.sampling import SamplingParams
 
 VOCAB = 307
@@ -58,7 +61,7 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
     return NgramModel(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
-DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip", "medusa"]
+DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip", "medusa", "eagle"]
 DRAFTERS += ["tree top", "tree sampled", "tree distinct", "parallel", "offsets sampled", "offsets distinct"]
 
 
@@ -77,10 +80,26 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
         "offsets sampled": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "offsets distinct": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
+        "eagle": lambda: eagle_drafter(models["target"]),
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
     }[name]()
+
+
+def eagle_drafter(target: llama.Llama) -> EagleDrafter:
+    """With a head of random weights, whose output layer is the target's, over a third of the ids."""
+    config = HeadConfig(
+        hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, eps=1e-6, context=256,
+        rope={"rope_type": "default", "rope_theta": 10000.0}, vocab=VOCAB, draft_vocab=102, target_hidden=64,
+        layer_ids=(1, 2, 3), norm_before_residual=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    weights = {name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    ids = torch.arange(0, 3 * 102, 3)
+    weights["lm_head.weight"], weights["norm.weight"] = target.head[ids], torch.ones(64)
+    head = Head(config=config, weights=weights, ids=ids, embedding=None)
+    return EagleDrafter(target, EagleLlama(head, target.embed, Path("head")))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -107,7 +126,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["ngram", "unsure", "entropy", "skip", "medusa", "tree sampled", "tree distinct", "parallel"]
+    "name", ["ngram", "unsure", "entropy", "skip", "medusa", "eagle", "tree sampled", "tree distinct", "parallel"]
 )
 def test_q_is_what_was_sampled(models, ngrams, name):
     """The tokens come back from q by inverse CDF with the draws that the drafter was given."""

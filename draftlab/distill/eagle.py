@@ -1,0 +1,208 @@
+"""Training an EAGLE-3 head as a student of the one loop: the target is frozen, and its states are made on the fly."""
+
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftlab.config.distill import EagleConfig
+from draftlab.console import note
+from draftlab.data import HeldOut, open_batches, open_heldout, parse_mixture
+from draftlab.distill import trackers
+from draftlab.distill.checkpointer import best_weights, process_state, select_device
+from draftlab.distill.distill import check_length
+from draftlab.distill.distributed import check as check_distributed
+from draftlab.distill.eagle_data import ChainBatches, open_texts, within_chains
+from draftlab.distill.eagle_head import EagleHead, EagleObjective
+from draftlab.distill.eagle_teacher import EagleTeacher
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.on_policy import Batches, MixedBatches, load_or_make
+from draftlab.distill.optimizers import training_dtype
+from draftlab.distill.run import LOG, TrainingResult, claimed_state, fit
+from draftlab.distill.trackers import tracked
+from draftlab.distill.trainer import TrainingSetup
+from draftlab.distill.training_setup import Author, check_prompt_tokens, continued, target_text
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, eagle, hub
+from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.shape import format_count
+from draftlab.model.size import read_size
+from draftlab.model.tokenizer import known_ids
+from draftlab.model.trimmed_head import frequent_ids, template_ids
+from draftlab.output import Output
+
+HELDOUT_ROWS = 64
+LARGEST_DEFAULT = 32_000  # draft ids, as SafeAILab and speculators have
+BYTES = 16  # of a trained weight: fp32 with its gradient and two moments
+
+
+@dataclass(frozen=True, slots=True)
+class EagleResult:
+    """fitted: its offsets are the held-out acceptances of each step of training-time test. coverage: share of tokens
+    that are draft ids.
+    """
+
+    fitted: TrainingResult
+    coverage: float
+
+
+def plan_eagle(config: EagleConfig) -> Mapping[str, object]:
+    """Return the head and what its training costs here, for people. No weights are read."""
+    target = hub.locate(config.target, weights=False)
+    head, size = checked_head(config, target), read_size(target)
+    weights = sum(math.prod(shape) for shape in head.sizes().values())
+    tokens = config.steps * config.batch_size * config.seq_len
+    per_token = size.flops_per_token(config.seq_len // 2) + 6 * weights * config.ttt_steps
+    width = checkpoint.DTYPES[training_dtype(config.training_dtype)].itemsize
+    states = config.batch_size * config.seq_len * head.target_hidden * width * (len(head.layer_ids) + size.layers)
+    memory = size.weight_bytes(width) + BYTES * weights + states
+    seconds = tokens * per_token / _operations_per_second(config)
+    return {
+        "head": f"layers {', '.join(map(str, head.layer_ids))} of {size.describe()}; {head.draft_vocab:,} draft ids, "
+        f"{format_count(weights)} parameters",
+        "tokens": f"{tokens:,}",
+        "compute": f"{tokens * per_token / 1e12:,.3g} TFLOP",
+        "time": f"{seconds / 60:,.3g} minutes at the speed of large products on this machine; some twice that in all",
+        "memory": f"about {memory / 1e9:.2g} GB and activations",
+        "disk": f"{2 * weights / 1e6:,.4g} MB, and {12 * weights / 1e6:,.4g} MB while it runs; no states are stored",
+    }
+
+
+def _operations_per_second(config: EagleConfig) -> float:
+    """Return how fast this machine multiplies large matrices in the dtype of the training."""
+    device = checkpoint.resolve_device(config.device)
+    x = torch.ones(512, 1024, dtype=checkpoint.DTYPES[training_dtype(config.training_dtype)], device=device)
+    w, seconds = x.new_ones(1024, 1024), []
+    for _ in range(5):
+        start = time.perf_counter()
+        float((x @ w)[0, 0])  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return 2 * x.numel() * 1024 / min(seconds)
+
+
+def checked_head(config: EagleConfig, target: Path) -> HeadConfig:
+    """Return the head to train, after all settings are checked. Raises UserError: they do not fit the target."""
+    parse_loss(config.loss)
+    trackers.check(config.report_to)
+    check_distributed(optimizer=config.optimizer)
+    check_length(target, config.seq_len)
+    check_prompt_tokens(config)
+    if config.seq_len <= config.ttt_steps + 1:
+        raise UserError(f"--ttt-steps {config.ttt_steps}: sequences of {config.seq_len} tokens are too short for them")
+    vocab = checkpoint.vocab_size(target)
+    size = config.vocab or min(LARGEST_DEFAULT, max(1, vocab // 4))
+    return eagle.head_config(target, config.layer_ids, size, config.norm_before_residual)
+
+
+def train_eagle(config: EagleConfig, output: Output) -> EagleResult:
+    """Train a head on the frozen target, and write it.
+
+    Raises:
+        UserError: a target or settings that cannot be used; or training fails.
+    """
+    target = hub.locate(config.target)
+    head = checked_head(config, target)
+    checkpoint.check(target)
+    inputs = [target, *([config.outputs] if config.outputs else [])]
+    device = select_device(config.device)
+    with claimed_state(output, inputs) as state:
+        batches, heldout = _texts(config, target, state)
+        ids, coverage = _draft_ids(head, batches, config.steps, target, state)
+        note(f"{len(ids):,} draft ids are {coverage:.2%} of tokens")
+        dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
+        model = checkpoint.load_model(target, dtype, device, config.device_map)
+        teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), config.temperature)
+        student = new_head(head, teacher, config.seed).to(device)
+        objective = EagleObjective(student, teacher.ids, parse_loss(config.loss), config.temperature, config.ttt_steps)
+        setup = TrainingSetup(
+            teacher=cast(Any, teacher), batches=ChainBatches(batches, config.ttt_steps), heldout=heldout,
+            loss=parse_loss(config.loss), temperature=config.temperature, objective=objective,
+        )  # fmt: skip
+        with tracked(config.report_to, output) as log:
+            fitted = fit(cast(Any, student), setup, config, state=state, what="eagle", log=log)
+        student.load_state_dict(best_weights(state, "student"))
+        result = EagleResult(fitted, coverage)
+        if process_state().is_main_process:
+            _write(output, target, inputs, student, teacher, result, config.ttt_steps)
+    return result
+
+
+def _texts(config: EagleConfig, target: Path, state: Path) -> tuple[Batches, HeldOut]:
+    """Return text to train on and held-out text: stored, data, or what the target continues data with."""
+    rows, seq_len, chain = config.batch_size, config.seq_len, config.ttt_steps
+    if config.outputs is not None:
+        stored, heldout = open_texts(
+            config.outputs, target, rows=rows, seq_len=seq_len, seed=config.seed, most_heldout=HELDOUT_ROWS
+        )
+        return stored, _within_chains(heldout, chain)
+    tokenizer, shares = checkpoint.load_tokenizer(target), parse_mixture(config.text)
+    data = open_batches(config.data, tokenizer, rows=rows, seq_len=seq_len, steps=config.steps, seed=config.seed)
+    heldout = open_heldout(config.data, tokenizer, rows=rows, seq_len=seq_len, most_rows=HELDOUT_ROWS)
+    if not config.generates:
+        return data, _within_chains(heldout, chain)
+    author = Author(target, config, known_ids(target))
+    written = target_text(data, author, state, math.ceil(config.steps * shares["target"]) + 1)
+    prompts = heldout.ids[:, : config.prompt_tokens]
+    judged = continued(prompts, author, state / "heldout_text.safetensors", "evaluate on")
+    count = -(-len(prompts) // rows)
+    heldout = HeldOut([judged.batch(i) for i in range(count)], heldout.bytes_per_token)
+    mixed = MixedBatches.of({"data": data, "target": written}, shares, config.steps) if len(shares) > 1 else written
+    return mixed, _within_chains(heldout, chain)
+
+
+def _within_chains(heldout: HeldOut, steps: int) -> HeldOut:
+    return HeldOut([within_chains(batch, steps) for batch in heldout.batches], heldout.bytes_per_token)
+
+
+def _draft_ids(head: HeadConfig, batches: Batches, steps: int, target: Path, state: Path) -> tuple[np.ndarray, float]:
+    """Return the most frequent ids that are trained on, and the share of tokens that they cover; found once.
+
+    Raises:
+        UserError: too few ids for the special tokens.
+    """
+
+    def find() -> dict[str, np.ndarray]:
+        if head.draft_vocab == head.vocab:
+            return {"ids": np.arange(head.vocab), "coverage": np.ones(1)}
+        texts = [batch.ids[:, 1:][batch.mask > 0] for batch in map(batches.batch, range(steps))]
+        stays = template_ids(checkpoint.load_tokenizer(target))
+        ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, stays)
+        return {"ids": np.array(ids), "coverage": np.array([coverage])}
+
+    found = load_or_make(state / "draft_ids.safetensors", find)
+    return found["ids"], float(found["coverage"][0])
+
+
+def new_head(config: HeadConfig, teacher: EagleTeacher, seed: int) -> EagleHead:
+    """Return an untrained head whose output layer is the target's, at the draft ids."""
+    torch.manual_seed(seed)
+    student = EagleHead(config, teacher.embedding)
+    with torch.no_grad():
+        student.lm_head.weight.copy_(teacher.weight[teacher.ids])
+    return student
+
+
+def _write(
+    output: Output,
+    target: Path,
+    inputs: list[Path],
+    student: EagleHead,
+    teacher: EagleTeacher,
+    result: EagleResult,
+    k: int,
+) -> None:
+    dtype = checkpoint.stored_dtype(target)
+    weights: dict[str, Tensor] = {name: weight.to(dtype) for name, weight in student.state_dict().items()}
+    head = Head(config=student.config, weights=weights, ids=teacher.ids, embedding=None)
+    with output.directory() as work:
+        eagle.write(work, head, "native", target=target, k=k)
+        shutil.copyfile(output.state / LOG, work / LOG)
+        output.record(work, inputs, coverage=result.coverage, **result.fitted.as_dict())
+    shutil.rmtree(output.state)

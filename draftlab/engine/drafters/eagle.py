@@ -1,0 +1,68 @@
+"""EAGLE-3 (Li et al. 2025, 2503.01840): a head of one layer drafts from the target's states, then from its own.
+
+B rows, T new tokens, K drafted tokens, D hidden, V vocab. In a text of n tokens the target has read n - 1, and the head
+has a place for each: position i holds the state after token i beside token i + 1.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftlab.engine.generate import Draft, Sampler
+from draftlab.errors import UserError
+from draftlab.model.cuda_graphs import draft_chain
+from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.llama import Cache, LayerStates, Llama
+from draftlab.sampling import SamplingParams
+
+
+class EagleDrafter:
+    """Drafts a chain, one pass of the head per token; what the target has read since is fed first, in one pass."""
+
+    def __init__(self, target: Llama, head: EagleLlama) -> None:
+        """Raises UserError: the target's passes keep no states."""
+        if type(target) is not Llama:
+            raise UserError("EAGLE-3 heads read states of the target's layers, which only mode eager keeps; use it")
+        self.target, self.head = target, head
+        self.reset(1, 1)
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.cache = self.head.new_cache(rows, capacity)
+        width = len(self.head.layer_ids) * self.target.shape.hidden
+        self.layer_states = LayerStates(self.head.layer_ids, self.target.embed.new_zeros(rows, capacity, width))
+        self.read = [0] * rows  # positions of each row that hold the target's states
+
+    def attach(self, cache: Cache) -> None:
+        cache.layer_states = self.layer_states
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        logits, state = self.last_logits(texts)
+
+        def following(token: Tensor) -> Tensor:
+            nonlocal state
+            logits, state = self.head.step(token.unsqueeze(1), state, self.cache, last=1)
+            return logits[:, -1]
+
+        ids, q = draft_chain(logits, uniform, Sampler(sampling.unlimited(), self.target.shape.vocab), following)
+        return Draft(ids=ids, q=q, counts=[count] * len(texts))
+
+    def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        """Feed what the target has read since; return logits [B, V] and state [B, 1, D] of each text's last place.
+
+        All rows are fed as many places as the row that lacks most, see decoder.feed.
+        """
+        ends = [len(text) - 1 for text in texts]
+        width = max(end - min(read, end - 1) for end, read in zip(ends, self.read, strict=True))
+        starts = [max(0, end - width) for end in ends]
+        rows = [(text[at + 1 : at + 1 + width] + [0] * width)[:width] for text, at in zip(texts, starts, strict=True)]
+        ids, first = torch.tensor(rows, device=self.head.device), torch.tensor(starts, device=self.head.device)
+        row = torch.arange(len(rows), device=self.head.device)
+        places = first.unsqueeze(1) + torch.arange(width, device=self.head.device)
+        fed = self.head.combine(self.layer_states.states[row.unsqueeze(1), places])
+        self.cache.used = starts
+        at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]  # of each text's last place
+        logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))
+        self.cache.used, self.read = list(ends), list(ends)
+        chosen = torch.tensor(at, device=self.head.device)
+        return logits[row, chosen - min(at)], states[row, chosen].unsqueeze(1)

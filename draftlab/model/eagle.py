@@ -1,0 +1,387 @@
+"""EAGLE-3 heads on disk (Li et al. 2025, 2503.01840): their sizes, their tensors, and the layouts that servers read.
+
+A head is one LLaMA layer whose attention reads the embedding of a token beside a state: first what fc makes of the
+outputs of some of the target's layers, later its own output. It predicts some of the target's ids. D hidden, E hidden
+of the target, V vocab, W draft vocab, A layers of the target that fc reads.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typing_extensions import Self
+
+from draftlab.errors import UserError
+from draftlab.files import FileModel, validation_text
+from draftlab.model import checkpoint
+from draftlab.model.shape import Shape
+from draftlab.model.weights import check_finite
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+Layout = Literal["native", "speculators"]
+WEIGHTS = "model.safetensors"
+ARCHITECTURE = "LlamaForCausalLMEagle3"  # SpecForge's name; vLLM and SGLang have it in their registries
+VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1
+LAYER = {"native": "midlayer.", "speculators": "layers.0."}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The sizes of a target that a head depends on."""
+
+    name: str
+    layers: int
+    hidden: int
+    vocab: int
+
+    @classmethod
+    def of(cls, directory: Path) -> "Target":
+        """Read config.json of any decoder. Raises UserError: transformers does not know it."""
+        from transformers import AutoConfig
+
+        try:
+            config: Any = AutoConfig.from_pretrained(directory).get_text_config()
+        except (ValueError, OSError) as error:
+            raise UserError(f"{directory}/config.json cannot be used: {' '.join(str(error).split())[:200]}") from None
+        return cls(
+            name=directory.name, layers=config.num_hidden_layers, hidden=config.hidden_size, vocab=config.vocab_size
+        )
+
+    def default_layer_ids(self) -> tuple[int, ...]:
+        """Return 2, n / 2 and n - 3, which servers assume; of a target with less than seven layers 1, n / 2 and n - 1.
+
+        Raises:
+            UserError: less than four layers.
+        """
+        if self.layers < 4:
+            raise UserError(f"{self.name} has {self.layers} layers; an EAGLE-3 head reads three of four or more")
+        return (2, self.layers // 2, self.layers - 3) if self.layers > 6 else (1, self.layers // 2, self.layers - 1)
+
+
+class HeadConfig(FileModel):
+    """Sizes of a head. layer_ids: i is the residual stream of the target after i layers, before the final norm.
+
+    rope: rope_parameters of transformers.
+    """
+
+    hidden: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    ffn: int = Field(ge=1)
+    eps: float
+    context: int
+    rope: dict[str, Any]
+    vocab: int = Field(ge=1)
+    draft_vocab: int = Field(ge=1)
+    target_hidden: int = Field(ge=1)
+    layer_ids: tuple[int, ...] = Field(min_length=1)
+    norm_before_residual: bool
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.draft_vocab > self.vocab:
+            raise ValueError(f"a draft vocabulary of {self.draft_vocab} ids is larger than the target's, {self.vocab}")
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            numbers = f"{self.heads} heads on {self.kv_heads}, hidden size {self.hidden}"
+            raise ValueError(f"{numbers}: want a multiple of each in the next, as LLaMA's configurations do")
+        if list(self.layer_ids) != sorted(set(self.layer_ids)):
+            raise ValueError(f"layer ids {list(self.layer_ids)}: want each once, in order, as servers read them")
+        return self
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape of the layer, with the target's vocabulary; q, k and v read twice its hidden size."""
+        return Shape(
+            layers=1, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            ffn=self.ffn, vocab=self.vocab,
+        )  # fmt: skip
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the trained tensors by name, in the layout of speculators."""
+        d, q, kv, at = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, LAYER["speculators"]
+        return {
+            "fc.weight": (d, self.target_hidden * len(self.layer_ids)),
+            f"{at}input_layernorm.weight": (d,),
+            f"{at}hidden_norm.weight": (d,),
+            f"{at}self_attn.q_proj.weight": (q, 2 * d),
+            f"{at}self_attn.k_proj.weight": (kv, 2 * d),
+            f"{at}self_attn.v_proj.weight": (kv, 2 * d),
+            f"{at}self_attn.o_proj.weight": (d, q),
+            f"{at}post_attention_layernorm.weight": (d,),
+            f"{at}mlp.gate_proj.weight": (self.ffn, d),
+            f"{at}mlp.up_proj.weight": (self.ffn, d),
+            f"{at}mlp.down_proj.weight": (d, self.ffn),
+            "norm.weight": (d,),
+            "lm_head.weight": (self.draft_vocab, d),
+        }
+
+    def llama_config(self) -> "LlamaConfig":
+        """Return the layer's configuration as transformers has it."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden, intermediate_size=self.ffn, num_hidden_layers=1, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, rms_norm_eps=self.eps, vocab_size=self.vocab,
+            max_position_embeddings=self.context, rope_parameters=dict(self.rope), tie_word_embeddings=False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A head in memory. ids: the target's id of each draft id, [W]. embedding: its own, [V, D]; None: the target's."""
+
+    config: HeadConfig
+    weights: Mapping[str, Tensor]
+    ids: Tensor
+    embedding: Tensor | None
+
+
+def head_config(
+    target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, norm_before_residual: bool = False
+) -> HeadConfig:
+    """Return a head whose layer has the sizes, rotary frequencies and norms of the target's own.
+
+    Raises:
+        UserError: a layer that the target lacks, or a draft vocabulary larger than the target's.
+    """
+    from transformers import AutoConfig
+
+    sizes, config = Target.of(target), AutoConfig.from_pretrained(target).get_text_config()
+    heads = int(config.num_attention_heads)
+    rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
+    one_rope = isinstance(rope, dict) and "rope_type" in rope
+    try:
+        head = HeadConfig(
+            hidden=sizes.hidden, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or sizes.hidden // heads,
+            ffn=getattr(config, "intermediate_size", None) or 4 * sizes.hidden,
+            eps=getattr(config, "rms_norm_eps", 1e-5), context=checkpoint.max_model_len(target, 2048),
+            rope=dict(rope) if one_rope else {"rope_type": "default", "rope_theta": 10000.0},
+            vocab=sizes.vocab, draft_vocab=draft_vocab, target_hidden=sizes.hidden,
+            layer_ids=tuple(layer_ids or sizes.default_layer_ids()), norm_before_residual=norm_before_residual,
+        )  # fmt: skip
+    except ValidationError as error:
+        raise UserError(f"EAGLE-3 head for {target}: {validation_text(error)}") from None
+    _check_fits(head, sizes, f"EAGLE-3 head for {target}", own_embedding=False)
+    return head
+
+
+def check(folder: Path, target: Path) -> HeadConfig:
+    """Read the configuration of a head and the sizes of its tensors; no weight is read.
+
+    Raises:
+        UserError: no EAGLE-3 head, one of another target, or one that the engine does not compute.
+    """
+    content, sizes = checkpoint.read_config(folder), Target.of(target)
+    try:
+        config = _from_json(content, sizes, folder)
+    except ValidationError as error:
+        raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
+    tensors = _tensor_sizes(folder)
+    _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
+    _check_tensors(config, tensors, folder)
+    return config
+
+
+def read(folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Head:
+    """Read a head in any of the layouts. Raises UserError: see check; or values that are not finite or out of range."""
+    config = check(folder, target)
+    tensors = {_plain(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    for name, tensor in tensors.items():
+        check_finite(tensor, name, folder)
+    offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
+    ids = torch.arange(config.draft_vocab) + offsets.long()
+    if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab:
+        raise UserError(f"{folder}: d2t does not map draft ids to different ids below {config.vocab}")
+    moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name != "t2d"}
+    embedding = moved.pop("embed_tokens.weight", None)
+    return Head(config=config, weights=moved, ids=ids.to(device), embedding=embedding)
+
+
+def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int) -> None:
+    """Write config.json and model.safetensors.
+
+    target: whose name and architecture the configuration has. k: drafted tokens that it proposes.
+    """
+    config = head.config
+    known = torch.zeros(config.vocab, dtype=torch.bool)
+    known[head.ids] = True
+    tensors = {name.replace(LAYER["speculators"], LAYER[layout]): tensor for name, tensor in head.weights.items()}
+    tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
+    tensors |= {} if head.embedding is None else {"embed_tokens.weight": head.embedding}
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    dtype = checkpoint.dtype_name(head.weights["fc.weight"].dtype)
+    content = _native_json(config) if layout == "native" else _speculators_json(config, target, k)
+    (folder / "config.json").write_text(json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=2))
+
+
+def _native_json(config: HeadConfig) -> dict[str, object]:
+    """Return the configuration as SpecForge writes it, with every field that a server reads."""
+    return _llama_json(config) | {
+        "architectures": [ARCHITECTURE],
+        "draft_vocab_size": config.draft_vocab,
+        "target_hidden_size": config.target_hidden,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+        # SGLang counts the layer whose output is read, vLLM and llama.cpp the layers before it
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.layer_ids],
+        },
+    }
+
+
+def _speculators_json(config: HeadConfig, target: Path, k: int) -> dict[str, object]:
+    architectures = checkpoint.read_config(target).get("architectures", [])
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": config.draft_vocab,
+        "target_hidden_size": config.target_hidden,
+        "norm_before_residual": config.norm_before_residual,
+        **dict.fromkeys(VARIANTS, False),
+        "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _llama_json(config),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}],
+            "verifier": {"name_or_path": str(target), "architectures": architectures},
+        },
+    }
+
+
+def _llama_json(config: HeadConfig) -> dict[str, object]:
+    theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}  # for older readers
+    return theta | {
+        "model_type": "llama",
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        "max_position_embeddings": config.context,
+        "rope_parameters": config.rope,
+        "vocab_size": config.vocab,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> HeadConfig:
+    """Raises UserError: a configuration of something else, or of a head with parts that are not computed."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import LlamaConfig
+
+    kind = content.get("speculators_model_type", "eagle3")
+    layer = content.get("transformer_layer_config", content)
+    if kind != "eagle3" or "draft_vocab_size" not in content or not isinstance(layer, dict):
+        raise UserError(f"{folder} is no EAGLE-3 head: its config.json has no draft_vocab_size of an eagle3 model")
+    eagle = content.get("eagle_config") or {}
+    odd = [name for name in VARIANTS if content.get(name) or eagle.get(name)]
+    odd += [f"{name} {layer[name]!r}" for name, only in _ONLY.items() if layer.get(name, only) not in (only, None)]
+    if odd:
+        raise UserError(f"{folder} is an EAGLE-3 head with {odd[0]}, which draftlab does not compute")
+    try:
+        llama: Any = LlamaConfig(
+            **{name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype")}
+        )
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"{folder / 'config.json'}: {' '.join(str(error).split())[:200]}") from None
+    return HeadConfig(
+        hidden=llama.hidden_size, heads=llama.num_attention_heads, kv_heads=llama.num_key_value_heads,
+        head_dim=llama.head_dim, ffn=llama.intermediate_size, eps=llama.rms_norm_eps,
+        context=llama.max_position_embeddings, rope=dict(llama.rope_parameters), vocab=llama.vocab_size,
+        draft_vocab=content["draft_vocab_size"] or llama.vocab_size,
+        target_hidden=content.get("target_hidden_size") or target.hidden,
+        layer_ids=_layer_ids(content, eagle) or target.default_layer_ids(),
+        norm_before_residual=content.get("norm_before_residual", False),
+    )  # fmt: skip
+
+
+_ONLY = {
+    "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+
+
+def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the layers as vLLM counts them; ids in eagle_config alone are SpecForge's, which SGLang reads."""
+    ids = content.get("eagle_aux_hidden_state_layer_ids")
+    if ids:
+        return tuple(ids)
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+    return tuple(i + 1 for i in ids) if ids else None
+
+
+def _check_fits(config: HeadConfig, target: Target, name: str, *, own_embedding: bool) -> None:
+    """Raises UserError: the head is one of another target."""
+    pairs = (("hidden size", config.target_hidden, target.hidden), ("vocabulary", config.vocab, target.vocab))
+    for what, own, wanted in pairs:
+        if own != wanted:
+            raise UserError(f"{name} is a head for another target: {what} {own}, and {target.name} has {wanted}")
+    if not own_embedding and config.hidden != target.hidden:
+        raise UserError(
+            f"{name} has hidden size {config.hidden} and no embed_tokens, and those of {target.name} have "
+            f"{target.hidden}"
+        )
+    if not 0 <= config.layer_ids[0] <= config.layer_ids[-1] <= target.layers:
+        raise UserError(
+            f"{name} reads the layers {', '.join(map(str, config.layer_ids))}, and {target.name} has {target.layers}"
+        )
+
+
+def _check_tensors(config: HeadConfig, tensors: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raises UserError: a tensor that is missing, unknown, or of another size."""
+    expected = config.sizes()
+    optional = {
+        "d2t": (config.draft_vocab,),
+        "t2d": (config.vocab,),
+        "embed_tokens.weight": (config.vocab, config.hidden),
+    }
+    if config.draft_vocab < config.vocab:
+        expected["d2t"] = optional.pop("d2t")
+    missing, unknown = (
+        sorted(expected.keys() - tensors.keys()),
+        sorted(tensors.keys() - expected.keys() - optional.keys()),
+    )
+    if missing:
+        needed = f", which its {config.draft_vocab} draft ids need" if missing[0] == "d2t" else ""
+        raise UserError(f"{folder} has no {missing[0]}{needed}")
+    if unknown:
+        raise UserError(f"{folder} has {unknown[0]}, which is not part of an EAGLE-3 head of one layer")
+    for name, size in tensors.items():
+        if size != (expected | optional)[name]:
+            raise UserError(f"{folder}: {name} is {size}, but {(expected | optional)[name]} by its config.json")
+
+
+def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the tensors in a head's file by name. Raises UserError: there is no such file."""
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except OSError:
+        pickled = " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""
+        raise UserError(f"{folder} has no {WEIGHTS}{pickled}") from None
+    except SafetensorError as error:
+        raise UserError(f"{folder / WEIGHTS} is broken: {error}") from None
+
+
+def _plain(name: str) -> str:
+    """Return a tensor's name in the layout of speculators."""
+    return name.replace(LAYER["native"], LAYER["speculators"])

@@ -1,0 +1,62 @@
+"""EAGLE-3 heads as decoders of one layer, with a cache of their own.
+
+B rows, T new tokens, D hidden, A layers of the target that are read, E hidden of the target, W draft vocab.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftlab.model.eagle import Head
+from draftlab.model.llama import Cache, Llama, Tree, rms_norm, rotary
+
+
+class EagleLlama(Llama):
+    """A head: weights of a Llama of one layer whose q, k and v read [2 D]; step is its pass."""
+
+    def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
+        """embedding: the target's, for a head without its own.
+
+        Raises:
+            UserError: rotary frequencies that the engine does not compute.
+        """
+        config = head.config
+        weights = {f"model.{name}": weight for name, weight in head.weights.items()}
+        weights["model.embed_tokens.weight"] = embedding if head.embedding is None else head.embedding
+        weights["lm_head.weight"] = head.weights["lm_head.weight"]
+        inv_freq, scale = rotary(config.llama_config(), config.head_dim, directory)
+        super().__init__(config.shape, weights, inv_freq, scale, config.eps, config.context)
+        self.fc = head.weights["fc.weight"]
+        self.hidden_norm = head.weights["layers.0.hidden_norm.weight"]
+        self.norm_before_residual = config.norm_before_residual
+        self.layer_ids = config.layer_ids
+        if config.draft_vocab < config.vocab:
+            self.head_ids = head.ids
+
+    def combine(self, layer_states: Tensor) -> Tensor:
+        """Return what the layer reads of the target's states, [..., A E] -> [..., D]."""
+        return F.linear(layer_states, self.fc)
+
+    @torch.inference_mode()
+    def step(
+        self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Append tokens to the cache, each with a state beside it.
+
+        ids: [B, T], each the token after the position of its state. states: [B, T, D], of combine or of earlier steps.
+        tree: see Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
+        """
+        width, block = ids.shape[1], self.blocks[0]
+        metadata = self._metadata(cache, width, tree)
+        embedded = rms_norm(F.embedding(ids, self.embed), block.input_norm, self.eps)
+        normed = rms_norm(states, self.hidden_norm, self.eps)
+        residual = normed if self.norm_before_residual else states
+        attended = self._attention(block, torch.cat([embedded, normed], -1), cache.keys[0], cache.values[0], metadata)
+        x = residual + attended
+        gate, up = F.linear(rms_norm(x, block.post_norm, self.eps), block.gate_up).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, block.down)
+        cache.used = [used + width for used in cache.used]
+        logits = F.linear(rms_norm(x[:, -last:], self.norm, self.eps), self.head)
+        return self.expand_logits(logits), x

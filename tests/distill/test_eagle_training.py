@@ -1,0 +1,245 @@
+"""EAGLE-3 heads learn on what they will read: the unrolled steps are those of decoding, and a killed run resumes."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from builders import FAMILIES, build
+from plain_eagle import PlainHead
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from draftlab.commands import COMMANDS
+from draftlab.data import Batch
+from draftlab.distill import run
+from draftlab.distill.eagle_data import StoredRows, within_chains
+from draftlab.distill.eagle_head import EagleHead, EagleObjective, TargetPass
+from draftlab.distill.eagle_teacher import EagleTeacher
+from draftlab.distill.fused_loss import Dense
+from draftlab.distill.losses import parse_loss
+from draftlab.distill.trainer import StepRecord, train
+from draftlab.errors import UserError
+from draftlab.model import eagle
+from draftlab.model.eagle import Head, HeadConfig
+from draftlab.target_outputs.outputs import TargetOutput
+
+T, L, V, W, E, D = 9, 4, 37, 11, 16, 16
+FP32 = 1e-5  # norms, rotary tables and softmax of transformers are fp32 in any model
+SIZES = {
+    "hidden": D, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 24, "eps": 1e-5, "context": 64,
+    "rope": {"rope_type": "default", "rope_theta": 100.0}, "vocab": V, "draft_vocab": W, "target_hidden": E,
+    "layer_ids": (1, 2, 4),
+}  # fmt: skip
+
+
+def random(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_head(residual: bool) -> Head:
+    config = HeadConfig(**SIZES, norm_before_residual=residual)
+    weights = {name: 0.4 * random(*size, seed=i) for i, (name, size) in enumerate(config.sizes().items())}
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:W].sort().values
+    return Head(config=config, weights=weights, ids=ids, embedding=random(V, D, seed=99))
+
+
+def plain_of(head: Head) -> PlainHead:
+    c = head.config
+    sizes = {"num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim}
+    sizes |= {"rms_norm_eps": c.eps, "rope_parameters": c.rope}
+    weights = {n.removeprefix("layers.0."): w.clone().requires_grad_() for n, w in head.weights.items()}
+    return PlainHead(sizes, weights, head.ids, cast(Tensor, head.embedding), c.norm_before_residual)
+
+
+@pytest.fixture
+def text() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids [2, T + 1], a mask, states [2, T, A E] and the target's logits [2, T, V]."""
+    ids = torch.randint(0, V, (2, T + 1), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones(2, T, dtype=torch.float64)
+    mask[1, 6:] = 0
+    mask[:, :L] = 0
+    return ids, mask, random(2, T, 3 * E, seed=7), 2 * random(2, T, V, seed=8)
+
+
+def module_of(head: Head) -> EagleHead:
+    student = EagleHead(head.config, cast(Tensor, head.embedding)).double()
+    student.load_state_dict(dict(head.weights))
+    return student
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_unrolled_steps_are_those_of_decoding_token_by_token(text, residual):
+    ids, _, states, _ = text
+    head = random_head(residual)
+    student, plain = module_of(head), plain_of(head)
+    outputs = [student.lm_head(hidden) for hidden in student(ids[:, :-1], states, L)]
+    for row in range(2):
+        for start in range(T - L):
+            wanted = plain.chain(ids[row].tolist(), states[row], start, L)
+            for step in range(L):
+                torch.testing.assert_close(outputs[step][row, start], wanted[step], atol=FP32, rtol=FP32)
+
+
+@pytest.mark.parametrize("loss", ["fkl", "tvd", "0.5*lk(3) + 0.2*ce"])
+def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text, loss):
+    """Each counted token, predicted by each step of the chain that ends there; p over all ids of the target."""
+    ids, mask, states, logits = text
+    head, parsed = random_head(False), parse_loss(loss)
+    student, plain = module_of(head), plain_of(head)
+    counted = mask.flatten().nonzero().squeeze(1)
+    own = logits.flatten(0, 1)[counted]
+    teacher = Dense(own[:, head.ids], None, log_total=own.logsumexp(-1))
+    found = EagleObjective(student, head.ids, parsed, 1.0, L).by_step(ids, mask, TargetPass(teacher, states))
+    found[:, 5].mean().backward()
+    total, acceptance = torch.zeros((), dtype=torch.float64), torch.zeros(L, dtype=torch.float64)
+    for row, t in mask.nonzero().tolist():
+        p = torch.softmax(logits[row, t], -1)[head.ids]
+        for step in range(L):
+            log_q = plain.chain(ids[row].tolist(), states[row], t - 1 - step, step + 1)[step].log_softmax(-1)
+            q = log_q.exp()
+            alpha = torch.minimum(p, q).sum()
+            label = (head.ids == ids[row, t + 1]).nonzero().flatten().tolist()
+            ce = -log_q[label[0]] if label else torch.zeros(())
+            fkl, acceptance[step] = (p * (p.log() - log_q)).sum(), acceptance[step] + alpha.detach()
+            far = (-3 * alpha.detach()).exp()
+            value = {"fkl": fkl, "tvd": 1 - alpha}.get(loss, 0.5 * (far * fkl + (1 - far) * (1 - alpha)) + 0.2 * ce)
+            total = total + value / L
+    total.backward()
+    torch.testing.assert_close(found[:, 2], acceptance, atol=FP32, rtol=FP32)
+    for name, parameter in student.named_parameters():
+        wanted = plain.weights[name.removeprefix("layers.0.")].grad
+        torch.testing.assert_close(parameter.grad, wanted, atol=FP32, rtol=FP32)
+
+
+def test_a_chain_does_not_see_the_states_behind_its_start(text):
+    ids, _, states, _ = text
+    student = module_of(random_head(False))
+    changed = states.clone()
+    changed[:, 4:] += 1
+    for step, (one, other) in enumerate(zip(*(student(ids[:, :-1], s, L) for s in (states, changed)), strict=True)):
+        assert torch.equal(one[:, :4], other[:, :4]), step
+        assert not torch.isclose(one[:, 4], other[:, 4]).all()
+
+
+def gpt2() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=307, n_embd=64, n_layer=5, n_head=4, n_positions=64)).eval()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
+def test_the_teacher_gives_the_states_and_probabilities_of_transformers(family):
+    model = gpt2() if family == "gpt2" else build(family)
+    ids, layers = np.random.default_rng(0).integers(3, 300, (2, 13)), (0, 2, 4)
+    mask = np.ones((2, 12), np.float32)
+    mask[1, 5:] = 0
+    draft_ids = torch.arange(5, 100, 3)
+    teacher = EagleTeacher(model, layers, draft_ids, 1.5)
+    found = teacher.distributions(Batch(ids, mask))
+    with torch.no_grad():
+        wanted: Any = model(torch.from_numpy(ids[:, :-1]), output_hidden_states=True)
+    torch.testing.assert_close(found.states, torch.cat([wanted.hidden_states[i] for i in layers], -1))
+    p = torch.softmax(wanted.logits / 1.5, -1)[torch.from_numpy(mask) > 0][:, draft_ids]
+    dense = found.distributions
+    logits = dense.logits(slice(None))
+    torch.testing.assert_close((logits / 1.5 - cast(Tensor, dense.log_total).unsqueeze(1)).exp(), p)
+
+
+def test_no_chain_ends_before_it_can_begin():
+    batch = Batch(np.zeros((2, 8), np.int64), np.ones((2, 7), np.float32))
+    assert within_chains(batch, 3).mask.tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2
+    assert batch.mask.all()
+
+
+def test_every_stored_sequence_is_read_once_in_an_epoch():
+    outputs = [TargetOutput(number=i, prompt=np.array([i]), ids=np.array([i, i])) for i in range(6)]
+    rows = StoredRows(outputs, 4, 3, seed=1)
+    seen = np.concatenate([rows.batch(step).ids[:, 0] for step in range(3)])
+    assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
+    assert rows.batch(0).mask.tolist() == [[1, 1, 0]] * 4
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
+    given = {"target": str(family_dirs["llama"]), "data": str(file), "ttt_steps": 2, "steps": 6, "batch_size": 2}
+    few = {"seq_len": 32, "training_dtype": "float32", "eval_steps": 2, "save_steps": 2, "vocab": 50}
+    return given | few
+
+
+@pytest.fixture(scope="module")
+def trained(words: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("eagle") / "head"
+    COMMANDS["eagle"](**words, out=out)
+    return out
+
+
+def test_training_lowers_the_loss_at_every_step_and_leaves_the_target_alone(words, family_dirs, tmp_path):
+    before = (family_dirs["llama"] / "model.safetensors").read_bytes()
+    outcome = COMMANDS["eagle"](**words | {"steps": 40, "eval_steps": 40}, out=tmp_path / "head")
+    found = cast(Any, outcome.data)
+    assert found["after"]["loss"] < 0.92 * found["before"]["loss"]
+    assert found["after"]["offsets"][0] == found["after"]["acceptance"]
+    assert all(a > b for a, b in zip(found["after"]["offsets"], found["before"]["offsets"], strict=True))
+    assert (family_dirs["llama"] / "model.safetensors").read_bytes() == before
+
+
+def test_what_is_written_is_read_again(trained, family_dirs):
+    head = eagle.read(trained, family_dirs["llama"], torch.float32)
+    assert head.config.layer_ids == (1, 2, 4)
+    assert (len(head.ids), head.embedding) == (50, None)
+    tensors = load_file(trained / "model.safetensors")
+    assert all(torch.equal(tensors[name.replace("layers.0.", "midlayer.")], w) for name, w in head.weights.items())
+    config = json.loads((trained / "config.json").read_text())
+    assert config["norm_before_residual"] is False
+
+
+def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path, monkeypatch):
+    def killed(*given):
+        for record in train(*given):
+            if isinstance(record, StepRecord) and record.step == 4:
+                raise KeyboardInterrupt
+            yield record
+
+    monkeypatch.setattr(run, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        COMMANDS["eagle"](**words, out=tmp_path / "head")
+    monkeypatch.setattr(run, "train", train)
+    COMMANDS["eagle"](**words, out=tmp_path / "head")
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "head", trained))
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+
+
+def test_a_head_learns_from_what_the_target_writes(words, tmp_path):
+    outcome = COMMANDS["eagle"](**words, text="data=0.5,target=0.5", prompt_tokens=8, out=tmp_path / "head")
+    assert cast(Any, outcome.data)["after"]["tokens"] > 0
+
+
+def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
+    built = {"use": "replay", "num_prompts": 12, "prompt_tokens": 8, "max_new_tokens": 20, "temperature": 1.0}
+    COMMANDS["outputs build"](target=words["target"], data=words["data"], **built, out=tmp_path / "store")
+    given = {name: value for name, value in words.items() if name != "data"}
+    outcome = COMMANDS["eagle"](**given, outputs=tmp_path / "store", out=tmp_path / "head")
+    found = cast(Any, outcome.data)
+    assert 0 < found["tokens"] <= 6 * 2 * 20  # the prompts do not count
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layer_ids": "1,9"}, "reads the layers 1, 9, and llama has 5"),
+        ({"vocab": 400}, "a draft vocabulary of 400 ids is larger than the target's, 307"),
+        ({"text": "draft"}, "the target's own"),
+        ({"ttt_steps": 15, "seq_len": 16}, "too short"),
+        ({"prompt_tokens": 8}, "only for --text target"),
+        ({"loss": "fkk"}, "unknown loss"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_weights_are_read(words, tmp_path, given, message):
+    with pytest.raises(UserError, match=message):
+        COMMANDS["eagle"](**words | given, dry_run=True, out=tmp_path / "head")

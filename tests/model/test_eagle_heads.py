@@ -1,0 +1,191 @@
+"""EAGLE-3 heads in the layouts of SpecForge, SafeAILab and speculators; heads that do not fit are refused."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from plain_eagle import PlainHead
+from safetensors.torch import load_file, save_file
+
+from draftlab.distill.eagle_head import EagleHead
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, eagle
+from draftlab.model.eagle import Head, HeadConfig
+
+
+@pytest.fixture(scope="module")
+def target(family_dirs: dict[str, Path]) -> Path:
+    return family_dirs["llama"]
+
+
+@pytest.fixture(scope="module")
+def head(target: Path) -> Head:
+    config = eagle.head_config(target, None, 40)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    ids = torch.randperm(config.vocab, generator=generator)[:40].sort().values
+    return Head(config=config, weights=weights, ids=ids, embedding=None)
+
+
+@pytest.fixture
+def folder(head: Head, target: Path, tmp_path: Path) -> Path:
+    """A head in the native layout."""
+    eagle.write(tmp_path, head, "native", target=target, k=3)
+    return tmp_path
+
+
+def altered(folder: Path, drop: str = "", **fields: object) -> None:
+    """Change fields of config.json; a field of None is taken out, and so is a tensor to drop."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    if drop:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[drop]
+        save_file(tensors, folder / "model.safetensors")
+
+
+def assert_same_logits(folder: Path, target: Path) -> None:
+    """The head that is read computes what the plain one does, which reads the files by itself."""
+    embedding = checkpoint.Weights(target)["model.embed_tokens.weight"].double()
+    plain = PlainHead.of(folder, embedding)
+    found = eagle.read(folder, target, torch.float64)
+    text = torch.randint(3, 300, (8,), generator=torch.Generator().manual_seed(1))
+    states = torch.randn(8, 3 * 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    student = EagleHead.of(found, embedding)
+    outputs = student.double()(text.unsqueeze(0), states.unsqueeze(0), 3)
+    assert torch.equal(found.ids, plain.ids)
+    for start in range(4):
+        for hidden, wanted in zip(outputs, plain.chain(text.tolist(), states, start, 3), strict=True):
+            torch.testing.assert_close(student.lm_head(hidden[0, start]), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["native", "speculators"])
+def test_what_is_written_is_read_as_it_was(head, target, tmp_path, layout):
+    eagle.write(tmp_path, head, layout, target=target, k=3)
+    found = eagle.read(tmp_path, target, torch.float32)
+    assert found.config == head.config
+    assert all(torch.equal(found.weights[name], weight) for name, weight in head.weights.items())
+    assert_same_logits(tmp_path, target)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_both_layouts_say_where_the_residual_begins(head, target, tmp_path, residual):
+    other = head.config.model_copy(update={"norm_before_residual": residual})
+    for layout in ("native", "speculators"):
+        changed = Head(config=other, weights=head.weights, ids=head.ids, embedding=None)
+        eagle.write(tmp_path, changed, layout, target=target, k=3)
+        assert json.loads((tmp_path / "config.json").read_text())["norm_before_residual"] is residual
+        assert_same_logits(tmp_path, target)
+
+
+def test_a_head_with_an_embedding_of_its_own(head, target, tmp_path):
+    embedding = torch.randn(307, 64, generator=torch.Generator().manual_seed(5))
+    own = Head(config=head.config, weights=head.weights, ids=head.ids, embedding=embedding)
+    eagle.write(tmp_path, own, "speculators", target=target, k=3)
+    assert torch.equal(cast(Any, eagle.read(tmp_path, target, torch.float32).embedding), embedding)
+    assert_same_logits(tmp_path, target)
+
+
+def test_a_head_as_safeailab_writes_it(folder, target):
+    """No layers, no target_hidden_size, no norm_before_residual; rope_theta by itself."""
+    fields = ("eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "rope_parameters")
+    altered(folder, **dict.fromkeys(fields), norm_before_residual=None)
+    config = eagle.check(folder, target)
+    assert (config.layer_ids, config.target_hidden, config.norm_before_residual) == ((1, 2, 4), 64, False)
+    assert config.rope["rope_theta"] == 10000.0
+
+
+def test_layers_in_eagle_config_alone_are_counted_as_sglang_does(folder, target):
+    """It captures the output of layer i, which is the residual stream after i + 1 layers."""
+    altered(folder, eagle_aux_hidden_state_layer_ids=None)
+    assert json.loads((folder / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
+        0,
+        1,
+        3,
+    ]
+    assert eagle.check(folder, target).layer_ids == (1, 2, 4)
+
+
+def test_a_head_over_all_ids_needs_no_d2t(target, tmp_path):
+    config = eagle.head_config(target, [1, 2, 4], 307)
+    weights = {name: torch.ones(size) for name, size in config.sizes().items()}
+    head = Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)
+    eagle.write(tmp_path, head, "native", target=target, k=3)
+    altered(tmp_path, drop="d2t")
+    assert eagle.read(tmp_path, target, torch.float32).ids.tolist() == list(range(307))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target_hidden_size": 48}, "another target: hidden size 48, and llama has 64"),
+        ({"vocab_size": 300}, "another target: vocabulary 300, and llama has 307"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "reads the layers 1, 2, 6, and llama has 5"),
+        ({"eagle_aux_hidden_state_layer_ids": [4, 2, 1]}, "want each once, in order"),
+        ({"draft_vocab_size": 400}, "a draft vocabulary of 400 ids is larger than the target's, 307"),
+        ({"draft_vocab_size": 41}, "d2t is (40,), but (41,)"),
+        ({"intermediate_size": 44}, "is (64, 88), but (64, 44)"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2, which draftlab does not compute"),
+        ({"fc_norm": True}, "fc_norm, which draftlab does not compute"),
+        ({"draft_vocab_size": None}, "no EAGLE-3 head"),
+        ({"hidden_size": 48}, "has hidden size 48 and no embed_tokens"),
+        ({"num_attention_heads": 7}, "config.json"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_by_their_configuration(folder, target, fields, message):
+    altered(folder, **fields)
+    with pytest.raises(UserError) as error:
+        eagle.check(folder, target)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [("d2t", "no d2t, which its 40 draft ids need"), ("fc.weight", "has no fc.weight"), ("norm.weight", "has no norm")],
+)
+def test_heads_without_a_tensor_are_refused(folder, target, dropped, message):
+    altered(folder, drop=dropped)
+    with pytest.raises(UserError, match=message):
+        eagle.check(folder, target)
+
+
+def test_files_that_hold_something_else_are_refused(folder, target):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"mask_hidden": torch.zeros(3)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="has mask_hidden, which is not part"):
+        eagle.check(folder, target)
+    save_file(tensors | {"d2t": torch.full((40,), 300)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="d2t does not map"):
+        eagle.read(folder, target, torch.float32)
+    save_file(tensors | {"norm.weight": torch.full((64,), torch.nan)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="not finite"):
+        eagle.read(folder, target, torch.float32)
+    (folder / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(UserError, match="is broken"):
+        eagle.check(folder, target)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="only what torch"):
+        eagle.check(folder, target)
+
+
+def test_three_layers_of_every_target_that_has_four():
+    def layers(n: int) -> tuple[int, ...]:
+        return eagle.Target(name="t", layers=n, hidden=8, vocab=8).default_layer_ids()
+
+    assert layers(32) == (2, 16, 29)  # what vLLM, SGLang and llama.cpp assume
+    assert all(len(set(layers(n))) == 3 and max(layers(n)) < n for n in range(4, 100))
+    with pytest.raises(UserError, match="3 layers"):
+        layers(3)
+
+
+def test_the_sizes_are_those_of_the_target():
+    config = HeadConfig(
+        hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, eps=1e-5, context=8192, rope={}, vocab=49152,
+        draft_vocab=12288, target_hidden=576, layer_ids=(2, 15, 27), norm_before_residual=False,
+    )  # fmt: skip
+    sizes = config.sizes()
+    assert sizes["fc.weight"] == (576, 1728)
+    assert sizes["layers.0.self_attn.k_proj.weight"] == (192, 1152)

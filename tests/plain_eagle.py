@@ -1,0 +1,82 @@
+"""An EAGLE-3 head written from the published description, token by token; it reads the files by itself."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def rotated(x: Tensor, position: int, theta: float) -> Tensor:
+    """Turn each pair (i, i + C / 2) of a head [C] by its angle."""
+    half, out = len(x) // 2, torch.empty_like(x)
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        a, b = x[i], x[i + half]
+        out[i], out[i + half] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+class PlainHead:
+    def __init__(self, sizes: dict, weights: dict[str, Tensor], ids: Tensor, embedding: Tensor, residual: bool) -> None:
+        """sizes: of a LlamaConfig. weights: with the layer's names behind the dot. residual: norm_before_residual."""
+        self.sizes, self.weights, self.ids, self.embedding, self.residual = sizes, weights, ids, embedding, residual
+
+    @classmethod
+    def of(cls, folder: Path, embedding: Tensor) -> "PlainHead":
+        config = json.loads((folder / "config.json").read_text())
+        weights = {name: w.to(embedding) for name, w in load_file(folder / "model.safetensors").items()}
+        ids = torch.arange(config["draft_vocab_size"]) + weights.pop("d2t").long()
+        known = weights.pop("t2d").bool()
+        assert known.nonzero().squeeze(1).tolist() == sorted(ids.tolist())
+        plain = {name.removeprefix("midlayer.").removeprefix("layers.0."): w for name, w in weights.items()}
+        sizes = config.get("transformer_layer_config", config)
+        return cls(sizes, plain, ids, plain.pop("embed_tokens.weight", embedding), config["norm_before_residual"])
+
+    def chain(self, text: list[int], states: Tensor, start: int, steps: int) -> list[Tensor]:
+        """Logits [W] of each step of the chain that begins at position start; text is given in all steps.
+
+        states: the target's, [T, A E].
+        """
+        w, logits = self.weights, []
+        own = states.new_empty(0)
+        first = states @ w["fc.weight"].T
+        inputs = [(text[i + 1], first[i], i) for i in range(start + 1)]
+        for step in range(steps):
+            if step:
+                inputs.append((text[start + 1 + step], own, start + step))
+            own = self.layer(inputs)
+            logits.append(w["lm_head.weight"] @ rms(own, w["norm.weight"], self.sizes["rms_norm_eps"]))
+        return logits
+
+    def layer(self, inputs: list[tuple[int, Tensor, int]]) -> Tensor:
+        """Output [D] of the last input, which attends to all."""
+        w, s = self.weights, self.sizes
+        heads, kv_heads, c = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
+        keys, values, eps = [], [], s["rms_norm_eps"]
+        theta = s["rope_parameters"]["rope_theta"]
+        x = normed = state = torch.empty(0)
+        position = 0
+        for token, state, position in inputs:
+            normed = rms(state, w["hidden_norm.weight"], eps)
+            x = torch.cat([rms(self.embedding[token], w["input_layernorm.weight"], eps), normed])
+            k = (w["self_attn.k_proj.weight"] @ x).reshape(kv_heads, c)
+            keys.append(torch.stack([rotated(head, position, theta) for head in k]))
+            values.append((w["self_attn.v_proj.weight"] @ x).reshape(kv_heads, c))
+        q = (w["self_attn.q_proj.weight"] @ x).reshape(heads, c)
+        out = []
+        for h in range(heads):
+            g = h * kv_heads // heads
+            turned = rotated(q[h], position, theta)
+            scores = torch.stack([turned @ key[g] for key in keys]) / math.sqrt(c)
+            out.append(sum(p * value[g] for p, value in zip(torch.softmax(scores, 0), values, strict=True)))
+        x = (normed if self.residual else state) + w["self_attn.o_proj.weight"] @ torch.cat(out)
+        normed = rms(x, w["post_attention_layernorm.weight"], eps)
+        gate = w["mlp.gate_proj.weight"] @ normed
+        return x + w["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["mlp.up_proj.weight"] @ normed))

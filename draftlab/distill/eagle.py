@@ -172,7 +172,7 @@ def _draft_ids(head: HeadConfig, batches: Batches, steps: int, target: Path, sta
         if head.draft_vocab == head.vocab:
             return {"ids": np.arange(head.vocab), "coverage": np.ones(1)}
         texts = [batch.ids[:, 1:][batch.mask > 0] for batch in map(batches.batch, range(steps))]
-        stays = template_ids(checkpoint.load_tokenizer(target))
+        stays = template_ids(checkpoint.load_tokenizer(target)) | set(checkpoint.eos_token_ids(target))
         ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, stays)
         return {"ids": np.array(ids), "coverage": np.array([coverage])}
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,16 @@ Message = dict[str, Any]  # role and content, as chat templates take them
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """A request. messages: what ids are of, as a chat. later: what its user says next, after each answer.
+
+    conversation: number of the line in a file; the turns of a conversation share it.
+    """
+
     ids: list[int]
     category: str = ""
+    conversation: int = 0
+    messages: tuple[Message, ...] = ()
+    later: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,11 @@ class Prompts:
     @property
     def categories(self) -> tuple[str, ...]:
         return tuple(sorted({p.category for p in self.rows}))
+
+    @property
+    def requests(self) -> int:
+        """Return how many requests the prompts are, one for each turn."""
+        return sum(1 + len(p.later) for p in self.rows)
 
     @property
     def longest(self) -> int:
@@ -88,9 +101,10 @@ def file_prompts(
     chat: ChatMode = "off",
     system_prompt: str | None = None,
 ) -> Prompts:
-    """Read one prompt per JSON line: `messages`, `prompt`, the first of `turns`, or another text column; `category`.
+    """Read one prompt per JSON line: `messages`, `prompt`, `turns`, or another text column; `category`.
 
-    count: read the first lines only. tokens: cut every prompt to this length. chat: apply the chat template.
+    count: read the first lines only. tokens: cut every prompt to this length. chat: apply the chat template; the first
+    of several turns is then a prompt, which the later ones follow (turns.answered), and otherwise the only one used.
 
     Raises:
         UserError: no such file, a line without text, an empty prompt, one of fewer tokens, or one that the chat
@@ -100,18 +114,21 @@ def file_prompts(
     lines = [_read_line(line, f"{file}:{number}") for number, line in _lines(file, count)]
     if not lines:
         raise UserError(f"{file} has no prompts")
-    rows = [Prompt(_chat_ids(x, tokenizer, system_prompt) if on else _ids(x, tokenizer, tokens), x.category)
-            for x in lines]  # fmt: skip
-    if several := sum(line.turns > 1 for line in lines):
-        note(f"{file.name}: {several} of {len(lines)} prompts have several turns; only the first turn is used")
-    digest = _digest(rows) if on else provenance.file_sha256(file)
-    return Prompts(rows=rows, source=file.name, sha256=digest, tokens=tokens, chat=on)
+    rows = [
+        _chat_prompt(x, number, tokenizer, system_prompt) if on
+        else Prompt(_ids(x, tokenizer, tokens), x.category, number)
+        for number, x in enumerate(lines)
+    ]  # fmt: skip
+    if not on and (several := sum(bool(line.later) for line in lines)):
+        note(f"{file.name}: {several} of {len(lines)} prompts have several turns; without a chat the first is used")
+    sha256 = digest(rows) if on else provenance.file_sha256(file)
+    return Prompts(rows=rows, source=file.name, sha256=sha256, tokens=tokens, chat=on)
 
 
 def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int) -> Prompts:
     """Return starts of held-out documents of a data source."""
     rows = [Prompt(ids) for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)]
-    return Prompts(rows=rows, source=spec, sha256=_digest(rows), tokens=tokens)
+    return Prompts(rows=rows, source=spec, sha256=digest(rows), tokens=tokens)
 
 
 def _lines(file: Path, count: int | None) -> Iterator[tuple[int, str]]:
@@ -127,12 +144,12 @@ def _lines(file: Path, count: int | None) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """A line of a prompt file. text: None where it is a whole conversation. turns: of which the text is the first."""
+    """A line of a prompt file. text: None where it is a whole conversation. later: turns after the first."""
 
     where: str
     text: str | None
     messages: list[Message]
-    turns: int
+    later: tuple[str, ...] = ()
     category: str
 
 
@@ -145,15 +162,17 @@ def _read_line(line: str, where: str) -> _Line:
         raise UserError(f"{where}: not a JSON object with a prompt")
     category, turns = str(row.get("category", "")), row.get("turns")
     if "messages" in row:
-        return _Line(where=where, text=None, messages=_messages(row["messages"], where), turns=1, category=category)
+        return _Line(where=where, text=None, messages=_messages(row["messages"], where), category=category)
     turns = turns if isinstance(turns, list) else []
+    if not all(isinstance(turn, str) for turn in turns):
+        raise UserError(f"{where}: turns must be a list of texts, each what the user says")
     texts = [row.get("prompt"), *turns[:1], *(row.get(c) for c in data.TEXT_COLUMNS)]
-    text = next((t for t in texts if isinstance(t, str)), None)
+    text = turns[0] if len(turns) > 1 else next((t for t in texts if isinstance(t, str)), None)
     if text is None:
         columns = ", ".join(data.TEXT_COLUMNS)
         raise UserError(f"{where}: no text; it needs one of messages, prompt, turns, {columns}")
     messages: list[Message] = [{"role": "user", "content": text}]
-    return _Line(where=where, text=text, messages=messages, turns=len(turns), category=category)
+    return _Line(where=where, text=text, messages=messages, later=tuple(turns[1:]), category=category)
 
 
 def _messages(value: object, where: str) -> list[Message]:
@@ -195,21 +214,33 @@ def _ids(line: _Line, tokenizer: PreTrainedTokenizerBase, tokens: int | None) ->
     return ids[:tokens]
 
 
-def _chat_ids(line: _Line, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> list[int]:
+def _chat_prompt(
+    line: _Line, number: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
+) -> Prompt:
     system: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     if system and line.messages[0]["role"] == "system":
         raise UserError(f"{line.where}: the conversation has a system prompt of its own; drop --system-prompt")
+    messages = (*system, *line.messages)
+    return Prompt(chat_ids(messages, tokenizer, line.where), line.category, number, messages, line.later)
+
+
+def chat_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+    """Return the ids of a conversation, ready for the assistant's answer.
+
+    Raises:
+        UserError: the chat template does not take it, or makes nothing of it.
+    """
     try:
         ids: Any = tokenizer.apply_chat_template(
-            [*system, *line.messages], add_generation_prompt=True, tokenize=True, return_dict=False
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except (TemplateError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{line.where}: the chat template does not take it: {reason}") from None
+        raise UserError(f"{where}: the chat template does not take it: {reason}") from None
     if not ids:
-        raise UserError(f"{line.where}: the prompt is empty")
+        raise UserError(f"{where}: the prompt is empty")
     return list(ids)
 
 
-def _digest(rows: list[Prompt]) -> str:
+def digest(rows: list[Prompt]) -> str:
     return hashlib.sha256(json.dumps([p.ids for p in rows]).encode()).hexdigest()

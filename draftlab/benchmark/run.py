@@ -1,13 +1,13 @@
 """Score drafts against a target: everything in one process, then one score.json per draft."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
-from draftlab import provenance
+from draftlab import provenance, turns
 from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun
 from draftlab.benchmark.example import record_example
 from draftlab.benchmark.lm_eval_model import engine_generate, with_whole_head
@@ -17,6 +17,7 @@ from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.config.drafters import WidthsSpec
 from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, note_if_slow, progress
+from draftlab.engine.batch_generate import turn_answers
 from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import UserError
@@ -26,6 +27,7 @@ from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
+from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.results.decoding import Example
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
@@ -69,6 +71,7 @@ def measure(setup: Setup, command: str) -> list[Score]:
     loaded = LoadedModels(setup)
     models = loaded.directories()
     target = models[""]
+    setup = _with_turns(setup, loaded)
     largest = max(config.k)
     check_context({name: model.context for name, model in models.items()}, setup, largest)
     runs = _drafter_runs(target, loaded)
@@ -215,6 +218,18 @@ class Measurement:
             draft_int8=config.draft_int8,
             rule="recursive" if config.rule == "rejection" and name in trees else config.rule,
         )
+
+
+def _with_turns(setup: Setup, loaded: LoadedModels) -> Setup:
+    """Return the setup with a prompt for every turn."""
+    if setup.turns is None:
+        return setup
+    model = loaded.running(setup.target, False) if setup.mode == "native" else loaded.model(setup.target)
+    prompts = turns.answered(
+        setup.prompts, checkpoint.load_tokenizer(setup.target), target=provenance.fingerprint(setup.target),
+        sampling=setup.sampling, answer=turn_answers(model, known_ids(setup.target), setup.sampling),
+    )  # fmt: skip
+    return replace(setup, prompts=prompts)
 
 
 def _describe_model(directory: Path) -> str:

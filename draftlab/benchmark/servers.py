@@ -6,11 +6,11 @@ transport.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from draftlab import provenance
+from draftlab import provenance, turns
 from draftlab.benchmark.setup import shared_conditions
 from draftlab.config.score import ScoreServersConfig
 from draftlab.console import note, note_if_slow, progress
@@ -87,6 +87,7 @@ def score(config: ScoreServersConfig, output: Output) -> Score:
     setup = set_up(config)
     for server in (setup.plain, setup.speculative):
         check_server_tokenizer(server, setup.tokenizer)
+    setup = with_turns(setup)
     environment = read_environment()
     warn_if_busy(environment)
     with progress("decode", len(setup.prompts.rows) * config.repeats) as advance:
@@ -101,7 +102,7 @@ def score(config: ScoreServersConfig, output: Output) -> Score:
 def describe(config: ScoreServersConfig) -> dict[str, object]:
     """Return what score would do, for a plan."""
     setup = set_up(config)
-    requests = 2 * config.repeats * len(setup.prompts.rows)
+    requests = 2 * config.repeats * setup.prompts.requests
     return {
         "servers": f"{setup.plain.describe()}; {setup.speculative.describe()}",
         "work": f"{requests} requests of at most {config.max_tokens} tokens",
@@ -122,6 +123,18 @@ def set_up(config: ScoreServersConfig) -> ServerSetup:
             tokens=config.prompt_tokens, seed=config.seed, chat=config.chat, system_prompt=config.system_prompt,
         )  # fmt: skip
     return ServerSetup(config=config, plain=plain, speculative=speculative, tokenizer=place, prompts=prompts)
+
+
+def with_turns(setup: ServerSetup) -> ServerSetup:
+    """Return the setup with a prompt for every turn, after the plain server's answers."""
+    server, sampling = setup.plain, setup.config.sampling
+
+    def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
+        return [completion.ids for completion in server.generate([p.ids for p in prompts], sampling)]
+
+    tokenizer, target = checkpoint.load_tokenizer(setup.tokenizer), f"{server.kind} {server.model}"
+    prompts = turns.answered(setup.prompts, tokenizer, target=target, sampling=sampling, answer=answer)
+    return replace(setup, prompts=prompts)
 
 
 def measure(

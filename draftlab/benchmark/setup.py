@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from draftlab import provenance, turns
 from draftlab.benchmark.drafter_factory import check_rule, check_target
 from draftlab.benchmark.lm_eval_tasks import check_tasks
 from draftlab.config import shared
@@ -63,10 +64,16 @@ class Setup:
         return [] if path is None else lineage(path, self.target)
 
     @property
+    def turns(self) -> Path | None:
+        """Return the file of the target's answers to the earlier turns of the prompts, if they have some."""
+        return turns.place(self.prompts, provenance.fingerprint(self.target), self.sampling)
+
+    @property
     def inputs(self) -> list[Path]:
         """Return the inputs for the record."""
+        turns = [] if self.turns is None else [self.turns]
         heads = [Path(spec.heads) for spec in self.drafters if isinstance(spec, MedusaSpec | EagleSpec)]
-        return list(dict.fromkeys([self.target, *self.drafts.values(), *self.draft_paths, *heads]))
+        return list(dict.fromkeys([self.target, *self.drafts.values(), *self.draft_paths, *heads, *turns]))
 
     @property
     def context(self) -> int:
@@ -76,7 +83,7 @@ class Setup:
     def generations(self) -> int:
         """Return the largest number of texts that are decoded."""
         ways = 1 + (len(self.drafts) + len(self.drafters)) * len(self.config.k)
-        return len(self.prompts.rows) * self.config.repeats * ways * len(self.config.batch)
+        return self.prompts.requests * self.config.repeats * ways * len(self.config.batch)
 
 
 def set_up(config: ScoreConfig, *, weights: bool = True) -> Setup:
@@ -184,9 +191,10 @@ def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models:
 
 def _check(setup: Setup) -> None:
     config = setup.config
+    requests = setup.prompts.requests
     for batch in config.batch:
-        if len(setup.prompts.rows) % batch:
-            raise UserError(f"{len(setup.prompts.rows)} prompts do not fill batches of {batch}; want a multiple of it")
+        if requests % batch:
+            raise UserError(f"{requests} prompts do not fill batches of {batch}; want a multiple of it")
     names = [*setup.drafts, *(spec.name for spec in setup.drafters)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")

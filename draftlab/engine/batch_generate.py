@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.console import note
+from draftlab.console import note, progress
 from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Cache, Llama
+from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
+from draftlab.turns import Answer
 
 FinishReason = Literal["length", "stop"]
 GIGABYTE = 1_000_000_000
@@ -100,6 +102,20 @@ def generate_batch(
         completions |= zip(group, batch, strict=True)
         advance(len(completions))
     return [completions[i] for i in range(len(prompts))]
+
+
+def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer:
+    """Return the function that lets a model answer the earlier turns of prompts."""
+
+    def answer(prompts: list[Prompt], numbers: list[int]) -> list[np.ndarray]:
+        with progress("the target answers earlier turns", len(prompts)) as advance:
+            written = generate_batch(
+                model, [p.ids for p in prompts], sampling, BatchSettings(vocab=vocab), numbers=numbers,
+                advance=lambda done: advance(done, "turns"),
+            )  # fmt: skip
+        return [completion.ids for completion in written]
+
+    return answer
 
 
 def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:

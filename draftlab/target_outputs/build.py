@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from draftlab import provenance
+import numpy as np
+
+from draftlab import provenance, turns
 from draftlab.config.outputs import OutputsBuildConfig, OutputsImportConfig, OutputsVerifyConfig
 from draftlab.data import Batch, open_batches, open_heldout
 from draftlab.errors import UserError
@@ -56,9 +58,9 @@ def estimate(config: OutputsBuildConfig) -> dict[str, object]:
     k = min(config.listed, _ids(directory, config.server))
     if config.answers:
         prompts = _prompts(config, directory)
-        tokens, sampling = len(prompts.rows) * config.max_new_tokens, config.sampling(())
+        tokens, sampling = prompts.requests * config.max_new_tokens, config.sampling(())
         assert sampling is not None
-        facts = {"prompts": len(prompts.rows), "tokens": f"at most {tokens:,}", "sampling": sampling.describe()}
+        facts = {"prompts": prompts.requests, "tokens": f"at most {tokens:,}", "sampling": sampling.describe()}
         return facts | {"disk": f"at most {tokens * _bytes_per_token(config, k, temperatures) / 1e6:,.3g} MB"}
     tokens = config.num_sequences * config.seq_len
     facts: dict[str, object] = {"tokens": f"{tokens:,}"}
@@ -147,13 +149,13 @@ def _write_answers(
     """Write prompts with the target's answers.
 
     To replay, the longest prompts come first: what fits in memory shows at once. To distil, the order is random, and
-    some answers are held out.
+    some answers are held out, with all turns of their conversations.
 
     Raises:
         UserError: a prompt with its answer does not fit the context; too few prompts to hold some out.
     """
     assert sampling is not None
-    prompts = _prompts(config, target.directory)
+    prompts = _answered(_prompts(config, target.directory), target, sampling)
     target.check_length(prompts.longest, sampling.max_tokens)
     size, apart = REPLAY_SHARD, 0
     order = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
@@ -165,7 +167,8 @@ def _write_answers(
             raise UserError(
                 f"{missing} to distil from and to evaluate on; take 1 log-probability and 10 prompts or more"
             )
-    written = order[apart:]
+    heldout = _whole_conversations(prompts, order[:apart])
+    written = [number for number in order if number not in set(heldout)]
 
     def answers(numbers: Sequence[int]) -> list[TargetOutput]:
         return target.generate([prompts.rows[i] for i in numbers], numbers, sampling, k)
@@ -178,8 +181,26 @@ def _write_answers(
         prompt_tokens=prompts.tokens, categories=prompts.categories, sampling=sampling, top_logprobs=k,
         seq_len=None, seed=config.seed, planned=len(written),
     )  # fmt: skip
-    heldout = functools.partial(answers, order[:apart]) if apart else None
-    return write_store(out, manifest, shard, tokenizer=target.directory, heldout=heldout)
+    held_out = functools.partial(answers, heldout) if apart else None
+    return write_store(out, manifest, shard, tokenizer=target.directory, heldout=held_out)
+
+
+def _answered(prompts: Prompts, target: Target, sampling: SamplingParams) -> Prompts:
+    """Return a prompt for every turn."""
+
+    def answer(asked: list[Prompt], numbers: list[int]) -> list[np.ndarray]:
+        return [output.ids for output in target.generate(asked, numbers, sampling, 0)]
+
+    tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
+    name = info.target_sha256 or f"{info.source} {info.target}"
+    return turns.answered(prompts, tokenizer, target=name, sampling=sampling, answer=answer)
+
+
+def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
+    """Return numbers with those of the other turns of their conversations."""
+    talks = [prompt.conversation for prompt in prompts.rows]
+    chosen = {talks[number] for number in numbers}
+    return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in set(numbers)]
 
 
 def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: object) -> Manifest:

@@ -1,0 +1,106 @@
+"""Prompts of several turns, asked as Spec-Bench does: each after the target's answers to the earlier ones."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from draftlab import workspace
+from draftlab.console import note
+from draftlab.errors import UserError
+from draftlab.files import write_atomic
+from draftlab.prompts import Message, Prompt, Prompts, chat_ids, digest
+from draftlab.sampling import SamplingParams
+
+FOLDER = "turns"  # under the workspace's runs
+TOGETHER = 64  # conversations; a kill loses at most the answers of so many
+Messages = tuple[Message, ...]
+Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
+
+
+def answered(
+    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, *, target: str, sampling: SamplingParams, answer: Answer
+) -> Prompts:
+    """Return a prompt for every turn; those with one turn are unchanged.
+
+    The target's answers are made once and kept in a prompt file (see place), so that every command sees the same
+    requests. target: what identifies it. answer: returns its tokens after prompts, sampled by their numbers.
+
+    Raises:
+        UserError: the template does not take an answer, or the file cannot be written.
+    """
+    file = place(prompts, target, sampling)
+    if file is None:
+        return prompts
+    try:
+        rows = _read(file) if file.exists() else _write(file, prompts.rows, tokenizer, answer)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
+    if len(rows) != prompts.requests:
+        raise UserError(f"{file} has {len(rows)} requests, not {prompts.requests}; remove it")
+    first = [prompt for prompt in prompts.rows for _ in range(1 + len(prompt.later))]
+    rows = [
+        replace(prompt, ids=chat_ids(messages, tokenizer, f"{file}:{number}"), messages=messages, later=())
+        for number, (messages, prompt) in enumerate(zip(rows, first, strict=True), 1)
+    ]
+    note(
+        f"{prompts.source}: {len(prompts.rows)} prompts are {len(rows)} requests, one for each turn; {file} has the "
+        "target's answers to earlier turns"
+    )
+    return replace(prompts, rows=rows, sha256=digest(rows))
+
+
+def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | None:
+    """Return the prompt file that has the answers of this target, sampled like this; None where one turn is all."""
+    if prompts.requests == len(prompts.rows):
+        return None
+    said = [(p.ids, p.later) for p in prompts.rows]
+    how = asdict(replace(sampling, stop_token_ids=()))
+    key = hashlib.sha256(json.dumps([target, said, how]).encode()).hexdigest()
+    return workspace.load().runs / FOLDER / f"{Path(prompts.source).stem}-{key[:12]}.jsonl"
+
+
+def _write(file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer) -> list[Messages]:
+    """Let the target answer some conversations at a time, and go on where a killed run stopped."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    rows = _read(unfinished) if unfinished.exists() else []
+    first = 0
+    for start in range(0, len(prompts), TOGETHER):
+        talks = prompts[start : start + TOGETHER]
+        if first == len(rows):
+            asked = _asked(talks, first, tokenizer, answer)
+            rows += [prompt.messages for prompt in asked]
+            lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in asked]
+            before = unfinished.read_text() if start else ""
+            write_atomic(unfinished, before + "".join(json.dumps(line) + "\n" for line in lines))
+        first += sum(1 + len(prompt.later) for prompt in talks)
+    unfinished.replace(file)
+    return rows
+
+
+def _asked(prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase, answer: Answer) -> list[Prompt]:
+    """Return the requests of conversations, turn by turn of each. first: number of the first of them."""
+    sizes = [1 + len(prompt.later) for prompt in prompts]
+    talks = [[prompt] for prompt in prompts]
+    numbers = [first + sum(sizes[:i]) for i in range(len(prompts))]
+    while waiting := [i for i, talk in enumerate(talks) if talk[-1].later]:
+        texts = answer([talks[i][-1] for i in waiting], [numbers[i] + len(talks[i]) - 1 for i in waiting])
+        for i, ids in zip(waiting, texts, strict=True):
+            prompt, said = talks[i][-1], tokenizer.decode(list(ids), skip_special_tokens=True)
+            turn = ({"role": "assistant", "content": said}, {"role": "user", "content": prompt.later[0]})
+            messages = (*prompt.messages, *turn)
+            ids = chat_ids(messages, tokenizer, f"turn {len(talks[i]) + 1} after {said[:40]!r}")
+            talks[i].append(replace(prompt, ids=ids, messages=messages, later=prompt.later[1:]))
+    return [prompt for talk in talks for prompt in talk]
+
+
+def _read(file: Path) -> list[Messages]:
+    """Raises UserError: the file is not what was written."""
+    try:
+        return [tuple(json.loads(line)["messages"]) for line in file.read_text().splitlines()]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{file} is damaged; remove it") from None

@@ -214,9 +214,7 @@ def _ids(line: _Line, tokenizer: PreTrainedTokenizerBase, tokens: int | None) ->
     return ids[:tokens]
 
 
-def _chat_prompt(
-    line: _Line, number: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
-) -> Prompt:
+def _chat_prompt(line: _Line, number: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> Prompt:
     system: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     if system and line.messages[0]["role"] == "system":
         raise UserError(f"{line.where}: the conversation has a system prompt of its own; drop --system-prompt")

@@ -18,7 +18,7 @@ LAYERS = [
     ["workspace"],
     ["config"],
     ["output"],
-    ["data", "prompts"],
+    ["data", "prompts", "turns"],
     ["results"],
     ["servers"],
     ["engine"],

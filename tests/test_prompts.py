@@ -18,12 +18,13 @@ from draftlab.config.shared import ChatMode
 from draftlab.errors import UserError
 from draftlab.export import verify
 from draftlab.export.run import NEW_TOKENS
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
 from draftlab.prompts import Prompts, data_prompts, file_prompts
 from draftlab.provenance import read_record
 from draftlab.results.compare import rank, read_candidates
 from draftlab.results.score import read_score
+from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import Drafting, read_replay
 from draftlab.target_outputs.store import read_manifest, read_store
 
@@ -111,8 +112,10 @@ def test_the_hash_covers_the_form(tmp_path, chatty):
 def test_turns_that_are_not_used_are_said_once(tmp_path, chatty, capsys):
     file = lines(tmp_path, *[{"prompt": "a", "turns": ["a", "b"]}] * 2, {"turns": ["a"]}, {"prompt": "a"})
     assert len(set(map(tuple, ids_of(file_prompts(file, chatty, chat="on"))))) == 1
+    assert not capsys.readouterr().err
+    file_prompts(file, chatty)
     assert capsys.readouterr().err.splitlines() == [
-        "prompts.jsonl: 2 of 4 prompts have several turns; only the first turn is used"
+        "prompts.jsonl: 2 of 4 prompts have several turns; without a chat the first is used"
     ]
     file_prompts(file, chatty, count=1)
     assert "1 of 1" in capsys.readouterr().err
@@ -202,7 +205,8 @@ def test_replayed_conversations_are_accepted_as_live_ones(space):
 def test_an_export_is_verified_with_conversations(space):
     """The program answers as llama.cpp would, with the draft's own most probable tokens."""
     prompts = file_prompts(space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on")
-    texts = verify.generate_texts(space / "target", ids_of(prompts), NEW_TOKENS, 2, torch.device("cpu"))
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(space / "target"))
+    texts = verify.generate_texts(llama.load(space / "target", torch.float32), ids_of(prompts), sampling, 2)
     draft = AutoModelForCausalLM.from_pretrained("draft", dtype=torch.float32)
     with torch.no_grad():
         best = [draft(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in texts.rows]

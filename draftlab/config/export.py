@@ -43,6 +43,9 @@ class CheckConfig(DraftConfig):
     target: str = target()
     runtimes: str = option(",".join(RUNTIMES), "Runtimes to check for, by comma.", flag="--for")
     data: str = data("Text to measure perplexity on.")
+    prompt_file: Path | None = prompt_file(advanced=True)
+    chat: ChatMode = chat(advanced=True)
+    system_prompt: str | None = system_prompt()
     files_only: bool = option(False, "Read files only; do not run the draft.")
     device: str = device()
 
@@ -54,7 +57,11 @@ class CheckConfig(DraftConfig):
                 raise ValueError(f"no runtime {name!r}{did_you_mean(name, RUNTIMES)}")
         return text
 
-    only = (Only(("data", "device"), lambda c: not c.files_only, "--files-only does not run the draft"),)
+    only = (
+        Only(("data", "prompt_file", "device"), lambda c: not c.files_only, "--files-only does not run the draft"),
+        Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
+        *CHAT_RULES,
+    )
 
 
 class ExportConfig(DraftConfig, OutputConfig):

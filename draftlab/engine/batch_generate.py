@@ -107,13 +107,13 @@ def generate_batch(
 def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer:
     """Return the function that lets a model answer the earlier turns of prompts."""
 
-    def answer(prompts: list[Prompt], numbers: list[int]) -> list[np.ndarray]:
+    def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
         with progress("the target answers earlier turns", len(prompts)) as advance:
             written = generate_batch(
                 model, [p.ids for p in prompts], sampling, BatchSettings(vocab=vocab), numbers=numbers,
                 advance=lambda done: advance(done, "turns"),
             )  # fmt: skip
-        return [completion.ids for completion in written]
+        return [completion.ids.tolist() for completion in written]
 
     return answer
 

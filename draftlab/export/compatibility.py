@@ -24,6 +24,7 @@ from draftlab.model.shape import Shape, multiples_near
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds
 from draftlab.model.trimmed_head import read_head_ids
+from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -91,11 +92,19 @@ def check_draft(config: CheckConfig) -> tuple[Path, list[Finding]]:
     findings = check_files(draft, target, parse_runtimes(config.runtimes))
     if not config.files_only:
         device = checkpoint.resolve_device(config.device)
-        data, tokenizer = hub.check_data(config.data), checkpoint.load_tokenizer(draft)
-        prompts = heldout_prompts(data, tokenizer, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
+        prompts = _prompts(config, target)
         model = decoder.load(draft, checkpoint.resolve_dtype("auto", device), device)
         findings += [check_perplexity(model, prompts, checkpoint.vocab_size(draft)), check_decoding(model, prompts[:2])]
     return draft, findings
+
+
+def _prompts(config: CheckConfig, target: Path) -> list[list[int]]:
+    """Return held-out text, or prompts of a file as the target gets them: the first turn of each."""
+    tokenizer = checkpoint.load_tokenizer(target)
+    if config.prompt_file is None:
+        return heldout_prompts(hub.check_data(config.data), tokenizer, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
+    prompts = file_prompts(config.prompt_file, tokenizer, chat=config.chat, system_prompt=config.system_prompt)
+    return [prompt.ids for prompt in prompts.spread(min(PROMPTS, len(prompts.rows))).rows]
 
 
 def parse_runtimes(text: str) -> list[str]:

@@ -3,24 +3,28 @@
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from draftlab import provenance, workspace
+import torch
+
+from draftlab import provenance, turns, workspace
 from draftlab.config.export import ExportConfig
 from draftlab.console import note
-from draftlab.engine.batch_generate import check_context
+from draftlab.engine.batch_generate import check_context, turn_answers
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import card, gguf, hf, scripts, verify
 from draftlab.export.compatibility import PARALLEL_RUNTIMES
-from draftlab.model import checkpoint, hub, parallel
+from draftlab.model import checkpoint, decoder, hub, parallel
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import common_vocabulary
+from draftlab.model.tokenizer import common_vocabulary, known_ids
 from draftlab.output import Output
 from draftlab.prompts import Prompts, load_prompts
 from draftlab.results.score import Score, read_score
+from draftlab.sampling import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, DEFAULT_K, DEFAULT_CONTEXT = 48, 64, 4, 2048
+TURN_TOKENS = 128  # of an answer to an earlier turn, as score's by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
             if config.is_gguf:
                 lines += _write_gguf(config, directory, work / file)
             if config.verify_with is not None and prompts is not None:
-                verified = _verify(config, config.verify_with, directory, work / file, target, prompts, k).line()
+                prompts, texts = _target_texts(config, target, prompts, k)
+                verified = _verify(config, config.verify_with, directory, work / file, target, texts).line()
                 lines.append(verified)
             size = read_size(directory).describe()
             context = checkpoint.max_model_len(directory, DEFAULT_CONTEXT)
@@ -146,11 +151,10 @@ def _prompts(config: ExportConfig, target: Path, k: int) -> Prompts:
 
 
 def _verify(
-    config: ExportConfig, runtime: Path, directory: Path, file: Path, target: Path, prompts: Prompts, k: int
+    config: ExportConfig, runtime: Path, directory: Path, file: Path, target: Path, texts: verify.TargetTexts
 ) -> verify.Verification:
     device = checkpoint.resolve_device(config.device)
-    note(f"generating {len(prompts.rows)} texts with the target, then scoring the draft here and in {runtime.name}")
-    texts = verify.generate_texts(target, [prompt.ids for prompt in prompts.rows], NEW_TOKENS, k, device)
+    note(f"scoring the draft here and in {runtime.name}")
     if not config.is_gguf:
         return verify.in_vllm(runtime, directory, target, texts, verify.drafted_hits(directory, texts, device))
     with tempfile.TemporaryDirectory() as folder:
@@ -160,6 +164,19 @@ def _verify(
             hf.write_fake_quantized(directory, reference, config.outtype)
         hits = verify.top1_hits(reference, texts, device)
     return verify.in_llama_cpp(runtime, file, config.outtype, texts, hits, directory)
+
+
+def _target_texts(config: ExportConfig, target: Path, prompts: Prompts, k: int) -> tuple[Prompts, verify.TargetTexts]:
+    """Return a prompt for every turn, and the target's greedy answers in float32."""
+    sampling = SamplingParams(max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
+    model = decoder.load(target, torch.float32, checkpoint.resolve_device(config.device))
+    prompts = turns.answered(
+        prompts, checkpoint.load_tokenizer(target), target=provenance.fingerprint(target), sampling=sampling,
+        answer=turn_answers(model, known_ids(target), sampling),
+    )  # fmt: skip
+    note(f"generating {len(prompts.rows)} texts with the target")
+    sampling = replace(sampling, max_tokens=NEW_TOKENS)
+    return prompts, verify.generate_texts(model, [prompt.ids for prompt in prompts.rows], sampling, k)
 
 
 def _scores(draft: Path, target: Path) -> list[Score]:

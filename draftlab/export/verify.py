@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +25,7 @@ from draftlab.errors import UserError
 from draftlab.export.scripts import speculative_config
 from draftlab.intervals import Interval, ratio_interval
 from draftlab.model import checkpoint, decoder, parallel
+from draftlab.model.decoder import Decoder
 from draftlab.model.sentencepiece import PROBES
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
@@ -37,11 +38,11 @@ MATCH_BELOW_8_BITS = 0.9  # llama.cpp rounds activations to 8 bits, too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTexts:
-    """Greedy texts of the target. tokens: scored tokens of each text, which is k longer: every step drafts k."""
+    """Greedy texts of the target. tokens: scored ones of each text, which is k longer: every step drafts k, [R]."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
-    tokens: int
+    tokens: list[int]
     k: int
 
     @property
@@ -67,11 +68,15 @@ class Verification:
         )
 
 
-def generate_texts(target: Path, prompts: list[list[int]], tokens: int, k: int, device: torch.device) -> TargetTexts:
-    """Generate greedily in float32, past end-of-text tokens."""
-    model = decoder.load(target, torch.float32, device)
-    completions = output_tokens(decode(model, prompts, SamplingParams(max_tokens=tokens + k)))
-    return TargetTexts(prompts=prompts, completions=completions, tokens=tokens, k=k)
+def generate_texts(model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int) -> TargetTexts:
+    """Generate greedily up to the end of each text, and k tokens more."""
+    longer = replace(sampling, max_tokens=sampling.max_tokens + k, stop_token_ids=())
+    completions, lengths = output_tokens(decode(model, prompts, longer)), []
+    for ids in completions:
+        ends = (place for place, token in enumerate(ids, 1) if token in sampling.stop_token_ids)
+        lengths.append(min(sampling.max_tokens, next(ends, sampling.max_tokens)))
+    texts = [ids[: length + k] for ids, length in zip(completions, lengths, strict=True)]
+    return TargetTexts(prompts=prompts, completions=texts, tokens=lengths, k=k)
 
 
 def top1_hits(draft: Path, texts: TargetTexts, device: torch.device) -> list[np.ndarray]:
@@ -139,7 +144,7 @@ def in_vllm(program: Path, draft: Path, target: Path, texts: TargetTexts, hits: 
     speculative = speculative_config(str(draft.absolute()), texts.k, parallel.pard_token(draft) is not None)
     with _vllm(program, target, speculative) as server:
         before = server.metrics()
-        sampling = SamplingParams(max_tokens=texts.tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max(texts.tokens), temperature=0.0)
         completions = [completion.ids for completion in server.generate(texts.prompts, sampling)]
         counters = spec_decode_counters(before, server.metrics())
     if counters is None:
@@ -166,7 +171,8 @@ def run_llama_cpp(python: Path, job: dict[str, object]) -> dict:
 
 def _counts(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
     """Return tokens and steps of each text, [R, 2]."""
-    return np.array([greedy_steps(row, texts.k, texts.tokens) for row in hits], dtype=np.float64)
+    rows = zip(hits, texts.tokens, strict=True)
+    return np.array([greedy_steps(row, texts.k, tokens) for row, tokens in rows], dtype=np.float64)
 
 
 def _compare(runtime: str, texts: TargetTexts, hits: list[np.ndarray], measured: float, details: str) -> Verification:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from draftlab import provenance, turns
 from draftlab.config.outputs import OutputsBuildConfig, OutputsImportConfig, OutputsVerifyConfig
 from draftlab.data import Batch, open_batches, open_heldout
@@ -188,8 +186,8 @@ def _write_answers(
 def _answered(prompts: Prompts, target: Target, sampling: SamplingParams) -> Prompts:
     """Return a prompt for every turn."""
 
-    def answer(asked: list[Prompt], numbers: list[int]) -> list[np.ndarray]:
-        return [output.ids for output in target.generate(asked, numbers, sampling, 0)]
+    def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
+        return [output.ids.tolist() for output in target.generate(asked, numbers, sampling, 0)]
 
     tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
     name = info.target_sha256 or f"{info.source} {info.target}"

@@ -164,6 +164,11 @@ def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": str(w.source), "data": str(w.text)}
 
 
+@case("check", "conversations")
+def _(w: World) -> Settings:
+    return {"draft": str(w.draft)} | chat(w)
+
+
 @case("check", "files only")
 def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": str(w.source), "files_only": True}

@@ -373,7 +373,7 @@ def test_scripts_of_parallel_drafts_say_so_where_the_server_can(runtime, words):
 def writing_of(draft: Path, count: int = 8) -> verify.TargetTexts:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 300, 6).tolist() for _ in range(count)]
-    return verify.generate_texts(draft, prompts, 12, 3, torch.device("cpu"))
+    return verify.generate_texts(llama.load(draft, torch.float32), prompts, SamplingParams(max_tokens=12), 3)
 
 
 def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
@@ -381,15 +381,28 @@ def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
     writing = writing_of(family_dirs["llama"])
     hits = verify.top1_hits(Path("draft"), writing, torch.device("cpu"))
     target, draft = (llama.load(p, torch.float32) for p in (family_dirs["llama"], Path("draft")))
-    how = SamplingParams(max_tokens=writing.tokens + writing.k)
+    how = SamplingParams(max_tokens=12 + writing.k)
     steps = list(speculative_decode(target, ModelDrafter(draft), writing.prompts, writing.k, how))
     for row, hit in enumerate(hits):
         at, accepted = 1, []
         for step in [s for s in steps if s.row == row][1:]:
-            if at < writing.tokens:
+            if at < writing.tokens[row]:
                 accepted.append(step.accepted)
             at += len(step.tokens)
-        assert verify.greedy_steps(hit.tolist(), writing.k, writing.tokens)[1] == len(accepted)
+        assert verify.greedy_steps(hit.tolist(), writing.k, writing.tokens[row])[1] == len(accepted)
+
+
+def test_texts_end_at_any_end_of_text_token_with_what_the_last_step_drafts(family_dirs):
+    whole = writing_of(family_dirs["llama"])
+    ends = (whole.completions[0][4], whole.completions[1][7])
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=ends)
+    ended = verify.generate_texts(llama.load(family_dirs["llama"], torch.float32), whole.prompts, sampling, 3)
+    for row, ids in enumerate(whole.completions):
+        places = [at for at in range(12) if ids[at] in ends]
+        length = places[0] + 1 if places else 12
+        assert ended.tokens[row] == length
+        assert ended.completions[row] == ids[: length + 3]
+    assert ended.tokens[0] <= 5
 
 
 def runtime(folder: Path, best: list[list[int]]) -> Path:

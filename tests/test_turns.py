@@ -1,0 +1,170 @@
+"""Prompts of several turns: the requests of every command are those of a conversation held by hand."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loopback_servers import SmallVLLM, running
+from test_prompts import BUILD, SCORE, call, chatty, lines, plain, space  # noqa: F401
+
+from draftlab import turns
+from draftlab.benchmark import run as benchmark
+from draftlab.benchmark import servers
+from draftlab.config.export import CheckConfig
+from draftlab.config.score import ScoreServersConfig
+from draftlab.engine.batch_generate import BatchSettings, generate_batch
+from draftlab.errors import UserError
+from draftlab.export import compatibility
+from draftlab.export import run as exporting
+from draftlab.model import checkpoint, llama
+from draftlab.prompts import Prompt, file_prompts
+from draftlab.provenance import read_record
+from draftlab.results.score import read_score
+from draftlab.sampling import SamplingParams
+from draftlab.target_outputs.store import read_store
+
+TALKS: list[dict[str, Any]] = [
+    {"turns": ["def parse(line):", "return None", "class Reader:"], "category": "writing"},
+    {"prompt": "return 1", "category": "math"},
+    {"turns": ["if not line:", "self.path"], "category": "roleplay"},
+]
+GREEDY = SamplingParams(max_tokens=20)
+
+
+def by_hand(target: Path, sampling: SamplingParams) -> list[list[int]]:
+    """The requests, one conversation at a time, one turn at a time."""
+    model, tokenizer = llama.load(target, torch.float32), checkpoint.load_tokenizer(target)
+    requests: list[list[int]] = []
+    for talk in TALKS:
+        messages: list[dict[str, Any]] = []
+        for said in talk.get("turns") or [talk["prompt"]]:
+            messages.append({"role": "user", "content": said})
+            ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            (written,) = generate_batch(model, [ids], sampling, BatchSettings(vocab=307), numbers=[len(requests)])
+            requests.append(list(ids))
+            messages.append({"role": "assistant", "content": tokenizer.decode(written.ids, skip_special_tokens=True)})
+    return requests
+
+
+@pytest.fixture
+def asked(space: Path) -> list[list[int]]:  # noqa: F811
+    lines(space, *TALKS)
+    return by_hand(space / "target", SamplingParams(max_tokens=20, stop_token_ids=(1,)))
+
+
+def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noqa: F811
+    timed: list[Any] = []
+    throughput = benchmark.measure_throughput
+    monkeypatch.setattr(benchmark, "measure_throughput", lambda *a, **k: timed.append(a[2]) or throughput(*a, **k))
+    said = call(*SCORE, "--out", "scored").stderr
+    assert "prompts.jsonl: 3 prompts are 6 requests, one for each turn; runs/turns/prompts-" in said
+    (answers,) = Path("runs/turns").iterdir()
+    call(*BUILD, "--dtype", "float32", "--out", "answers")
+    stored = read_store(space / "answers")
+    monkeypatch.setattr(exporting, "TURN_TOKENS", 20)
+    config = exporting.ExportConfig(draft="draft", target="target", to="gguf", verify_with=Path("x"))
+    config = config.model_copy(update={"prompt_file": Path("prompts.jsonl")})
+    prompts = exporting._prompts(config, space / "target", 2)
+    exported, texts = exporting._target_texts(config, space / "target", prompts, 2)
+    assert timed == [asked]
+    assert [o.prompt.tolist() for o in stored.outputs] == asked
+    assert texts.prompts == [p.ids for p in exported.rows] == asked
+    checking = CheckConfig(draft="draft", target="target", prompt_file=Path("prompts.jsonl"))
+    checked = compatibility._prompts(checking, space / "target")
+    assert checked == [asked[0], asked[3], asked[4]]  # first turns: it has no target to answer them
+    score, record = read_score(space / "scored/draft"), read_record(space / "scored")
+    wanted = ["writing"] * 3 + ["math"] + ["roleplay"] * 2
+    assert [p.category for p in score.prompts] == [o.category for o in stored.outputs] == wanted
+    assert score.conditions.prompts_sha256 == stored.manifest.data_sha256 == exported.sha256
+    assert record is not None
+    assert str(answers) in record.inputs
+    assert list(Path("runs/turns").iterdir()) == [answers]  # made once
+    call(*SCORE, "--out", "again", "--prompt-file", answers)  # the last --prompt-file counts
+    assert read_score(space / "again/draft").conditions.prompts_sha256 == score.conditions.prompts_sha256
+
+
+def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
+    tokenizer = checkpoint.load_tokenizer(space / "target")
+    model = checkpoint.load_model(space / "target", torch.float32).eval()
+    with running(SmallVLLM(model, tokenizer, frozenset([1]))) as url:
+        config = ScoreServersConfig(
+            server=url, speculative_server=url, target="target", prompt_file=Path("prompts.jsonl"), max_tokens=20
+        )
+        setup = servers.with_turns(servers.set_up(config))
+    assert [prompt.ids for prompt in setup.prompts.rows] == asked
+
+
+def test_sampled_answers_are_sampled_as_asked(space):  # noqa: F811
+    lines(space, *TALKS)
+    sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=3, stop_token_ids=(1,))
+    call(*BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 3, "--out", "answers")
+    assert [o.prompt.tolist() for o in read_store(space / "answers").outputs] == by_hand(space / "target", sampling)
+    call(*BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 4, "--out", "others")
+    assert len(list(Path("runs/turns").iterdir())) == 2
+
+
+def scripted(log: list[int], fail: int = 99) -> Callable:
+    def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
+        if len(log) >= fail:
+            raise KeyboardInterrupt
+        log.append(len(prompts))
+        return [np.random.default_rng(number).integers(3, 300, 4).tolist() for number in numbers]
+
+    return answer
+
+
+def test_a_killed_run_goes_on_with_the_conversations_that_are_left(tmp_path, chatty, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(turns, "TOGETHER", 2)
+    prompts = file_prompts(lines(tmp_path, *TALKS * 3), chatty, chat="on")
+    how = {"target": "t", "sampling": GREEDY}
+    whole = turns.answered(prompts, chatty, **how, answer=scripted([]))
+    file = turns.place(prompts, "t", GREEDY)
+    assert file is not None
+    text = file.read_text()
+    file.unlink()
+    calls: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        turns.answered(prompts, chatty, **how, answer=scripted(calls, fail=4))
+    again = turns.answered(prompts, chatty, **how, answer=scripted(calls))
+    assert file.read_text() == text
+    assert again.rows == whole.rows
+    complete: list[int] = []
+    file.unlink()
+    turns.answered(prompts, chatty, **how, answer=scripted(complete))
+    assert sum(calls) < 2 * sum(complete)
+    assert turns.answered(prompts, chatty, **how, answer=scripted([], fail=0)).rows == whole.rows
+    assert [json.loads(line)["messages"][-1]["role"] for line in text.splitlines()] == ["user"] * 18
+    file.write_text(text[:-30])
+    with pytest.raises(UserError, match="is damaged; remove it"):
+        turns.answered(prompts, chatty, **how, answer=scripted([]))
+    file.write_text("".join(text.splitlines(keepends=True)[:-1]))
+    with pytest.raises(UserError, match="has 17 requests, not 18; remove it"):
+        turns.answered(prompts, chatty, **how, answer=scripted([]))
+
+
+def test_prompts_of_one_turn_are_unchanged(tmp_path, chatty, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    prompts = file_prompts(lines(tmp_path, {"prompt": "return 1"}, {"turns": ["return"]}), chatty, chat="on")
+    assert turns.answered(prompts, chatty, target="t", sampling=GREEDY, answer=scripted([], fail=0)) is prompts
+
+
+def test_other_targets_sampling_and_prompts_have_answers_of_their_own(tmp_path, chatty, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    prompts = file_prompts(lines(tmp_path, *TALKS), chatty, chat="on")
+    other = file_prompts(lines(tmp_path, *TALKS), chatty, chat="on", system_prompt="return")
+    places = {
+        turns.place(given, target, SamplingParams(max_tokens=tokens, temperature=temperature))
+        for given in (prompts, other) for target in "ab" for tokens in (4, 8) for temperature in (0.0, 1.0)
+    }  # fmt: skip
+    assert len(places) == 16
+    assert turns.place(prompts, "a", SamplingParams(max_tokens=4, stop_token_ids=(1,))) in places
+
+
+def test_turns_that_are_no_texts_are_refused(tmp_path, chatty):  # noqa: F811
+    with pytest.raises(UserError, match=r"prompts.jsonl:1: turns must be a list of texts"):
+        file_prompts(lines(tmp_path, {"turns": ["a", 3]}), chatty, chat="on")

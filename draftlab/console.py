@@ -32,22 +32,21 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def heartbeat(label: str, seconds: float = 8.0) -> Iterator[Callable[[], None]]:
-    """Report periodically during work of unknown length; call the yielded function once per pass to count passes.
+def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None]]:
+    """Report periodically during work of unknown length; call the yielded function with how far it is.
 
     Reports go to the stderr of the start, even while the block redirects it.
     """
-    console, done, count, started = Console(file=sys.stderr, soft_wrap=True), threading.Event(), 0, time.monotonic()
+    console, done, status, started = Console(file=sys.stderr, soft_wrap=True), threading.Event(), "", time.monotonic()
 
     def report() -> None:
         while not done.wait(seconds):
-            passes = f"{count} passes in " if count else ""
-            text = f"{label}: {passes}{time.monotonic() - started:.0f} s"
+            text = f"{label}: {status}{time.monotonic() - started:.0f} s"
             console.print(text, style="dim", highlight=False, markup=False)
 
-    def beat() -> None:
-        nonlocal count
-        count += 1
+    def beat(text: str) -> None:
+        nonlocal status
+        status = f"{text}, "
 
     if is_main_process():
         threading.Thread(target=report, daemon=True).start()

@@ -1,11 +1,12 @@
 """A loaded decoder as lm-eval's language model, so that accuracy needs no second copy of the weights.
 
-B prompts, T tokens of the longest one, N choices or new tokens, V vocab.
+B prompts or prefixes, N continuations, T tokens of the longest one, V vocab.
 """
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,17 @@ if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import LM
 
-BATCH_SIZE = 16
+BATCH_SIZE = 16  # of generation, and of transformers' models
+PASS_TOKENS = 4096  # of prefixes or of continuations in one pass
 LOGIT_BYTES = 2e9  # of a batch: logits, and their logarithms in float32
+KV_BYTES = 4e9  # of a batch that generates
 SAMPLING = {"temperature", "top_k", "top_p"}  # settings of sampling tasks that the engine has
 GENERATION = SAMPLING | {"do_sample", "attention_mask"}
 
 Generate = Callable[[list[list[int]], SamplingParams, list[str]], list[list[int]]]  # also stop strings -> new tokens
+Progress = Callable[[int, int], None]  # requests done, of how many
+Pair = tuple[list[int], list[int]]  # tokens of a prefix and of its continuation
+Group = tuple[list[int], list[int]]  # tokens of a prefix, and which pairs continue it
 
 
 def engine_generate(
@@ -46,7 +52,7 @@ def engine_generate(
     """Return generation by the engine, with k drafted tokens per step; HFDecoder takes one prompt at a time."""
 
     def generate(prompts: list[list[int]], sampling: SamplingParams, stops: list[str]) -> list[list[int]]:
-        rows = 1 if HFDecoder in (type(target), type(getattr(drafter, "model", None))) else len(prompts)
+        rows = _rows_at_once(target, getattr(drafter, "model", None), prompts, sampling.max_tokens + k)
         batches = (prompts[at : at + rows] for at in range(0, len(prompts), rows))
         sampling = replace(sampling, stop_token_ids=stop_token_ids)
         return [text for batch in batches for text in generate_batch(batch, sampling, stops)]
@@ -71,36 +77,16 @@ def language_model(
     tokenizer: PreTrainedTokenizerBase,
     generate: Generate | None = None,
     seed: int = 0,
-    beat: Callable[[], None] = lambda: None,
+    batch_size: int | None = None,
+    advance: Progress = lambda done, total: None,
 ) -> "LM":
     """Return lm-eval's HFLM on the weights of model, so that results compare with published ones.
 
-    generate: generates the answers of generation tasks instead of the model alone; greedy ones only. beat: called at
-    every pass over a batch.
+    generate: generates the answers of generation tasks instead of the model alone; greedy ones only. batch_size: most
+    texts per pass; default: as many as memory allows.
     """
-    hflm = _hflm()
-
-    class Engine(hflm):
-        """HFLM with passes and generation by the decoder."""
-
-        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-            beat()
-            return forward_uncached(model, inps, last=0)
-
-        def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-            beat()
-            if generate is None and isinstance(model, HFDecoder):
-                return super()._model_generate(context, max_length, stop, **settings)
-            sampling = _sampling(settings, max_length - context.shape[1], seed)
-            if generate is not None and sampling.temperature:
-                raise UserError("an lm-eval task samples its answers; with a draft they must be greedy")
-            mask = settings["attention_mask"].bool()
-            prompts = [row[real].tolist() for row, real in zip(context, mask, strict=True)]
-            new = (generate or by_model)(prompts, sampling, stop)
-            return torch.cat([context.cpu(), _padded(new, self.tokenizer.pad_token_id)], 1)  # [B, T + N]
-
-    by_model = engine_generate(model, None, 0, tokenizer, checkpoint.eos_token_ids(directory))
-    return _hflm_around(Engine, model, directory, tokenizer)
+    kind = _engine_class(model, generate, seed, batch_size, advance)
+    return _hflm_around(kind, model, directory, tokenizer, batch_size)
 
 
 def code_model(
@@ -108,7 +94,8 @@ def code_model(
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
     window: int,
-    beat: Callable[[], None] = lambda: None,
+    batch_size: int | None = None,
+    advance: Progress = lambda done, total: None,
 ) -> "LM":
     """Return language_model corrected for code: choices start at a token of the whole text, after a single bos.
 
@@ -116,40 +103,113 @@ def code_model(
     token spans punctuation, line break and indentation, as in code tokenizers, the model would not see the line break.
     And where a tokenizer adds bos, bos would be predicted from bos at the start of every document.
     """
-    hflm = _hflm()
 
-    class Code(hflm):
-        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-            beat()
-            return forward_uncached(model, inps, last=0)
-
+    class Code(_engine_class(model, None, 0, batch_size, advance)):
         def loglikelihood(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             groups = itertools.groupby((request.arguments for request in requests), key=lambda pair: pair[0])
             split = (_split(tokenizer, text, [pair[1] for pair in pairs], window) for text, pairs in groups)
-            return [score for prefix, rest in split for score in scored(prefix, rest)]
+            return self._loglikelihood_tokens([(None, prefix, choice) for prefix, rest in split for choice in rest])
 
-    def scored(prefix: list[int], continuations: list[list[int]]) -> list[tuple[float, bool]]:
-        beat()
-        return continuation_log_probs(model, prefix, continuations)
+    return _hflm_around(Code, model, directory, tokenizer, batch_size, max_length=window, add_bos_token=False)
 
-    return _hflm_around(Code, model, directory, tokenizer, max_length=window, add_bos_token=False)
+
+def _engine_class(
+    model: Decoder, generate: Generate | None, seed: int, batch_size: int | None, advance: Progress
+) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    hflm: Any = HFLM  # the decorator that registers it hides its constructor from type checkers
+
+    class Engine(hflm):
+        """HFLM with passes and generation by the decoder."""
+
+        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+            return forward_uncached(model, inps, last=0)
+
+        def _loglikelihood_tokens(
+            self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **options: Any
+        ) -> list[tuple[float, bool]]:
+            if not isinstance(model, Llama):
+                return super()._loglikelihood_tokens(requests, disable_tqdm, **options)
+            wholes = [(context + choice)[-(self.max_length + 1) :] for _, context, choice in requests]
+            lengths = [len(choice) for _, _, choice in requests]
+            pairs = [(whole[:-n], whole[-n:]) for whole, n in zip(wholes, lengths, strict=True)]
+            return continuation_log_probs(model, pairs, batch_size, advance)
+
+        def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
+            if generate is None and isinstance(model, HFDecoder):
+                return super()._model_generate(context, max_length, stop, **settings)
+            sampling = _sampling(settings, max_length - context.shape[1], seed)
+            if generate is not None and sampling.temperature:
+                raise UserError("an lm-eval task samples its answers; with a draft they must be greedy")
+            mask = settings["attention_mask"].bool()
+            prompts = [row[real].tolist() for row, real in zip(context, mask, strict=True)]
+            new = (generate or self.by_model)(prompts, sampling, stop)
+            return torch.cat([context.cpu(), _padded(new, self.tokenizer.pad_token_id)], 1)  # [B, T + N]
+
+    return Engine
 
 
 @torch.inference_mode()
 def continuation_log_probs(
-    model: Decoder, prefix: list[int], continuations: list[list[int]]
+    model: Llama, pairs: Sequence[Pair], batch_size: int | None = None, advance: Progress = lambda done, total: None
 ) -> list[tuple[float, bool]]:
-    """Return the log-probability of each continuation of prefix, and whether greedy decoding would generate it.
+    """Return the log-probability of each continuation of a prefix, and whether greedy decoding would generate it.
 
-    The prefix, of two tokens or more, runs once for all; the four choices of an item cost little more than one.
+    A prefix runs once for all its continuations; the four choices of an item cost little more than one.
     """
-    ids = [torch.tensor(c, device=model.device) for c in continuations]
-    head = torch.tensor(prefix, device=model.device)
-    cache = model.new_cache(1, len(prefix) + max(map(len, ids)) - 1)
-    model.forward(head[None, :-1], cache, last=1)
-    rows = pad_sequence([torch.cat([head[-1:], i[:-1]]) for i in ids], batch_first=True)  # [N, T]
-    log_probs = model.forward(rows, cache.expand(len(ids))).float().log_softmax(-1)  # [N, T, V]
-    return [_chosen(row[: len(i)], i) for row, i in zip(log_probs, ids, strict=True)]
+    scores: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+    done = 0
+    for batch in _batches(model, pairs, batch_size or len(pairs)):
+        members = [i for _, group in batch for i in group]
+        for i, score in zip(members, _batch_log_probs(model, pairs, batch), strict=True):
+            scores[i] = score
+        done += len(members)
+        advance(done, len(pairs))
+    return scores
+
+
+def _batches(model: Llama, pairs: Sequence[Pair], batch_size: int) -> Iterator[list[Group]]:
+    """Yield batches of prefixes with what continues them, the longest first."""
+    most = int(max(1, LOGIT_BYTES // (2 * 4 * model.shape.vocab)))  # tokens with logits in one pass
+
+    def widest(groups: Sequence[Group]) -> int:
+        return max(len(pairs[i][1]) for _, members in groups for i in members)
+
+    def fits(groups: Sequence[Group]) -> bool:
+        rows, width = sum(len(members) for _, members in groups), widest(groups)
+        longest = max(len(prefix) for prefix, _ in groups) - 1
+        together = max(len(groups) * longest, rows * width) <= PASS_TOKENS and longest + width <= model.context
+        return rows <= batch_size and rows * width <= most and together
+
+    prefixes: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, (prefix, _) in enumerate(pairs):
+        prefixes[tuple(prefix)].append(i)
+    waiting: list[Group] = []
+    groups = [(list(prefix), members) for prefix, members in prefixes.items()]
+    for prefix, members in sorted(groups, key=lambda group: -len(group[0]) - widest([group])):
+        rows = max(1, min(batch_size, most // widest([([], members)])))
+        for at in range(0, len(members), rows):
+            group = (prefix, members[at : at + rows])
+            if waiting and not fits([*waiting, group]):
+                yield waiting
+                waiting = []
+            waiting.append(group)
+    if waiting:
+        yield waiting
+
+
+def _batch_log_probs(model: Llama, pairs: Sequence[Pair], batch: Sequence[Group]) -> list[tuple[float, bool]]:
+    heads = [prefix[:-1] for prefix, _ in batch]
+    texts = [(prefix, pairs[i][1]) for prefix, members in batch for i in members]
+    rows = _padded([[prefix[-1], *ids[:-1]] for prefix, ids in texts]).to(model.device)  # [N, T]
+    longest = max(map(len, heads))
+    cache = model.new_cache(len(batch), longest + rows.shape[1])
+    if longest:
+        model.forward(_padded(heads).to(model.device), cache, last=1)
+        cache.used = [len(head) for head in heads]
+    logits = model.forward(rows, cache.expand([len(members) for _, members in batch]))  # [N, T, V]
+    return [_chosen(row[: len(ids)], ids) for row, (_, ids) in zip(logits, texts, strict=True)]
 
 
 def with_whole_head(model: Decoder, directory: Path) -> Decoder:
@@ -169,7 +229,12 @@ def batch_size_for(window: int, vocab: int) -> int:
 
 
 def _hflm_around(
-    kind: Any, model: Decoder, directory: Path, tokenizer: PreTrainedTokenizerBase, **settings: Any
+    kind: Any,
+    model: Decoder,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int | None,
+    **settings: Any,
 ) -> "LM":
     """Build an HFLM; it reads only the config of its model, so one without weights serves for the engine's models."""
     shell = (
@@ -179,7 +244,11 @@ def _hflm_around(
     )
     lm = kind(shell, tokenizer=tokenizer, **settings)
     lm._device, lm._max_length = model.device, min(lm.max_length, model.context)
-    lm.batch_size_per_gpu = batch_size_for(lm.max_length, model_vocab_size(model) or len(tokenizer))
+    lm.by_model = engine_generate(model, None, 0, tokenizer, checkpoint.eos_token_ids(directory))
+    most = BATCH_SIZE
+    if not isinstance(model, Llama):
+        most = batch_size_for(lm.max_length, model_vocab_size(model) or len(tokenizer))
+    lm.batch_size_per_gpu = batch_size or most
     return lm
 
 
@@ -199,9 +268,19 @@ def _sampling(settings: dict[str, Any], max_tokens: int, seed: int) -> SamplingP
     )
 
 
-def _chosen(log_probs: Tensor, ids: Tensor) -> tuple[float, bool]:
-    picked = log_probs.gather(-1, ids[:, None])  # [T, 1]
-    return float(picked.sum()), bool((log_probs.argmax(-1) == ids).all())
+def _chosen(logits: Tensor, ids: list[int]) -> tuple[float, bool]:
+    chosen = torch.tensor(ids, device=logits.device)
+    picked = logits.float().log_softmax(-1).gather(-1, chosen[:, None])  # [T, 1]
+    return float(picked.sum()), bool((logits.argmax(-1) == chosen).all())
+
+
+def _rows_at_once(target: Decoder, draft: Decoder | None, prompts: list[list[int]], new_tokens: int) -> int:
+    """Return how many prompts the caches of both models may hold together."""
+    if HFDecoder in (type(target), type(draft)):
+        return 1
+    models = [model for model in (target, draft) if isinstance(model, Llama)]
+    per_token = sum(model.shape.kv_bytes_per_token(model.embed.itemsize) for model in models)
+    return int(max(1, KV_BYTES // (per_token * (max(map(len, prompts)) + new_tokens))))
 
 
 def _split(
@@ -218,12 +297,5 @@ def _split(
     return context[first:shared], [whole[shared:] for whole in wholes]
 
 
-def _hflm() -> Any:
-    """Return HFLM untyped: the decorator that registers it hides its constructor from type checkers."""
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM
-
-
-def _padded(texts: Sequence[Sequence[int]], pad: int) -> Tensor:
+def _padded(texts: Sequence[Sequence[int]], pad: int = 0) -> Tensor:
     return pad_sequence([torch.tensor(t, dtype=torch.long) for t in texts], batch_first=True, padding_value=pad)

@@ -12,7 +12,15 @@ from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun
 from draftlab.benchmark.example import record_example
 from draftlab.benchmark.lm_eval_model import engine_generate, with_whole_head
 from draftlab.benchmark.lm_eval_tasks import Tasks, evaluate_tasks, prepare
-from draftlab.benchmark.setup import Setup, check_context, check_memory, quantized_drafts, set_up, shared_conditions
+from draftlab.benchmark.setup import (
+    Setup,
+    check_context,
+    check_memory,
+    quantized_drafts,
+    set_up,
+    shared_conditions,
+    task_options,
+)
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.config.drafters import WidthsSpec
 from draftlab.config.score import ScoreConfig
@@ -277,15 +285,12 @@ def _model(decoder: Decoder | None, name: str, path: Path | None, tasks: list[Ta
 
 def _load_tasks(setup: Setup) -> Tasks:
     config = setup.config
-    if config.task_names:
-        note(f"data of {', '.join(config.task_names)}")
-    return prepare(config.task_names, limit=config.task_limit, seed=config.seed, data=config.data)
+    return prepare(config.task_names, task_options(config), config.data)
 
 
 def _task_results(model: Decoder, directory: Path, tasks: Tasks) -> list[TaskResult]:
     if not len(tasks):
         return []
-    note(f"lm-eval on {hub.checkpoint_name(directory)}")
     return evaluate_tasks(with_whole_head(model, directory), directory, tasks)
 
 

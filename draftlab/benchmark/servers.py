@@ -20,6 +20,7 @@ from draftlab.latency.machine_state import read_environment, warm_up, warn_if_bu
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.prompts import Prompts, load_prompts
+from draftlab.results.accuracy import Accuracies
 from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.results.score import Conditions, Environment, Model, Prompt, Score
 from draftlab.sampling import SamplingParams
@@ -39,6 +40,7 @@ class ServerSetup:
     speculative: Server
     tokenizer: Path
     prompts: Prompts
+    accuracies: Accuracies
 
 
 @dataclass(slots=True)
@@ -111,6 +113,8 @@ def describe(config: ScoreServersConfig) -> dict[str, object]:
 
 def set_up(config: ScoreServersConfig) -> ServerSetup:
     """Connect to both servers and read the prompts."""
+    accuracies, draft = Accuracies(config.accuracy), _model(Path(config.draft), config.draft)
+    accuracies.check([(draft.name, draft.sha256)])
     place = config.tokenizer or hub.locate(config.target, weights=False)
     source = config.data if config.prompt_file else hub.check_data(config.data)
     plain, speculative = (
@@ -122,7 +126,9 @@ def set_up(config: ScoreServersConfig) -> ServerSetup:
             config.prompt_file, source, checkpoint.load_tokenizer(place), count=config.num_prompts,
             tokens=config.prompt_tokens, seed=config.seed, chat=config.chat, system_prompt=config.system_prompt,
         )  # fmt: skip
-    return ServerSetup(config=config, plain=plain, speculative=speculative, tokenizer=place, prompts=prompts)
+    return ServerSetup(
+        config=config, plain=plain, speculative=speculative, tokenizer=place, prompts=prompts, accuracies=accuracies
+    )
 
 
 def with_turns(setup: ServerSetup) -> ServerSetup:
@@ -218,8 +224,8 @@ def _score(setup: ServerSetup, plain: Answers, speculative: Answers, environment
             )
     return Score(
         name=Path(config.draft).name,
-        target=_model(setup.tokenizer, setup.plain.model),
-        draft=_model(Path(config.draft), config.draft),
+        target=setup.accuracies.join(_model(setup.tokenizer, setup.plain.model)),
+        draft=setup.accuracies.join(_model(Path(config.draft), config.draft)),
         conditions=_conditions(setup),
         environment=environment,
         prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in setup.prompts.rows],

@@ -12,7 +12,7 @@ import torch
 
 from draftlab import provenance, turns
 from draftlab.benchmark.drafter_factory import check_rule, check_target
-from draftlab.benchmark.lm_eval_tasks import check_tasks
+from draftlab.benchmark.lm_eval_tasks import TaskOptions, check_chat_template, check_tasks
 from draftlab.config import shared
 from draftlab.config.drafters import DrafterSpec, DraftModelSpec, EagleSpec, MedusaSpec
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
@@ -132,6 +132,14 @@ def shared_conditions(config: ScoreConfig | ScoreServersConfig, prompts: Prompts
     }  # fmt: skip
 
 
+def task_options(config: ScoreConfig) -> TaskOptions:
+    """Return how lm-eval evaluates the tasks of a score."""
+    return TaskOptions(
+        limit=config.task_limit, num_fewshot=config.num_fewshot, apply_chat_template=config.apply_chat_template,
+        batch_size=config.task_batch_size, seed=config.seed, include_path=config.include_path,
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def quantized_drafts(setup: Setup) -> Iterator[Setup]:
     """Yield the setup with copies in place of drafts that are to be rounded, as NAME@q8_0."""
@@ -207,7 +215,10 @@ def _check(setup: Setup) -> None:
         raise UserError(f"--draft-int8 needs mode native, and this runs in mode {setup.mode}")
     contexts = {name: max_model_len(path) for name, path in {"": setup.target, **setup.drafts}.items()}
     check_context(contexts, setup, max(config.k))
-    check_tasks(config.task_names)  # last: lm-eval reads thousands of files
+    options = task_options(config)
+    for path in (setup.target, *setup.drafts.values()):
+        check_chat_template(path, options)
+    check_tasks(config.task_names, options)  # last: lm-eval reads thousands of files
 
 
 def _check_parallel(draft: Path, config: ScoreConfig) -> None:

@@ -10,7 +10,7 @@ from draftlab.commands.make import design, import_checkpoint, init, tokenizer
 from draftlab.commands.medusa import medusa
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.results import compare, report
-from draftlab.commands.score import score, score_servers
+from draftlab.commands.score import accuracy, score, score_servers
 from draftlab.commands.search import search
 from draftlab.commands.train import distill, online_rollback, online_update, train
 
@@ -20,7 +20,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         design, prune, distill, search, prune_masks, eagle, medusa, train, tokenizer, outputs.build,
         outputs.import_file, outputs.verify, outputs.info,
     ),
-    "Measure": (score, compare, report, score_servers),
+    "Measure": (score, accuracy, compare, report, score_servers),
     "Predict": (profile, predict, law, law_fit, outputs.replay),
     "Ship": (check, export, online_update, online_rollback),
 }  # fmt: skip

@@ -48,6 +48,7 @@ def predict(config: PredictConfig) -> Outcome:
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
     from draftlab.latency.predict import verdict
     from draftlab.latency.predict_pairs import predict_drafts
+    from draftlab.results.tables import accuracy_table
 
     drafts = predict_drafts(config)
     predictions = [draft.prediction for draft in drafts]
@@ -55,6 +56,8 @@ def predict(config: PredictConfig) -> Outcome:
     show: list[object] = [draft_table(predictions) if several else k_table(predictions[0])]
     show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
+    if accuracy := [(p.name, draft.tasks) for p, draft in zip(predictions, drafts, strict=True) if draft.tasks]:
+        show.append(accuracy_table(accuracy))
     show += [f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)]
     return Outcome(path=None, show=show, data={"predictions": [draft.as_dict() for draft in drafts]})
 

@@ -1,8 +1,9 @@
-"""Commands that measure a draft: score, score-servers."""
+"""Commands that measure a draft: score, score-servers, accuracy."""
 
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
+from draftlab.config.accuracy import AccuracyConfig
 from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSettings
 from draftlab.console import note_if_slow
 from draftlab.output import Output
@@ -29,6 +30,23 @@ def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
     if output.dry_run:
         return plan(output, servers.describe(config))
     return _outcome([servers.score(config, output)], output, config)
+
+
+@command(AccuracyConfig, dry_run=True)
+def accuracy(config: AccuracyConfig, output: Output) -> Outcome:
+    """Measure the accuracy of models on tasks of lm-eval; the output joins scores, predictions and reports."""
+    with note_if_slow("loading torch and transformers"):
+        from draftlab.benchmark import accuracy as benchmark
+    from draftlab.results.tables import accuracy_table
+
+    if output.dry_run:
+        return plan(output, benchmark.describe(config))
+    result = benchmark.measure_accuracy(config, output)
+    without_items = {"models": {"__all__": {"results": {"__all__": {"items"}}}}}
+    data = {"out": str(output.out), **result.model_dump(mode="json", exclude=without_items)}
+    return Outcome(
+        path=output.out, show=[accuracy_table([(m.name, m.results) for m in result.models]), str(output.out)], data=data
+    )
 
 
 def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -> Outcome:

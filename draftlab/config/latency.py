@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import model_validator
 from typing_extensions import Self
 
+from draftlab.config.accuracy import accuracy_of
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import EngineMode, WeightsDtype, device, device_map, dtype, mode, source, threads
 
@@ -80,6 +81,7 @@ class PredictConfig(Config):
     batch: Numbers = numbers("1", "Batch sizes, as 1,4,16; results by K are of the smallest.")
     context: Numbers | None = option(None, "Prompt lengths. Default: those of the texts, or 128.", typed=str)
     max_tokens: int = option(128, "Tokens per text, with --alpha or --acceptance-length.", ge=2)
+    accuracy: list[Path] = accuracy_of("with the drafts, shown beside their speed-ups")
     extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
 
     only = (

@@ -7,6 +7,7 @@ from pydantic import BaseModel, model_validator
 from typing_extensions import Self
 
 from draftlab.config import shared
+from draftlab.config.accuracy import TASKS, TaskSettings, accuracy_of
 from draftlab.config.base import SERVER, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.drafters import DrafterSpec, DraftModelSpec, parse_drafter
 from draftlab.errors import UserError
@@ -14,7 +15,6 @@ from draftlab.model.hub import checkpoint_name
 from draftlab.sampling import SamplingParams
 
 RuleName = Literal["rejection", "match", "block", "recursive", "k-sequential"]
-CODE_TASKS = "code_next_line,code_bits_per_byte"
 _GREEDY = "greedy decoding does not use it; add --temperature"
 
 
@@ -66,13 +66,16 @@ class DraftSettings(BaseModel):
     target: str = shared.target()
 
 
-class ScoreConfig(OutputConfig, ThresholdSettings, GenerationSettings, PromptSettings, DraftSettings):
+class ScoreConfig(OutputConfig, ThresholdSettings, TaskSettings, GenerationSettings, PromptSettings, DraftSettings):
     """Settings of score."""
 
     k: Numbers = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
-    tasks: str = option(CODE_TASKS, "lm-eval tasks, separated by commas; none: no tasks.")
-    task_limit: int = option(200, "Items per task.", ge=1, advanced=True)
+    tasks: str = option("none", "lm-eval tasks to measure accuracy on as well, separated by commas.", panel=TASKS)
+    task_limit: int = option(200, "Items per task.", ge=1, panel=TASKS, advanced=True)
+    task_batch_size: int | None = option(
+        None, "Most texts of a task per pass. Default: as many as memory allows.", ge=1, panel=TASKS, advanced=True
+    )
     repeats: int = option(3, "Times that every prompt is decoded in every way.", ge=1, advanced=True)
     rule: RuleName = option("rejection", "Verify rule for sampled drafts.", panel=shared.SAMPLING, advanced=True)
     mode: shared.EngineMode = shared.mode()
@@ -84,7 +87,11 @@ class ScoreConfig(OutputConfig, ThresholdSettings, GenerationSettings, PromptSet
 
     only = (
         Only(("rule", "top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
-        Only(("task_limit",), lambda c: c.tasks != "none", "there are no tasks"),
+        Only(
+            ("task_limit", "task_batch_size", "num_fewshot", "apply_chat_template", "include_path"),
+            lambda c: c.tasks != "none",
+            "needs --tasks",
+        ),
         Only(("draft_int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
         *shared.CHAT_RULES,
     )  # fmt: skip
@@ -135,6 +142,7 @@ class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, Pr
     api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
     draft: str = option("draft", "Name of the draft, or its directory.")
     repeats: int = option(3, "Times that every prompt is sent to each server.", ge=1, advanced=True)
+    accuracy: list[Path] = accuracy_of("with the draft, for the score")
 
     only = (
         Only(("top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),

@@ -13,6 +13,8 @@ from draftlab.latency.roofline import parse_profile
 from draftlab.latency.scaling_law import read_law
 from draftlab.latency.workload import Workload, constant_workload, workload_of_replay, workload_of_score
 from draftlab.prune.trial_model import prunable_shape
+from draftlab.results.accuracy import Accuracies
+from draftlab.results.score import TaskResult
 
 ASSUMED_PROMPT = 128
 
@@ -29,11 +31,21 @@ class BestK:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Acceptance, and the name and hash of the draft model that it is of; None: assumed."""
+
+    work: Workload
+    model: tuple[str, str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPrediction:
     """One draft: every K at the smallest batch and first context, and the best K at all of them."""
 
     prediction: Prediction
     best_ks: list[BestK]
+    model: tuple[str, str | None]  # name and hash of the draft model
+    tasks: list[TaskResult]
 
     def as_dict(self) -> dict[str, Any]:
         rows = [
@@ -43,7 +55,11 @@ class DraftPrediction:
             for row in self.prediction.rows
         ]
         grid = [asdict(best) for best in self.best_ks]
-        return asdict(self.prediction) | {"rows": rows, "best_k": self.prediction.best.k, "best_ks": grid}
+        tasks = [result.model_dump() for result in self.tasks]
+        return asdict(self.prediction) | {
+            "rows": rows, "best_k": self.prediction.best.k, "best_ks": grid, "draft_model": self.model[0],
+            "draft_sha256": self.model[1], "tasks": tasks,
+        }  # fmt: skip
 
 
 def predict_drafts(config: PredictConfig) -> list[DraftPrediction]:
@@ -52,22 +68,35 @@ def predict_drafts(config: PredictConfig) -> list[DraftPrediction]:
     Raises:
         UserError: what cannot be read, or lies outside the profiles.
     """
-    works = _workloads(config)
-    works *= len(config.draft_profile) // len(works)
-    prompts = config.context or [None]
+    accuracies, sources = Accuracies(config.accuracy), _sources(config)
+    sources *= len(config.draft_profile) // len(sources)
+    works, prompts = [source.work for source in sources], config.context or [None]
     longest = max(_at(work, prompt).longest for work in works for prompt in prompts) + max(config.k)
     target, *drafts = (_cost(spec, config, longest) for spec in (config.target_profile, *config.draft_profile))
-    return [_predict(draft, target, work, config) for draft, work in zip(drafts, works, strict=True)]
+    pairs = list(zip(drafts, sources, strict=True))
+    models = [source.model or (draft.profile.name, draft.profile.sha256) for draft, source in pairs]
+    accuracies.check(models)
+    return [
+        _predict(draft, target, source.work, config, model, accuracies.of(*model))
+        for (draft, source), model in zip(pairs, models, strict=True)
+    ]
 
 
-def _predict(draft: CostModel, target: CostModel, work: Workload, config: PredictConfig) -> DraftPrediction:
+def _predict(
+    draft: CostModel,
+    target: CostModel,
+    work: Workload,
+    config: PredictConfig,
+    model: tuple[str, str | None],
+    tasks: list[TaskResult],
+) -> DraftPrediction:
     prompts = config.context or [None]
     grid = []
     for batch, prompt in product(config.batch, prompts):
         k, speedup, rate = best_k(draft, target, _at(work, prompt), config.k, batch)
         grid.append(BestK(batch=batch, prompt_tokens=prompt, k=k, speedup=speedup, tokens_per_second=rate))
     prediction = predict(draft, target, _at(work, prompts[0]), config.k, config.batch[0])
-    return DraftPrediction(prediction=prediction, best_ks=grid)
+    return DraftPrediction(prediction=prediction, best_ks=grid, model=model, tasks=tasks)
 
 
 def _at(work: Workload, prompt_tokens: int | None) -> Workload:
@@ -85,16 +114,18 @@ def _cost(spec: str, config: PredictConfig, longest: int) -> CostModel:
     return CostModel.of(profile, extrapolate=config.extrapolate)
 
 
-def _workloads(config: PredictConfig) -> list[Workload]:
+def _sources(config: PredictConfig) -> list[Source]:
     """Return acceptance from the one source that the config names."""
     if config.replay:
         from draftlab.target_outputs.replay import read_replay
 
-        return [workload_of_replay(read_replay(path)) for path in config.replay]
+        replays = map(read_replay, config.replay)
+        return [Source(work=workload_of_replay(each), model=(each.draft, each.draft_sha256)) for each in replays]
     if config.score:
         from draftlab.results.score import read_score
 
-        return [workload_of_score(read_score(path)) for path in config.score]
+        scores = map(read_score, config.score)
+        return [Source(work=workload_of_score(each), model=(each.draft.name, each.draft.sha256)) for each in scores]
     alpha = config.alpha
     if config.acceptance_length is not None:
         length, _, k = config.acceptance_length.partition("@")
@@ -104,4 +135,4 @@ def _workloads(config: PredictConfig) -> list[Workload]:
             text = config.acceptance_length
             raise UserError(f"--acceptance-length {text!r}: write the length and its K, as 2.8@4") from None
     assert alpha is not None  # the config names one source
-    return [constant_workload(alpha, tokens=config.max_tokens, prompt_tokens=ASSUMED_PROMPT)]
+    return [Source(work=constant_workload(alpha, tokens=config.max_tokens, prompt_tokens=ASSUMED_PROMPT))]

@@ -23,10 +23,6 @@ class KVCache(Protocol):
 
     used: list[int]
 
-    def expand(self, rows: int) -> Any:
-        """Return the cache of one row, repeated for several."""
-        ...
-
 
 class Decoder(Protocol):
     """A model that decodes with a cache; llama.Llama is one."""

@@ -22,10 +22,6 @@ class HFCache:
     past: DynamicCache
     used: list[int]
 
-    def expand(self, rows: int) -> "HFCache":
-        self.past.batch_repeat_interleave(rows)
-        return HFCache(self.past, self.used * rows)
-
 
 class HFDecoder:
     """A transformers model as a Decoder, in memory or spread over devices by accelerate."""

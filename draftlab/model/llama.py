@@ -75,11 +75,11 @@ class Cache:
         layers = None if layers is None else LayerStates(layers.ids, layers.states[kept])
         return Cache(self.keys[:, kept], self.values[:, kept], used, states, layers)
 
-    def expand(self, rows: int) -> "Cache":
-        """Return the cache of one row, repeated for several."""
-        layers, _, *size = self.keys.shape
-        keys, values = (cached.expand(layers, rows, *size).contiguous() for cached in (self.keys, self.values))
-        return Cache(keys, values, self.used * rows)
+    def expand(self, counts: Sequence[int]) -> "Cache":
+        """Return the cache with each row repeated, [sum(counts)] rows."""
+        repeats = torch.tensor(counts, device=self.keys.device)
+        keys, values = (cached.repeat_interleave(repeats, 1) for cached in (self.keys, self.values))
+        return Cache(keys, values, [used for used, n in zip(self.used, counts, strict=True) for _ in range(n)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from draftlab import intervals
 from draftlab.errors import UserError
 from draftlab.files import validation_text
 from draftlab.intervals import Interval, bootstrap, interval
+from draftlab.results.accuracy import Accuracies
 from draftlab.results.score import Score, TaskResult, read_score
 from draftlab.results.tables import terminal_table
 
@@ -42,6 +43,9 @@ class _Prediction(_Read):
     name: str
     target: str
     rows: list[_Row]
+    draft_model: str = ""
+    draft_sha256: str | None = None
+    tasks: list[TaskResult] = []
 
 
 class _Predictions(_Read):
@@ -59,6 +63,8 @@ class Candidate:
     tokens_per_second: float
     speedup: Interval
     score: Score | None
+    model: tuple[str, str | None]  # name and hash of the draft model
+    tasks: list[TaskResult]
 
     @property
     def output_differs(self) -> bool:
@@ -108,8 +114,10 @@ class Ranked:
         return None if ratio is None or ratio.n < 2 else ratio.high < 1
 
 
-def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
+def read_candidates(paths: Sequence[Path], accuracies: Sequence[Path] = ()) -> list[Candidate]:
     """Read scores, directories of scores, and what `predict --json` printed.
+
+    accuracies: outputs of draftlab accuracy to join.
 
     Raises:
         UserError: there is none, or a file is neither.
@@ -118,6 +126,7 @@ def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
     read = [(candidate, file) for file in files for candidate in _read_file(file)]
     if not read:
         raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
+    read = list(zip(_with_accuracy([c for c, _ in read], accuracies), (file for _, file in read), strict=True))
     names = [candidate.name for candidate, _ in read]
     return [c if names.count(c.name) == 1 else replace(c, name=f"{c.name} in {file.parent}") for c, file in read]
 
@@ -133,6 +142,8 @@ def candidate_of(score: Score) -> Candidate:
         tokens_per_second=score.output_tps(k),
         speedup=score.best_k_speedup,
         score=score,
+        model=(score.draft.name, score.draft.sha256),
+        tasks=score.draft.tasks,
     )
 
 
@@ -251,6 +262,7 @@ def as_dict(ranked: Ranked) -> dict[str, Any]:
         "speedup": c.speedup.model_dump(), "identical": not c.output_differs,
         "ratio_to_fastest": ranked.ratio_to_fastest and ranked.ratio_to_fastest.model_dump(),
         "same_prompts": ranked.paired, "significant": ranked.significant,
+        "accuracy": [r.model_dump(exclude={"items"}) for r in c.tasks],
         "tasks": tests, "categories": category_rows(c.score) if c.score else [],
     }  # fmt: skip
 
@@ -264,6 +276,12 @@ def _first_line(c: Candidate) -> str:
     if c.speedup.low <= 1:
         return f"No draft is significantly faster than plain decoding; the best is {c.name} with {c.speedup} {at}."
     return f"{c.name} is fastest: {c.speedup.value:.2f}x {at}."
+
+
+def _with_accuracy(candidates: list[Candidate], paths: Sequence[Path]) -> list[Candidate]:
+    accuracies = Accuracies(paths)
+    accuracies.check([c.model for c in candidates])
+    return [replace(c, tasks=accuracies.added(c.tasks, *c.model)) for c in candidates]
 
 
 def _discounted(c: Candidate) -> str:
@@ -288,21 +306,21 @@ def _read_file(file: Path) -> Iterator[Candidate]:
         yield Candidate(
             name=prediction.name, target=target, k=row.k, tokens_per_pass=row.tokens_per_pass.value,
             tokens_per_second=row.tokens_per_second, speedup=row.speedup, score=None,
+            model=(prediction.draft_model, prediction.draft_sha256), tasks=prediction.tasks,
         )  # fmt: skip
 
 
 def _ranked(candidate: Candidate, fastest: Candidate) -> Ranked:
-    a, b = candidate.score, fastest.score
+    a, b, tests = candidate.score, fastest.score, paired_tests(candidate.tasks, fastest.tasks)
     if a is None or b is None:
-        return Ranked(candidate=candidate, ratio_to_fastest=None, paired=False, tasks=[])
-    tests = paired_tests(a.draft.tasks, b.draft.tasks)
+        return Ranked(candidate=candidate, ratio_to_fastest=None, paired=False, tasks=tests)
     return Ranked(candidate=candidate, ratio_to_fastest=speedup_ratio(a, b), paired=same_prompts(a, b), tasks=tests)
 
 
 def _row(ranked: Ranked) -> list[str]:
     c, ratio = ranked.candidate, ranked.ratio_to_fastest
     gain = f"{c.speedup.value:.2f}x" + (f"\n{c.speedup.low:.2f}-{c.speedup.high:.2f}" if c.speedup.n > 1 else "")
-    accuracy = [r.value for r in c.score.draft.tasks if r.metric == "acc"] if c.score else []
+    accuracy = [r.value for r in c.tasks if r.metric == "acc"]
     mark = "~ " if ranked.significant is False else ""
     return [
         mark + c.name + ("" if c.score else " (predicted)"),

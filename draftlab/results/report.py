@@ -11,6 +11,7 @@ from draftlab.errors import UserError
 from draftlab.model.shape import format_count
 from draftlab.output import Output
 from draftlab.results import page, plots
+from draftlab.results.accuracy import with_accuracy
 from draftlab.results.leaderboard import (
     COLOURS,
     DARK_COLOURS,
@@ -79,8 +80,10 @@ def html(scores: list[Score], command: str) -> str:
     return written.strip() + "\n"
 
 
-def write_report(paths: Sequence[Path], output: Output) -> list[Score]:
+def write_report(paths: Sequence[Path], output: Output, accuracies: Sequence[Path] = ()) -> list[Score]:
     """Write report.html and report.md from score.json files and directories of them; return the scores.
+
+    accuracies: outputs of draftlab accuracy to join.
 
     Raises:
         UserError: there is none, or a file is not a score.
@@ -88,11 +91,11 @@ def write_report(paths: Sequence[Path], output: Output) -> list[Score]:
     files = [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
     if not files:
         raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
-    scores = list(map(read_score, files))
+    scores = with_accuracy(list(map(read_score, files)), accuracies)
     with output.directory() as work:
         (work / "report.html").write_text(html(scores, output.command_line))
         (work / "report.md").write_text(markdown(scores))
-        output.record(work, files)
+        output.record(work, [*files, *accuracies])
     return scores
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from draftlab.model.shape import Shape, format_count
 from draftlab.results.leaderboard import NO_DRAFT, Entry, leaderboard, plain_rank, plain_speed
-from draftlab.results.score import Score
+from draftlab.results.score import Score, TaskResult
 
 SCORE_HEADS = (
     "draft\nshape, size", "draft ms\nc", "K", "accept\nrate", "tokens per\ntarget pass", "tok/s\nplain",
@@ -56,6 +56,23 @@ def score_table(scores: list[Score]) -> Table:
         f"n = {' to '.join(map(str, sorted({min(prompts), max(prompts)})))}. KV bytes: per token."
         + (f" acc: {task}." if task else "")
     )
+    return table
+
+
+def accuracy_table(models: Sequence[tuple[str, Sequence[TaskResult]]]) -> Table:
+    """Return one row per task, metric and model, of models with their names."""
+    results = [(name, result) for name, tasks in models for result in tasks]
+    order = {key: None for _, r in results for key in [(r.task, r.metric)]}
+    rows = [
+        [
+            *((task, metric) if i == 0 else ("", "")), name, f"{r.value:.4f}",
+            "–" if r.stderr is None else f"{r.stderr:.4f}", str(len(r.items) or "–"),
+        ]
+        for task, metric in order
+        for i, (name, r) in enumerate((n, r) for n, r in results if (r.task, r.metric) == (task, metric))
+    ]  # fmt: skip
+    table = terminal_table(("task", "metric", "model", "value", "standard\nerror", "items"), rows, flexible=0)
+    table.caption = Text("Standard error: lm-eval's. Compare models with draftlab compare --accuracy: paired tests.")
     return table
 
 

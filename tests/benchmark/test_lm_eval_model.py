@@ -11,7 +11,7 @@ from test_report import ACC, change, model, score
 
 from draftlab.benchmark import lm_eval_model
 from draftlab.benchmark.lm_eval_model import Generate, engine_generate
-from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
+from draftlab.benchmark.lm_eval_tasks import TaskOptions, evaluate_tasks, prepare
 from draftlab.engine.generate import ModelDrafter
 from draftlab.errors import UserError
 from draftlab.model import llama
@@ -88,13 +88,13 @@ def with_draft(pair, name: str, k: int, wrong: bool = False):
 
 def evaluate(pair, name: str, limit: int | None = None, generate: Generate | None = None) -> list[TaskResult]:
     target = llama.load(pair["target"], torch.float32)
-    return evaluate_tasks(target, pair["target"], prepare([name], limit=limit), generate=generate)
+    return evaluate_tasks(target, pair["target"], prepare([name], TaskOptions(limit=limit)), generate=generate)
 
 
 def test_the_engine_scores_what_the_target_does_item_by_item(pair, answers, tmp_path, monkeypatch):
     monkeypatch.setattr(lm_eval_model, "BATCH_SIZE", 2)
     name = task(tmp_path, answers)
-    generated = prepare([name, "code_next_line"], limit=2).generation
+    generated = prepare([name, "code_next_line"], TaskOptions(limit=2)).generation
     assert (list(generated.registered["tasks"]), generated.own["tasks"]) == (["goes_on"], {})
     (alone,) = evaluate(pair, name)
     assert (alone.value, alone.items) == (pytest.approx(0.6), [1, 1, 1, 0, 0])
@@ -128,7 +128,7 @@ def test_a_target_that_transformers_runs_writes_one_prompt_at_a_time(pair, answe
     target = HFDecoder(load_model(pair["target"], torch.float32).eval())
     draft = llama.load(pair["draft"], torch.float32)
     generate = engine_generate(target, ModelDrafter(draft), 3, load_tokenizer(pair["target"]), (1,))
-    tasks = prepare([name], limit=None)
+    tasks = prepare([name], TaskOptions())
     assert evaluate_tasks(target, pair["target"], tasks, generate=generate) == evaluate(pair, name)
 
 

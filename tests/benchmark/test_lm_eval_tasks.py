@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from draftlab.benchmark import lm_eval_model, lm_eval_tasks
 from draftlab.benchmark.code_tasks import LineItem, next_line_items
 from draftlab.benchmark.lm_eval_model import batch_size_for, code_model, continuation_log_probs, with_whole_head
-from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
+from draftlab.benchmark.lm_eval_tasks import TaskOptions, evaluate_tasks, prepare
 from draftlab.cli import app
 from draftlab.console import heartbeat
 from draftlab.data import Document, documents, open_heldout
@@ -83,10 +83,11 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory, docs: list[Document]) -> 
     return out
 
 
-def evaluate(directory: Path, task: str, limit: int | None, **options: object) -> dict[str, TaskResult]:
-    context = options.pop("context", 512)
-    tasks = prepare([task], limit=limit, **options)  # type: ignore[arg-type]
-    results = evaluate_tasks(decoder(directory), directory, tasks, context=context)  # type: ignore[arg-type]
+def evaluate(
+    directory: Path, task: str, limit: int | None, context: int = 512, data: str = "stdlib", **options: Any
+) -> dict[str, TaskResult]:
+    tasks = prepare([task], TaskOptions(limit=limit, **options), data)
+    results = evaluate_tasks(decoder(directory), directory, tasks, context=context)
     return {result.metric: result for result in results}
 
 
@@ -147,32 +148,46 @@ def test_a_question_is_decided_by_the_seed_alone(docs: list[Document], items: li
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_a_shared_prefix_scores_as_whole_sequences_do(family: str, tmp_path: Path):
+    """For prefixes and continuations of any lengths, in batches of any size, in any order."""
     model, rng = build(family), random.Random(0)
-    prefix = [rng.randrange(300) for _ in range(40)]
-    continuations = [[rng.randrange(300) for _ in range(length)] for length in (9, 1, 14, 5)]
+    prefixes = [[rng.randrange(300) for _ in range(length)] for length in (40, 3, 1, 17)]
+    pairs = [(p, [rng.randrange(300) for _ in range(n)]) for p in prefixes for n in (9, 1, 14, 5)]
+    rng.shuffle(pairs)
     expected = []
-    for continuation in continuations:
+    for prefix, continuation in pairs:
         with torch.no_grad():
             logits = model(torch.tensor([prefix + continuation])).logits[0, len(prefix) - 1 : -1]
         ids = torch.tensor(continuation)
         expected.append(float(logits.log_softmax(-1).gather(-1, ids[:, None]).sum()))
     model.save_pretrained(tmp_path)
-    for run in (HFDecoder(model), llama.load(tmp_path, torch.float32)):
-        found = continuation_log_probs(run, prefix, continuations)
+    run, seen = llama.load(tmp_path, torch.float32), list[tuple[int, int]]()
+    for batch_size in (None, 1, 3, 6):
+        found = continuation_log_probs(run, pairs, batch_size, lambda done, of: seen.append((done, of)))
         assert [score for score, _ in found] == pytest.approx(expected, abs=1e-3)
+        assert seen[-1] == (len(pairs), len(pairs))
 
 
-def test_only_the_greedy_continuation_is_called_greedy():
-    model: Any = build("llama")
+def test_a_batch_fits_the_context_and_the_batch_size(family_dirs: dict[str, Path]):
+    """A long prefix and a long continuation of another one would exceed the context together."""
+    model, rows = llama.load(family_dirs["llama"], torch.float32), list[int]()
+    context, forward = model.context, model.forward
+    model.forward = lambda ids, *rest, **more: rows.append(len(ids)) or forward(ids, *rest, **more)  # type: ignore
+    pairs = [([7] * (context - 4), [8] * 3), ([9] * 5, [10] * (context - 9))]
+    assert len(continuation_log_probs(model, pairs)) == 2
+    rows.clear()
+    continuation_log_probs(model, [([7, 8], [i]) for i in range(5)], 2)
+    assert max(rows) == 2
+
+
+def test_only_the_greedy_continuation_is_called_greedy(family_dirs: dict[str, Path]):
+    model: Any = load_model(family_dirs["llama"], torch.float32).eval()
     prefix = [5, 6, 7]
     greedy = model.generate(torch.tensor([prefix]), max_new_tokens=4, do_sample=False, eos_token_id=None)[
         0, 3:
     ].tolist()
-    other = [*greedy[:-1], (greedy[-1] + 1) % 300]
-    assert [is_greedy for _, is_greedy in continuation_log_probs(HFDecoder(model), prefix, [greedy, other])] == [
-        True,
-        False,
-    ]
+    pairs = [(prefix, greedy), (prefix, [*greedy[:-1], (greedy[-1] + 1) % 300])]
+    found = continuation_log_probs(llama.load(family_dirs["llama"], torch.float32), pairs)
+    assert [is_greedy for _, is_greedy in found] == [True, False]
 
 
 def test_choices_differ_as_the_texts_they_end_do(checkpoint_dir: Path, items: list[LineItem]):
@@ -301,7 +316,7 @@ def test_a_task_of_ones_own_is_read_from_yaml(checkpoint_dir: Path, tmp_path: Pa
 def test_a_task_without_its_data_is_named(tmp_path: Path):
     task = tmp_path / "own.yaml"
     task.write_text(YAML.format(data=tmp_path / "missing.jsonl", cache=tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"lm-eval task '.*own\.yaml' cannot be loaded here"):
+    with pytest.raises(UserError, match=r"lm-eval task '.*own\.yaml' cannot be loaded: .*missing\.jsonl"):
         evaluate(Path("nowhere"), str(task), 4)
 
 
@@ -338,13 +353,15 @@ def test_a_model_in_memory_scores_what_hflm_does(
         (tmp_path / f"{kind}.yaml").write_text(text)
         names.append(str(tmp_path / f"{kind}.yaml"))
     monkeypatch.setattr(lm_eval_model, "BATCH_SIZE", 3)
-    tasks = prepare(names, limit=None)
+    tasks = prepare(names, TaskOptions())
     model, tokenizer = loaded(place)
     trimmed = llama.load(place, torch.float32)
     trimmed.trim_head(list(range(5, 90)))
     with lm_eval_tasks._quiet(), lm_eval_tasks._seeded(0):
         hflm: Any = HFLM
-        golden = lm_eval_tasks._evaluate(hflm(model, tokenizer=tokenizer, batch_size=3), tasks.registered, None, 0)
+        golden = lm_eval_tasks._evaluate(
+            hflm(model, tokenizer=tokenizer, batch_size=3), tasks.registered, TaskOptions()
+        )
     assert {result.task for result in golden} == set(KINDS)
     runs: list[Decoder] = [decoder(place), HFDecoder(model), with_whole_head(trimmed, place)]
     for run in runs:
@@ -361,17 +378,17 @@ def test_a_batch_is_as_large_as_its_logits_allow():
 
 
 def test_the_code_tasks_of_a_mixture_are_of_its_first_source(text_dir: Path):
-    mixed = prepare(["code_bits_per_byte"], limit=2, data=f"{text_dir}=0.5,stdlib=0.5")
-    alone = prepare(["code_bits_per_byte"], limit=2, data=str(text_dir))
+    mixed = prepare(["code_bits_per_byte"], TaskOptions(limit=2), f"{text_dir}=0.5,stdlib=0.5")
+    alone = prepare(["code_bits_per_byte"], TaskOptions(limit=2), str(text_dir))
     texts = [[doc["text"] for doc in t.own["tasks"]["code_bits_per_byte"].test_docs()] for t in (mixed, alone)]
     assert texts[0] == texts[1]
 
 
 def test_evaluating_says_that_it_goes_on(capsys: pytest.CaptureFixture[str]):
     with heartbeat("lm-eval", seconds=0.05) as beat, contextlib.redirect_stderr(io.StringIO()):
-        beat()
+        beat("3 of 4 requests")
         time.sleep(0.4)
     said = capsys.readouterr().err.splitlines()
-    assert set(said) == {"lm-eval: 1 passes in 0 s"}
+    assert set(said) == {"lm-eval: 3 of 4 requests, 0 s"}
     time.sleep(0.2)
     assert capsys.readouterr().err == ""

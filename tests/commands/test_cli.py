@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from draftlab import data, workspace
-from draftlab.benchmark.lm_eval_tasks import evaluate_tasks, prepare
+from draftlab.benchmark.lm_eval_tasks import TaskOptions, evaluate_tasks, prepare
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.config.outputs import ReplayConfig
@@ -331,7 +331,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     assert [p.tokens for p in kept.prompts][:2] == [p.tokens for p in kept.prompts][2:]
     assert kept.prompts[0].tokens != kept.prompts[1].tokens
     draft, text = space / "runs/prune-2x32", workspace.load().data
-    asked = prepare(["code_bits_per_byte"], limit=1, data=text)
+    asked = prepare(["code_bits_per_byte"], TaskOptions(limit=1), text)
     (alone, *_) = evaluate_tasks(llama.load(draft, torch.float32), draft, asked)
     assert kept.draft.tasks[0] == alone  # of the workspace's data, not of the standard library
     again = ("score", "--draft", str(draft), "--prompt-file", "prompts.jsonl", "--out", "x")

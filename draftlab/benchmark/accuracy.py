@@ -4,7 +4,6 @@ import shutil
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -82,14 +81,24 @@ def measure_accuracy(config: AccuracyConfig, output: Output) -> Accuracy:
 def describe(config: AccuracyConfig) -> dict[str, object]:
     """Return what would be evaluated, and about how long it would take here."""
     setup = set_up(config, weights=False)
-    facts: dict[str, object] = {name: read_size(path).describe() for name, path in setup.models.items()}
-    seconds = 0.0
+    sizes = {name: read_size(path) for name, path in setup.models.items()}
+    facts: dict[str, object] = {name: size.describe() for name, size in sizes.items()}
+    tokenizer = checkpoint.load_tokenizer(next(iter(setup.models.values())))
+    read = written = 0.0
     for name, tasks in setup.tasks.items():
-        read, written = tokens_per_item(tasks, checkpoint.load_tokenizer(next(iter(setup.models.values()))))
-        facts[name] = f"{tasks.items:,} items, about {tasks.items * read:,.0f} tokens to read"
-        facts[name] = f"{facts[name]}, at most {tasks.items * written:,} to write" if written else facts[name]
-        seconds += tasks.items * sum(_seconds(setup, path, read, written) for path in setup.models.values())
-    return facts | {"time": f"about {max(1.0, seconds / 60):.0f} min" + (", or less" if seconds < 60 else "")}
+        per_item, answer = tokens_per_item(tasks, tokenizer)
+        facts[name] = f"{tasks.items:,} items, about {tasks.items * per_item:,.0f} tokens to read"
+        facts[name] = f"{facts[name]}, at most {tasks.items * answer:,} to write" if answer else facts[name]
+        read, written = read + tasks.items * per_item, written + tasks.items * answer
+    rate = EFFICIENCY * matmul_tflops(setup.dtype, setup.device) * 1e12
+    rows, width = min(config.batch_size or BATCH_SIZE, BATCH_SIZE), setup.dtype.itemsize
+    seconds = sum(2 * read * size.params() / rate for size in sizes.values())
+    if written:  # each pass reads all weights for a token of each row
+        seconds += sum(
+            written / rows * size.params() * width / 1e9 / bandwidth_gbs(size.params(), setup.dtype, setup.device)
+            for size in sizes.values()
+        )
+    return facts | {"time": "about a minute or less" if seconds < 60 else f"about {seconds / 60:,.0f} min here and now"}
 
 
 def set_up(config: AccuracyConfig, *, weights: bool = True) -> Setup:
@@ -148,14 +157,3 @@ def _load(setup: Setup, path: Path) -> Decoder:
 
 def _files(config: AccuracyConfig) -> list[Path]:
     return [Path(name) for name in config.task_names if Path(name).is_file()]
-
-
-def _seconds(setup: Setup, path: Path, read: float, written: int) -> float:
-    """Return about how long one item takes; generation reads all weights for each token of a batch."""
-    size: Any = read_size(path)
-    rate = EFFICIENCY * matmul_tflops(setup.dtype, setup.device) * 1e12
-    width = setup.dtype.itemsize
-    passes = written / min(setup.config.batch_size or BATCH_SIZE, BATCH_SIZE)
-    weights = size.params()
-    step = weights * width / (bandwidth_gbs(weights, setup.dtype, setup.device) * 1e9) if written else 0.0
-    return read * 2 * weights / rate + passes * step

@@ -264,17 +264,17 @@ def _missing(name: str, needed: list[str], reason: str) -> str:
 @contextlib.contextmanager
 def _offline_if_unreachable(data_sets: list[str]) -> Iterator[None]:
     """Have datasets look into its cache only where the hub cannot be reached; it would try for half a minute."""
-    import datasets
+    from datasets import config as data_config
     from huggingface_hub import constants
 
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    before = data_config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     offline = bool(data_sets) and hub.offline_reason() is not None
     if offline:
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        data_config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        data_config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _evaluate(lm: "LM", tasks: "TaskDict", options: TaskOptions) -> list[TaskResult]:

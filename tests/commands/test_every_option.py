@@ -270,6 +270,37 @@ def _(w: World) -> Settings:
     return scoring(w, tasks="code_bits_per_byte", task_limit=2)
 
 
+@case("score", "lm-eval's task")
+def _(w: World) -> Settings:
+    return scoring(w, tasks=str(task(w)), task_limit=2)
+
+
+def task(w: World) -> Path:
+    """A task of lm-eval with data on this disk."""
+    rows = "".join(json.dumps({"question": f"return {n}", "answer": n % 2}) + "\n" for n in range(4))
+    (w.root / "rows.jsonl").write_text(rows)
+    data = f"{{data_files: {{test: {w.root / 'rows.jsonl'}}}, cache_dir: {w.root / 'cache'}}}"
+    text = f"task: own\ndataset_path: json\ndataset_kwargs: {data}\ntest_split: test\noutput_type: multiple_choice\n"
+    text += 'doc_to_text: "{{question}}"\ndoc_to_choice: ["yes", "no"]\ndoc_to_target: answer\n'
+    (w.root / "own.yaml").write_text(text + "metric_list: [{metric: acc}]\n")
+    return w.root / "own.yaml"
+
+
+@case("accuracy", "lm-eval's task")
+def _(w: World) -> Settings:
+    return {"models": [str(w.source), str(w.draft)], "tasks": str(task(w)), "limit": 2}
+
+
+@case("accuracy", "own tasks")
+def _(w: World) -> Settings:
+    return {"models": [str(w.draft)], "tasks": "code_bits_per_byte", "limit": 2, "data": str(w.text)}
+
+
+def accuracy(w: World) -> Path:
+    COMMANDS["accuracy"](**CASES["accuracy", "lm-eval's task"](w), out=Path("accuracy"))
+    return Path("accuracy")
+
+
 @case("score", "sampled, drafters, native")
 def _(w: World) -> Settings:
     return scoring(w, tasks="none", temperature=1.0, drafter=["prompt-lookup"], mode="native", threads=1)
@@ -349,12 +380,12 @@ def _(w: World) -> Settings:
 
 @case("report", "")
 def _(w: World) -> Settings:
-    return {"scores": [scored(w)]}
+    return {"scores": [scored(w)], "accuracy": [accuracy(w)]}
 
 
 @case("compare", "")
 def _(w: World) -> Settings:
-    return {"scores": [scored(w)], "min_speedup": 0.01, "min_acceptance_length": 1.0}
+    return {"scores": [scored(w)], "accuracy": [accuracy(w)], "min_speedup": 0.01, "min_acceptance_length": 1.0}
 
 
 def scored(w: World) -> Path:

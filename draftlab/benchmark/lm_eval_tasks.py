@@ -170,9 +170,9 @@ def check_tasks(names: list[str], options: TaskOptions) -> None:
                     f"{flag}: {name} is plain text of code; evaluate it without, or leave it out of --tasks"
                 )
             continue
-        if Path(name).is_file() or name in _index(options.include_path).all_tasks:
+        if Path(name).is_file() or name in _index(name, options.include_path).all_tasks:
             continue
-        known = [*OWN_TASKS, *_index(options.include_path).all_tasks]
+        known = [*OWN_TASKS, *_index(name, options.include_path).all_tasks]
         near = difflib.get_close_matches(name, known, n=1)
         hint = did_you_mean(name, near or [*OWN_TASKS, "what `lm-eval ls tasks` lists"])
         raise UserError(f"--tasks {name}: neither a task of draftlab or lm-eval nor a YAML file{hint}")
@@ -204,27 +204,29 @@ def _set_fewshot(task: "Task", num_fewshot: int | None) -> None:
         raise UserError(f"--num-fewshot {num_fewshot}: {name} has no split to take examples from")
 
 
+def _index(name: str, include_path: Path | None) -> "TaskManager":
+    """Return the index in which a task is found: of lm-eval's own tasks only where it must be, for it takes long."""
+    folder = None if Path(name).is_file() else include_path
+    alone = _tasks_in(folder, False)
+    entry = alone.task_index.get(name)
+    plain = entry is not None and "dataset_path" in (entry.cfg or {})
+    return alone if Path(name).is_file() or plain else _tasks_in(folder, True)
+
+
 @functools.cache
-def _index(include_path: Path | None) -> "TaskManager":
-    """Return the index of lm-eval's tasks and those of a folder; takes ten seconds, because it reads all YAML files."""
+def _tasks_in(folder: Path | None, defaults: bool) -> "TaskManager":
+    """Return the index of a folder's tasks, and of lm-eval's: ten seconds, because it reads all of its YAML files."""
     with heartbeat("reading lm-eval's list of tasks"), _quiet():
         from lm_eval.tasks import TaskManager
 
-        return TaskManager(include_path=include_path)
-
-
-@functools.cache
-def _files() -> "TaskManager":
-    """Return an index without lm-eval's own tasks, for tasks in files."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_defaults=False)
+        return TaskManager(include_path=folder, include_defaults=defaults)
 
 
 def _load(name: str, include_path: Path | None) -> "TaskDict":
-    index = _files() if Path(name).is_file() else _index(include_path)
-    needed = _data_sets(index, name)
+    index = _index(name, include_path)
+    needed: list[str] = []
     try:
+        needed += _data_sets(index, name)
         with _offline_if_unreachable([source for source in needed if source not in LOCAL_FORMATS]):
             loaded = index.load([name])
     except Exception as error:  # offline, unknown split, missing package, bad YAML: each raises other classes
@@ -237,10 +239,10 @@ def _load(name: str, include_path: Path | None) -> "TaskDict":
 
 def _data_sets(index: "TaskManager", name: str) -> list[str]:
     """Return the data sets of a task, group, tag or YAML file, as far as its YAML says."""
-    from lm_eval.tasks._index import TaskIndex
+    from lm_eval.tasks._yaml_loader import load_yaml
 
-    entry = index.task_index.get(name) or TaskIndex.entry_from_path(Path(name))
-    config = (entry and entry.cfg) or {}
+    entry = index.task_index.get(name)
+    config = load_yaml(Path(name), resolve_func=False) if entry is None else entry.cfg or {}
     children = [*(entry.tags if entry and not config else ()), *(config.get("task", []) if "group" in config else [])]
     if not children:
         return [config["dataset_path"]] if "dataset_path" in config else []

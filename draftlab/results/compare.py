@@ -15,6 +15,7 @@ from draftlab.errors import UserError
 from draftlab.files import validation_text
 from draftlab.intervals import Interval, bootstrap, interval
 from draftlab.results.accuracy import Accuracies
+from draftlab.results.leaderboard import ACCURACY_METRICS
 from draftlab.results.score import Score, TaskResult, read_score
 from draftlab.results.tables import terminal_table
 
@@ -320,7 +321,7 @@ def _ranked(candidate: Candidate, fastest: Candidate) -> Ranked:
 def _row(ranked: Ranked) -> list[str]:
     c, ratio = ranked.candidate, ranked.ratio_to_fastest
     gain = f"{c.speedup.value:.2f}x" + (f"\n{c.speedup.low:.2f}-{c.speedup.high:.2f}" if c.speedup.n > 1 else "")
-    accuracy = [r.value for r in c.tasks if r.metric == "acc"]
+    accuracy = [r.value for r in c.tasks if r.metric.partition(",")[0] in ACCURACY_METRICS]
     mark = "~ " if ranked.significant is False else ""
     return [
         mark + c.name + ("" if c.score else " (predicted)"),

@@ -13,6 +13,7 @@ DARK_COLOURS = ("#56b0e8", "#f0883e", "#2cc299", "#e59cc6", "#9bd5f7", "#f0bb4a"
 NO_DRAFT = "no draft"
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
 LABEL_LENGTH = 28
+ACCURACY_METRICS = ("acc", "exact_match")  # lm-eval's, without the name of a filter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def plain_speed(entries: Sequence[Entry], digits: Callable[[float], str]) -> str
 
 def entries_of(scores: Sequence[Score], every_k: bool) -> list[Entry]:
     """Return the entries in the order of the scores; takes the speed-ups once, because the bootstrap is slow."""
-    task = accuracy_task(scores)
+    shown = accuracy_metric(scores)
     return [
         Entry(
             score=score,
@@ -85,12 +86,13 @@ def entries_of(scores: Sequence[Score], every_k: bool) -> list[Entry]:
             k=score.best_k,
             best_k_speedup=score.best_k_speedup,
             speedups={k: score.speedup(k) for k in sorted(score.speculative)} if every_k else {},
-            accuracy=next((r for r in score.draft.tasks if r.task == task and r.metric == "acc"), None),
+            accuracy=next((r for r in score.draft.tasks if (r.task, r.metric) == shown), None),
         )
         for score in scores
     ]
 
 
-def accuracy_task(scores: Sequence[Score]) -> str | None:
-    """Return the first task that any draft has an acc of: one for all, so that a column never mixes tasks."""
-    return next((r.task for score in scores for r in score.draft.tasks if r.metric == "acc"), None)
+def accuracy_metric(scores: Sequence[Score]) -> tuple[str, str] | None:
+    """Return the first task and metric of accuracy that any draft has: one for all, so that a column mixes no tasks."""
+    results = [result for score in scores for result in score.draft.tasks]
+    return next(((r.task, r.metric) for r in results if r.metric.partition(",")[0] in ACCURACY_METRICS), None)

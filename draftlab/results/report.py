@@ -17,7 +17,7 @@ from draftlab.results.leaderboard import (
     DARK_COLOURS,
     NO_DRAFT,
     Entry,
-    accuracy_task,
+    accuracy_metric,
     entries_of,
     leaderboard,
     plain_rank,
@@ -126,8 +126,8 @@ def _answer(entries: list[Entry]) -> str:
 
 
 def _board_heads(scores: Sequence[Score]) -> list[str]:
-    task = accuracy_task(scores)
-    return [f"acc, {task}" if head == "accuracy" and task else head for head in BOARD_HEADS]
+    shown = accuracy_metric(scores)
+    return [f"{shown[1]}, {shown[0]}" if head == "accuracy" and shown else head for head in BOARD_HEADS]
 
 
 def _board_rows(entries: list[Entry]) -> Rows:

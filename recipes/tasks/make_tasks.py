@@ -56,7 +56,7 @@ def gsm8k(
 
 @app.command()
 def next_sentence(file: File, out: Out = Path("tasks"), items: Items = 1000, seed: int = 0) -> None:
-    """next_sentence, from text: the sentence that follows, against three of the same article as long as it."""
+    """next_sentence, from text: the sentence that follows, against three of other articles about as long."""
     write("next_sentence", sampled(next_sentences(file.read_text(), random.Random(seed)), items, seed), out)
 
 
@@ -112,16 +112,21 @@ def sampled(rows: Iterator[Row], items: int, seed: int) -> list[Row]:
 
 
 def next_sentences(text: str, rng: random.Random) -> Iterator[Row]:
-    for _, paragraphs in articles(text):
-        runs = [run for paragraph in paragraphs for run in whole_sentences(paragraph)]
-        pool = [s for run in runs for s in run if SENTENCE_WORDS[0] <= len(s.split()) <= SENTENCE_WORDS[1]]
+    every = [[run for p in paragraphs for run in whole_sentences(p)] for _, paragraphs in articles(text)]
+    groups = every if len(every) > 1 else [[run] for run in every[0]]  # wrong sentences are of other groups
+    pool = [(i, s) for i, runs in enumerate(groups) for run in runs for s in run if fits(s)]
+    for i, runs in enumerate(groups):
         for run in runs:
             for at in range(1, len(run)):
                 context = last_words(run[:at])
                 low, high = (ratio * len(run[at]) for ratio in LENGTH_RATIO)
-                wrong = [s for s in dict.fromkeys(pool) if s not in run and low <= len(s) <= high]
-                if context and run[at] in pool and len(wrong) >= 3:
+                wrong = sorted({s for other, s in pool if other != i and s != run[at] and low <= len(s) <= high})
+                if context and fits(run[at]) and len(wrong) >= 3:
                     yield shuffled(context, run[at], rng.sample(wrong, 3), rng)
+
+
+def fits(sentence: str) -> bool:
+    return SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1]
 
 
 def which_articles(text: str, rng: random.Random) -> Iterator[Row]:

@@ -46,7 +46,10 @@ WIKITEXT = ""  # as the data set is written: headings, a space before each full 
 for title in ("Alpha", "Beta", "Gamma", "Delta"):
     WIKITEXT += f" = {title} = \n \n"
     for part in ("north", "south", "east", "west"):
-        own = [f"The {part} tower number {n} was built of old stone by a king who is long dead" for n in range(3)]
+        own = [
+            f"The {part} tower number {ord(title[0])}{n} was built of old stone by a king who is long dead"
+            for n in range(3)
+        ]
         WIKITEXT += f" {' . '.join(own)} . \n"
 
 

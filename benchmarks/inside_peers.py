@@ -1,7 +1,7 @@
 """Run by a peer's own Python, not by ours: one pair decoded greedily, asked on stdin, answered on stdout, both JSON.
 
-Asked: peer, target, draft (None: plain), k, prompts in token ids, new_tokens, dtype. The first prompt warms up.
-Answered: CPU seconds of the others, their tokens, and tokens per target pass where the peer tells its passes.
+Asked: peer, way (plain, draft, ngram), target, draft, k, prompts in token ids, new_tokens, eos, context, dtype. The
+first prompt warms up. Answered for the others: what timed() returns, and the peer's version.
 """
 
 import itertools
@@ -9,86 +9,164 @@ import json
 import sys
 import time
 
+NGRAM = 3  # longest n-gram that is looked up
+
 
 def llama_cpp(asked: dict) -> tuple[dict, str]:
     """Through llama-cpp-python: the draft is a second model behind its LlamaDraftModel."""
     import llama_cpp  # type: ignore[import-not-found]
     import numpy as np
-    from llama_cpp.llama_speculative import LlamaDraftModel  # type: ignore[import-not-found]
+    from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding  # type: ignore[import-not-found]
 
     def opened(path: str, **options: object) -> llama_cpp.Llama:
         return llama_cpp.Llama(
-            path, n_ctx=512, n_threads=1, n_threads_batch=1, logits_all=asked["draft"] is not None, verbose=False,
-            n_gpu_layers=0, **options,
+            path, n_ctx=asked["context"], n_threads=1, n_threads_batch=1,
+            logits_all=asked["way"] != "plain", verbose=False, n_gpu_layers=0, **options,
         )  # fmt: skip
 
     class Second(LlamaDraftModel):
         def __init__(self, path: str) -> None:
             self.model = opened(path)
+            models.append(self.model)
 
         def __call__(self, input_ids: np.ndarray, /, **_: object) -> np.ndarray:
             drafted = itertools.islice(self.model.generate(input_ids.tolist(), temp=0.0), asked["k"])
             return np.array(list(drafted), dtype=np.intc)
 
-    model = opened(asked["target"], draft_model=Second(asked["draft"]) if asked["draft"] else None)
-    passes = [0]
+    models: list[llama_cpp.Llama] = []
+    drafters = {
+        "plain": lambda: None,
+        "draft": lambda: Second(asked["draft"]),
+        "ngram": lambda: LlamaPromptLookupDecoding(max_ngram_size=NGRAM, num_pred_tokens=asked["k"]),
+    }
+    model = opened(asked["target"], draft_model=drafters[asked["way"]]())
+    models.append(model)
+    counted = [0, 0]
     evaluate = model.eval
 
-    def counted(tokens: list[int]) -> None:
-        passes[0] += 1
+    def evaluate_counted(tokens: list[int]) -> None:
+        counted[1] += 1
         evaluate(tokens)
 
-    model.eval = counted
+    model.eval = evaluate_counted
 
-    def decode(prompt: list[int]) -> list[int]:
-        return list(itertools.islice(model.generate(prompt, temp=0.0), asked["new_tokens"]))
+    def decode(prompt: list[int], new_tokens: int) -> list[int]:
+        for each in models:
+            each.reset()  # it would reuse the prefix that it has just read
+        tokens = []
+        for token in itertools.islice(model.generate(prompt, temp=0.0), new_tokens):
+            tokens.append(int(token))
+            if token in asked["eos"]:
+                break
+        counted[0] += len(tokens) - 1
+        counted[1] -= 1
+        return tokens
 
-    decode(asked["prompts"][0])
-    passes[0] = 0
-    answer = timed(decode, asked["prompts"][1:])
-    prompts = len(asked["prompts"]) - 1
-    tokens = sum(map(len, answer["texts"]))
-    return answer | {"tokens_per_pass": (tokens - prompts) / (passes[0] - prompts)}, llama_cpp.__version__
+    return timed(decode, asked, counted), llama_cpp.__version__
+
+
+def transformers(asked: dict) -> tuple[dict, str]:
+    """Plain, assisted and prompt-lookup generation, with as many drafted tokens in every step."""
+    import torch
+    import transformers as library
+
+    torch.set_num_threads(1)
+    dtype = getattr(torch, asked["dtype"])
+
+    def opened(path: str) -> library.PreTrainedModel:
+        return library.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+    model, options = opened(asked["target"]), {}
+    if asked["way"] == "draft":
+        assistant = opened(asked["draft"])
+        settings = assistant.generation_config
+        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = asked["k"], "constant"
+        settings.assistant_confidence_threshold = 0.0
+        options = {"assistant_model": assistant}
+    if asked["way"] == "ngram":
+        options = {"prompt_lookup_num_tokens": asked["k"], "max_matching_ngram_size": NGRAM}
+    counted, prefills = [0, 0], int(asked["way"] == "plain")  # the others draft before their first pass, too
+
+    def count(*_: object) -> None:
+        counted[1] += 1
+
+    model.register_forward_pre_hook(count)
+
+    def decode(prompt: list[int], new_tokens: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens,
+            eos_token_id=asked["eos"], pad_token_id=asked["eos"][0], **options,
+        )  # fmt: skip
+        tokens = written[0, len(prompt) :].tolist()
+        counted[0] += len(tokens) - prefills
+        counted[1] -= prefills
+        return tokens
+
+    with torch.inference_mode():
+        return timed(decode, asked, counted), library.__version__
 
 
 def vllm(asked: dict) -> tuple[dict, str]:
     import vllm as engine  # type: ignore[import-not-found]
 
-    speculative = asked["draft"] and {
-        "method": "draft_model",
-        "model": asked["draft"],
-        "num_speculative_tokens": asked["k"],
-    }
+    speculative = {
+        "plain": None,
+        "draft": {"method": "draft_model", "model": asked["draft"], "num_speculative_tokens": asked["k"]},
+        "ngram": {
+            "method": "ngram", "num_speculative_tokens": asked["k"], "prompt_lookup_max": NGRAM, "prompt_lookup_min": 1,
+        },
+    }[asked["way"]]  # fmt: skip
     model = engine.LLM(
-        asked["target"], dtype=asked["dtype"], max_model_len=512, max_num_seqs=1, enforce_eager=True,
+        asked["target"], dtype=asked["dtype"], max_model_len=asked["context"], max_num_seqs=1, enforce_eager=True,
         enable_prefix_caching=False, disable_log_stats=False, speculative_config=speculative,
     )  # fmt: skip
-    how = engine.SamplingParams(temperature=0, max_tokens=asked["new_tokens"], ignore_eos=True, detokenize=False)
 
-    def decode(prompt: list[int]) -> list[int]:
-        return list(model.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0].outputs[0].token_ids)
+    def decode(prompt: list[int], new_tokens: int) -> list[int]:
+        how = engine.SamplingParams(temperature=0, max_tokens=new_tokens, stop_token_ids=asked["eos"], detokenize=False)
+        before = drafted()
+        tokens = list(model.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0].outputs[0].token_ids)
+        drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
+        counted[0] += len(tokens) - 1
+        counted[1] += (
+            drafts if asked["way"] == "draft" else len(tokens) - 1 - accepted
+        )  # lookups find none now and then
+        return tokens
 
-    def counters() -> tuple[int, int]:
+    def drafted() -> tuple[int, int]:
         found = {m.name: m.value for m in model.get_metrics() if hasattr(m, "value")}
         return found.get("vllm:spec_decode_num_drafts", 0), found.get("vllm:spec_decode_num_accepted_tokens", 0)
 
-    decode(asked["prompts"][0])
-    before = counters()
-    answer = timed(decode, asked["prompts"][1:])
-    drafts, accepted = (b - a for a, b in zip(before, counters(), strict=True))
-    return answer | {"tokens_per_pass": 1 + accepted / drafts if drafts else 1.0}, engine.__version__
+    counted = [0, 0]
+    return timed(decode, asked, counted), engine.__version__
 
 
-def timed(decode, prompts: list[list[int]]) -> dict:
-    began, wall = time.process_time(), time.perf_counter()
-    texts = [decode(prompt) for prompt in prompts]
-    return {"seconds": time.process_time() - began, "wall_seconds": time.perf_counter() - wall, "texts": texts}
+def timed(decode, asked: dict, counted: list[int], clock=time.process_time) -> dict:
+    """Decode the prompts but the first, once for one token and once in full; return a list each, by prompt.
+
+    prefill_seconds and seconds: of the CPU, for one token and in full; wall_seconds; texts; steps: tokens after the
+    prefill's, and target passes for them, by which decode increases counted.
+    """
+    decode(asked["prompts"][0], asked["new_tokens"])
+    answer = {"prefill_seconds": [], "seconds": [], "wall_seconds": [], "texts": [], "steps": []}
+    for prompt in asked["prompts"][1:]:
+        began = clock()
+        decode(prompt, 1)
+        answer["prefill_seconds"].append(clock() - began)
+    for prompt in asked["prompts"][1:]:
+        before, began, wall = list(counted), clock(), time.perf_counter()
+        answer["texts"].append(decode(prompt, asked["new_tokens"]))
+        answer["seconds"].append(clock() - began)
+        answer["wall_seconds"].append(time.perf_counter() - wall)
+        answer["steps"].append([now - then for now, then in zip(counted, before, strict=True)])
+    return answer
 
 
 def main() -> None:
     asked, out = json.load(sys.stdin), sys.stdout
     sys.stdout = sys.stderr  # peers print
-    answer, version = {"llama.cpp": llama_cpp, "vllm": vllm}[asked["peer"]](asked)
+    peers = {"llama-cpp-python": llama_cpp, "transformers": transformers, "vllm": vllm}
+    answer, version = peers[asked["peer"]](asked)
     json.dump(answer | {"version": version}, out)
 
 

@@ -1,33 +1,49 @@
-"""One pair in draftlab's native mode, in llama.cpp and in vLLM's CPU build: tokens per second, plain and drafted.
+"""One pair in draftlab, transformers, llama.cpp and vLLM's CPU build: tokens per second, plain, drafted and looked up.
 
-Greedy, batch 1, one thread, same prompts and K; each peer in its own Python and process, in turns with the others. CPU
-seconds with the prefill.
+Greedy, batch 1, one thread, the same prompts and K; plain, with the draft as `export` writes it, and n-grams of the
+text looked up. Each peer in its own process, in turns with the others; CPU seconds. A peer that is not here is skipped.
 """
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import httpx
+import numpy as np
+import psutil
 import torch
 import typer
 
 import draftlab
 from benchmarks import environment
+from benchmarks.inside_peers import NGRAM, timed
+from draftlab import intervals
+from draftlab.config.shared import ChatMode
 from draftlab.console import note
-from draftlab.data import heldout_prompts
-from draftlab.engine.generate import ModelDrafter, speculative_decode
+from draftlab.engine.drafters.ngram import PromptLookupDrafter
+from draftlab.engine.generate import Drafter, ModelDrafter, speculative_decode
 from draftlab.errors import UserError
-from draftlab.export import gguf
+from draftlab.export import gguf, hf
+from draftlab.intervals import Interval
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import with_mode
+from draftlab.prompts import Prompts, load_prompts
 from draftlab.sampling import SamplingParams
 
 INSIDE = Path(__file__).parent / "inside_peers.py"
+WAYS = ("plain", "draft", "ngram")
+OURS = "draftlab"
+START_SECONDS = 120  # of llama-server
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in one process, so that its CPU seconds are all
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -39,104 +55,250 @@ VLLM = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """CPU and wall seconds of all prompts but the first, what was written, and tokens per target pass."""
+    """What inside_peers.timed() returns. prefill_seconds and seconds are of CPU time, by prompt."""
 
-    seconds: float
-    wall_seconds: float
+    prefill_seconds: list[float]
+    seconds: list[float]
+    wall_seconds: list[float]
     texts: list[list[int]]
-    tokens_per_pass: float
+    steps: list[list[int]]
     version: str
+
+    @property
+    def tokens_per_pass(self) -> Interval:
+        return intervals.ratio_interval(np.array(self.steps, dtype=float))
+
+    def timings(self) -> list[intervals.Timing]:
+        return [(len(text), seconds) for text, seconds in zip(self.texts, self.seconds, strict=True)]
+
+    def timings_after_prefill(self) -> list[intervals.Timing]:
+        times = zip(self.texts, self.seconds, self.prefill_seconds, strict=True)
+        return [(len(text) - 1, max(seconds - prefill, 1e-9)) for text, seconds, prefill in times]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One pair and its prompts. peer_draft: the draft as peers get it; files: both as GGUF files."""
+
+    target: Path
+    draft: Path
+    peer_draft: Path
+    files: tuple[Path, Path]
+    prompts: list[list[int]]
+    eos: list[int]
+    k: int
+    new_tokens: int
+    dtype: str
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Return what every peer is asked alike."""
+        context = max(map(len, self.prompts)) + self.new_tokens + 2 * self.k + 2
+        return {
+            "prompts": self.prompts, "k": self.k, "new_tokens": self.new_tokens, "eos": self.eos,
+            "dtype": self.dtype, "context": context,
+        }  # fmt: skip
 
 
 def main(
     draft: Annotated[Path, typer.Option(help="Draft checkpoint.")],
+    target: Annotated[str, typer.Option(help="Target checkpoint.")] = "tiny",
+    prompt_file: Annotated[Path | None, typer.Option(help="JSON lines; as conversations for a chat model.")] = None,
+    data: Annotated[str, typer.Option(help="Prompts without a prompt file: starts of this source's texts.")] = "stdlib",
+    prompts: Annotated[int, typer.Option(help="Number of prompts, evenly spaced in the file.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt, at most.")] = 96,
+    chat: Annotated[ChatMode, typer.Option(help="auto, on or off.")] = "auto",
+    k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 2,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    ways: Annotated[str, typer.Option(help="Which of plain, draft and ngram.")] = ",".join(WAYS),
+    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
     llama_cpp: Annotated[Path | None, typer.Option(help="A Python that has llama-cpp-python.")] = None,
     vllm: Annotated[Path | None, typer.Option(help="A Python that has vLLM's CPU build.")] = None,
-    target: Annotated[str, typer.Option(help="Target checkpoint.")] = "tiny",
-    k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 2,
-    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 8,
-    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    transformers: Annotated[Path | None, typer.Option(help="A Python that has transformers.")] = Path(sys.executable),
+    out: Annotated[Path | None, typer.Option(help="Also write the result here.")] = None,
 ) -> None:
     torch.set_num_threads(1)
-    pair = hub.locate(target), hub.locate(draft)
-    texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(pair[0]), count=prompts + 1, length=64, seed=0)
-    asked = {"k": k, "prompts": texts, "new_tokens": new_tokens, "dtype": dtype}
-    found: dict[str, Answer] = {}
+    places = {"transformers": transformers, "llama.cpp": llama_server, "llama-cpp-python": llama_cpp, "vllm": vllm}
+    here = {name: place for name, place in places.items() if place is not None and place.exists()}
+    skipped = {name: "absent" for name in places if name not in here}
+    for name, word in skipped.items():
+        note(f"{name}: {word}")
+    locations = hub.locate(target), hub.locate(str(draft))
+    tokenizer = checkpoint.load_tokenizer(locations[0])
+    chosen = load_prompts(prompt_file, data, tokenizer, count=prompts + 1, tokens=None, seed=0, chat=chat)
+    found: dict[str, dict[str, Answer]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for drafted in (False, True):
-            name = "speculative" if drafted else "plain"
-            note(f"{name}: draftlab")
-            found[f"draftlab_{name}"] = _ours(pair, drafted, dtype, texts, k, new_tokens)
-            if llama_cpp:
-                kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-                files = [_gguf(path, Path(folder) / f"{i}.gguf", kind) for i, path in enumerate(pair)]
-                found[f"llama.cpp_{name}"] = _ask(llama_cpp, asked | _models("llama.cpp", files, drafted))
-            if vllm:
-                found[f"vllm_{name}"] = _ask(vllm, asked | _models("vllm", [str(path) for path in pair], drafted))
-    print(
-        json.dumps(_result(found) | {"benchmark": "peers", "k": k, "prompts": prompts, "dtype": dtype} | environment(1))
-    )
+        as_gguf = "llama.cpp" in here or "llama-cpp-python" in here
+        job = _job(locations, Path(folder), chosen, k, new_tokens, dtype, as_gguf)
+        for way in ways.split(","):
+            note(f"{way}: {OURS}")
+            found[way] = {OURS: _ours(job, way)}
+            for name, place in here.items():
+                note(f"{way}: {name}")
+                ask = _ask_llama_server if name == "llama.cpp" else _ask
+                found[way][name] = ask(name, place, job, way)
+    about = {
+        "benchmark": "peers", "target": locations[0].name, "draft": locations[1].name, "k": k, "prompts": prompts,
+        "data": chosen.source, "chat": chosen.chat, "new_tokens": new_tokens, "dtype": dtype, "skipped": skipped,
+    }  # fmt: skip
+    text = json.dumps(_result(found) | about | environment(1))
+    if out is not None:
+        out.write_text(text + "\n")
+    print(text)
 
 
-def _models(peer: str, paths: list[str], drafted: bool) -> dict[str, object]:
-    return {"peer": peer, "target": paths[0], "draft": paths[1] if drafted else None}
+def _job(
+    locations: tuple[Path, Path], folder: Path, prompts: Prompts, k: int, new_tokens: int, dtype: str, as_gguf: bool
+) -> Job:
+    target, draft = locations
+    (folder / "draft").mkdir()
+    hf.write(
+        draft, folder / "draft", tokenizer_from=target, vocab=checkpoint.vocab_size(target),
+        dtype=checkpoint.DTYPES[dtype],
+    )  # fmt: skip
+    files = folder / "target.gguf", folder / "draft.gguf"
+    for directory, file in zip((target, folder / "draft"), files, strict=True) if as_gguf else ():
+        gguf.write(directory, file, GGUF_TYPES[dtype])
+    return Job(
+        target=target, draft=draft, peer_draft=folder / "draft", files=files, prompts=[p.ids for p in prompts.rows],
+        eos=list(checkpoint.eos_token_ids(target)), k=k, new_tokens=new_tokens, dtype=dtype,
+    )  # fmt: skip
 
 
-def _ours(
-    pair: tuple[Path, Path], drafted: bool, dtype: str, texts: list[list[int]], k: int, new_tokens: int
-) -> Answer:
-    target, draft = (with_mode(llama.load(path, getattr(torch, dtype)), "native") for path in pair)
-    drafter, sampling = ModelDrafter(draft) if drafted else None, SamplingParams(max_tokens=new_tokens)
+def _ours(job: Job, way: str) -> Answer:
+    dtype = getattr(torch, job.dtype)
+    target = with_mode(llama.load(job.target, dtype), "native")
+    drafter: Drafter | None = None
+    if way == "draft":
+        drafter = ModelDrafter(with_mode(llama.load(job.draft, dtype), "native"), checkpoint.vocab_size(job.target))
+    elif way == "ngram":
+        drafter = PromptLookupDrafter(NGRAM)
+    counted = [0, 0]
 
-    def decode(prompt: list[int]) -> list[list[int]]:
-        return [step.tokens for step in speculative_decode(target, drafter, [prompt], k if drafted else 0, sampling)]
+    def decode(prompt: list[int], new_tokens: int) -> list[int]:
+        sampling = SamplingParams(max_tokens=new_tokens, stop_token_ids=tuple(job.eos))
+        steps = list(speculative_decode(target, drafter, [prompt], job.k if drafter else 0, sampling))
+        counted[0] += sum(len(step.tokens) for step in steps[1:])
+        counted[1] += len(steps) - 1
+        return [token for step in steps for token in step.tokens]
 
-    decode(texts[0])  # warms up
-    began, wall = time.process_time(), time.perf_counter()
-    written = [decode(prompt) for prompt in texts[1:]]
-    seconds, wall_seconds = time.process_time() - began, time.perf_counter() - wall
-    flat = [[t for tokens in steps for t in tokens] for steps in written]
-    emitted, passes = sum(len(text) - 1 for text in flat), sum(len(steps) - 1 for steps in written)
-    return Answer(
-        seconds=seconds,
-        wall_seconds=wall_seconds,
-        texts=flat,
-        tokens_per_pass=emitted / passes,
-        version=draftlab.__version__,
-    )
+    return Answer(**timed(decode, job.asked, counted), version=draftlab.__version__)
 
 
-def _gguf(directory: Path, out: Path, kind: str) -> str:
-    if not out.exists():
-        gguf.write(directory, out, kind)
-    return str(out)
-
-
-def _ask(python: Path, asked: dict[str, object]) -> Answer:
-    note(f"{'speculative' if asked['draft'] else 'plain'}: {asked['peer']}")
+def _ask(peer: str, python: Path, job: Job, way: str) -> Answer:
+    paths = job.files if peer == "llama-cpp-python" else (job.target, job.peer_draft)
+    asked = job.asked | {"peer": peer, "way": way, "target": str(paths[0]), "draft": str(paths[1])}
     environ = os.environ | VLLM | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([python, INSIDE], input=json.dumps(asked), capture_output=True, text=True, env=environ)
     if done.returncode:
-        raise UserError(f"{python}: {done.stderr.strip()[-400:]}")
+        raise UserError(f"{python}: {done.stderr.strip()[-600:]}")
     return Answer(**json.loads(done.stdout))
 
 
-def _result(found: dict[str, Answer]) -> dict[str, object]:
-    texts = found["draftlab_plain"].texts
-    per_second = {name: sum(map(len, answer.texts)) / answer.seconds for name, answer in found.items()}
-    peers = sorted({name.rsplit("_", 1)[0] for name in found})
+def _ask_llama_server(peer: str, program: Path, job: Job, way: str) -> Answer:
+    """Time llama.cpp's own loop: CPU seconds are the server's, HTTP included; its answers count what was accepted."""
+    counted = [0, 0]
+    with _served(program, job, way) as (client, process):
+
+        def decode(prompt: list[int], new_tokens: int) -> list[int]:
+            answer = client.post(
+                "/completion",
+                json={
+                    "prompt": prompt, "n_predict": new_tokens, "temperature": 0.0, "samplers": ["top_k"], "top_k": 1,
+                    "cache_prompt": False, "return_tokens": True,
+                },
+            ).raise_for_status().json()  # fmt: skip
+            timings = answer["timings"]
+            counted[0] += timings["predicted_n"] - 1
+            counted[1] += timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0)
+            return answer["tokens"]
+
+        def cpu_seconds() -> float:
+            used = process.cpu_times()
+            return used.user + used.system
+
+        found = timed(decode, job.asked, counted, cpu_seconds)
+        version = client.get("/props").json()["build_info"]
+    return Answer(**found, version=version)
+
+
+@contextlib.contextmanager
+def _served(program: Path, job: Job, way: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
+    """Yield a client of a server on a free port, and its process; it ends with the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    one = ["--threads", "1", "--threads-batch", "1", "--spec-draft-threads", "1", "--spec-draft-threads-batch", "1"]
+    size = ["--ctx-size", str(job.asked["context"]), "--parallel", "1", "--cache-ram", "0"]
+    speculative = {
+        "plain": [],
+        "draft": [
+            "--model-draft", str(job.files[1]), "--spec-type", "draft-simple", "--spec-draft-n-max", str(job.k),
+            "--spec-draft-p-min", "0",
+        ],
+        "ngram": [
+            "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM),
+            "--spec-ngram-simple-size-m", str(job.k),
+        ],
+    }[way]  # fmt: skip
+    command = [str(program), "--model", str(job.files[0]), "--port", str(port), *one, *size, *speculative]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+                for _ in range(START_SECONDS):
+                    with contextlib.suppress(httpx.TransportError):
+                        if client.get("/health").status_code == 200:
+                            break
+                    if process.poll() is not None:
+                        log.seek(0)
+                        raise UserError(f"{program} did not start: {log.read().strip()[-600:]}")
+                    time.sleep(1)
+                yield client, psutil.Process(process.pid)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _result(found: dict[str, dict[str, Answer]]) -> dict[str, Any]:
+    """Return speeds by way and peer, ours over each peer's, and the acceptance of each."""
+
+    def each(value: Callable[[Answer, Answer], Any]) -> dict[str, dict[str, Any]]:
+        return {way: {peer: value(answer, by[OURS]) for peer, answer in by.items()} for way, by in found.items()}
+
+    over = each(lambda answer, ours: _over(ours, answer).model_dump())
+    acceptance = each(lambda answer, _: answer.tokens_per_pass)
     return {
-        "tokens_per_second": per_second,
-        "speedup": {peer: per_second[f"{peer}_speculative"] / per_second[f"{peer}_plain"] for peer in peers},
-        "tokens_per_pass": {name: answer.tokens_per_pass for name, answer in found.items()},
-        "wall_over_cpu": {name: answer.wall_seconds / answer.seconds for name, answer in found.items()},
-        "same_texts": {
-            name: sum(a == b for a, b in zip(answer.texts, texts, strict=True)) / len(texts)
-            for name, answer in found.items()
+        "tokens_per_second": each(lambda answer, _: intervals.tokens_per_second(answer.timings_after_prefill())),
+        "tokens_per_second_with_prefill": each(lambda answer, _: intervals.tokens_per_second(answer.timings())),
+        "over_peer": over,
+        "over_best_peer": {
+            way: min((gain["value"] for peer, gain in by.items() if peer != OURS), default=None)
+            for way, by in over.items()
         },
-        "peers": {name: answer.version for name, answer in found.items()},
+        "tokens_per_pass": {way: {peer: x.model_dump() for peer, x in by.items()} for way, by in acceptance.items()},
+        "acceptance_gap": {
+            way: {peer: x.value / by[OURS].value - 1 for peer, x in by.items()} for way, by in acceptance.items()
+        },
+        "within_our_interval": {
+            way: {peer: by[OURS].low <= x.value <= by[OURS].high for peer, x in by.items()}
+            for way, by in acceptance.items()
+        },
+        "same_texts": each(_same),
+        "wall_over_cpu": each(lambda answer, _: sum(answer.wall_seconds) / sum(answer.seconds)),
+        "peers": {peer: answer.version for by in found.values() for peer, answer in by.items()},
     }
+
+
+def _over(ours: Answer, peer: Answer) -> Interval:
+    """Return our tokens per CPU second after the prefill over a peer's, with its interval over prompts."""
+    return intervals.speedup(([ours.timings_after_prefill()], peer.timings_after_prefill()))
+
+
+def _same(answer: Answer, ours: Answer) -> float:
+    """Return the share of texts that are ours; servers differ in whether the end of a text is one of its tokens."""
+    pairs = zip(answer.texts, ours.texts, strict=True)
+    return sum(a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs) / len(ours.texts)
 
 
 if __name__ == "__main__":

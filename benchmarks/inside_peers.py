@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 import time
+from typing import Any
 
 NGRAM = 3  # longest n-gram that is looked up
 
@@ -73,10 +74,11 @@ def transformers(asked: dict) -> tuple[dict, str]:
     torch.set_num_threads(1)
     dtype = getattr(torch, asked["dtype"])
 
-    def opened(path: str) -> library.PreTrainedModel:
+    def opened(path: str) -> Any:
         return library.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
-    model, options = opened(asked["target"]), {}
+    model: Any = opened(asked["target"])
+    options: dict[str, object] = {}
     if asked["way"] == "draft":
         assistant = opened(asked["draft"])
         settings = assistant.generation_config

@@ -198,8 +198,8 @@ def test_speculation_is_exact_in_every_dtype(family_dirs, dtype, int8):
 
 def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
     model = llama.load(family_dirs["mistral"], torch.float32)
-    text = [PROMPT * 8]
-    widths = [3, native_cpu.WIDE + 10, 11]
+    text = [PROMPT * 22]
+    widths = [3, native_cpu.WIDE + 10, 13]
     torch.testing.assert_close(
         passes(NativeLlama(model), text, widths), passes(model, text, widths), atol=5e-5, rtol=1e-4
     )

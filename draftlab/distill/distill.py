@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from draftlab.config.distill import DistillConfig, OnlineConfig, TrainConfig
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill import distributed, trackers, vocabulary
+from draftlab.distill.answers import stored_answers
 from draftlab.distill.checkpointer import select_device
 from draftlab.distill.lora import adapt
 from draftlab.distill.losses import parse_loss
@@ -49,7 +50,7 @@ class Pair:
         distributed.check(optimizer=config.optimizer)
         draft = hub.locate(str(config.draft), weights)
         target = hub.locate(config.target, weights) if config.needs_target else None
-        for model in (draft, target) if config.outputs is None else ():
+        for model in (draft, target) if config.trains_on_windows else ():
             check_length(model, config.seq_len)
         if target is not None:
             common_vocabulary(draft, target)
@@ -74,6 +75,8 @@ def distill(config: DistillConfig, output: Output) -> TrainingResult:
         UserError: see Pair.of; or training fails.
     """
     pair = Pair.of(config, weights=True)
+    if config.prompt_file is not None and pair.target is not None:
+        config = config.model_copy(update={"outputs": stored_answers(config, pair.target)})
     inputs = [path for path in (pair.draft, pair.target, config.outputs) if path is not None]
     for model in (pair.draft, pair.target):
         if model is not None:

@@ -1,0 +1,66 @@
+"""Answers that the target gives to prompts are stored, found again, and what is trained on."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from test_prompts import call, lines, space  # noqa: F401
+
+from draftlab.distill.run import read_log
+from draftlab.distill.trainer import StepRecord
+from draftlab.target_outputs import build
+from draftlab.target_outputs.store import HELDOUT, read_store
+
+PROMPTS = [{"prompt": f"return {i}"} for i in range(14)] + [{"turns": ["if not line:", "self.path"]}] * 3
+DISTILL = ("distill", "--draft", "draft", "--text", "target", "--prompt-file", "prompts.jsonl", "--max-new-tokens", 12)
+DISTILL = (*DISTILL, "--steps", 3, "--batch-size", 4, "--eval-steps", 3, "--training-dtype", "float32")
+
+
+def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space, monkeypatch):  # noqa: F811
+    lines(space, *PROMPTS)
+    first = call(*DISTILL, "--out", "first")
+    (place,) = Path("runs").glob("answers-target-prompts-*")
+    assert f"the target's answers go to {place}; later runs, and --outputs, find them there" in first.stderr
+    stored = read_store(place)
+    texts = [*stored.outputs, *read_store(place / HELDOUT).outputs]
+    assert len(texts) == 20  # requests: one for each turn
+    assert stored.manifest.chat
+    assert {o.finish_reason for o in texts} <= {"stop", "length"}
+    rows = [stored.outputs[i] for i in range(len(stored.outputs))]
+    steps = [r for r in read_log(Path("first/log.jsonl")) if isinstance(r, StepRecord)]
+    assert sum(s.tokens for s in steps) <= sum(len(o.ids) for o in rows)  # answers alone count
+    monkeypatch.setattr(build, "build", None)  # nothing is written again
+    second = call(*DISTILL, "--lr", 0.001, "--out", "second")
+    assert f"{place} has the target's answers already" in second.stderr
+    rest = ("--steps", 3, "--batch-size", 4, "--eval-steps", 3, "--training-dtype", "float32")
+    call("distill", "--draft", "draft", "--outputs", place, *rest, "--out", "third")
+    records = [read_log(Path(name) / "log.jsonl") for name in ("first", "third")]
+    for one, other in zip(*records, strict=True):
+        np.testing.assert_allclose(one.loss, other.loss, rtol=0)
+    assert str(place) in json.loads(Path("first/draftlab.json").read_text())["inputs"]
+
+
+def test_other_prompts_sampling_and_system_prompts_are_answered_anew(space):  # noqa: F811
+    lines(space, *PROMPTS)
+    for number, more in enumerate([(), ("--sample-temperature", 0), ("--system-prompt", "a"), ("--seed", 1)]):
+        call(*DISTILL, *more, "--out", f"run-{number}")
+    lines(space, *PROMPTS[1:])
+    call(*DISTILL, "--out", "run-4")
+    assert len(list(Path("runs").glob("answers-*"))) == 5
+
+
+def test_settings_that_do_not_go_with_prompts_get_one_line(space):  # noqa: F811
+    lines(space, *PROMPTS)
+    base = ("distill", "--draft", "draft", "--prompt-file", "prompts.jsonl")
+    for arguments, message in [
+        (base, "--prompt-file: the target answers its prompts: add --text target"),
+        ((*base, "--text", "target=0.5,draft=0.5"), "--prompt-file: the target answers its prompts"),
+        ((*base, "--text", "target", "--data", "stdlib"), "--data: the text is that of --prompt-file"),
+        ((*base, "--text", "target", "--seq-len", 64), "--seq-len: the text is that of --prompt-file"),
+        ((*base, "--text", "target", "--temperature", 0.7), "--temperature 0.7: stored answers have 0.6, 0.8"),
+        (("distill", "--draft", "draft", "--max-new-tokens", 9), "--max-new-tokens: needs --prompt-file"),
+        (("distill", "--draft", "draft", "--chat", "on"), "--chat: needs --prompt-file"),
+    ]:
+        result = call(*arguments, code=1)
+        assert message in result.stderr, result.stderr
+        assert len(result.stderr.splitlines()) == 1, result.stderr

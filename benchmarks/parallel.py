@@ -16,6 +16,7 @@ from benchmarks import environment
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
+from draftlab.distill.parallel import Offsets
 from draftlab.target_outputs.replay import Drafting, read_replay
 
 TEMPERATURES = (0.0, 1.0)
@@ -80,7 +81,7 @@ def tiny_pair(folder: Path, shape: Path, common: int, batch: int) -> Pair:
 def measure(pair: Pair, folder: Path, k: int, steps: int, losses: list[str], quick: bool) -> dict[str, Any]:
     """Train both drafts, replay and score them."""
     batch = 4 if quick else 16
-    fewer = max(1, round(steps / relative_cost(k)))
+    fewer = max(1, round(steps / Offsets.cost(DistillConfig(draft=str(pair.start), parallel=k))))
     training = {"draft": str(pair.start), "outputs": pair.outputs, "batch_size": batch, "eval_steps": steps}
     plain = made("distill", folder / "plain", **training, steps=steps)
     parallel = [
@@ -105,12 +106,6 @@ def measure(pair: Pair, folder: Path, k: int, steps: int, losses: list[str], qui
         "steps": {"plain": steps, "parallel": fewer},
         "seconds": {path.name: seconds(path) for path in (plain, *parallel)},
     }
-
-
-def relative_cost(k: int) -> float:
-    """Return the tokens that a step of a parallel draft reads, with COD as it is by default, relative to its text's."""
-    fields = DistillConfig.model_fields
-    return sum(max(fields["cod_share"].default ** j, fields["cod_floor"].default) for j in range(k))
 
 
 def replayed(folder: Path, pair: Pair, draft: Path, k: int, parallel: bool) -> dict[int, float]:

@@ -26,7 +26,7 @@ from draftlab.config.drafters import WidthsSpec
 from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, note_if_slow, progress
 from draftlab.engine.batch_generate import turn_answers
-from draftlab.engine.drafters.parallel import model_drafter
+from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, drafts_in_parallel, model_drafter
 from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
@@ -269,7 +269,10 @@ def _described(
         name: _model(models[name], hub.checkpoint_name(path), path, _task_results(loaded.model(path), path, tasks))
         for name, path in {"": setup.target, **setup.drafts}.items()
     }
-    return described | {name: _model(run.model, name, None, []) for name, run in runs.items()}
+    described |= {name: _model(run.model, name, None, []) for name, run in runs.items()}
+    parallel = [name for name in setup.drafts if drafts_in_parallel(models[name])]
+    parallel += [name for name, run in runs.items() if isinstance(run.drafter, ParallelDrafter | ParallelTreeDrafter)]
+    return described | {name: described[name].model_copy(update={"parallel": True}) for name in parallel}
 
 
 def _model(decoder: Decoder | None, name: str, path: Path | None, tasks: list[TaskResult]) -> Model:

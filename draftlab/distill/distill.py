@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftlab.config.distill import DistillConfig, OnlineConfig, TrainConfig
+from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill import distributed, trackers, vocabulary
 from draftlab.distill.answers import stored_answers
@@ -20,7 +21,7 @@ from draftlab.distill.run import TrainedModel, TrainingResult, claimed_state, fi
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.distill.training_setup import served_teacher, stored_setup, text_setup
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, hub, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.shape import Shape, read_shape_file
 from draftlab.model.size import ApproximateSize, read_size, training_cost
@@ -65,7 +66,11 @@ def plan_distill(config: DistillConfig) -> Mapping[str, object]:
     student, teacher = read_size(pair.draft), read_size(pair.target) if pair.target else None
     tokens = config.steps * config.batch_size * config.seq_len
     cost = training_cost(student, teacher, tokens=tokens, seq_len=config.seq_len)
-    return {"draft": student.describe(), "target": teacher.describe() if teacher else "none"} | cost
+    models = {"draft": student.describe(), "target": teacher.describe() if teacher else "none"}
+    wider = (
+        {"in parallel": f"{Offsets.cost(config):.2f} tokens are read for each of these"} if config.parallel > 1 else {}
+    )
+    return models | cost | wider
 
 
 def distill(config: DistillConfig, output: Output) -> TrainingResult:
@@ -116,6 +121,10 @@ def _setup(
 
 def load_student(draft: Path, config: DistillConfig | OnlineConfig) -> PreTrainedModel:
     """Return the draft in fp32, ready to be trained as the settings want."""
+    if parallel.pard_token(draft) is not None and (isinstance(config, OnlineConfig) or config.parallel == 1):
+        note(
+            f"{hub.checkpoint_name(draft)} is a parallel draft; this trains it as an ordinary one, and its offsets fade"
+        )
     student = checkpoint.load_model(draft, torch.float32)
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()

@@ -46,6 +46,11 @@ class Offsets:
         note(f"mask token {token}: {checkpoint.load_tokenizer(draft).convert_ids_to_tokens(token)}")
         return cls(count=config.parallel, token=token, share=config.cod_share, floor=config.cod_floor, seed=config.seed)
 
+    @staticmethod
+    def cost(config: DistillConfig) -> float:
+        """Return the tokens that a step reads, relative to those of its text."""
+        return sum(max(config.cod_share**j, config.cod_floor) for j in range(config.parallel))
+
     @property
     def config(self) -> dict[str, object]:
         """Return what config.json says of a parallel draft, as PARD's do and vLLM reads."""

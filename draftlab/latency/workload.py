@@ -70,8 +70,11 @@ def workload_of_score(score: Score) -> Workload:
     position of the largest K. Greedily every K decodes the same text, so that one K may know what another does not.
 
     Raises:
-        UserError: servers decoded, which do not report the fate of each token.
+        UserError: servers decoded, which do not report the fate of each token; or a parallel draft drafted, whose
+            tokens have another probability at each offset.
     """
+    if score.draft.parallel:
+        raise UserError(f"{score.name} was drafted in parallel, which a score does not tell by offset; use a replay")
     if score.served:
         raise UserError(f"{score.name} was scored on servers, which do not report single tokens; use a replay instead")
     deepest = max(score.speculative)

@@ -62,6 +62,7 @@ class Model(FileModel):
     latency: list[Latency]  # by width, from one token on; []: not measured
     tasks: list[TaskResult]
     via_transformers: bool = False  # transformers ran it: draftlab's own decoder does not support its architecture
+    parallel: bool = False  # it drafted all tokens of a step in one pass
 
 
 class Prompt(FileModel):

@@ -72,8 +72,11 @@ def mask_token(model: Decoder) -> int:
     return token
 
 
+def drafts_in_parallel(model: Decoder) -> bool:
+    """Return whether a draft model is a parallel draft."""
+    return isinstance(model, Llama) and model.pard_token is not None
+
+
 def model_drafter(model: Decoder, vocab: int | None) -> ModelDrafter:
     """Return the drafter of a draft model: in one pass for a parallel draft, else in one for each token."""
-    if isinstance(model, Llama) and model.pard_token is not None:
-        return ParallelDrafter(model, vocab)
-    return ModelDrafter(model, vocab)
+    return ParallelDrafter(model, vocab) if drafts_in_parallel(model) else ModelDrafter(model, vocab)

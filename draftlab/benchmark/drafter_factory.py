@@ -9,8 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data
+from draftlab.acceptance.expected import chances
 from draftlab.acceptance.token_logprobs import Text, score_tokens
 from draftlab.benchmark.layer_search import search_layers
+from draftlab.benchmark.lookup_gate import learn_gate, replay_matches
 from draftlab.config.drafters import (
     DRAFTERS,
     PROMPT_LOOKUP_MAX,
@@ -53,7 +55,9 @@ from draftlab.model.decoder import Decoder, with_mode
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
+from draftlab.target_outputs.store import read_store
 
+GATE_TEXTS = 32  # of the target, to learn a gate from
 CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target adds
 RANKS = 8  # of a draft's tokens that a tree may take
 MAX_DEPTH = 8
@@ -67,6 +71,7 @@ class DrafterRun:
     drafter: Drafter
     model: Decoder | None
     ks: list[int]
+    learnt: str | None = None  # the drafter with what it learnt when it was built, as --drafter takes it
 
 
 def check_target(spec: DrafterSpec, layers: int | None, vocab: int) -> None:
@@ -129,11 +134,15 @@ class DrafterFactory:
         if isinstance(spec, EagleSpec):
             return DrafterRun(drafter=self._eagle(spec), model=None, ks=self.ks)
         if isinstance(spec, LayerSkipSpec):
-            model = self._skip_layers(spec)
-            return DrafterRun(drafter=ModelDrafter(model, self.vocab), model=model, ks=self.ks)
+            layers = spec.layers or self._fastest_layers(spec)
+            model = with_mode(skip_layers(_own_engine(spec, self.target), layers), self.mode)
+            learnt = None if spec.layers else f"layer-skip:layers={'+'.join(map(str, layers))}"
+            return DrafterRun(drafter=ModelDrafter(model, self.vocab), model=model, ks=self.ks, learnt=learnt)
         if not isinstance(spec, DraftModelSpec):
             return DrafterRun(drafter=self._without_model(spec), model=None, ks=self.ks)
         model = self.load(self._draft_path(spec))
+        if isinstance(spec, FallbackSpec) and spec.outputs:
+            return self._gated(spec, model)
         drafter = self._with_model(spec, model)
         ks = [len(drafter.parents)] if isinstance(drafter, TreeDrafter) else self.ks
         return DrafterRun(drafter=drafter, model=model, ks=ks)
@@ -153,7 +162,7 @@ class DrafterFactory:
     def _with_model(self, spec: DraftModelSpec, model: Decoder) -> Drafter:
         match spec:
             case FallbackSpec():
-                lookup = PromptLookupDrafter(spec.prompt_lookup_max)
+                lookup = PromptLookupDrafter(spec.prompt_lookup_max, spec.min_match)
                 return FallbackDrafter(lookup, model_drafter(model, self.vocab), self.vocab)
             case CascadeSpec():
                 return CascadeDrafter(model, self.vocab, self._without_model(spec), spec.inner_tokens)
@@ -171,14 +180,44 @@ class DrafterFactory:
             case _:
                 return ModelDrafter(model, self.vocab)
 
+    def _gated(self, spec: FallbackSpec, model: Decoder) -> DrafterRun:
+        """Build fallback with the gate that outputs of the target teach."""
+        draft, target, longest = _own_engine(spec, model), _own_engine(spec, self.target), spec.prompt_lookup_max
+        if draft.pard_token is not None:
+            raise UserError(f"--drafter {spec.text}: a gate is learnt for drafts of one token per pass; set min_match")
+        store = read_store(Path(spec.outputs))
+        written = [o for o in store.outputs if len(o.ids) > 1]
+        written = written[:: max(1, len(written) // GATE_TEXTS)][:GATE_TEXTS]
+        texts = [(o.prompt, o.ids) for o in written]
+        note(f"{spec.text}: replaying {len(texts)} texts of the target")
+        scored, sampling = score_tokens(draft, texts, self.vocab, self.sampling), store.manifest.sampling
+        alike = sampling is not None and 0 < sampling.temperature == self.sampling.temperature
+        log_p = [o.logprobs if alike and o.logprobs is not None else np.zeros(len(o.ids)) for o in written]
+        accepted = [chances(score.logprobs, own) for score, own in zip(scored, log_p, strict=True)]
+        positions = replay_matches(texts, accepted, longest, max(self.ks))
+        widths = sorted({1, *(k + 1 for k in self.ks)})
+        ms = self._pass_ms({"draft": draft, "target": target}, widths)
+        verify_ms = dict(zip(widths, ms["target"], strict=True))
+        gate = learn_gate(positions, self.ks, longest, ms["draft"][0], verify_ms.__getitem__)
+        spelled = "x".join(map(str, gate.min_match))
+        note(
+            f"{spec.text}: min_match={spelled}; predicted at K = {gate.k}: {gate.speed / gate.model_speed:.2f} times "
+            f"the draft model alone, {gate.speed / gate.ungated_speed:.2f} times with every match copied"
+        )
+        named = f"draft={spec.draft}," if spec.draft else ""
+        learnt = f"fallback:{named}prompt_lookup_max={longest},min_match={spelled}"
+        lookup = PromptLookupDrafter(longest, gate.min_match)
+        drafter = FallbackDrafter(lookup, model_drafter(model, self.vocab), self.vocab)
+        return DrafterRun(drafter=drafter, model=model, ks=self.ks, learnt=learnt)
+
     def _without_model(self, spec: DrafterSpec) -> Drafter:
         if not isinstance(spec, NgramSpec) or (isinstance(spec, CascadeSpec) and spec.inner == "prompt-lookup"):
             return PromptLookupDrafter(
                 spec.prompt_lookup_max if isinstance(spec, PromptLookupSpec) else PROMPT_LOOKUP_MAX
             )
-        source = spec.data or self.data
+        source = spec.outputs or spec.data or self.data
         note(f"{spec.text}: counting {spec.order}-grams of {source}")
-        corpus = self._corpus(source, spec.tokens)
+        corpus = _answers(spec) if spec.outputs else self._corpus(source, spec.tokens)
         if len(corpus) < spec.order:
             raise UserError(
                 f"--drafter {spec.text}: {len(corpus)} tokens of {source} hold no {spec.order}-gram; use more tokens"
@@ -208,10 +247,8 @@ class DrafterFactory:
         completions = output_tokens(decode(self.target, prompts, sampling))
         return [(np.array(p), np.array(c)) for p, c in zip(prompts, completions, strict=True)]
 
-    def _skip_layers(self, spec: LayerSkipSpec) -> Llama:
+    def _fastest_layers(self, spec: LayerSkipSpec) -> list[int]:
         target = _own_engine(spec, self.target)
-        if spec.layers:
-            return with_mode(skip_layers(target, spec.layers), self.mode)
         layers = target.shape.layers
         ms = self._pass_ms({"all": target, "one": with_mode(skip_layers(target, [0]), self.mode)}, [1])
         all_ms, one_ms = ms["all"][0], ms["one"][0]
@@ -222,7 +259,7 @@ class DrafterFactory:
             f"{spec.text}: keeps {len(best.layers)} of {layers} layers, layers={'+'.join(map(str, best.layers))}; "
             f"predicted {best.tokens_per_pass:.2f} tokens per pass at K = {best.k}, speed-up {best.speedup:.2f}"
         )
-        return with_mode(skip_layers(target, best.layers), self.mode)
+        return list(best.layers)
 
     def _parents(self, spec: TreeSpec, model: Llama) -> tuple[int, ...]:
         """Return the tree of the widths, or the one that is predicted to be the fastest."""
@@ -247,6 +284,12 @@ class DrafterFactory:
     def _pass_ms(self, models: dict[str, Llama], widths: Sequence[int]) -> dict[str, list[float]]:
         curves = measure_latency(models, widths=list(widths), context=96, passes=PASSES, clock=self.clock)
         return {name: [latency.median_ms for latency in curve] for name, curve in curves.items()}
+
+
+def _answers(spec: NgramSpec) -> np.ndarray:
+    """Return what the target wrote, each text after the last tokens of its prompt, as one stream of spec.tokens."""
+    texts = [np.concatenate([o.prompt[1 - spec.order :], o.ids]) for o in read_store(Path(spec.outputs)).outputs]
+    return np.concatenate(texts)[: spec.tokens]
 
 
 def _own_engine(spec: DrafterSpec, model: Decoder) -> Llama:

@@ -197,6 +197,7 @@ class Measurement:
             command=self.command,
             versions=provenance.versions(),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            learnt=self.runs[name].learnt if name in self.runs else None,
             made=self.setup.made(name),
         )
         return result.model_copy(update={"example": self._example(name, result)})

@@ -14,7 +14,7 @@ from draftlab import provenance, turns
 from draftlab.benchmark.drafter_factory import check_rule, check_target
 from draftlab.benchmark.lm_eval_tasks import TaskOptions, check_chat_template, check_tasks
 from draftlab.config import shared
-from draftlab.config.drafters import DrafterSpec, DraftModelSpec, EagleSpec, MedusaSpec
+from draftlab.config.drafters import DrafterSpec, DraftModelSpec, EagleSpec, FallbackSpec, MedusaSpec, NgramSpec
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow
 from draftlab.engine.drafters import medusa
@@ -29,6 +29,7 @@ from draftlab.prompts import Prompts, load_prompts
 from draftlab.provenance import Stage, lineage
 from draftlab.results.score import SAMPLING
 from draftlab.sampling import SamplingParams
+from draftlab.target_outputs.store import check_tokenizer, finished_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +70,18 @@ class Setup:
         return turns.place(self.prompts, provenance.fingerprint(self.target), self.sampling)
 
     @property
+    def outputs(self) -> list[Path]:
+        """Return the target outputs that drafters learn from."""
+        return [Path(s.outputs) for s in self.drafters if isinstance(s, NgramSpec | FallbackSpec) and s.outputs]
+
+    @property
     def inputs(self) -> list[Path]:
         """Return the inputs for the record."""
         turns = [] if self.turns is None else [self.turns]
         heads = [Path(spec.heads) for spec in self.drafters if isinstance(spec, MedusaSpec | EagleSpec)]
-        return list(dict.fromkeys([self.target, *self.drafts.values(), *self.draft_paths, *heads, *turns]))
+        return list(
+            dict.fromkeys([self.target, *self.drafts.values(), *self.draft_paths, *heads, *turns, *self.outputs])
+        )
 
     @property
     def context(self) -> int:
@@ -207,6 +215,8 @@ def _check(setup: Setup) -> None:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
     _check_drafters(setup)
+    for store in setup.outputs:
+        check_tokenizer(finished_manifest(store), setup.target)
     for path in dict.fromkeys([*setup.drafts.values(), *setup.draft_paths]):
         _check_parallel(path, config)
     if config.device_map is not None and (setup.mode != "eager" or config.batch != [1]):

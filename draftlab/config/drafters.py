@@ -10,6 +10,8 @@ from draftlab.errors import UserError, did_you_mean
 
 MAX_TREE_TOKENS = 256
 PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
+FALLBACK_LOOKUP_MAX = 8  # longer matches are right more often, and a gate tells them apart
+MATCH_KINDS = 3  # see FallbackSpec.min_match
 Siblings = Literal["top", "sampled", "distinct"]
 
 
@@ -46,18 +48,40 @@ class PromptLookupSpec(DrafterSpec):
 
 
 class NgramSpec(DrafterSpec):
-    """tokens: of the corpus. data: its source; empty: the run's."""
+    """tokens: of the corpus. data: its source; empty: the run's. outputs: of the target, to count instead."""
 
     kind = "ngram"
     order: int = Field(4, ge=2)
     tokens: int = Field(2_000_000, ge=1)
     data: str = ""
+    outputs: str = ""
+
+    @model_validator(mode="after")
+    def _has_one_corpus(self) -> Self:
+        if self.outputs and self.data:
+            raise ValueError("data, outputs: want one of them")
+        return self
 
 
 class FallbackSpec(DraftModelSpec, PromptLookupSpec):
-    """Prompt lookup, and the draft model where it finds nothing."""
+    """Prompt lookup, and the draft model where no match is long enough.
+
+    min_match: tokens of a match, where its n-gram occurred once before, several times followed by the same token, or by
+    different ones. outputs: of the target, to learn it from.
+    """
 
     kind = "fallback"
+    prompt_lookup_max: int = Field(FALLBACK_LOOKUP_MAX, ge=1)
+    min_match: Annotated[list[int], _split("x")] = [1, 1, 1]
+    outputs: str = ""
+
+    @model_validator(mode="after")
+    def _has_one_gate(self) -> Self:
+        if "min_match" in self.model_fields_set and self.outputs:
+            raise ValueError("min_match, outputs: want one of them")
+        if len(self.min_match) != MATCH_KINDS or min(self.min_match) < 1:
+            raise ValueError(f"min_match: want {MATCH_KINDS} numbers from 1 on, as 3x1x5")
+        return self
 
 
 class CascadeSpec(DraftModelSpec, NgramSpec):
@@ -69,7 +93,7 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
 
     @model_validator(mode="after")
     def _corpus_is_used(self) -> Self:
-        idle = self.model_fields_set & {"order", "tokens", "data"}
+        idle = self.model_fields_set & {"order", "tokens", "data", "outputs"}
         if self.inner != "ngram" and idle:
             raise ValueError(f"{', '.join(sorted(idle))}: only for inner=ngram")
         return self

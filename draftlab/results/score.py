@@ -142,6 +142,7 @@ class Score(FileModel):
     identical: bool | None  # greedy: speculative tokens equal plain ones; None when sampling
     distinct_4grams: float  # share, in the target's output; a low one means a loop, which every draft predicts
     example: Example | None = None  # the prompt of median speed-up at the best K
+    learnt: str | None = None  # a drafter with what it learnt when it was built, as --drafter takes it
     made: list[Stage] | None = None  # commands that made the draft; []: nothing to make; None: not known
     command: str
     versions: dict[str, str]

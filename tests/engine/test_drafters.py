@@ -61,7 +61,19 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
     return NgramModel(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
-DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "staged", "staged model", "skip", "medusa", "eagle"]
+DRAFTERS = [
+    "ngram",
+    "lookup",
+    "unsure",
+    "entropy",
+    "fallback",
+    "gated",
+    "staged",
+    "staged model",
+    "skip",
+    "medusa",
+    "eagle",
+]
 DRAFTERS += ["tree top", "tree sampled", "tree distinct", "parallel", "offsets sampled", "offsets distinct"]
 
 
@@ -73,6 +85,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "unsure": lambda: ConfidenceStopDrafter(noisy, VOCAB, confidence_below(0.3)),
         "entropy": lambda: ConfidenceStopDrafter(noisy, VOCAB, entropy_above(1.0)),
         "fallback": lambda: FallbackDrafter(PromptLookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
+        "gated": lambda: FallbackDrafter(PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB),
         "staged": lambda: CascadeDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),
@@ -232,6 +245,18 @@ def test_lookup_copies_behind_the_longest_and_latest_match():
     assert copied([7, 3, 4, 7, 3, 5, 7, 3], 2) == [5, 7]
     assert copied([4, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]  # a loop goes on
     assert copied([1, 2, 3], 4) == []
+
+
+def test_a_match_is_copied_from_the_length_that_its_kind_wants():
+    def copied(text: list[int], *min_match: int) -> list[int]:
+        lookup = PromptLookupDrafter(8, min_match)
+        draft = lookup.propose([text], 1, SamplingParams(), torch.zeros(1, 1))
+        return draft.ids[0, : draft.counts[0]].tolist()
+
+    once, agree, differ = [1, 2, 5, 1, 2], [2, 5, 9, 2, 5, 8, 2], [2, 5, 9, 2, 6, 8, 2]
+    assert (copied(once, 2, 9, 9), copied(once, 3, 1, 1)) == ([5], [])
+    assert (copied(agree, 9, 1, 9), copied(agree, 1, 2, 1)) == ([5], [])
+    assert (copied(differ, 9, 9, 1), copied(differ, 1, 1, 2)) == ([6], [])
 
 
 def test_kneser_ney_by_hand():

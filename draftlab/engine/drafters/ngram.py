@@ -5,6 +5,7 @@ V vocab, K drafted. An n-gram is a context of n - 1 tokens and the one that foll
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -104,14 +105,48 @@ class NgramDrafter:
         return context[len(context) - count :], torch.stack(q) if q else torch.empty(0)
 
 
+MatchKind = Literal["once", "agree", "differ"]
+MATCH_KINDS: tuple[MatchKind, ...] = ("once", "agree", "differ")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest n-gram at the end of a text that it has before, too. start: of what followed it most recently.
+
+    kind: it occurred once before, several times followed by the same token, or by different ones.
+    """
+
+    length: int
+    start: int
+    kind: MatchKind
+
+
+def latest_match(ids: np.ndarray, longest: int) -> Match | None:
+    """Return the match of a text [N] with an n-gram of at most longest tokens, or None."""
+    ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # ends of matches
+    if len(ends) == 0:
+        return None
+    length = 1
+    for n in range(2, longest + 1):
+        longer = ends[ends >= n]
+        longer = longer[ids[longer - n] == ids[-n]]
+        if len(longer) == 0:
+            break
+        ends, length = longer, n
+    following = ids[ends]
+    kind = "once" if len(ends) == 1 else "agree" if (following == following[0]).all() else "differ"
+    return Match(length, int(ends[-1]), kind)
+
+
 class PromptLookupDrafter:
     """Prompt lookup: copies the tokens after the most recent match of the text's last n-gram, longest n-gram first.
 
-    The copy continues into itself, so a loop is drafted to any length. No match is no draft.
+    The copy continues into itself, so a loop is drafted to any length. No match is no draft, nor one shorter than
+    min_match, by MATCH_KINDS.
     """
 
-    def __init__(self, longest: int = PROMPT_LOOKUP_MAX) -> None:
-        self.longest = longest
+    def __init__(self, longest: int = PROMPT_LOOKUP_MAX, min_match: Sequence[int] = (1, 1, 1)) -> None:
+        self.longest, self.min_match = longest, dict(zip(MATCH_KINDS, min_match, strict=True))
 
     def reset(self, rows: int, capacity: int) -> None:
         pass
@@ -124,18 +159,10 @@ class PromptLookupDrafter:
         return Draft(ids=ids, q=None, counts=[len(copy) for copy in copies])
 
     def _copy(self, text: list[int], count: int) -> list[int]:
-        ids = np.array(text)
-        ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # ends of matches
-        if len(ends) == 0:
+        match = latest_match(np.array(text), self.longest)
+        if match is None or match.length < self.min_match[match.kind]:
             return []
-        for n in range(2, self.longest + 1):
-            longer = ends[ends >= n]
-            longer = longer[ids[longer - n] == ids[-n]]
-            if len(longer) == 0:
-                break
-            ends = longer
-        start = int(ends[-1])
-        return (text[start:] * (count // (len(text) - start) + 1))[:count]
+        return (text[match.start :] * (count // (len(text) - match.start) + 1))[:count]
 
 
 def _order(contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray) -> tuple[Order, np.ndarray]:

@@ -1,0 +1,44 @@
+"""The gate of fallback: what is replayed, and that no other gate would be faster."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from draftlab.benchmark.lookup_gate import Positions, learn_gate, replay_matches
+from draftlab.engine.drafters.ngram import MATCH_KINDS
+
+
+def test_what_a_copy_gets_right_and_what_a_model_would():
+    text = (np.array([7, 8]), np.array([1, 7, 8, 1, 7, 9]))
+    found = replay_matches([text], [np.array([0.5, 1.0, 0.5, 0.25, 0.5, 0.5])], longest=4, k=3)
+    assert found.length.tolist() == [0, 1, 2, 3, 4]  # before 7, 8, 1, 7, 9
+    assert {MATCH_KINDS[i] for i in found.kind} == {"once"}
+    assert found.copied.tolist() == [0, 3, 2, 1, 0]  # 8 1 7, then 1 7, then 7: a 9 follows, and not the 8
+    np.testing.assert_allclose(found.modelled[0], [1.0, 1.5, 1.625])
+    np.testing.assert_allclose(found.modelled[3], [0.5, 0.75, 0.75])  # the text ends
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_gate_is_faster(seed):
+    rng, n, longest = np.random.default_rng(seed), 400, 3
+    length, kind = rng.integers(0, longest + 1, n), rng.integers(0, 3, n)
+    copied = rng.binomial(4, np.clip(0.1 + 0.2 * length * (kind + 1) / 3, 0, 1)) * (length > 0)
+    modelled = np.cumsum(rng.uniform(0.3, 0.9, (n, 4)).cumprod(1), 1)
+    positions, verify = Positions(length, kind, copied, modelled), {k + 1: 10 + k for k in range(1, 5)}
+    gate = learn_gate(positions, [2, 4], longest, 0.7, verify.__getitem__)
+
+    def speed(min_match: tuple[int, ...], k: int) -> float:
+        tokens = milliseconds = 0.0
+        for i in range(n):
+            copies = length[i] > 0 and length[i] >= min_match[kind[i]]
+            tokens += 1 + (min(copied[i], k) if copies else modelled[i, k - 1])
+            milliseconds += verify[k + 1] + (0 if copies else 0.7 * k)
+        return tokens / milliseconds
+
+    every = {(m, k): speed(m, k) for m in itertools.product(range(1, longest + 2), repeat=3) for k in (2, 4)}
+    assert gate.speed == pytest.approx(max(every.values()))
+    assert gate.speed == pytest.approx(every[gate.min_match, gate.k])
+    assert gate.ungated_speed == pytest.approx(every[(1, 1, 1), gate.k])
+    assert gate.model_speed == pytest.approx(every[(4, 4, 4), gate.k])
+    assert gate.speed > max(gate.ungated_speed, gate.model_speed)

@@ -183,7 +183,7 @@ class Measurement:
         ks = [k for arm, k in measured.tokens if arm == name]
         identical = all(measured.tokens[name, k] == plain_tokens for k in ks)
         result = Score(
-            name=name if len(config.batch) == 1 else f"{name}-b{batch}",
+            name=self._label(name, batch),
             target=models[""],
             draft=models[name],
             conditions=self._conditions(name, batch),
@@ -201,6 +201,12 @@ class Measurement:
             made=self.setup.made(name),
         )
         return result.model_copy(update={"example": self._example(name, result)})
+
+    def _label(self, name: str, batch: int) -> str:
+        """Return the name of a result: of a drafter or draft, of int8 weights, at a batch size."""
+        has_model = name in self.setup.drafts or self.runs[name].model is not None
+        rounded = "@int8" if self.setup.config.draft_int8 and has_model else ""
+        return f"{name}{rounded}" + (f"-b{batch}" if len(self.setup.config.batch) > 1 else "")
 
     def _example(self, name: str, score: Score) -> Example:
         target, setup, prompt = self.models[""], self.setup, score.median_prompt

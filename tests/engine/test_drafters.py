@@ -61,20 +61,8 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
     return NgramModel(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
-DRAFTERS = [
-    "ngram",
-    "lookup",
-    "unsure",
-    "entropy",
-    "fallback",
-    "gated",
-    "staged",
-    "staged model",
-    "skip",
-    "medusa",
-    "eagle",
-]
-DRAFTERS += ["tree top", "tree sampled", "tree distinct", "parallel", "offsets sampled", "offsets distinct"]
+DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "gated", "staged", "staged model", "skip", "medusa"]
+DRAFTERS += ["eagle", "tree top", "tree sampled", "tree distinct", "parallel", "offsets sampled", "offsets distinct"]
 
 
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:

@@ -71,6 +71,15 @@ def test_compiled_passes_have_the_same_logits(halved):
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_int8_rows_of_a_trimmed_head_are_those_of_the_whole_one(halved, family_dirs):
+    ids = torch.tensor([[0, 5, 9]])
+    models = [NativeLlama(llama.load(d, torch.float32), int8=True) for d in (family_dirs["llama"], halved)]
+    whole, half = (m.forward(ids, m.new_cache(1, 3)) for m in models)
+    assert torch.equal(half[..., ::2], whole[..., ::2])
+    assert half[..., 1::2].isneginf().all()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafting_with_it_is_lossless_and_never_drafts_the_others(temperature, halved, family_dirs):
     target, draft = (llama.load(d, torch.float32) for d in (family_dirs["llama"], halved))

@@ -22,7 +22,7 @@ from draftlab.benchmark.setup import (
     task_options,
 )
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
-from draftlab.config.drafters import WidthsSpec
+from draftlab.config.drafters import DraftModelSpec, WidthsSpec
 from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, note_if_slow, progress
 from draftlab.engine.batch_generate import turn_answers
@@ -204,8 +204,8 @@ class Measurement:
 
     def _label(self, name: str, batch: int) -> str:
         """Return the name of a result: of a drafter or draft, of int8 weights, at a batch size."""
-        has_model = name in self.setup.drafts or self.runs[name].model is not None
-        rounded = "@int8" if self.setup.config.draft_int8 and has_model else ""
+        models = [*self.setup.drafts, *(s.name for s in self.setup.drafters if isinstance(s, DraftModelSpec))]
+        rounded = "@int8" if self.setup.config.draft_int8 and name in models else ""
         return f"{name}{rounded}" + (f"-b{batch}" if len(self.setup.config.batch) > 1 else "")
 
     def _example(self, name: str, score: Score) -> Example:

@@ -26,14 +26,14 @@ def test_no_gate_is_faster(seed):
     copied = rng.binomial(4, np.clip(0.1 + 0.2 * length * (kind + 1) / 3, 0, 1)) * (length > 0)
     modelled = np.cumsum(rng.uniform(0.3, 0.9, (n, 4)).cumprod(1), 1)
     positions, verify = Positions(length, kind, copied, modelled), {k + 1: 10 + k for k in range(1, 5)}
-    gate = learn_gate(positions, [2, 4], longest, 0.7, verify.__getitem__)
+    gate = learn_gate(positions, [2, 4], longest, 0.4, verify.__getitem__)
 
     def speed(min_match: tuple[int, ...], k: int) -> float:
         tokens = milliseconds = 0.0
         for i in range(n):
             copies = length[i] > 0 and length[i] >= min_match[kind[i]]
             tokens += 1 + (min(copied[i], k) if copies else modelled[i, k - 1])
-            milliseconds += verify[k + 1] + (0 if copies else 0.7 * k)
+            milliseconds += verify[k + 1] + (0 if copies else 0.4 * k)
         return tokens / milliseconds
 
     every = {(m, k): speed(m, k) for m in itertools.product(range(1, longest + 2), repeat=3) for k in (2, 4)}

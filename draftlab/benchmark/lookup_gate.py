@@ -59,7 +59,8 @@ def replay_matches(texts: Sequence[Text], chances: Sequence[np.ndarray], longest
                     break
             rows.append((match.length, MATCH_KINDS.index(match.kind), copied) if match else (0, 0, 0))
             modelled.append(np.cumprod(runs[at - start : at - start + k]).cumsum())
-    return Positions(*np.array(rows).T, np.array(modelled))
+    length, kind, right = np.array(rows).T
+    return Positions(length, kind, right, np.array(modelled))
 
 
 def learn_gate(

@@ -134,8 +134,8 @@ def _measure(setup: Setup, name: str, state: Path) -> ModelAccuracy:
         file = state / f"{name}.{number}.json"
         if not file.exists():
             model = model or _load(setup, path)
-            found = evaluate_tasks(model, path, tasks, label=task)
-            write_atomic(file, RESULTS.dump_json(found).decode())
+            measured = evaluate_tasks(model, path, tasks, label=task)
+            write_atomic(file, RESULTS.dump_json(measured).decode())
         results += RESULTS.validate_json(file.read_bytes())
     return ModelAccuracy(name=name, sha256=provenance.fingerprint(path), results=results)
 

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """How tasks are evaluated, with lm-eval's names. limit: the first items of each task."""
+    """Options of an evaluation, with lm-eval's names. limit: the first items of each task."""
 
     limit: int | None = None
     num_fewshot: int | None = None  # None: the task's own number
@@ -150,7 +150,7 @@ def tokens_per_item(tasks: Tasks, tokenizer: "PreTrainedTokenizerBase") -> tuple
 
 
 def _texts(arguments: tuple[Any, ...]) -> list[str]:
-    """Return the texts of a request; a context that several requests share is one text."""
+    """Return the texts of a request, without the settings of generation."""
     return [text for text in arguments if isinstance(text, str)]
 
 

@@ -12,7 +12,7 @@ CODE_TASKS = "code_next_line,code_bits_per_byte"
 
 
 class TaskSettings(BaseModel):
-    """How lm-eval asks, with lm-eval's names."""
+    """Settings of lm-eval's prompts, with its names."""
 
     num_fewshot: int | None = option(
         None, "Examples before each item. Default: the task's own number.", ge=0, panel=TASKS

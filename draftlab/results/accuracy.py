@@ -13,7 +13,7 @@ FILE = "accuracy.json"
 
 
 class ModelAccuracy(FileModel):
-    """Every lm-eval metric of one model."""
+    """Results of one model: all metrics of all tasks."""
 
     name: str
     sha256: str
@@ -21,7 +21,7 @@ class ModelAccuracy(FileModel):
 
 
 class AccuracyConditions(FileModel):
-    """How lm-eval asked. None: all items; the task's own number of examples."""
+    """Conditions of an evaluation. None: all items; the task's own number of examples."""
 
     limit: int | None
     num_fewshot: int | None

@@ -457,6 +457,8 @@ def _(w: World) -> Settings:
         "speculative_server": w.drafting_server,
         "target": str(w.source),
         "data": str(w.text),
+        "draft": str(w.draft),
+        "accuracy": [accuracy(w)],
     }
 
 

@@ -5,6 +5,7 @@ B prompts or prefixes, N continuations, T tokens of the longest one, V vocab.
 
 import copy
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -136,6 +137,19 @@ def _engine_class(
             pairs = [(whole[:-n], whole[-n:]) for whole, n in zip(wholes, lengths, strict=True)]
             return continuation_log_probs(model, pairs, batch_size, advance)
 
+        def loglikelihood_rolling(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[float]:
+            """Ask for all windows of all texts at once, so that batches are of windows of about one length."""
+            before = self.batch_size_per_gpu
+            self.batch_size_per_gpu = sys.maxsize if isinstance(model, Llama) else before
+            try:
+                return super().loglikelihood_rolling(requests, disable_tqdm)
+            finally:
+                self.batch_size_per_gpu = before
+
+        def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
+            self.answered, self.asked = 0, len(requests)
+            return super().generate_until(requests, disable_tqdm)
+
         def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
             if generate is None and isinstance(model, HFDecoder):
                 return super()._model_generate(context, max_length, stop, **settings)
@@ -145,6 +159,8 @@ def _engine_class(
             mask = settings["attention_mask"].bool()
             prompts = [row[real].tolist() for row, real in zip(context, mask, strict=True)]
             new = (generate or self.by_model)(prompts, sampling, stop)
+            self.answered += len(prompts)
+            advance(self.answered, self.asked)
             return torch.cat([context.cpu(), _padded(new, self.tokenizer.pad_token_id)], 1)  # [B, T + N]
 
     return Engine
@@ -171,7 +187,7 @@ def continuation_log_probs(
 
 def _batches(model: Llama, pairs: Sequence[Pair], batch_size: int) -> Iterator[list[Group]]:
     """Yield batches of prefixes with what continues them, the longest first."""
-    most = int(max(1, LOGIT_BYTES // (2 * 4 * model.shape.vocab)))  # tokens with logits in one pass
+    most = int(max(1, min(PASS_TOKENS, LOGIT_BYTES // (2 * 4 * model.shape.vocab))))  # tokens with logits in one pass
 
     def widest(groups: Sequence[Group]) -> int:
         return max(len(pairs[i][1]) for _, members in groups for i in members)
@@ -179,14 +195,14 @@ def _batches(model: Llama, pairs: Sequence[Pair], batch_size: int) -> Iterator[l
     def fits(groups: Sequence[Group]) -> bool:
         rows, width = sum(len(members) for _, members in groups), widest(groups)
         longest = max(len(prefix) for prefix, _ in groups) - 1
-        together = max(len(groups) * longest, rows * width) <= PASS_TOKENS and longest + width <= model.context
-        return rows <= batch_size and rows * width <= most and together
+        small = len(groups) * longest <= PASS_TOKENS and rows * width <= most and rows <= batch_size
+        return small and longest + width <= model.context
 
     prefixes: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, (prefix, _) in enumerate(pairs):
         prefixes[tuple(prefix)].append(i)
     waiting: list[Group] = []
-    groups = [(list(prefix), members) for prefix, members in prefixes.items()]
+    groups = [(list(prefix), sorted(at, key=lambda i: -len(pairs[i][1]))) for prefix, at in prefixes.items()]
     for prefix, members in sorted(groups, key=lambda group: -len(group[0]) - widest([group])):
         rows = max(1, min(batch_size, most // widest([([], members)])))
         for at in range(0, len(members), rows):

@@ -243,8 +243,8 @@ inline int evenly(int tokens) {  // 8 is 4 and 4, not 6 and 2
 }
 
 template <int R, int T, class W, class X>
-inline void products(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
-                     const float* bias) {
+inline void products(const W* w, const X* x, [[maybe_unused]] const float* steps, int in, float* y, int out,
+                     const float* scale, const float* bias) {
     if constexpr (std::is_same_v<X, float>) tile<R, T>(w, x, in, y, out, scale, bias);
 #ifdef PAIRS
     else pair_tile<R, T>(w, x, steps, in, y, out, scale, bias);
@@ -356,8 +356,13 @@ inline void round_to(const float* x, int n, bf16* to, float*) {
 // Steps so large that no sum of products with int8 can overflow
 inline void round_to(const float* x, int n, int16_t* to, float* step) {
     const int limit = std::min(32767, INT32_MAX / (2 * 127 * ((n + PAIRED - 1) / PAIRED)));
+    floats tops = {};
+    for (int i = 0; i < n; i += LANES) {
+        const floats v = i + LANES <= n ? load(x + i) : load(x + i, n - i), size = v < 0 ? -v : v;
+        tops = size <= tops ? tops : size;
+    }
     float most = 0;
-    for (int i = 0; i < n; i++) most = std::fabs(x[i]) <= most ? most : std::fabs(x[i]);
+    for (int i = 0; i < LANES; i++) most = tops[i] <= most ? most : tops[i];
     const float per = most > 0 ? limit / most : 0;
     for (int i = 0; i < n; i++) to[i] = int16_t(std::nearbyint(x[i] * per));
     *step = most / limit;

@@ -70,8 +70,9 @@ def facts(best: Entry) -> list[tuple[str, str, str]]:
     """Return the headline numbers of the fastest draft: name, value, and what belongs to it."""
     score, gain, made = best.score, best.best_k_speedup, best.score.made
     spread = f"95% interval {gain.low:.2f} to {gain.high:.2f}, " if gain.n > 1 else ""
+    name = "speed-up" if score.doubt is None else "speed-up, in doubt"
     rows = [
-        ("speed-up", f"{gain.value:.2f}x", f"{spread}n = {gain.n} prompts"),
+        (name, f"{gain.value:.2f}x", f"{spread}n = {gain.n} prompts"),
         ("tokens per second", three_digits(score.output_tps(best.k)), f"{three_digits(score.output_tps(0))} without"),
         ("tokens per target pass", f"{best.tokens_per_pass:.2f}", f"K = {best.k} drafted"),
     ]

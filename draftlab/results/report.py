@@ -110,6 +110,8 @@ def _answer(entries: list[Entry]) -> str:
     name, target, gain = best.score.name, best.score.target.name, best.best_k_speedup
     if best.score.output_differs:
         lead = f"Every draft here changes the output of {target}, so that no speed-up counts."
+    elif best.score.doubt is not None:
+        lead = f"The best draft for {target} here is {name}."
     elif gain.low > 1:
         lead = f"With {name} as its draft, {target} generates {gain.value:.2f} times as many tokens per second."
     elif gain.high < 1:

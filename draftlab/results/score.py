@@ -274,10 +274,11 @@ class Score(FileModel):
     def implied_speedup(self, k: int) -> float | None:
         """Return the speed-up that tokens per pass and the latencies of single passes imply; None: not measured.
 
-        A draft model drafts K tokens one after the other, then the target verifies them in one pass of K + 1.
+        A draft model drafts K tokens one after the other, then the target verifies them in one pass of K + 1. Drafters
+        that take some of their tokens from elsewhere, which have no checkpoint of their own, imply nothing.
         """
         ms = {latency.width: latency.median_ms for latency in self.target.latency}
-        if self.draft_ms is None or not {1, k + 1} <= ms.keys():
+        if self.draft_ms is None or self.draft.sha256 is None or not {1, k + 1} <= ms.keys():
             return None
         return self.tokens_per_pass(k) * ms[1] / (k * self.draft_ms + ms[k + 1])
 

@@ -255,3 +255,5 @@ def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_di
         found = change(base, target=model, draft=draft)
         assert found.implied_speedup(k) == pytest.approx(factor * base.speedup_value(k))
         assert (found.doubt is not None) == doubted
+        lookup_first = change(found, draft=draft.model_copy(update={"sha256": None}))
+        assert lookup_first.implied_speedup(k) is None

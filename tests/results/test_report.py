@@ -14,7 +14,7 @@ from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
 from draftlab.results.decoding import Example, ExampleStep, Generation
 from draftlab.results.report import html, json_rows, markdown
-from draftlab.results.score import Conditions, Latency, Model, Prompt, Score, TaskResult
+from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.results.tables import score_table
 from draftlab.results.warnings import score_warnings
 
@@ -245,6 +245,13 @@ def test_sampling_is_no_fault():
 )
 def test_answer_says_whether_the_best_draft_helps(speed: float, expected: str):
     assert markdown([change(score(speed=speed), plain=UNEVEN)]).startswith(expected)
+
+
+def test_answer_claims_nothing_from_a_busy_machine():
+    busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
+    text = markdown([change(score(), environment=busy)])
+    assert text.startswith("The best draft for target here is wide. Cannot tell, because other work kept 1.5")
+    assert "speed-up, in doubt" in html([change(score(), environment=busy)], command="")
 
 
 def test_answer_tells_drafts_apart_only_where_intervals_part():

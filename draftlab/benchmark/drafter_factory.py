@@ -52,7 +52,7 @@ from draftlab.errors import UserError
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import Mode, checkpoint, eagle, hub
 from draftlab.model.decoder import Decoder, with_mode
-from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.store import read_store
@@ -120,11 +120,13 @@ class DrafterFactory:
         ks: list[int],
         mode: Mode,
         clock: Clock,
+        int8: bool = False,
     ) -> None:
-        """draft: of drafters that name none. load: loads a checkpoint in the run's mode."""
+        """draft: of drafters that name none. load: loads a checkpoint in the run's mode. int8: round heads."""
         self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
         self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
         self.mode: Mode = mode
+        self.int8 = int8
         self.vocab = checkpoint.vocab_size(target_path)
 
     def build(self, spec: DrafterSpec) -> DrafterRun:
@@ -157,7 +159,8 @@ class DrafterFactory:
     def _eagle(self, spec: EagleSpec) -> Drafter:
         target = _own_engine(spec, self.target)
         head = eagle.read(Path(spec.heads), self.target_path, target.embed.dtype, target.device)
-        return EagleDrafter(target, EagleLlama(head, target.embed, Path(spec.heads)))
+        model = EagleLlama(head, target.embed, Path(spec.heads))
+        return EagleDrafter(target, NativeEagle(model, self.int8) if self.mode == "native" else model)
 
     def _with_model(self, spec: DraftModelSpec, model: Decoder) -> Drafter:
         match spec:

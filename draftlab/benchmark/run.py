@@ -262,7 +262,7 @@ def _drafter_runs(target: Decoder, loaded: LoadedModels) -> dict[str, DrafterRun
     factory = DrafterFactory(
         target, setup.target, lambda path: loaded.running(path, setup.config.draft_int8), setup.default_draft,
         data=setup.config.data, sampling=setup.sampling, ks=setup.config.k, mode=setup.mode,
-        clock=steady_clock(setup.device),
+        clock=steady_clock(setup.device), int8=setup.config.draft_int8,
     )  # fmt: skip
     return {spec.name: factory.build(spec) for spec in setup.drafters}
 

@@ -200,9 +200,10 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
 def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models: list[Path]) -> Mode:
     if config.mode != "auto":
         return config.mode
-    if config.device_map or any(isinstance(spec, MedusaSpec | EagleSpec) for spec in config.drafters):
+    if config.device_map or any(isinstance(spec, MedusaSpec) for spec in config.drafters):
         return "eager"
-    return resolve_mode(config.mode, device, dtype, models)
+    mode = resolve_mode(config.mode, device, dtype, models)
+    return "eager" if mode == "graphs" and any(isinstance(spec, EagleSpec) for spec in config.drafters) else mode
 
 
 def _check(setup: Setup) -> None:
@@ -248,11 +249,13 @@ def _check_drafters(setup: Setup) -> None:
     for spec in setup.drafters:
         check_rule(spec, setup.config.rule)
         check_target(spec, layers, vocab)
-        if isinstance(spec, MedusaSpec | EagleSpec) and setup.mode != "eager":
-            raise UserError(f"--drafter {spec.text} reads hidden states, which only mode eager keeps")
         if isinstance(spec, MedusaSpec):
+            if setup.mode != "eager":
+                raise UserError(f"--drafter {spec.text} reads hidden states, which only mode eager keeps")
             medusa.read(Path(spec.heads), setup.target)
         if isinstance(spec, EagleSpec):
+            if setup.mode == "graphs":
+                raise UserError(f"--drafter {spec.text} reads states of layers, which mode graphs does not keep")
             eagle.check(Path(spec.heads), setup.target)
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from draftlab.model.eagle import Head
 from draftlab.model.llama import Cache, Llama, Tree, rms_norm, rotary
+from draftlab.model.native_cpu import WIDE, NativeLlama
 
 
 class EagleLlama(Llama):
@@ -29,7 +30,7 @@ class EagleLlama(Llama):
         inv_freq, scale = rotary(config.llama_config(), config.head_dim, directory)
         super().__init__(config.shape, weights, inv_freq, scale, config.eps, config.context)
         self.fc = head.weights["fc.weight"]
-        self.hidden_norm = head.weights["layers.0.hidden_norm.weight"]
+        self.state_norm = self.hidden_norm = head.weights["layers.0.hidden_norm.weight"]
         self.norm_before_residual = config.norm_before_residual
         self.layer_ids = config.layer_ids
         if config.draft_vocab < config.vocab:
@@ -38,6 +39,10 @@ class EagleLlama(Llama):
     def combine(self, layer_states: Tensor) -> Tensor:
         """Return what the layer reads of the target's states, [..., A E] -> [..., D]."""
         return F.linear(layer_states, self.fc)
+
+    def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
+        """Raises TypeError: a head has no pass without states."""
+        raise TypeError("an EAGLE-3 head reads states beside its tokens: use step")
 
     @torch.inference_mode()
     def step(
@@ -51,7 +56,7 @@ class EagleLlama(Llama):
         width, block = ids.shape[1], self.blocks[0]
         metadata = self._metadata(cache, width, tree)
         embedded = rms_norm(F.embedding(ids, self.embed), block.input_norm, self.eps)
-        normed = rms_norm(states, self.hidden_norm, self.eps)
+        normed = rms_norm(states, self.state_norm, self.eps)
         residual = normed if self.norm_before_residual else states
         attended = self._attention(block, torch.cat([embedded, normed], -1), cache.keys[0], cache.values[0], metadata)
         x = residual + attended
@@ -60,3 +65,21 @@ class EagleLlama(Llama):
         cache.used = [used + width for used in cache.used]
         logits = F.linear(rms_norm(x[:, -last:], self.norm, self.eps), self.head)
         return self.expand_logits(logits), x
+
+
+class NativeEagle(EagleLlama, NativeLlama):
+    """A head on the CPU whose narrow passes are compiled; its states are float32."""
+
+    def __init__(self, model: EagleLlama, int8: bool = False) -> None:
+        """Raises UserError: see NativeLlama."""
+        NativeLlama.__init__(self, model, int8)
+
+    @torch.inference_mode()
+    def step(
+        self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run one pass, see EagleLlama.step."""
+        if ids.numel() > WIDE and not self.int8:
+            return super().step(ids, states.to(self.embed), cache, last, tree)
+        states = states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return self.narrow_pass(ids, cache, last, tree, states), states

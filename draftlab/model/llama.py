@@ -129,6 +129,9 @@ class Block:
 class Llama:
     """A decoder: weights, rotary tables, and a forward pass over a static cache."""
 
+    hidden_norm: Tensor | None = None  # of an EAGLE-3 head (eagle_llama.py)
+    norm_before_residual = False
+
     def __init__(
         self, shape: Shape, weights: Mapping[str, Tensor], inv_freq: Tensor, rope_scale: float, eps: float, context: int
     ) -> None:

@@ -421,6 +421,8 @@ struct Model {
     const float *norm, *cos, *sin;  // tables [context, C], the sine's sign as in llama.py
     Matrix head;
     const Layer* layer;
+    const float* hidden_norm;  // of an EAGLE-3 head, whose q, k and v read [2 D]; else null
+    int norm_before_residual;
 };
 
 // Caches are [layers, rows, K, capacity, C].
@@ -429,7 +431,11 @@ struct Pass {
     const int64_t *ids, *used, *depth;  // [rows, T]; [rows]; [T] or null: a chain
     const uint8_t* sees;                // [T, T] or null: a chain
     void *keys, *values;
-    float* logits;  // [rows, last, V]
+    float* logits;                      // [rows, last, V]
+    float* states;                      // of an EAGLE-3 head: what it reads beside the tokens, then its output, [N, D]
+    void* layer_states;                 // [rows, capacity, A D] or null: what a drafter reads after A of the layers
+    const int* layer_at;                // [layers + 1]: which of the A, or -1
+    int layers_kept;                    // A
 };
 
 }  // extern "C"
@@ -551,21 +557,41 @@ template <class W, class KV>
 void run(const Model& m, const Pass& p) {
     const int D = m.hidden, H = m.heads, K = m.kv_heads, C = m.head_dim, F = m.ffn, T = p.width, N = p.rows * T;
     const int QKV = (H + 2 * K) * C, G = H / K, each = evenly(T * G), blocks = (T * G + each - 1) / each;
-    std::vector<float> x(size_t(N) * D), h(size_t(N) * D), qkv(size_t(N) * QKV), mixed(size_t(N) * H * C);
+    const int read = m.hidden_norm ? 2 * D : D;  // by q, k and v
+    std::vector<float> stream(m.hidden_norm ? 0 : size_t(N) * D), h(size_t(N) * read);
+    std::vector<float> qkv(size_t(N) * QKV), mixed(size_t(N) * H * C);
+    float* const x = m.hidden_norm ? p.states : stream.data();
     std::vector<float> both(size_t(N) * 2 * F), inner(size_t(N) * F);
-    Rounded<typename Meeting<W, KV>::type> rounded(N, std::max({D, F, H * C}));
+    Rounded<typename Meeting<W, KV>::type> rounded(N, std::max({read, F, H * C}));
     const int64_t furthest = *std::max_element(p.used, p.used + p.rows) + T;
     const size_t slab = size_t(K) * p.capacity * C;  // of one row and layer
-    for (int n = 0; n < N; n++)
-        for (int i = 0; i < D; i++) x[size_t(n) * D + i] = one(static_cast<const KV*>(m.embed)[p.ids[n] * D + i]);
+    for (int n = 0; n < N; n++) {  // to where the first layer reads it
+        float* to = m.hidden_norm ? &h[size_t(n) * read] : &x[size_t(n) * D];
+        for (int i = 0; i < D; i++) to[i] = one(static_cast<const KV*>(m.embed)[p.ids[n] * D + i]);
+    }
+    const auto keep = [&](int layers) {
+        const int at = p.layer_states ? p.layer_at[layers] : -1;
+        if (at < 0) return;
+#pragma omp for schedule(static)
+        for (int n = 0; n < N; n++) {
+            const size_t slot = (size_t(n / T) * p.capacity + p.used[n / T] + n % T) * p.layers_kept + at;
+            for (int i = 0; i < D; i++) put(static_cast<KV*>(p.layer_states)[slot * D + i], x[size_t(n) * D + i]);
+        }
+    };
 #pragma omp parallel num_threads(m.threads) if (m.threads > 1)
     {
         Attention<typename Meeting<KV, KV>::type> memory(furthest, C);
         for (int l = 0; l < m.layers; l++) {
             const Layer& layer = m.layer[l];
+            keep(l);
 #pragma omp for schedule(static)
-            for (int n = 0; n < N; n++) norm(&x[size_t(n) * D], layer.input_norm, D, m.eps, &h[size_t(n) * D]);
-            linear<W>(layer.qkv, h.data(), N, D, qkv.data(), QKV, rounded);
+            for (int n = 0; n < N; n++) {
+                float *a = &x[size_t(n) * D], *b = &h[size_t(n) * read];
+                norm(m.hidden_norm ? b : a, layer.input_norm, D, m.eps, b);
+                if (m.hidden_norm) norm(a, m.hidden_norm, D, m.eps, b + D);
+                if (m.norm_before_residual) std::copy(b + D, b + 2 * D, a);
+            }
+            linear<W>(layer.qkv, h.data(), N, read, qkv.data(), QKV, rounded);
 #pragma omp for schedule(static)
             for (int g = 0; g < N * (H + K); g++) {  // rotate queries and keys; keys and values go to the cache
                 const int n = g / (H + K), head = g % (H + K), row = n / T, t = n % T;
@@ -620,6 +646,7 @@ void run(const Model& m, const Pass& p) {
             for (int n = 0; n < N; n++)
                 for (int i = 0; i < D; i++) x[size_t(n) * D + i] += h[size_t(n) * D + i];
         }
+        keep(m.layers);
 #pragma omp for schedule(static)
         for (int n = 0; n < p.rows * p.last; n++) {
             const int token = n / p.last * T + T - p.last + n % p.last;

@@ -47,13 +47,17 @@ class _Model(Structure):
         *((name, c_void_p) for name in ("embed", "norm", "cos", "sin")),
         ("head", _Matrix),
         ("layer", POINTER(_Layer)),
+        ("hidden_norm", c_void_p),
+        ("norm_before_residual", c_int),
     )
 
 
 class _Pass(Structure):
     _fields_ = (
         *((name, c_int) for name in ("rows", "width", "last", "capacity")),
-        *((name, c_void_p) for name in ("ids", "used", "depth", "sees", "keys", "values", "logits")),
+        *((name, c_void_p) for name in ("ids", "used", "depth", "sees", "keys", "values", "logits", "states")),
+        *((name, c_void_p) for name in ("layer_states", "layer_at")),
+        ("layers_kept", c_int),
     )
 
 
@@ -72,18 +76,29 @@ class NativeLlama(Llama):
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Run one pass, see Llama.forward; logits are float32."""
-        rows, width = ids.shape
         if ids.numel() > WIDE and not self.int8:
             return super().forward(ids, cache, last, tree)
+        return self.narrow_pass(ids, cache, last, tree)
+
+    def narrow_pass(
+        self, ids: Tensor, cache: Cache, last: int, tree: Tree | None, states: Tensor | None = None
+    ) -> Tensor:
+        """Run a compiled pass. states: of an EAGLE-3 head, float32 [B, T, D]; its output overwrites them."""
+        rows, width = ids.shape
         if max(cache.used) + width > cache.capacity:
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
         logits = torch.empty(rows, last or width, len(self.head))
         ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
         tree_data = (None, None) if tree is None else (tree.depth.data_ptr(), tree.mask.data_ptr())
         buffers = (cache.keys.data_ptr(), cache.values.data_ptr(), logits.data_ptr())
+        kept, layer_at = cache.layer_states, (c_int * (self.shape.layers + 1))(*[-1] * (self.shape.layers + 1))
+        for at, layers in enumerate(kept.ids if kept else ()):
+            layer_at[layers] = at
         step = _Pass(
-            rows, width, last or width, cache.capacity, ids.data_ptr(), ctypes.addressof(used), *tree_data, *buffers
-        )
+            rows, width, last or width, cache.capacity, ids.data_ptr(), ctypes.addressof(used), *tree_data, *buffers,
+            None if states is None else states.data_ptr(), kept.states.data_ptr() if kept else None,
+            ctypes.addressof(layer_at), len(kept.ids) if kept else 0,
+        )  # fmt: skip
         self._model.threads = torch.get_num_threads()
         self._run(ctypes.byref(self._model), ctypes.byref(step))
         cache.used = [used + width for used in cache.used]
@@ -95,7 +110,7 @@ class NativeLlama(Llama):
         return _Model(
             s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, len(self.head), 1, self.eps,
             self._pointer(self.embed), *map(self._float_pointer, (self.norm, self.cos, self.sin)),
-            self._matrix(self.head), layers,
+            self._matrix(self.head), layers, self._float_pointer(self.hidden_norm), self.norm_before_residual,
         )  # fmt: skip
 
     def _layer(self, block: Block) -> _Layer:

@@ -14,8 +14,11 @@ from draftlab.engine.generate import Draft, decode, output_tokens, speculative_d
 from draftlab.errors import UserError
 from draftlab.model import eagle, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.model.decoder import with_mode
 from draftlab.model.eagle import Head
-from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.eagle_llama import EagleLlama, NativeEagle
+from draftlab.model.llama import LayerStates, Tree
+from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
@@ -33,14 +36,14 @@ def folder(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_pat
     return out
 
 
-@pytest.fixture(scope="module")
-def target(family_dirs: dict[str, Path]) -> llama.Llama:
-    return llama.load(family_dirs["llama"], torch.float32)
+@pytest.fixture(scope="module", params=["eager", "native"])
+def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llama.Llama:
+    return with_mode(llama.load(family_dirs["llama"], torch.float32), request.param)
 
 
 def drafter_of(folder: Path, target: llama.Llama, family_dirs: dict[str, Path]) -> "Told":
-    head = eagle.read(folder, family_dirs["llama"], target.embed.dtype)
-    return Told(target, EagleLlama(head, target.embed, folder))
+    head = EagleLlama(eagle.read(folder, family_dirs["llama"], target.embed.dtype), target.embed, folder)
+    return Told(target, NativeEagle(head) if isinstance(target, NativeLlama) else head)
 
 
 class Told(EagleDrafter):
@@ -89,7 +92,48 @@ def test_what_is_sampled_is_what_q_says_and_only_draft_ids_are(folder, target, f
         assert (draft.q.gather(2, draft.ids.unsqueeze(2)) > 0).all()
 
 
-def test_modes_without_states_are_refused(folder, target, family_dirs):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_passes_keep_the_states_of_eager_ones(family_dirs, dtype):
+    """Rows of unequal lengths, a wide pass, a narrow one and a token tree."""
+    eager = llama.load(family_dirs["qwen3"], dtype)
+    ids = torch.randint(3, 300, (2, 30), generator=torch.Generator().manual_seed(0))
+    tree, found = Tree.from_parents([0, 0, 1, 2]), []
+    for model in (eager, NativeLlama(eager)):
+        cache = model.new_cache(2, 40)
+        cache.layer_states = LayerStates((0, 2, 5), torch.zeros(2, 40, 3 * 64, dtype=dtype))
+        model.forward(ids[:, :20], cache)
+        cache.used = [20, 12]
+        model.forward(ids[:, 20:24], cache)
+        model.forward(ids[:, 24:29], cache, tree=tree)
+        cache.keep(0, 25, [1, 3])
+        found.append(cache.layer_states.states)
+    eps = {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    torch.testing.assert_close(found[1], found[0], atol=eps, rtol=eps)
+    assert found[0][0, :27].any(-1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_head_is_the_eager_one(folder, family_dirs, dtype):
+    target = llama.load(family_dirs["llama"], dtype)
+    eager = EagleLlama(eagle.read(folder, family_dirs["llama"], dtype), target.embed, folder)
+    generator = torch.Generator().manual_seed(0)
+    ids, states = torch.randint(0, 307, (2, 9), generator=generator), torch.randn(2, 9, 64, generator=generator)
+    found = []
+    for model in (eager, NativeEagle(eager)):
+        cache, outputs = model.new_cache(2, 12), []
+        for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
+            tree = Tree.from_parents([0, 0, 1]) if part.start == 5 else None
+            outputs += model.step(ids[:, part], states[:, part].to(dtype), cache, last=1, tree=tree)
+        found.append(outputs)
+    eps = {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    for compiled, plain in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(compiled.float(), plain.float(), atol=eps, rtol=eps)
+    with pytest.raises(TypeError, match="use step"):
+        eager.forward(ids, eager.new_cache(2, 12))
+
+
+def test_modes_without_states_are_refused(folder, family_dirs):
+    target = llama.load(family_dirs["llama"], torch.float32)
     head = EagleLlama(eagle.read(folder, family_dirs["llama"], torch.float32), target.embed, folder)
     with pytest.raises(UserError, match="mode"):
         EagleDrafter(CudaGraphLlama(target), head)

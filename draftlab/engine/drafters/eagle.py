@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftlab.engine.generate import Draft, Sampler
 from draftlab.errors import UserError
-from draftlab.model.cuda_graphs import draft_chain
+from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import Cache, LayerStates, Llama
 from draftlab.sampling import SamplingParams
@@ -22,8 +22,8 @@ class EagleDrafter:
 
     def __init__(self, target: Llama, head: EagleLlama) -> None:
         """Raises UserError: the target's passes keep no states."""
-        if type(target) is not Llama:
-            raise UserError("EAGLE-3 heads read states of the target's layers, which only mode eager keeps; use it")
+        if isinstance(target, CudaGraphLlama):
+            raise UserError("EAGLE-3 heads read states of the target's layers, which mode graphs does not keep")
         self.target, self.head = target, head
         self.reset(1, 1)
 

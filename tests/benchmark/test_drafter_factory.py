@@ -18,8 +18,9 @@ from draftlab.engine.drafters.tree import TreeDrafter
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import RULES, match
 from draftlab.errors import UserError
-from draftlab.model import llama
+from draftlab.model import eagle, llama
 from draftlab.model.decoder import Decoder
+from draftlab.model.eagle import Head
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
 
@@ -68,11 +69,22 @@ def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return f"medusa:heads={folder}"
 
 
-def test_every_drafter_decodes_what_the_target_would(shop, heads, monkeypatch):
+@pytest.fixture(scope="module")
+def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A --drafter with a random EAGLE-3 head."""
+    folder, generator = tmp_path_factory.mktemp("eagle"), torch.Generator().manual_seed(0)
+    config = eagle.head_config(family_dirs["llama"], None, 100)
+    weights = {name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    head = Head(config=config, weights=weights, ids=torch.arange(100), embedding=None)
+    eagle.write(folder, head, "native", target=family_dirs["llama"], k=2)
+    return f"eagle:heads={folder}"
+
+
+def test_every_drafter_decodes_what_the_target_would(shop, heads, eagle_head, monkeypatch):
     monkeypatch.setattr("draftlab.benchmark.drafter_factory.CALIBRATION", (2, 12, 10))
     monkeypatch.setattr("draftlab.benchmark.drafter_factory.PASSES", 3)
-    ways = {text: shop.build(parse_drafter(text)) for text in [*ASKED, heads]}
-    assert {parse_drafter(text).kind for text in ways} == set(DRAFTERS)
+    ways = {text: shop.build(parse_drafter(text)) for text in [*ASKED, heads, eagle_head]}
+    assert {parse_drafter(text).kind for text in ways} == set(DRAFTERS) - {"parallel"}  # its draft is another model
     found = measure_throughput(
         shop.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12), repeats=1, advance=lambda done: None,
         drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
@@ -137,6 +149,7 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
         ("tree:nodes=4000", "nodes: .*256"),
         ("layer-skip:layers=0+0", "layers"),
         ("medusa", "heads"),
+        ("eagle", "heads"),
     ],
 )
 def test_an_error_in_a_drafter_names_its_option(text, named):
@@ -153,7 +166,7 @@ def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
         check_target(parse_drafter(text), layers=5, vocab=307)
 
 
-@pytest.mark.parametrize("text", ["layer-skip:layers=0", "tree:widths=2", "medusa:heads=x"])
+@pytest.mark.parametrize("text", ["layer-skip:layers=0", "tree:widths=2", "medusa:heads=x", "eagle:heads=x"])
 def test_what_a_target_of_transformers_cannot_do_is_refused(text, shop):
     with pytest.raises(UserError, match=f"--drafter {text} does not work"):
         check_target(parse_drafter(text), layers=None, vocab=307)

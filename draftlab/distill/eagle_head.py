@@ -24,7 +24,7 @@ from draftlab.model.trimmed_head import TrimmedHead
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """What a head learns from: the target's distributions over the draft ids, and its states, [B, T, A E]."""
+    """The target's distributions over the draft ids, and its states, [B, T, A E], from which a head learns."""
 
     distributions: Dense
     states: Tensor

@@ -1,4 +1,4 @@
-"""What a training step descends: a student with its loss, and what is trained along with it.
+"""Objectives of training: a student with its loss, and what is trained along with it.
 
 B rows, T predicted tokens per row, N of them that count.
 """

@@ -21,7 +21,7 @@ from draftlab.model import checkpoint, llama, parallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offsets:
-    """What a parallel draft learns. token: the mask token. share, floor: of the positions of each offset, see drawn."""
+    """Offsets of a parallel draft. token: the mask token. share, floor: of the positions of each offset, see drawn."""
 
     count: int
     token: int

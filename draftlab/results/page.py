@@ -1,4 +1,4 @@
-"""What the HTML page shows besides the leaderboard: the tables under its plots, categories, and the cost of drafts."""
+"""Parts of the HTML page beside the leaderboard: the tables under its plots, categories, and the cost of drafts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -2,21 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data, provenance
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
+from draftlab.data.conversations import Message, chat_ids, read_messages
 from draftlab.errors import UserError
 
 FROM_DATA, FROM_DATA_TOKENS = 16, 64  # default number and length of the prompts of a data source
-Message = dict[str, Any]  # role and content, as chat templates take them
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +176,7 @@ def _read_line(line: str, where: str) -> _Line:
 
 def _messages(value: object, where: str) -> list[Message]:
     """Raises UserError: not a conversation that ends with a user's message."""
-    messages = value if isinstance(value, list) else []
-    fields = [m.get(name) if isinstance(m, dict) else None for m in messages for name in ("role", "content")]
-    if not messages or not all(isinstance(field, str) for field in fields):
-        raise UserError(f"{where}: messages must be a list of objects with a role and a content")
+    messages = read_messages(value, where)
     if messages[-1]["role"] != "user":
         raise UserError(f"{where}: messages end with one of {messages[-1]['role']!r}; the last must be the user's")
     return messages
@@ -220,24 +216,6 @@ def _chat_prompt(line: _Line, number: int, tokenizer: PreTrainedTokenizerBase, s
         raise UserError(f"{line.where}: the conversation has a system prompt of its own; drop --system-prompt")
     messages = (*system, *line.messages)
     return Prompt(chat_ids(messages, tokenizer, line.where), line.category, number, messages, line.later)
-
-
-def chat_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
-    """Return the ids of a conversation, ready for the assistant's answer.
-
-    Raises:
-        UserError: the chat template does not take it, or makes nothing of it.
-    """
-    try:
-        ids: Any = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except (TemplateError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{where}: the chat template does not take it: {reason}") from None
-    if not ids:
-        raise UserError(f"{where}: the prompt is empty")
-    return list(ids)
 
 
 def digest(rows: list[Prompt]) -> str:

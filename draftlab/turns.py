@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab import workspace
 from draftlab.console import note
+from draftlab.data.conversations import Message, chat_ids
 from draftlab.errors import UserError
 from draftlab.files import write_atomic
-from draftlab.prompts import Message, Prompt, Prompts, chat_ids, digest
+from draftlab.prompts import Prompt, Prompts, digest
 from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # under the workspace's runs

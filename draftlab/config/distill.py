@@ -18,6 +18,7 @@ GENERATED, PARALLEL = "Generated text", "Parallel drafting"  # panels of --help
 class TrainConfig(OutputConfig, TrainingSettings):
     data: str = option(help="Text to train on: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
     model: str | None = option(None, "Checkpoint to continue from.")
+    loss_on: shared.LossOn | None = shared.loss_on()
     shape: Path | None = option(None, "Shape file of a new model, which starts from random weights.")
     tokenizer: str | None = option(None, "Checkpoint or directory with the tokenizer of a new model.")
     context: int = option(2048, "Longest context of a new model.", ge=8, advanced=True)
@@ -42,6 +43,7 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one.")
     target: str = shared.target()
     data: str = shared.data()
+    loss_on: shared.LossOn | None = shared.loss_on()
     text: str = option(
         "data", "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3."
     )
@@ -88,7 +90,7 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
 
     only = (
         Only(
-            ("target", "data", "text", "server", "seq_len", "reweigh_steps"),
+            ("target", "data", "text", "server", "seq_len", "reweigh_steps", "loss_on"),
             lambda c: c.outputs is None,
             "--outputs brings text and the target's probabilities",
         ),
@@ -98,7 +100,7 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
             "the target answers its prompts: add --text target, without --outputs",
         ),
         Only(
-            ("data", "seq_len", "reweigh_steps", "prompt_tokens"),
+            ("data", "seq_len", "reweigh_steps", "prompt_tokens", "loss_on"),
             lambda c: c.prompt_file is None,
             "the text is that of --prompt-file",
         ),

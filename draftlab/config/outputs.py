@@ -36,6 +36,7 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
     use: Literal["distill", "replay"] = option("distill", "What the outputs are for: distilling, or replaying drafts.")
     target: str = shared.target()
     data: str = shared.data()
+    loss_on: shared.LossOn | None = shared.loss_on()
     prompt_file: Path | None = shared.prompt_file()
     chat: shared.ChatMode = shared.chat()
     system_prompt: str | None = shared.system_prompt()
@@ -70,7 +71,7 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
     only = (
         *_SERVER,
         Only(
-            ("text", "num_sequences", "seq_len"), lambda c: c.use == "distill" and c.prompt_file is None,
+            ("text", "num_sequences", "seq_len", "loss_on"), lambda c: c.use == "distill" and c.prompt_file is None,
             "needs --use distill on data; prompts are answered",
         ),
         Only(

@@ -13,6 +13,7 @@ from draftlab.model.shape import parse_vocab
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
 EngineMode = Literal["auto", "eager", "native", "graphs"]
 ChatMode = Literal["auto", "on", "off"]
+LossOn = Literal["assistant", "all"]
 SAMPLING = "Sampling"
 
 
@@ -81,6 +82,11 @@ def chat(**others: Any) -> Any:
 
 def system_prompt(**others: Any) -> Any:
     return option(None, "System prompt of every conversation.", advanced=True, **others)
+
+
+def loss_on(**others: Any) -> Any:
+    text = "Tokens of conversations (rows of messages) that count: what the assistant says, or all. Default: assistant."
+    return option(None, text, **others)
 
 
 CHAT_RULES = (

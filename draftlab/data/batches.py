@@ -3,17 +3,22 @@
 import functools
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from draftlab.config.shared import LossOn
+from draftlab.console import note
+from draftlab.data.batch import Batch, text_batch
+from draftlab.data.conversations import chat_ids, render
 from draftlab.data.sources import (
     PYTHON_SOURCES,
     Document,
     documents,
     first_source,
+    has_conversations,
     parse_mixture,
     unit_hash,
     without_heldout_lines,
@@ -22,145 +27,26 @@ from draftlab.errors import UserError
 
 
 def tokenize(docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> np.ndarray:
-    """Return documents as one stream of token ids, [N]: bos, text, eos, bos, text, ...; at most limit of them."""
+    """Return documents as one stream of token ids, [N]: bos, text, eos, bos, text, ...; at most limit of them.
+
+    Conversations have the form of the chat template.
+    """
     ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     parts: list[np.ndarray] = []
     count = 0
     for start in range(0, len(docs), 64):
-        batch = tokenizer([d.text for d in docs[start : start + 64]], verbose=False)["input_ids"]
-        parts += [np.asarray(ids + ends, dtype=np.uint32) for ids in batch]
+        batch = [_ids(doc, tokenizer, ends) for doc in docs[start : start + 64]]
+        parts += [np.asarray(ids, dtype=np.uint32) for ids in batch]
         count = sum(len(p) for p in parts) if limit is None else count + sum(len(i) + 1 for i in batch)
         if limit is not None and count >= limit:
             break
     return np.concatenate(parts)[:limit]
 
 
-@dataclass(frozen=True, slots=True)
-class TopLogprobs:
-    """A target's top k tokens at each position: ids and log-probabilities, [B, T, k], and log tail mass, [B, T]."""
-
-    ids: np.ndarray
-    log_p: np.ndarray
-    tail: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Token ids [B, T + 1] and mask [B, T]: 1 where the token after a position is trained on or scored.
-
-    top_logprobs: the target's at these positions, if they were cached. positions: of the tokens in their sequences,
-    [B, T], where a row holds several. depths: for parallel drafting, how many of the tokens after each position are
-    predicted from it, [B, T]; None: the next one where the mask is 1.
-    """
-
-    ids: np.ndarray
-    mask: np.ndarray
-    top_logprobs: TopLogprobs | None = None
-    positions: np.ndarray | None = None
-    depths: np.ndarray | None = None
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Return how many tokens of each row have an influence, [B]: up to the last in the mask, at least one."""
-        return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
-
-    @property
-    def predictions(self) -> int:
-        """Return how many tokens are predicted; with depths, each as often as it is."""
-        return int(self.mask.sum() if self.depths is None else self.depths.sum())
-
-    def predictions_by_offset(self, offsets: int) -> np.ndarray:
-        """Return the predictions of each offset from 1 on, [offsets]."""
-        if self.depths is None:
-            return np.full(offsets, self.predictions)
-        return (self.depths[..., None] > np.arange(offsets)).sum((0, 1))
-
-    def rows(self, index: slice) -> "Batch":
-        return self._picked(index, self.mask.shape[1])
-
-    def split(self, rows: int) -> "list[Batch]":
-        """Return parts of at most that many rows."""
-        return [self.rows(slice(i, i + rows)) for i in range(0, len(self.ids), rows)]
-
-    def packed(self) -> "Batch":
-        """Put short sequences one after another, in rows of up to twice the longest one's length.
-
-        The gradient is that of the rows apart, for a model that keeps sequences apart by their positions.
-        """
-        needed = self.lengths + 1
-        widths = [int(needed.max() * (1 + eighths / 8)) for eighths in range(9)]
-        choices = [(_first_fit(needed, width), width) for width in widths]
-        rows, width = min(choices, key=lambda choice: len(choice[0]) * choice[1])
-        return self if len(rows) == len(self.ids) else self._joined(rows, needed, width)
-
-    def _joined(self, rows: list[list[int]], needed: np.ndarray, width: int) -> "Batch":
-        """Return a row of width tokens for each list of sequences; each token that is left is a sequence of its own."""
-        number, place = np.full((len(rows), width), -1), np.zeros((len(rows), width), np.int64)
-        for row, numbers in enumerate(rows):
-            lengths = needed[numbers]
-            number[row, : lengths.sum()] = np.repeat(numbers, lengths)
-            place[row, : lengths.sum()] = np.concatenate([np.arange(n) for n in lengths])
-        ids = np.where(number < 0, 0, self.ids[number, place])
-        ends = (number < 0) | (place >= needed[number] - 1)  # not the last token: it predicts none of the next
-        at, top = (number[:, :-1], place[:, :-1].clip(max=self.mask.shape[1] - 1)), self.top_logprobs
-        top = None if top is None else TopLogprobs(top.ids[at], top.log_p[at], top.tail[at])
-        return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
-
-    def parts(self, tokens: int) -> "list[Batch]":
-        """Return parts of at most that many tokens each (at least one row), long rows together; 0: one part."""
-        return [part for _, part in self.numbered_parts(tokens)]
-
-    def numbered_parts(self, tokens: int) -> "list[tuple[list[int], Batch]]":
-        """Return parts, see there, with the numbers of their rows.
-
-        Each part ends at its longest row's last token in the mask; later tokens have no influence. The mask tokens of
-        parallel drafting count.
-        """
-        lengths = self.lengths
-        fed = lengths if self.depths is None else lengths + np.maximum(self.depths - 1, 0).sum(1)
-        order = np.argsort(-fed, kind="stable")
-        parts: list[list[int]] = []
-        for row in order:
-            longest = fed[parts[-1][0]] if parts else 0
-            if parts and (tokens == 0 or (len(parts[-1]) + 1) * longest <= tokens):
-                parts[-1].append(int(row))
-            else:
-                parts.append([int(row)])
-        return [(rows, self._picked(rows, int(lengths[rows].max()))) for rows in parts]
-
-    def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
-        top, index = self.top_logprobs, (rows, slice(0, length))
-        top = None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
-        positions, depths = (None if x is None else x[index] for x in (self.positions, self.depths))
-        return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions, depths)
-
-    def shard(self, index: int, count: int) -> "Batch":
-        """Return every count-th row from index on, the share of a process; if none, one with an empty mask."""
-        if index < len(self.ids):
-            return self.rows(slice(index, None, count))
-        spare = self.rows(slice(0, 1))
-        depths = None if spare.depths is None else np.zeros_like(spare.depths)
-        return replace(spare, mask=np.zeros_like(spare.mask), depths=depths)
-
-
-def _first_fit(lengths: np.ndarray, width: int) -> list[list[int]]:
-    """Share sequences out over as few rows of a width as first fit finds, the longest first."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for number in np.argsort(-lengths, kind="stable").tolist():
-        row = next((i for i, free in enumerate(room) if free >= lengths[number]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(width)
-        rows[row].append(number)
-        room[row] -= int(lengths[number])
-    return rows
-
-
-def text_batch(rows: list[np.ndarray]) -> Batch:
-    """Return rows of T + 1 ids as a batch with a full mask."""
-    ids = np.stack(rows).astype(np.int64)
-    return Batch(ids, np.ones((len(ids), ids.shape[1] - 1), dtype=np.float32))
+def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[int]:
+    if doc.messages and tokenizer.chat_template:
+        return chat_ids(doc.messages, tokenizer, doc.name, reply=False)
+    return tokenizer(doc.text, verbose=False)["input_ids"] + ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +54,8 @@ class TokenBatches:
     """Batches of a weighted mixture of token streams; batch t is a function of (seed, t).
 
     Each source has a fixed number of rows in every batch (largest remainder of its weight), and is read in a new
-    random order each epoch, so that nothing repeats within an epoch.
+    random order each epoch, so that nothing repeats within an epoch. conversations: of the sources that are no stream,
+    each with its mask.
     """
 
     streams: dict[str, np.ndarray]
@@ -176,6 +63,7 @@ class TokenBatches:
     rows: int
     seq_len: int
     seed: int
+    conversations: dict[str, Batch] = field(default_factory=dict)
 
     def rows_of(self, weights: dict[str, float] | None = None) -> dict[str, int]:
         """Return the rows of each source in a batch, by these weights or its own."""
@@ -186,7 +74,23 @@ class TokenBatches:
         return rows
 
     def batch(self, step: int) -> Batch:
-        return text_batch([self.row(name, step * n + i) for name, n in self.rows_of().items() for i in range(n)])
+        return self.picked([(name, step * n + i) for name, n in self.rows_of().items() for i in range(n)])
+
+    def picked(self, places: list[tuple[str, int]]) -> Batch:
+        """Return rows by their sources and indices."""
+        if not self.conversations:
+            return text_batch([self.row(*place) for place in places])
+        parts = [
+            self._conversation(*place) if place[0] in self.conversations else text_batch([self.row(*place)])
+            for place in places
+        ]
+        return Batch(np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts]))
+
+    def _conversation(self, name: str, index: int) -> Batch:
+        talks = self.conversations[name]
+        epoch, position = divmod(index, len(talks.ids))
+        row = _permuted(position, len(talks.ids), f"{self.seed}:{name}:{epoch}")
+        return talks.rows(slice(row, row + 1))
 
     def row(self, name: str, index: int) -> np.ndarray:
         """Return a row of a source, [seq_len + 1], in the order of its epochs."""
@@ -222,9 +126,7 @@ class DynamicBatches:
     def batch(self, step: int) -> Batch:
         start, weights, read = next(phase for phase in reversed(self.phases) if phase[0] <= step)
         rows = self.base.rows_of(weights).items()
-        return text_batch(
-            [self.base.row(name, read[name] + (step - start) * n + i) for name, n in rows for i in range(n)]
-        )
+        return self.base.picked([(name, read[name] + (step - start) * n + i) for name, n in rows for i in range(n)])
 
     def reweigh(self, step: int, losses: dict[str, float]) -> None:
         """From step on, multiply weights by exp(loss - reference), with a lower bound on each share."""
@@ -243,16 +145,65 @@ class DynamicBatches:
 
 
 def open_batches(
-    spec: str, tokenizer: PreTrainedTokenizerBase, *, rows: int, seq_len: int, steps: int, seed: int
+    spec: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rows: int,
+    seq_len: int,
+    steps: int,
+    seed: int,
+    loss_on: LossOn | None = None,
 ) -> TokenBatches:
-    """Return training batches of a mixture's train split, without copies of held-out standard-library files."""
+    """Return training batches of a mixture's train split, without copies of held-out standard-library files.
+
+    loss_on: makes every conversation a row of its own, in which this counts; None: they are text as others.
+    """
     weights = parse_mixture(spec)
     heldout = documents("stdlib", "heldout") if PYTHON_SOURCES.keys() & weights else []
-    streams = {}
+    streams, talks = {}, {}
     for name, weight in weights.items():
         needed = int(weight * rows * (seq_len + 1) * steps * 1.1) + 2 * seq_len
-        streams[name] = tokenize(without_heldout_lines(documents(name, "train"), heldout), tokenizer, needed)
-    return TokenBatches(streams, weights, rows, seq_len, seed)
+        docs = documents(name, "train")
+        if loss_on is not None and has_conversations(name):
+            talks[name] = _conversations(name, docs, tokenizer, seq_len, loss_on)
+        else:
+            streams[name] = tokenize(without_heldout_lines(docs, heldout), tokenizer, needed)
+    return TokenBatches(streams, weights, rows, seq_len, seed, talks)
+
+
+def loss_on_of(spec: str, asked: LossOn | None) -> LossOn | None:
+    """Return what counts in the conversations of a mixture; None: it has none.
+
+    Raises:
+        UserError: something was asked for, and there are none.
+    """
+    if any(has_conversations(name) for name in parse_mixture(spec)):
+        return asked or "assistant"
+    if asked is not None:
+        raise UserError(f"--loss-on {asked}: data {spec!r} has no conversations, which are rows of messages")
+    return None
+
+
+def _conversations(
+    source: str, docs: list[Document], tokenizer: PreTrainedTokenizerBase, seq_len: int, loss_on: LossOn
+) -> Batch:
+    """Return conversations as rows, cut or padded; those in which nothing counts are left out.
+
+    Raises:
+        UserError: there are rows of another kind, or nothing counts in any.
+    """
+    if other := next((doc.name for doc in docs if not doc.messages), None):
+        raise UserError(
+            f"data {source!r}: {other} has no messages, and other rows have; keep them in files of their own"
+        )
+    rows = [render(doc.messages, tokenizer, doc.name, loss_on).row(seq_len) for doc in docs]
+    counting = [row for row in rows if row[1].any()]
+    if len(counting) < len(rows):
+        without = f"{len(rows) - len(counting)} of {len(rows)} conversations"
+        note(f"data {source!r}: {without} have no word of the assistant in {seq_len} tokens, and are left out")
+    if not counting:
+        raise UserError(f"data {source!r}: the assistant says nothing in the first --seq-len {seq_len} tokens")
+    return Batch(np.stack([ids for ids, _ in counting]), np.stack([mask for _, mask in counting]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +220,15 @@ class HeldOut:
 
     def subset(self, count: int) -> "HeldOut":
         """Return count windows in one batch, spread evenly over all; all if there are fewer."""
-        ids = self.ids
+        ids, mask = self.ids, np.concatenate([batch.mask for batch in self.batches])
         count = min(count, len(ids))
-        return HeldOut([text_batch([ids[i * len(ids) // count] for i in range(count)])], self.bytes_per_token)
+        chosen = [i * len(ids) // count for i in range(count)]
+        return HeldOut([Batch(ids[chosen], mask[chosen])], self.bytes_per_token)
+
+    def starts(self, count: int, length: int) -> list[np.ndarray]:
+        """Return the first ids of count windows; of conversations, all before what counts."""
+        rows = [row for batch in self.batches for row in zip(batch.ids, batch.mask, strict=True)][:count]
+        return [ids[:length] if mask.all() else ids[: int(mask.argmax()) + 1] for ids, mask in rows]
 
     def batched(self, rows: int) -> "HeldOut":
         """Return the same windows in batches of rows."""
@@ -282,14 +239,29 @@ class HeldOut:
         return cross_entropy / math.log(2) / self.bytes_per_token
 
 
-def open_heldout(spec: str, tokenizer: PreTrainedTokenizerBase, *, rows: int, seq_len: int, most_rows: int) -> HeldOut:
+def open_heldout(
+    spec: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rows: int,
+    seq_len: int,
+    most_rows: int,
+    loss_on: LossOn | None = None,
+) -> HeldOut:
     """Return the first most_rows windows of the held-out split of a mixture's first source, in batches of rows.
+
+    loss_on: see open_batches.
 
     Raises:
         UserError: the text is shorter than a window.
     """
     source = first_source(spec)
     docs = documents(source, "heldout")
+    if loss_on is not None and has_conversations(source):
+        talks = _conversations(source, docs[:most_rows], tokenizer, seq_len, loss_on)
+        counted = [ids[1:][mask > 0] for ids, mask in zip(talks.ids, talks.mask, strict=True)]
+        text = tokenizer.batch_decode(counted, skip_special_tokens=True)
+        return HeldOut(talks.split(rows), sum(len(t.encode()) for t in text) / float(talks.mask.sum()))
     stream = tokenize(docs, tokenizer)
     count = min(most_rows, (len(stream) - 1) // seq_len)
     if count < 1:

@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from draftlab.data.conversations import Message, read_messages
 from draftlab.errors import UserError, did_you_mean
 
 Split = Literal["train", "heldout"]
@@ -28,10 +29,11 @@ NOT_STDLIB = {"site-packages", "dist-packages", "encodings", "pydoc_data"}  # th
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, with a name that is the same on all machines."""
+    """A text, with a name that is the same on all machines. messages: of a conversation, whose contents the text is."""
 
     name: str
     text: str
+    messages: tuple[Message, ...] = ()
 
     @property
     def heldout(self) -> bool:
@@ -95,6 +97,12 @@ def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -
 
 def first_source(spec: str) -> str:
     return next(iter(parse_mixture(spec)))
+
+
+def has_conversations(source: str) -> bool:
+    """Return whether the rows of a source are conversations, by its first one."""
+    first = None if source in PYTHON_SOURCES else next(iter(_read(source)), None)
+    return first is not None and bool(first.messages)
 
 
 def _read(source: str) -> Iterator[Document]:
@@ -166,7 +174,7 @@ def _json_lines(path: Path) -> Iterator[Document]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not JSON ({error.msg})") from None
-        yield Document(f"{path.name}:{number}", _text_of(row, f"{path}:{number}"))
+        yield _document(f"{path.name}:{number}", row, f"{path}:{number}")
 
 
 def _hub_dataset(name: str) -> Iterator[Document]:
@@ -176,14 +184,21 @@ def _hub_dataset(name: str) -> Iterator[Document]:
         rows = load_dataset(name, split="train", streaming=True)
     except Exception as error:  # the hub client raises many kinds of errors
         raise UserError(f"data set {name!r} could not be loaded: {error}") from error
-    return (Document(f"{name}:{i}", _text_of(row, f"{name}:{i}")) for i, row in enumerate(rows.take(HUB_ROWS)))
+    return (_document(f"{name}:{i}", row, f"{name}:{i}") for i, row in enumerate(rows.take(HUB_ROWS)))
+
+
+def _document(name: str, row: object, where: str) -> Document:
+    if isinstance(row, dict) and "messages" in row:
+        messages = read_messages(row["messages"], where)
+        return Document(name, "\n".join(m["content"] for m in messages), tuple(messages))
+    return Document(name, _text_of(row, where))
 
 
 def _text_of(row: object, where: str) -> str:
     texts = [row.get(column) for column in TEXT_COLUMNS] if isinstance(row, dict) else []
     text = next((text for text in texts if isinstance(text, str)), None)
     if text is None:
-        raise UserError(f"{where}: no text column; want one of {', '.join(TEXT_COLUMNS)}")
+        raise UserError(f"{where}: no text column; want one of messages, {', '.join(TEXT_COLUMNS)}")
     return text
 
 

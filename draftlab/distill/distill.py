@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from draftlab.config.distill import DistillConfig, OnlineConfig, TrainConfig
 from draftlab.console import note
-from draftlab.data import open_batches, open_heldout
+from draftlab.data import loss_on_of, open_batches, open_heldout
 from draftlab.distill import distributed, trackers, vocabulary
 from draftlab.distill.answers import stored_answers
 from draftlab.distill.checkpointer import select_device
@@ -151,7 +151,8 @@ def train_on_text(config: TrainConfig, output: Output) -> TrainingResult:
     else:
         checkpoint.check(source)
         student = checkpoint.load_model(source, torch.float32)
-    sizes = {"rows": config.batch_size, "seq_len": config.seq_len}
+    loss_on = loss_on_of(config.data, config.loss_on)
+    sizes = {"rows": config.batch_size, "seq_len": config.seq_len, "loss_on": loss_on}
     batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
     heldout = open_heldout(config.data, tokenizer, most_rows=512, **sizes)
     setup = TrainingSetup(teacher=None, batches=batches, heldout=heldout, loss=parse_loss("ce"))

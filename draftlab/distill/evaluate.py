@@ -3,7 +3,7 @@
 R texts, P prompt tokens, N generated tokens of all texts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +34,8 @@ class TargetText:
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], temperature: float) -> "TargetText":
         """Return what generate() returned as arrays."""
-        ends = np.cumsum(arrays["lengths"])[:-1]
-        texts = list(zip(arrays["prompts"], np.split(arrays["ids"], ends), strict=True))
+        ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
+        texts = list(zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True))
         return cls(texts, np.split(arrays["log_p"], ends), temperature)
 
 
@@ -56,15 +56,16 @@ class LengthComparison:
 
 def generate(
     target: Decoder,
-    prompts: np.ndarray,
+    prompts: Sequence[np.ndarray],
     sampling: SamplingParams,
     settings: BatchSettings,
     advance: Callable[[int], None],
 ) -> dict[str, np.ndarray]:
-    """Let the target continue prompts [R, P]; return them, lengths [R], ids [N] and log_p [N] as arrays of a file."""
-    texts = generate_batch(target, prompts.tolist(), sampling, settings, advance=advance)
+    """Let the target continue R prompts; return them, lengths [R], ids [N] and log_p [N] as arrays of a file."""
+    texts = generate_batch(target, [ids.tolist() for ids in prompts], sampling, settings, advance=advance)
     return {
-        "prompts": prompts,
+        "prompts": np.concatenate(prompts),
+        "prompt_lengths": np.array(list(map(len, prompts))),
         "lengths": np.array([len(text.ids) for text in texts]),
         "ids": np.concatenate([text.ids for text in texts]),
         "log_p": np.concatenate([text.logprobs for text in texts]).astype(np.float32),

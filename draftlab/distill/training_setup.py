@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import max_positions
 from draftlab.config.distill import DistillConfig, EagleConfig
+from draftlab.config.shared import LossOn
 from draftlab.console import note, progress
-from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout
+from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, loss_on_of, open_batches, open_heldout
 from draftlab.distill import evaluate
 from draftlab.distill.evaluate import LengthComparison, TargetText
 from draftlab.distill.losses import parse_loss
@@ -79,14 +80,19 @@ def text_setup(
     What the target writes is written first and stored in state, so that the target is in memory once at a time.
     """
     tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(config.loss)
-    sizes = {"rows": config.batch_size, "seq_len": config.seq_len}
+    loss_on = loss_on_of(config.data, config.loss_on)
+    if loss_on is not None and config.generates:
+        raise UserError(
+            f"--text {config.text}: the data has conversations; --prompt-file lets the target answer prompts"
+        )
+    sizes = {"rows": config.batch_size, "seq_len": config.seq_len, "loss_on": loss_on}
     note(f"reading {config.data}")
     heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
     data: Batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
     author = None if target is None else Author(target, config, known_ids(draft, target))
     if config.reweigh_steps and author is not None:
         note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
-        data = reweighing(data, author.load_model().eval(), tokenizer, config.reweigh_steps)
+        data = reweighing(data, author.load_model().eval(), tokenizer, config.reweigh_steps, loss_on)
     length = None
     if author is not None and loss.needs_teacher:
         length = TargetTextEvaluator.of(author, draft, heldout, state, config.eval_temperature, offsets)
@@ -172,7 +178,11 @@ class TargetTextEvaluator:
         sampling = author.sampling(min(EVALUATED_LENGTH, context - prompt), temperature)
         operations = 2 * Weights(author.target).parameters * (prompt + sampling.max_tokens)
         count = affordable(EVALUATED_TEXTS, operations, resolved_device(author.config))
-        windows = heldout.ids[:count, :prompt]
+        windows = heldout.starts(count, prompt)
+        windows = [ids for ids in windows if len(ids) + sampling.max_tokens <= context]
+        if not windows:
+            note(f"no held-out conversation fits {context} tokens: acceptance length is not measured")
+            return None
 
         def make() -> dict[str, np.ndarray]:
             with progress("the target writes text to evaluate on", len(windows)) as advance:
@@ -257,7 +267,7 @@ def continued(prompts: np.ndarray, author: Author, file: Path, purpose: str) -> 
 
 
 def reweighing(
-    batches: TokenBatches, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, every: int
+    batches: TokenBatches, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, every: int, loss_on: LossOn
 ) -> DynamicBatches:
     """Return batches whose weights follow the student's held-out loss on each source, relative to a reference model's.
 
@@ -266,7 +276,7 @@ def reweighing(
     """
     rows = min(8, batches.rows)
     heldout = {
-        name: open_heldout(name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=16).batches
+        name: open_heldout(name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=16, loss_on=loss_on).batches
         for name in batches.weights
     }
     losses = {name: _cross_entropy(reference, b) for name, b in heldout.items()}

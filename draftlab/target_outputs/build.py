@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftlab import provenance, turns
 from draftlab.config.outputs import OutputsBuildConfig, OutputsImportConfig, OutputsVerifyConfig
-from draftlab.data import Batch, open_batches, open_heldout
+from draftlab.data import Batch, loss_on_of, open_batches, open_heldout
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.size import read_size
@@ -111,12 +111,17 @@ def _write_rows(
         raise UserError("--top-logprobs 0 leaves nothing to distil from; take 1 or more")
     tokenizer, seq_len, planned = checkpoint.load_tokenizer(target.directory), config.seq_len, config.num_sequences
 
+    loss_on = loss_on_of(config.data, config.loss_on)
+    if loss_on is not None and sampling is not None:
+        raise UserError("--text target: the data has conversations; --prompt-file lets the target answer prompts")
+
     @functools.cache
     def batches() -> Callable[[int], Batch]:
         steps = -(-planned // DISTILL_SHARD)
         return open_batches(
-            config.data, tokenizer, rows=DISTILL_SHARD, seq_len=seq_len, steps=steps, seed=config.seed
-        ).batch
+            config.data, tokenizer, rows=DISTILL_SHARD, seq_len=seq_len, steps=steps, seed=config.seed,
+            loss_on=loss_on,
+        ).batch  # fmt: skip
 
     def outputs(batch: Batch, first: int) -> list[TargetOutput]:
         if sampling is None:
@@ -130,13 +135,15 @@ def _write_rows(
 
     def heldout() -> list[TargetOutput]:
         windows = open_heldout(
-            config.data, tokenizer, rows=HELDOUT_SEQUENCES, seq_len=seq_len, most_rows=HELDOUT_SEQUENCES
-        )
+            config.data, tokenizer, rows=HELDOUT_SEQUENCES, seq_len=seq_len, most_rows=HELDOUT_SEQUENCES,
+            loss_on=loss_on,
+        )  # fmt: skip
         return outputs(windows.batches[0], planned)  # numbers, and with them seeds, of no training sequence
 
     manifest = _manifest(
-        target, text=config.text, data=config.data, data_sha256=None, prompt_tokens=config.prompt_length,
-        sampling=sampling, top_logprobs=k, seq_len=seq_len, seed=config.seed, planned=planned,
+        target, text=config.text, data=config.data, loss_on=loss_on, data_sha256=None,
+        prompt_tokens=config.prompt_length, sampling=sampling, top_logprobs=k, seq_len=seq_len, seed=config.seed,
+        planned=planned,
     )  # fmt: skip
     return write_store(out, manifest, shard, tokenizer=target.directory, heldout=heldout)
 

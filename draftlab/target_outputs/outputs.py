@@ -79,7 +79,8 @@ class TargetOutput:
     ids: np.ndarray  # [n]
     finish_reason: FinishReason = "length"
     logprobs: np.ndarray | None = None  # [n] in the distribution that the tokens were sampled from, or the raw one
-    top: StoredLogprobs | None = None  # [n, k]
+    top: StoredLogprobs | None = None  # [n, k]; [c, k] where counted is given
+    counted: np.ndarray | None = None  # [n] bool: the c tokens to train on; None: all
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.ids)
@@ -94,24 +95,30 @@ def log_rest(logprobs: np.ndarray) -> np.ndarray:
 def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch:
     """Return outputs as rows of seq_len + 1 tokens, cut or padded (None: as long as the longest).
 
-    The tokens after the prompts count.
+    The tokens after the prompts count, or those of them that are marked.
     """
     width = max(map(len, outputs)) if seq_len is None else seq_len + 1
     ids, mask = np.zeros((len(outputs), width), np.int64), np.zeros((len(outputs), width - 1), np.float32)
     for row, counted, output in zip(ids, mask, outputs, strict=True):
         whole = np.concatenate([output.prompt, output.ids])[:width]
         row[: len(whole)] = whole
-        counted[len(output.prompt) - 1 : len(whole) - 1] = 1
+        marks = np.ones(len(output.ids), bool) if output.counted is None else output.counted
+        counted[len(output.prompt) - 1 : len(whole) - 1] = marks[: len(whole) - len(output.prompt)]
     return Batch(ids, mask)
 
 
 def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
-    """Return rows of data, all of whose tokens but the first count, as outputs numbered from first on."""
-    width = batch.mask.shape[1]
-    return [
-        TargetOutput(number=first + i, prompt=row[:1], ids=row[1:], top=top[i * width : (i + 1) * width])
-        for i, row in enumerate(batch.ids)
-    ]
+    """Return rows of data as outputs numbered from first on, each up to the last token that counts."""
+    outputs, ends = [], np.cumsum(batch.mask.sum(1)).astype(int)
+    for i, (row, mask, length, end) in enumerate(zip(batch.ids, batch.mask > 0, batch.lengths, ends, strict=True)):
+        counted = mask[:length]
+        outputs.append(
+            TargetOutput(
+                number=first + i, prompt=row[:1], ids=row[1 : length + 1], top=top[end - int(counted.sum()) : end],
+                counted=None if counted.all() else counted,
+            )
+        )  # fmt: skip
+    return outputs
 
 
 def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:

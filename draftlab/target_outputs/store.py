@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
+from draftlab.config.shared import LossOn
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
 from draftlab.files import FileModel, check_free, validation_text, write_atomic
@@ -59,6 +60,7 @@ class Manifest(FileModel):
     data: str
     chat: bool = False  # prompts have the form of the tokenizer's chat template
     data_sha256: str | None
+    loss_on: LossOn | None = None  # tokens of conversations that have lists, to train on
     prompt_tokens: int | None  # prompts were cut to this length
     categories: tuple[str, ...] = ("",)
     sampling: SamplingParams | None  # None: the target did not write the text, or nobody knows
@@ -284,6 +286,9 @@ def _arrays(outputs: Sequence[TargetOutput], manifest: Manifest) -> dict[str, np
         "offsets": offsets([o.ids for o in outputs]),
         "ids": np.concatenate([o.ids for o in outputs]).astype(np.uint32),
     }
+    if any(o.counted is not None for o in outputs):
+        marks = [np.ones(len(o.ids), bool) if o.counted is None else o.counted for o in outputs]
+        arrays["counted"] = np.concatenate(marks).astype(np.uint8)
     if manifest.logprobs != "none":
         logprobs = [o.logprobs for o in outputs if o.logprobs is not None]
         arrays["logprobs"] = np.concatenate(logprobs).astype(np.float32)
@@ -296,7 +301,8 @@ def _arrays(outputs: Sequence[TargetOutput], manifest: Manifest) -> dict[str, np
 
 def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOutput]:
     prompts = np.split(arrays["prompt_ids"], arrays["prompt_offsets"][1:-1])
-    bounds = arrays["offsets"]
+    bounds, counted = arrays["offsets"], arrays.get("counted")
+    listed = bounds if counted is None else np.concatenate([[0], np.cumsum(counted)])[bounds]
     logprobs = arrays.get("logprobs")
     top = None
     if manifest.top_logprobs:
@@ -304,12 +310,13 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
         top = StoredLogprobs(*(c if c.dtype == np.uint32 else c.astype(np.float32) for c in columns))
     outputs = []
     for i, prompt in enumerate(prompts):
-        part = slice(int(bounds[i]), int(bounds[i + 1]))
+        part, lists = slice(int(bounds[i]), int(bounds[i + 1])), slice(int(listed[i]), int(listed[i + 1]))
         outputs.append(
             TargetOutput(
                 number=int(arrays["number"][i]), category=manifest.categories[arrays["category"][i]], prompt=prompt,
                 ids=arrays["ids"][part], finish_reason="stop" if arrays["stopped"][i] else "length",
-                logprobs=None if logprobs is None else logprobs[part], top=None if top is None else top[part],
+                logprobs=None if logprobs is None else logprobs[part], top=None if top is None else top[lists],
+                counted=None if counted is None else counted[part].astype(bool),
             )
         )  # fmt: skip
     return outputs
@@ -317,7 +324,8 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
 
 def _check_alignment(arrays: dict[str, np.ndarray], file: Path) -> None:
     logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
-    inside = arrays["top_ids"] == arrays["ids"][:, None]  # [n, k]
+    ids = arrays["ids"][arrays["counted"] > 0] if "counted" in arrays else arrays["ids"]
+    inside = arrays["top_ids"] == ids[:, None]  # [n, k]
     matches = np.where(inside.any(1), np.where(inside, logprobs, 0).sum(1) == token, token <= logprobs[:, -1])
     if not matches.all():
         raise UserError(

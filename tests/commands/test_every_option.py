@@ -119,6 +119,36 @@ def _(w: World) -> Settings:
     return distilling(w, vocab="200")
 
 
+@case("distill", "answers to prompts")
+def _(w: World) -> Settings:
+    settings = chat(w)
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def parse{i}(line):"}) + "\n" for i in range(12)))
+    few = {name: value for name, value in FEW.items() if name != "seq_len"}
+    return few | settings | {"draft": str(w.draft), "text": "target", "max_new_tokens": 6}
+
+
+def talks(w: World) -> Settings:
+    """Conversations, for a copy of the source with a chat template."""
+    messages = [{"role": "user", "content": "def parse(line):"}, {"role": "assistant", "content": "return None"}]
+    Path("chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 60)
+    return {"target": chat(w)["target"], "data": "chat.jsonl", "seq_len": 48}
+
+
+@case("distill", "conversations")
+def _(w: World) -> Settings:
+    return FEW | {"loss": "ce", "draft": talks(w)["target"], "data": "chat.jsonl", "seq_len": 48}
+
+
+@case("outputs build", "conversations")
+def _(w: World) -> Settings:
+    return talks(w) | {"num_sequences": 4, "top_logprobs": 4, "loss_on": "all"}
+
+
+@case("train", "conversations")
+def _(w: World) -> Settings:
+    return FEW | {"model": talks(w)["target"], "data": "chat.jsonl", "seq_len": 48}
+
+
 @case("distill", "cross-entropy")
 def _(w: World) -> Settings:
     return FEW | {"draft": str(w.draft), "data": str(w.text), "loss": "ce"}

@@ -1,0 +1,102 @@
+"""Conversations as text to train on: in the form of a chat template, with what the assistant says marked. n tokens."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from draftlab.config.shared import LossOn
+from draftlab.errors import UserError
+
+Message = dict[str, Any]  # role and content, as chat templates take them
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template's own mark of what the assistant says
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Token ids [n], and which count, [n]: all, or what the assistant says and the tokens that end its turns."""
+
+    ids: np.ndarray
+    counted: np.ndarray
+
+    def row(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids [seq_len + 1] and the mask of predicted tokens [seq_len], cut or padded."""
+        ids, mask = np.zeros(seq_len + 1, np.int64), np.zeros(seq_len, np.float32)
+        length = min(len(self.ids), seq_len + 1)
+        ids[:length] = self.ids[:length]
+        mask[: length - 1] = self.counted[1:length]
+        return ids, mask
+
+
+def read_messages(value: object, where: str) -> list[Message]:
+    """Raises UserError: not a list of messages."""
+    messages = value if isinstance(value, list) else []
+    fields = [m.get(name) if isinstance(m, dict) else None for m in messages for name in ("role", "content")]
+    if not messages or not all(isinstance(field, str) for field in fields):
+        raise UserError(f"{where}: messages must be a list of objects with a role and a content")
+    return messages
+
+
+def chat_ids(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, *, reply: bool = True
+) -> list[int]:
+    """Return the ids of a conversation. reply: ready for the assistant's answer.
+
+    Raises:
+        UserError: the chat template does not take it, or makes nothing of it.
+    """
+    try:
+        ids: Any = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=reply, tokenize=True, return_dict=False
+        )
+    except (TemplateError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{where}: the chat template does not take it: {reason}") from None
+    if not ids:
+        raise UserError(f"{where}: the prompt is empty")
+    return list(ids)
+
+
+def render(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, loss_on: LossOn
+) -> Conversation:
+    """Return a whole conversation; to learn from the assistant, with the template's own mask or one of its prefixes.
+
+    Raises:
+        UserError: there is no template, it does not take the conversation, or it renders a message in another way once
+            others follow.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(f"{where}: messages are for a chat, and the tokenizer has no chat template")
+    whole = chat_ids(messages, tokenizer, where, reply=False)
+    if loss_on == "all":
+        return Conversation(np.array(whole), np.ones(len(whole), dtype=bool))
+    if GENERATION.search(str(tokenizer.chat_template)):
+        rendered: Any = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return Conversation(np.array(whole), np.array(rendered["assistant_masks"], dtype=bool))
+    counted = np.zeros(len(whole), dtype=bool)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = chat_ids(messages[:number], tokenizer, where)
+        after = chat_ids(messages[: number + 1], tokenizer, where, reply=False)
+        if whole[: len(before)] != before or whole[: len(after)] != after:
+            raise UserError(
+                f"{where}: the chat template renders message {number + 1} in another way when others follow, so what "
+                "the assistant says cannot be told from the rest; take --loss-on all"
+            )
+        counted[len(before) : _end_of_turn(after, len(before), tokenizer)] = True
+    return Conversation(np.array(whole), counted)
+
+
+def _end_of_turn(ids: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the place after the token that ends a turn: the last special one; else after the whole turn."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    places = [place for place in range(start, len(ids)) if ids[place] in special]
+    return places[-1] + 1 if places else len(ids)

@@ -142,7 +142,7 @@ def in_vllm(program: Path, draft: Path, target: Path, texts: TargetTexts, hits: 
         UserError: it does not start, or has another acceptance.
     """
     speculative = speculative_config(str(draft.absolute()), texts.k, parallel.pard_token(draft) is not None)
-    with _vllm(program, target, speculative) as server:
+    with vllm_server(program, target, speculative) as server:
         before = server.metrics()
         sampling = SamplingParams(max_tokens=max(texts.tokens), temperature=0.0)
         completions = [completion.ids for completion in server.generate(texts.prompts, sampling)]
@@ -187,7 +187,7 @@ def _compare(runtime: str, texts: TargetTexts, hits: list[np.ndarray], measured:
 
 
 @contextlib.contextmanager
-def _vllm(program: Path, target: Path, speculative: dict[str, object]) -> Iterator[Server]:
+def vllm_server(program: Path, target: Path, speculative: dict[str, object]) -> Iterator[Server]:
     """Yield a float32 server on a free port; it ends with the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

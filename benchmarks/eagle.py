@@ -1,13 +1,14 @@
 """An EAGLE-3 head for tiny: trained, timed in draftlab's engine, and served by vLLM, by draftlab's own commands.
 
-The gap of a server is its tokens per target pass less draftlab's, on the same prompts at the same K, greedily. It should
-be at most half the width of draftlab's 95 % interval over prompts. null: the server was not named.
+The gap of a server is its tokens per target pass less draftlab's, on the same prompts at the same K, greedily. It
+should be at most half the width of draftlab's 95 % interval over prompts. null: not measured.
 """
 
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from benchmarks import environment
@@ -36,7 +37,9 @@ def main(
     if not (head / "draftlab.json").exists():
         training = {"steps": steps, "batch_size": 8, "seq_len": 256, "eval_steps": steps}
         COMMANDS["eagle"](target=TARGET, data=DATA, **training, out=head)
-    notes: Any = read_record(head).notes
+    record = read_record(head)
+    assert record is not None
+    notes: Any = record.notes
     scores = {t: scored(folder / f"score-{t}", head, t, k, prompts) for t in (0.0, 1.0)}
     gap = None if vllm is None else vllm_gap(folder, head, vllm, served_k, prompts)
     best = scores[0.0]
@@ -71,8 +74,8 @@ def vllm_gap(folder: Path, head: Path, program: Path, k: int, prompts: int) -> d
         tasks="none", threads=1, repeats=1, out=out, force=True,
     )  # fmt: skip
     score = read_score(next(out.rglob("score.json")))
-    each = [[sum(step.tokens for step in g.steps), len(g.steps)] for g in score.generations(k)]
-    ours = ratio_interval(each)
+    whole = [[a + 1 for a, d in zip(g.accepted, g.drafted, strict=True) if d == k] for g in score.generations(k)]
+    ours = ratio_interval(np.array([[sum(steps), len(steps)] for steps in whole], dtype=float))
     target = hub.locate(TARGET)
     tokenizer = checkpoint.load_tokenizer(target)
     texts = load_prompts(None, DATA, tokenizer, count=prompts, tokens=None, seed=0, chat="auto", system_prompt=None)

@@ -50,7 +50,7 @@ def main() -> None:
     prepare(options)
     draftlab(options.folder, "run", "recipe.yaml")
     found = result(options.folder)
-    found |= beside_peers(options, found["best_model"], found["greedy"][found["best_model"]]["k"])
+    found |= beside_peers(options, found["best_model"].partition("@")[0], found["best_model_k"])
     print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
 
 
@@ -115,13 +115,13 @@ def beside_peers(options: argparse.Namespace, draft: str, k: int) -> dict[str, A
 
 def result(folder: Path) -> dict[str, Any]:
     """Return the goals' figures of a finished recipe."""
-    greedy = [read_score(file) for file in sorted((folder / "runs" / "score").glob("*/score.json"))]
-    sampled = [read_score(file) for file in sorted((folder / "runs" / "score-sampled").glob("*/score.json"))]
-    models = [score for score in greedy if score.draft.shape is not None]
-    model, drafter = fastest(models), fastest(greedy)
+    greedy, wide, sampled = (scores(folder / "runs" / name) for name in ("score", "score-wide", "score-sampled"))
+    models = [score for score in (*greedy, *wide) if score.name == "10@int8"]
+    model, drafter = fastest(models), fastest([*greedy, *wide])
     records = [provenance.read_record(path.parent) for path in sorted((folder / "runs").rglob("draftlab.json"))]
     return {
         "best_model": model.name,
+        "best_model_k": model.best_k,
         "best_model_speedup": model.best_k_speedup.value,
         "best_model_speedup_low": model.best_k_speedup.low,
         "best_drafter": drafter.name,
@@ -129,8 +129,13 @@ def result(folder: Path) -> dict[str, Any]:
         "best_drafter_speedup_low": drafter.best_k_speedup.low,
         "recipe_minutes": sum(record.seconds for record in records if record is not None) / 60,
         "greedy": {score.name: row(score) for score in greedy},
+        "greedy_more_drafted": {score.name: row(score) for score in wide},
         "sampled": {score.name: row(score) for score in sampled},
     }
+
+
+def scores(folder: Path) -> list[Score]:
+    return [read_score(file) for file in sorted(folder.glob("*/score.json"))]
 
 
 def fastest(scores: Sequence[Score]) -> Score:

@@ -158,10 +158,11 @@ CASES = [
     (("score-servers", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
     (("outputs", "build", "--server", "http://127.0.0.1:9", "--text", "target"), "no answer from http://127.0.0.1:9"),
     (("online", "rollback", "nope"), "nope"),
-    (("prune", "--source", "tiny", "--vocab", "1k", "--data", "text.txt", "--outputs", "nope"), "nope"),
+    (("prune", "--source", "tiny", "--vocab", "1k", "--outputs", "nope"), "nope"),
+    (("prune", "--source", "tiny", "--layers", "2", "--data", "text.txt", "--outputs", "nope"), "--data"),
     (("prune", "--source", "tiny", "--vocab", "many"), "write 16k (16,384)"),
     (("prune", "--source", "tiny", "--vocab", "5000"), "fewer than the source's 4,096"),
-    (("prune", "--source", "tiny", "--layers", "2", "--outputs", "nope"), "--vocab counts"),
+    (("prune", "--source", "tiny", "--layers", "2", "--outputs", "nope"), "nope"),
     # recipes
     (("run", "nope.yaml"), "No such file"),
     (("run", "broken.yaml"), "broken.yaml"),

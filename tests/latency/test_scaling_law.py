@@ -132,7 +132,7 @@ def call(*arguments: str, code: int = 0) -> str:
 
 def test_a_law_is_measured_shown_again_and_designed_with(space):
     small = space / "small.yaml"
-    small.write_text("\n".join(f"{k}: {v}" for k, v in SHAPE.model_dump().items() if v is not False) + "\n")
+    small.write_text("\n".join(f"{k}: {v}" for k, v in SHAPE.model_dump().items() if v not in (False, None)) + "\n")
     sizes = (
         "--layers",
         "1,2",

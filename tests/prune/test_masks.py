@@ -56,7 +56,8 @@ def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor,
     have, config = masks.source, checkpoint.read_config(directory)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     keep = masks.keep()
-    folded = Folded(weights if have.tied else Untied(weights, have), have, masks.deterministic())
+    untied = not have.tied and "lm_head.weight" not in weights
+    folded = Folded(Untied(weights, have) if untied else weights, have, masks.deterministic())
     small = checkpoint.meta_model(checkpoint.config_for(masks.shape, config, keep.layers), torch.float64)
     cut = {name: t.detach().double() for name, t in Cut(folded, masks.shape, keep).items()}
     if masks.shape.tied:

@@ -55,9 +55,10 @@ from draftlab.model.decoder import Decoder, with_mode
 from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.store import read_store
+from draftlab.target_outputs.outputs import TargetOutput
+from draftlab.target_outputs.store import read_manifest, read_store
 
-GATE_TEXTS = 32  # of the target, to learn a gate from
+STORED_TEXTS = 32  # of a store, to learn from
 CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target adds
 RANKS = 8  # of a draft's tokens that a tree may take
 MAX_DEPTH = 8
@@ -188,12 +189,11 @@ class DrafterFactory:
         draft, target, longest = _own_engine(spec, model), _own_engine(spec, self.target), spec.prompt_lookup_max
         if draft.pard_token is not None:
             raise UserError(f"--drafter {spec.text}: a gate is learnt for drafts of one token per pass; set min_match")
-        store = read_store(Path(spec.outputs))
-        written = [o for o in store.outputs if len(o.ids) > 1]
-        written = written[:: max(1, len(written) // GATE_TEXTS)][:GATE_TEXTS]
+        written = _spread(spec.outputs)
         texts = [(o.prompt, o.ids) for o in written]
         note(f"{spec.text}: replaying {len(texts)} texts of the target")
-        scored, sampling = score_tokens(draft, texts, self.vocab, self.sampling), store.manifest.sampling
+        scored = score_tokens(draft, texts, self.vocab, self.sampling)
+        sampling = read_manifest(Path(spec.outputs)).sampling
         alike = sampling is not None and 0 < sampling.temperature == self.sampling.temperature
         log_p = [o.logprobs if alike and o.logprobs is not None else np.zeros(len(o.ids)) for o in written]
         accepted = [chances(score.logprobs, own) for score, own in zip(scored, log_p, strict=True)]
@@ -204,8 +204,9 @@ class DrafterFactory:
         gate = learn_gate(positions, self.ks, longest, ms["draft"][0], verify_ms.__getitem__)
         spelled = "x".join(map(str, gate.min_match))
         note(
-            f"{spec.text}: min_match={spelled}; predicted at K = {gate.k}: {gate.speed / gate.model_speed:.2f} times "
-            f"the draft model alone, {gate.speed / gate.ungated_speed:.2f} times with every match copied"
+            f"{spec.text}: min_match={spelled}; predicted at K = {gate.k}: {gate.speed * ms['target'][0]:.2f} times "
+            f"plain decoding; the draft model alone {gate.model_speed * ms['target'][0]:.2f}, with every match copied "
+            f"{gate.ungated_speed * ms['target'][0]:.2f}"
         )
         named = f"draft={spec.draft}," if spec.draft else ""
         learnt = f"fallback:{named}prompt_lookup_max={longest},min_match={spelled}"
@@ -240,8 +241,12 @@ class DrafterFactory:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return checkpoint.load_tokenizer(self.target_path)
 
+    def _texts(self, outputs: str) -> list[Text]:
+        """Return prompts with completions of the target: stored ones, or those of prompts of the run's text."""
+        return [(o.prompt.astype(np.int64), o.ids) for o in _spread(outputs)] if outputs else self.written_texts
+
     @cached_property
-    def texts(self) -> list[Text]:
+    def written_texts(self) -> list[Text]:
         """Prompts of the training split, with completions of the target under the run's sampling."""
         count, length, max_tokens = CALIBRATION
         stream = self._corpus(self.data, 64 * count * length).astype(np.int64)
@@ -256,7 +261,9 @@ class DrafterFactory:
         ms = self._pass_ms({"all": target, "one": with_mode(skip_layers(target, [0]), self.mode)}, [1])
         all_ms, one_ms = ms["all"][0], ms["one"][0]
         layer_ms = (all_ms - one_ms) / (layers - 1)
-        sets = search_layers(target, self.texts, self.sampling, lambda n: (one_ms + (n - 1) * layer_ms) / all_ms)
+        sets = search_layers(
+            target, self._texts(spec.outputs), self.sampling, lambda n: (one_ms + (n - 1) * layer_ms) / all_ms
+        )
         best = max(sets, key=lambda candidate: candidate.speedup)
         note(
             f"{spec.text}: keeps {len(best.layers)} of {layers} layers, layers={'+'.join(map(str, best.layers))}; "
@@ -269,7 +276,7 @@ class DrafterFactory:
         target = _own_engine(spec, self.target)
         if spec.widths:
             return full_tree(spec.widths)
-        scored = score_tokens(model, self.texts, self.vocab, self.sampling)
+        scored = score_tokens(model, self._texts(spec.outputs), self.vocab, self.sampling)
         ranks = np.concatenate([text.ranks for text in scored])
         ranked = [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
         widths = sorted({1, 2, 4, 8, spec.nodes + 1})
@@ -287,6 +294,12 @@ class DrafterFactory:
     def _pass_ms(self, models: dict[str, Llama], widths: Sequence[int]) -> dict[str, list[float]]:
         curves = measure_latency(models, widths=list(widths), context=96, passes=PASSES, clock=self.clock)
         return {name: [latency.median_ms for latency in curve] for name, curve in curves.items()}
+
+
+def _spread(outputs: str) -> list[TargetOutput]:
+    """Return STORED_TEXTS of a store of target outputs, from all of it."""
+    written = [o for o in read_store(Path(outputs)).outputs if len(o.ids) > 1]
+    return written[:: max(1, len(written) // STORED_TEXTS)][:STORED_TEXTS]
 
 
 def _answers(spec: NgramSpec) -> np.ndarray:

@@ -14,7 +14,16 @@ from draftlab import provenance, turns
 from draftlab.benchmark.drafter_factory import check_rule, check_target
 from draftlab.benchmark.lm_eval_tasks import TaskOptions, check_chat_template, check_tasks
 from draftlab.config import shared
-from draftlab.config.drafters import DrafterSpec, DraftModelSpec, EagleSpec, FallbackSpec, MedusaSpec, NgramSpec
+from draftlab.config.drafters import (
+    DrafterSpec,
+    DraftModelSpec,
+    EagleSpec,
+    FallbackSpec,
+    LayerSkipSpec,
+    MedusaSpec,
+    NgramSpec,
+    TreeSpec,
+)
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow
 from draftlab.engine.drafters import medusa
@@ -72,7 +81,8 @@ class Setup:
     @property
     def outputs(self) -> list[Path]:
         """Return the target outputs that drafters learn from."""
-        return [Path(s.outputs) for s in self.drafters if isinstance(s, NgramSpec | FallbackSpec) and s.outputs]
+        learning = (s for s in self.drafters if isinstance(s, NgramSpec | FallbackSpec | TreeSpec | LayerSkipSpec))
+        return [Path(spec.outputs) for spec in learning if spec.outputs]
 
     @property
     def inputs(self) -> list[Path]:
@@ -103,7 +113,8 @@ def set_up(config: ScoreConfig, *, weights: bool = True) -> Setup:
         UserError: a model, prompts or data that cannot be had, or settings that do not fit the models.
     """
     target = hub.locate(config.target, weights)
-    source = config.data if config.prompt_file else hub.check_data(config.data)
+    reads_data = config.prompt_file is None or any(spec.reads_data for spec in config.drafters)
+    source = hub.check_data(config.data) if reads_data else config.data
     drafts = _drafts_by_name(config.draft, weights)
     default = next(iter(drafts.values()), None)
     if default is None and config.needs_default_draft:

@@ -30,6 +30,11 @@ class DrafterSpec(BaseModel):
     text: str
 
     @property
+    def reads_data(self) -> bool:
+        """Return whether it is built from the run's text, --data."""
+        return False
+
+    @property
     def name(self) -> str:
         """Return the text as a file name."""
         return self.text.replace("/", "_")
@@ -61,6 +66,10 @@ class NgramSpec(DrafterSpec):
         if self.outputs and self.data:
             raise ValueError("data, outputs: want one of them")
         return self
+
+    @property
+    def reads_data(self) -> bool:
+        return not self.data and not self.outputs
 
 
 class FallbackSpec(DraftModelSpec, PromptLookupSpec):
@@ -98,6 +107,10 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
             raise ValueError(f"{', '.join(sorted(idle))}: only for inner=ngram")
         return self
 
+    @property
+    def reads_data(self) -> bool:
+        return self.inner == "ngram" and super().reads_data
+
 
 class ConfidenceStopSpec(DraftModelSpec):
     kind = "confidence-stop"
@@ -112,17 +125,24 @@ class EntropyStopSpec(DraftModelSpec):
 
 
 class LayerSkipSpec(DrafterSpec):
-    """layers: those to keep; none: the fastest set by replay."""
+    """layers: those to keep; none: the fastest set by replay. outputs: of the target, to replay."""
 
     kind = "layer-skip"
     own_engine = True
     layers: Annotated[list[int], _split("+")] = []
+    outputs: str = ""
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         if self.layers != sorted(set(self.layers)):
             raise ValueError("layers: want each once, in order")
+        if self.layers and self.outputs:
+            raise ValueError("layers, outputs: want one of them")
         return self
+
+    @property
+    def reads_data(self) -> bool:
+        return not self.layers and not self.outputs
 
 
 class MedusaSpec(DrafterSpec):
@@ -160,17 +180,22 @@ class WidthsSpec(DraftModelSpec):
 
 
 class TreeSpec(WidthsSpec):
-    """nodes: without widths, the fastest tree of at most that many."""
+    """nodes: without widths, the fastest tree of at most that many. outputs: of the target, to find it by."""
 
     kind = "tree"
     own_engine = True
     nodes: int = Field(8, ge=1, le=MAX_TREE_TOKENS)
+    outputs: str = ""
 
     @model_validator(mode="after")
     def _has_one_size(self) -> Self:
-        if self.widths and "nodes" in self.model_fields_set:
-            raise ValueError("nodes: widths decide the number of tokens")
+        if self.widths and self.model_fields_set & {"nodes", "outputs"}:
+            raise ValueError("nodes, outputs: widths decide the tree")
         return self
+
+    @property
+    def reads_data(self) -> bool:
+        return not self.widths and not self.outputs
 
     @property
     def drafts_tree(self) -> bool:

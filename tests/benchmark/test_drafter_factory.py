@@ -11,6 +11,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.benchmark.drafter_factory import DrafterFactory, check_rule, check_target
 from draftlab.benchmark.throughput import PLAIN, measure_throughput
+from draftlab.commands import COMMANDS
 from draftlab.config.drafters import DRAFTERS, parse_drafter
 from draftlab.config.score import RuleName
 from draftlab.engine.drafters import medusa
@@ -93,6 +94,38 @@ def test_every_drafter_decodes_what_the_target_would(shop, heads, eagle_head, mo
     assert all(tokens == found.tokens[PLAIN] for tokens in found.tokens.values())
 
 
+@pytest.fixture(scope="module")
+def stored(family_dirs: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the target wrote."""
+    out = tmp_path_factory.mktemp("stored") / "answers"
+    sizes = {"num_prompts": 6, "prompt_tokens": 12, "max_new_tokens": 24}
+    COMMANDS["outputs build"](
+        use="replay", target=str(family_dirs["llama"]), data=str(corpus), out=out, device="cpu", **sizes
+    )
+    return out
+
+
+def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(shop, stored, monkeypatch):
+    monkeypatch.setattr("draftlab.benchmark.drafter_factory.PASSES", 3)
+    monkeypatch.setattr(shop, "data", "nothing that could be read")
+    kinds = ("fallback:", "tree:nodes=3,", "layer-skip:", "ngram:order=2,", "cascade:order=2,inner_tokens=1,")
+    ways = {kind: shop.build(parse_drafter(f"{kind}outputs={stored}")) for kind in kinds}
+    found = measure_throughput(
+        shop.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12), repeats=1, advance=lambda done: None,
+        drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
+    )  # fmt: skip
+    assert all(tokens == found.tokens[PLAIN] for tokens in found.tokens.values())
+    for kind in ("fallback:", "layer-skip:"):
+        assert ways[kind].learnt is not None
+        again = shop.build(parse_drafter(str(ways[kind].learnt)))
+        assert again.learnt is None
+        drafts = []
+        for drafter in (ways[kind].drafter, again.drafter):
+            drafter.reset(2, 32)
+            drafts.append(drafter.propose(PROMPTS, 2, SamplingParams(), torch.zeros(2, 2)))
+        assert torch.equal(drafts[0].ids, drafts[1].ids)
+
+
 def test_a_tree_drafts_all_its_tokens_whatever_k_is(shop):
     way = shop.build(parse_drafter("tree:widths=2x2,siblings=distinct"))
     assert way.ks == [6]
@@ -138,6 +171,12 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
         ("tree:widths=2,2", "no option '2'"),
         ("tree:widths=2y2", "widths: .*'2y2'"),
         ("tree:widths=2x1,nodes=4", "nodes"),
+        ("tree:widths=2x1,outputs=store", "widths decide"),
+        ("layer-skip:layers=0+1,outputs=store", "want one"),
+        ("ngram:data=text,outputs=store", "want one"),
+        ("fallback:min_match=2x1x3,outputs=store", "want one"),
+        ("fallback:min_match=2x1", "want 3 numbers"),
+        ("cascade:inner=prompt-lookup,outputs=store", "only for inner=ngram"),
         ("layer-skip:layers=a", "layers: .*'a'"),
         ("cascade:inner=magic", "inner: .*'ngram' or 'prompt-lookup'"),
         ("cascade:inner=prompt-lookup,order=3", "order"),

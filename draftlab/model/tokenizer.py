@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_tokenizer, vocab_size
 from draftlab.model.hub import checkpoint_name
+from draftlab.model.trimmed_head import HEAD_IDS
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
 # A word with one sign before it; up to three digits; punctuation with the line break and indentation after it; blank
@@ -59,10 +60,13 @@ def common_vocabulary(draft: Path, target: Path) -> int:
     Speculation compares ids. Heads of one family may be padded to different sizes; the smaller one counts.
 
     Raises:
-        UserError: an id that differs, or a tokenizer with ids that its model does not embed.
+        UserError: an id that differs, a tokenizer with ids that its model does not embed, or a target whose head is
+            trimmed.
     """
     for model in (draft, target):
         check_embeds(model)
+    if (target / HEAD_IDS).is_file():
+        raise UserError(f"{target}: its head is trimmed to some ids ({HEAD_IDS}), so it is a draft and no target")
     size = min(vocab_size(model) for model in (draft, target))
     drafts, targets = ({i: t for t, i in load_tokenizer(model).get_vocab().items()} for model in (draft, target))
     first = next((i for i in range(size) if drafts.get(i) != targets.get(i)), None)

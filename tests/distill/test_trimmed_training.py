@@ -108,6 +108,13 @@ def test_lost_ids_would_change_the_loss():
     assert optimistic > float(fused(x, "fkl", 1.0, whole(x)).acceptance) + 0.1
 
 
+def test_a_trimmed_head_is_no_targets(family_dirs, tmp_path):
+    shutil.copytree(family_dirs["llama"], tmp_path / "target")
+    write_head_ids(tmp_path / "target", range(200))
+    with pytest.raises(UserError, match="no target"):
+        COMMANDS["distill"](draft=str(family_dirs["llama"]), target=str(tmp_path / "target"), data="stdlib")
+
+
 @pytest.mark.parametrize(("vocab", "trimmed", "message"), [(307, False, "fewer than all 307"), (150, True, "already")])
 def test_what_cannot_be_trimmed_is_refused(vocab, trimmed, message, family_dirs, tmp_path):
     draft = tmp_path / "draft"

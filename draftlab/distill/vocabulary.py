@@ -1,8 +1,9 @@
 """The logits of a trained draft: as many as the target's, since padding must not win; or a trimmed head. V vocab."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -45,24 +46,29 @@ def resize(directory: Path, vocab: int) -> str | None:
     return f"{before} -> {vocab}"
 
 
-def trim(student: PreTrainedModel, size: int, batches: Batches, steps: int, models: Iterable[Path]) -> None:
-    """Trim a student's head to the ids that it is trained on most. models: checkpoints whose special ids stay.
-
-    Text that the student will write does not count, but what it is to continue.
+def trim(student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]) -> None:
+    """Trim a student's head to the most frequent ids of texts. models: checkpoints whose special ids stay.
 
     Raises:
         UserError: see frequent_ids.
     """
-    texts, tokens, step, special = [], 0, 0, set[int]()
-    while step < steps and tokens < COUNTED_TOKENS:
-        batch = _without_student(batches, step)
-        texts += [ids[1:][mask > 0] for ids, mask in zip(batch.ids, batch.mask, strict=True)]
-        tokens, step = sum(map(len, texts)), step + 1
+    special = set[int]()
     for model in models:
         special |= template_ids(checkpoint.load_tokenizer(model)) | set(checkpoint.eos_token_ids(model))
     ids, coverage = frequent_ids(texts, size, logits_of(student), special)
     trim_model(student, ids)
+    tokens = sum(map(len, texts))
     note(f"head of {size:,} ids; those of one half of {tokens:,} tokens cover {coverage:.2%} of the other half")
+
+
+def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
+    """Return the tokens that are trained on; of text that the student will write, those that it is to continue."""
+    texts, tokens, step = [], 0, 0
+    while step < steps and tokens < COUNTED_TOKENS:
+        batch = _without_student(batches, step)
+        texts += [ids[1:][mask > 0] for ids, mask in zip(batch.ids, batch.mask, strict=True)]
+        tokens, step = tokens + int((batch.mask > 0).sum()), step + 1
+    return texts
 
 
 def _without_student(batches: Batches, step: int) -> Batch:

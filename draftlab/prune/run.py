@@ -29,7 +29,7 @@ from draftlab.prune.masks.training import MASKS_FILE, train_masks
 from draftlab.prune.refit import Agreement, Lockstep
 from draftlab.prune.source import HELDOUT_TOKENS, Source, open_source
 from draftlab.prune.walk import Walk
-from draftlab.target_outputs.store import HELDOUT, check_tokenizer, read_store
+from draftlab.target_outputs.store import HELDOUT, check_tokenizer, read_ids, read_manifest, read_store
 
 KEEP_FILE = "keep.json"
 GREEDY_TOKENS = 4096
@@ -130,9 +130,8 @@ def _head(config: CutConfig, source: Source, shape: Shape) -> Head | None:
         return Head(ids=ids, coverage=None)
     tokenizer = checkpoint.load_tokenizer(source.directory)
     if config.outputs is not None:
-        store = read_store(config.outputs)
-        check_tokenizer(store.manifest, source.directory)
-        texts = [text.ids for text in store.outputs]
+        check_tokenizer(read_manifest(config.outputs), source.directory)
+        texts = read_ids(config.outputs)
     else:
         note(f"counting ids in {config.data}; the target's own answers (--outputs) say it better")
         text = open_batches(config.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)

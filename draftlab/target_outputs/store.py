@@ -180,6 +180,12 @@ def read_store(directory: Path) -> StoredOutputs:
     return StoredOutputs(directory, manifest, sorted(outputs, key=lambda output: output.number))
 
 
+def read_ids(directory: Path) -> list[np.ndarray]:
+    """Return the tokens after each prompt, a shard in memory at a time. Raises UserError: see read_store."""
+    manifest = finished_manifest(directory)
+    return [o.ids for number in range(len(manifest.shards)) for o in read_shard(directory, manifest, number)]
+
+
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
     """Raises UserError: the shard is missing, not what the manifest says, or misaligned."""
     file = directory / _shard_name(number)

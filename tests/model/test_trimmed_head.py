@@ -11,8 +11,11 @@ import torch
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.export import hf
+from draftlab.latency.cost_model import active_params
+from draftlab.latency.timing import random_model
 from draftlab.model import checkpoint, llama, trimmed_head
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.model.shape import parse_vocab
 from draftlab.sampling import SamplingParams
 
 PROMPTS = [[0, 5, 9, 20], [0, 7, 7, 30, 31]]
@@ -111,3 +114,23 @@ def test_what_cannot_be_trimmed_is_refused(halved, family_dirs, tmp_path):
     (tmp_path / "wrong/head_ids.json").write_text(json.dumps([1, 999]))
     with pytest.raises(UserError, match="less than 307"):
         llama.load(tmp_path / "wrong", torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3_tied"])
+def test_costs_are_of_the_rows_that_are_computed(family, family_dirs, tmp_path):
+    whole, half = (checkpoint.read_shape(d) for d in (family_dirs[family], halve(family_dirs[family], tmp_path / "h")))
+    assert half.params() == whole.params()  # the embedding takes every id
+    assert active_params(whole) - active_params(half) == (307 - 154) * 64
+    assert whole.flops_per_token(9) - half.flops_per_token(9) == 2 * (307 - 154) * 64
+    assert len(random_model(half, torch.float32, torch.device("cpu"), 16).head) == 154
+
+
+@pytest.mark.parametrize(("text", "ids"), [("16k", 16384), ("4K", 4096), ("12000", 12000)])
+def test_numbers_of_ids(text, ids):
+    assert parse_vocab(text) == ids
+
+
+@pytest.mark.parametrize("text", ["16m", "0", "-3", "1.5k", "k", ""])
+def test_what_is_no_number_of_ids(text):
+    with pytest.raises(UserError, match="16k"):
+        parse_vocab(text)

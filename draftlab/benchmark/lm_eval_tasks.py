@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import functools
+import hashlib
 import logging
 import math
 import numbers
@@ -302,6 +303,9 @@ def _results(
     task: str, measured: dict[str, Any], higher_is_better: dict[str, bool | None], samples: list[dict[str, Any]]
 ) -> Iterator[TaskResult]:
     """Yield lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; the filter "none" is not named."""
+    digest = hashlib.sha256()
+    for sample in sorted(samples, key=lambda s: s["doc_id"]):
+        digest.update((sample["doc_hash"] + sample["prompt_hash"] + sample["target_hash"]).encode())
     for key, value in measured.items():
         metric, comma, filtered = key.partition(",")
         number = _number(value)
@@ -318,6 +322,7 @@ def _results(
             stderr=_number(measured.get(f"{metric}_stderr,{filtered}")),
             higher_is_better=better,
             items=_items(samples, metric, filtered),
+            items_sha256=digest.hexdigest() if samples else None,
         )
 
 

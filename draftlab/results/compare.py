@@ -175,7 +175,8 @@ def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[Paire
     """Test every metric that both have of the same items."""
     results = {(r.task, r.metric): r for r in b}
     pairs = [(r, results[r.task, r.metric]) for r in a if (r.task, r.metric) in results]
-    return [_paired_test(x, y) for x, y in pairs if x.items and len(x.items) == len(y.items)]
+    same = [(x, y) for x, y in pairs if len(x.items) == len(y.items) and x.items_sha256 == y.items_sha256]
+    return [_paired_test(x, y) for x, y in same if x.items]
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:

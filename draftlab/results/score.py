@@ -51,6 +51,7 @@ class TaskResult(FileModel):
     stderr: float | None
     higher_is_better: bool
     items: list[float] = Field(default=[])  # the metric of each item, in the task's order, for paired tests
+    items_sha256: str | None = None  # of items and prompts
 
 
 class Model(FileModel):

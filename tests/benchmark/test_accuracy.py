@@ -112,7 +112,7 @@ def test_numbers_are_lm_evals_own_to_the_last_item(tiny: Path, tasks: dict[str, 
     """Without and with examples and chat template: choices, log-likelihoods and generated answers."""
     names = [tasks[name] for name in ("local_hellaswag", "local_gsm8k", "local_gsm8k_answer")]
     ways = {"plain": {}, "chat": {"num_fewshot": 2, "apply_chat_template": True}}
-    bits = {}
+    bits, asked = {}, set()
     for way, settings in ways.items():
         (model,) = accuracy([tiny], names, tmp_path / way, limit=5, batch_size=3, **settings).models
         more = {"fewshot_as_multiturn": True} if settings else {}
@@ -123,7 +123,9 @@ def test_numbers_are_lm_evals_own_to_the_last_item(tiny: Path, tasks: dict[str, 
         assert bits[way] == pytest.approx(expected["local_gsm8k_answer", "answer_bits"], rel=1e-5)
         assert {key: expected[key] for key in found} == found
         assert all(len(items) == 5 for items in found.values())
+        asked |= {r.items_sha256 for r in model.results}
     assert bits["plain"] != pytest.approx(bits["chat"], rel=0.01)  # so that the options were not ignored
+    assert len(asked) == 2 * len(names)
 
 
 def test_what_finished_before_a_kill_is_not_measured_again(

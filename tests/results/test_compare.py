@@ -127,6 +127,9 @@ def test_items_are_compared_in_pairs():
     (lower,) = paired_tests([result([2.0, 3.0], "loss", False)], [result([2.5, 3.5], "loss", False)])
     assert (lower.p, lower.won, lower.significant) == (None, 2, True)
     assert paired_tests([result([1, 0])], [result([1, 0, 1])]) == []  # other items
+    hashed = [result([1, 0]).model_copy(update={"items_sha256": name}) for name in ("a", "b")]
+    assert len(paired_tests(hashed[:1], hashed[:1])) == 1
+    assert paired_tests(hashed[:1], hashed[1:]) == []
 
 
 def test_no_difference_is_rarely_called_one():

@@ -22,6 +22,7 @@ from draftlab.config.drafters import (
     LayerSkipSpec,
     MedusaSpec,
     NgramSpec,
+    ParallelSpec,
     TreeSpec,
 )
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
@@ -260,6 +261,12 @@ def _check_drafters(setup: Setup) -> None:
     for spec in setup.drafters:
         check_rule(spec, setup.config.rule)
         check_target(spec, layers, vocab)
+        if isinstance(spec, ParallelSpec):
+            draft = hub.locate(spec.draft) if spec.draft else setup.default_draft
+            if draft is not None and parallel.pard_token(draft) is None:
+                raise UserError(
+                    f"--drafter {spec.text}: {draft} is no parallel draft; draftlab distill --parallel trains one"
+                )
         if isinstance(spec, MedusaSpec):
             if setup.mode != "eager":
                 raise UserError(f"--drafter {spec.text} reads hidden states, which only mode eager keeps")

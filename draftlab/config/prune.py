@@ -60,7 +60,7 @@ class CutConfig(RefitSettings, OutputConfig):
     )
     untie: bool = option(
         False, "Give the draft a head of its own where the source ties it to the embedding: its residual stream can "
-        "then be rotated, and its head refitted.", panel=SHAPE,
+        "then be rotated, and its head refitted.", panel=SHAPE, advanced=True,
     )  # fmt: skip
     source: str = source()
     data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")

@@ -29,7 +29,7 @@ from draftlab.model.tokenizer import common_vocabulary
 from draftlab.model.trimmed_head import check_size, read_head_ids
 from draftlab.output import Output
 from draftlab.servers.client import Server
-from draftlab.target_outputs.store import read_ids
+from draftlab.target_outputs.store import finished_manifest, read_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,12 @@ class Pair:
             check_trimmable(draft, config.vocab)
         return cls(draft=draft, target=target)
 
+    def vocab(self, config: DistillConfig) -> int | None:
+        """Return the target's logits, None where it is not known. Raises UserError: unfinished outputs."""
+        if config.outputs is not None:
+            return finished_manifest(config.outputs).vocab
+        return None if self.target is None else checkpoint.vocab_size(self.target)
+
 
 def plan_distill(config: DistillConfig) -> Mapping[str, object]:
     """Return models and cost of a distillation, for people."""
@@ -88,7 +94,7 @@ def distill(config: DistillConfig, output: Output) -> TrainingResult:
         if model is not None:
             checkpoint.check(model)
     select_device(config.device)
-    offsets = Offsets.of(config, pair.draft, pair.target) if config.parallel > 1 else None
+    offsets = Offsets.of(config, pair.draft, pair.vocab(config)) if config.parallel > 1 else None
     model = TrainedModel(
         config=checkpoint.read_config(pair.draft) | (offsets.config if offsets else {}), like=pair.draft,
         lora_rank=config.lora_rank, vocab=checkpoint.vocab_size(pair.target) if pair.target else None,

@@ -30,14 +30,17 @@ class Offsets:
     seed: int
 
     @classmethod
-    def of(cls, config: DistillConfig, draft: Path, target: Path | None) -> "Offsets":
+    def of(cls, config: DistillConfig, draft: Path, target_vocab: int | None) -> "Offsets":
         """Return the settings for a draft, with its own mask token, the user's or an unused one.
+
+        target_vocab: logits of the target, if known, which the mask token must have, too.
 
         Raises:
             UserError: a draft that the engine does not run, or no such token.
         """
         llama.check_supported(draft)
-        vocab = min(checkpoint.vocab_size(model) for model in (draft, target) if model is not None)
+        own = checkpoint.vocab_size(draft)
+        vocab = own if target_vocab is None else min(own, target_vocab)
         token = parallel.pard_token(draft) if config.pard_token is None else config.pard_token
         if token is None:
             token = parallel.unused_id(draft, vocab)
@@ -73,11 +76,11 @@ class Offsets:
         counted = batch.mask > 0
         ahead = _run_lengths(counted)
         order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)  # random rank in its row
-        wanted = counted.sum(1, keepdims=True)
+        positions = counted.sum(1, keepdims=True)
         depths = np.zeros(counted.shape, dtype=np.int64)
         for offset in range(1, self.count + 1):
-            kept = (wanted * max(self.share ** (offset - 1), self.floor)).astype(np.int64)
-            depths += (order < kept) & (ahead >= offset)
+            most = (positions * max(self.share ** (offset - 1), self.floor)).astype(np.int64)
+            depths += (order < most) & (ahead >= offset)
         return replace(batch, depths=depths)
 
 

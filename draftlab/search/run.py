@@ -224,11 +224,11 @@ class Searcher:
         first, mode, dtype = law.profiles[0], self.running["mode"], self.running["dtype"]
         if (first.mode, first.dtype) != (mode, dtype):
             raise UserError(f"--law {self.config.law}: measured {first.mode} in {first.dtype}, not {mode} in {dtype}")
-        widest, wanted = max(point.width for point in first.forward), 2 * self.config.offsets
-        if self.config.parallel and widest < wanted:
+        widest, needed = max(point.width for point in first.forward), 2 * self.config.offsets
+        if self.config.parallel and widest < needed:
             raise UserError(
-                f"--law {self.config.law}: its passes are at most {widest} wide, and --parallel needs {wanted}; "
-                f"measure one with --k {wanted - 1}"
+                f"--law {self.config.law}: its passes are at most {widest} wide, and --parallel needs {needed}; "
+                f"measure one with --k {needed - 1}"
             )
         return law
 

@@ -163,6 +163,12 @@ CASES = [
     (("prune", "--source", "tiny", "--vocab", "many"), "write 16k (16,384)"),
     (("prune", "--source", "tiny", "--vocab", "5000"), "fewer than the source's 4,096"),
     (("prune", "--source", "tiny", "--layers", "2", "--outputs", "nope"), "nope"),
+    (("distill", "--draft", "draft", "--parallel", "4", "--pard-token", "999"), "--pard-token 999: the vocabulary has"),
+    (("distill", "--draft", "draft", "--cod-share", "0.5"), "--cod-share: needs --parallel"),
+    (("distill", "--draft", "draft", "--parallel", "4", "--lora-rank", "2"), "--lora-rank: adapters leave out"),
+    (("score", "--draft", "draft", "--drafter", "parallel"), "draft is no parallel draft"),
+    (("score", "--draft", "draft", "--drafter", "parallel:siblings=top"), "siblings: only with widths"),
+    (("search", "--parallel", "--k", "1"), "--parallel drafts several tokens in one pass"),
     # recipes
     (("run", "nope.yaml"), "No such file"),
     (("run", "broken.yaml"), "broken.yaml"),

@@ -90,9 +90,8 @@ def _measure(
     student = checkpoint.load_model(draft, torch.float32)
     setup = text_setup(config, student, draft, target, scratch)
     assert isinstance(setup.teacher, PreTrainedModel)
-    warm = config.model_copy(update={"eval_temperature": 1.0})
-    author = Author(target, warm, known_ids(draft, target))
-    sampled = TargetTextEvaluator.of(author, draft, setup.heldout, _folder(scratch))
+    author = Author(target, config, known_ids(draft, target))
+    sampled = TargetTextEvaluator.of(author, draft, setup.heldout, _folder(scratch), temperature=1.0)
     assert sampled is not None
     sampled(student, 0)
     began = time.process_time()

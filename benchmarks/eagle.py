@@ -35,7 +35,7 @@ def main(
 ) -> None:
     head = folder / f"head-{steps}"
     if not (head / "draftlab.json").exists():
-        training = {"steps": steps, "batch_size": 8, "seq_len": 256, "eval_steps": steps}
+        training: dict[str, Any] = {"steps": steps, "batch_size": 8, "seq_len": 256, "eval_steps": steps}
         COMMANDS["eagle"](target=TARGET, data=DATA, **training, out=head)
     record = read_record(head)
     assert record is not None

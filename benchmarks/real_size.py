@@ -159,7 +159,7 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
     heldout = open_heldout("stdlib", tokenizer, rows=ROWS, seq_len=SEQ_LEN, most_rows=HELDOUT_ROWS)
     began = time.process_time()
     author = Author(target, config, known_ids(draft, target))
-    TargetTextEvaluator.of(author, draft, heldout, scratch / "again")
+    TargetTextEvaluator.of(author, draft, heldout, scratch / "again", config.eval_temperature)
     writing = time.process_time() - began
     assert isinstance(setup.teacher, PreTrainedModel)
     seconds: dict[str, list[float]] = {"draftlab": [], "bare": []}

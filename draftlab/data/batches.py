@@ -31,7 +31,8 @@ def tokenize(docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: in
 
     Conversations have the form of the chat template.
     """
-    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    eos: int | None = tokenizer.eos_token_id  # pyright: ignore[reportAssignmentType]
+    ends = [] if eos is None else [eos]
     parts: list[np.ndarray] = []
     count = 0
     for start in range(0, len(docs), 64):

@@ -60,7 +60,8 @@ def train_medusa(config: MedusaConfig, output: Output) -> MedusaResult:
     device = select_device(config.device)
     with claimed_state(output, [target]) as state:
         student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), config.heads)
-        tokenizer, sizes = checkpoint.load_tokenizer(target), {"rows": config.batch_size, "seq_len": config.seq_len}
+        tokenizer = checkpoint.load_tokenizer(target)
+        sizes: dict[str, Any] = {"rows": config.batch_size, "seq_len": config.seq_len}
         batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
         setup = heads_setup(student, batches, open_heldout(config.data, tokenizer, most_rows=64, **sizes))
         fitted = fit(cast(Any, student), setup, config.training(), state=state, what="medusa")

@@ -267,7 +267,11 @@ def continued(prompts: np.ndarray, author: Author, file: Path, purpose: str) -> 
 
 
 def reweighing(
-    batches: TokenBatches, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, every: int, loss_on: LossOn
+    batches: TokenBatches,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    every: int,
+    loss_on: LossOn | None = None,
 ) -> DynamicBatches:
     """Return batches whose weights follow the student's held-out loss on each source, relative to a reference model's.
 

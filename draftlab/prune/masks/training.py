@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def _setup(config: PruneMasksConfig, source: Source, student: PreTrainedModel) -
         target = hub.locate(config.target) if config.target else source.directory
         common_vocabulary(source.directory, target)
         teacher = checkpoint.load_model(target, checkpoint.DTYPES[training_dtype(config.training_dtype)])
-    sizes = {"rows": config.batch_size, "seq_len": config.seq_len}
+    sizes: dict[str, Any] = {"rows": config.batch_size, "seq_len": config.seq_len}
     batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
     if config.reweigh_steps:
         reference = checkpoint.load_model(source.directory, torch.bfloat16, student.device).eval()

@@ -156,13 +156,13 @@ def row(score: Score) -> dict[str, Any]:
         "plain_tokens_per_second": score.output_tps(0),
         "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
-        "by_category": {name: category(score.subset(rows)) for name, rows in score.prompts_by_category.items()},
+        "by_category": {name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()},
     }
 
 
-def category(score: Score) -> dict[str, Any]:
+def category(score: Score, prompts: int) -> dict[str, Any]:
     gain = score.speedup(score.best_k)
-    return {"k": score.best_k, "speedup": [gain.value, gain.low, gain.high], "prompts": len(score.generations(0))}
+    return {"k": score.best_k, "speedup": [gain.value, gain.low, gain.high], "prompts": prompts}
 
 
 if __name__ == "__main__":

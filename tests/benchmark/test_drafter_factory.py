@@ -98,7 +98,7 @@ def test_every_drafter_decodes_what_the_target_would(shop, heads, eagle_head, mo
 def stored(family_dirs: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the target wrote."""
     out = tmp_path_factory.mktemp("stored") / "answers"
-    sizes = {"num_prompts": 6, "prompt_tokens": 12, "max_new_tokens": 24}
+    sizes: dict[str, Any] = {"num_prompts": 6, "prompt_tokens": 12, "max_new_tokens": 24}
     COMMANDS["outputs build"](
         use="replay", target=str(family_dirs["llama"]), data=str(corpus), out=out, device="cpu", **sizes
     )

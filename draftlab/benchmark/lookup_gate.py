@@ -31,7 +31,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Of every token to draft: length of the match before it, 0 if none, its kind, and tokens that are accepted.
+    """Tokens to draft: the length of the match before each, 0 if none, its kind, and how many tokens are accepted.
 
     copied: of the copy, at most the largest K, [P]. modelled: expected, of the draft model by K, [P, K].
     """

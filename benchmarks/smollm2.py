@@ -156,7 +156,9 @@ def row(score: Score) -> dict[str, Any]:
         "plain_tokens_per_second": score.output_tps(0),
         "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
-        "by_category": {name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()},
+        "by_category": {
+            name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()
+        },
     }
 
 

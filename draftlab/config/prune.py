@@ -45,7 +45,9 @@ class CutConfig(RefitSettings, OutputConfig):
     layers: int | None = option(None, "Layers to keep.", ge=1, panel=SHAPE)
     width: int | None = option(None, "Hidden dimensions to keep.", ge=1, panel=SHAPE)
     heads: int | None = option(None, "Query heads to keep. Default: width / head_dim.", ge=1, panel=SHAPE)
-    kv_heads: int | None = option(None, "Key-value heads to keep. Default: the source's ratio.", ge=1, panel=SHAPE)
+    kv_heads: int | None = option(
+        None, "Key-value heads to keep. Default: the source's ratio.", ge=1, panel=SHAPE, advanced=True
+    )
     ffn: int | None = option(None, "FFN neurons to keep. Default: the source's ratio.", ge=1, panel=SHAPE)
     params: str | None = option(None, "Total parameters, as in 1.3b: solves for the FFN.", panel=SHAPE)
     multiple_of: int = option(

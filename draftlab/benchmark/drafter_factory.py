@@ -41,7 +41,7 @@ from draftlab.engine.drafters.cascade import (
     confidence_below,
     entropy_above,
 )
-from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter, contexts_fit
@@ -135,7 +135,9 @@ class DrafterFactory:
         if isinstance(spec, MedusaSpec):
             return self._medusa(spec)
         if isinstance(spec, EagleSpec):
-            return DrafterRun(drafter=self._eagle(spec), model=None, ks=self.ks)
+            drafter = self._eagle(spec)
+            ks = [len(drafter.parents)] if isinstance(drafter, TreeDrafter) else self.ks
+            return DrafterRun(drafter=drafter, model=None, ks=ks)
         if isinstance(spec, LayerSkipSpec):
             layers = spec.layers or self._fastest_layers(spec)
             model = with_mode(skip_layers(_own_engine(spec, self.target), layers), self.mode)
@@ -161,7 +163,8 @@ class DrafterFactory:
         target = _own_engine(spec, self.target)
         head = eagle.read(Path(spec.heads), self.target_path, target.embed.dtype, target.device)
         model = EagleLlama(head, target.embed, Path(spec.heads))
-        return EagleDrafter(target, NativeEagle(model, self.int8) if self.mode == "native" else model)
+        drafter = EagleDrafter(target, NativeEagle(model, self.int8) if self.mode == "native" else model)
+        return EagleTreeDrafter(drafter, full_tree(spec.widths), spec.siblings) if spec.widths else drafter
 
     def _with_model(self, spec: DraftModelSpec, model: Decoder) -> Drafter:
         match spec:

@@ -153,16 +153,8 @@ class MedusaSpec(DrafterSpec):
     heads: str
 
 
-class EagleSpec(DrafterSpec):
-    """heads: the output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators."""
-
-    kind = "eagle"
-    own_engine = True
-    heads: str
-
-
-class WidthsSpec(DraftModelSpec):
-    """A draft model that drafts a tree. widths: children of each node by depth."""
+class WidthsSpec(DrafterSpec):
+    """A drafter that can draft a tree. widths: children of each node by depth."""
 
     widths: Annotated[list[int], _split("x")] = []
     siblings: Siblings = "sampled"
@@ -179,7 +171,7 @@ class WidthsSpec(DraftModelSpec):
         return bool(self.widths)
 
 
-class TreeSpec(WidthsSpec):
+class TreeSpec(WidthsSpec, DraftModelSpec):
     """nodes: without widths, the fastest tree of at most that many. outputs: of the target, to find it by."""
 
     kind = "tree"
@@ -202,10 +194,8 @@ class TreeSpec(WidthsSpec):
         return True
 
 
-class ParallelSpec(WidthsSpec):
-    """A parallel draft: all tokens in one pass. No widths: a chain."""
-
-    kind = "parallel"
+class ChainOrTreeSpec(WidthsSpec):
+    """No widths: a chain."""
 
     @model_validator(mode="after")
     def _siblings_are_used(self) -> Self:
@@ -214,9 +204,23 @@ class ParallelSpec(WidthsSpec):
         return self
 
 
+class ParallelSpec(ChainOrTreeSpec, DraftModelSpec):
+    """A parallel draft: all tokens in one pass."""
+
+    kind = "parallel"
+
+
+class EagleSpec(ChainOrTreeSpec):
+    """heads: the output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators."""
+
+    kind = "eagle"
+    own_engine = True
+    heads: str
+
+
 _SPECS: list[type[DrafterSpec]] = [
     NgramSpec, PromptLookupSpec, DraftModelSpec, FallbackSpec, CascadeSpec, ConfidenceStopSpec, EntropyStopSpec,
-    LayerSkipSpec, MedusaSpec, EagleSpec, TreeSpec, ParallelSpec,
+    LayerSkipSpec, MedusaSpec, TreeSpec, ParallelSpec, EagleSpec,
 ]  # fmt: skip
 DRAFTERS = {spec.kind: spec for spec in _SPECS}
 

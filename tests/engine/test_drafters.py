@@ -17,7 +17,7 @@ from draftlab.engine.drafters.cascade import (
     confidence_below,
     entropy_above,
 )
-from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
@@ -62,7 +62,8 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
 
 
 DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "gated", "staged", "staged model", "skip", "medusa"]
-DRAFTERS += ["eagle", "tree top", "tree sampled", "tree distinct", "parallel", "offsets sampled", "offsets distinct"]
+DRAFTERS += ["tree top", "tree sampled", "tree distinct", "parallel", "offsets sampled", "offsets distinct"]
+DRAFTERS += ["eagle", "eagle tree"]
 
 
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
@@ -82,6 +83,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "offsets sampled": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "offsets distinct": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
         "eagle": lambda: eagle_drafter(models["target"]),
+        "eagle tree": lambda: eagle_tree(models["target"]),
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
@@ -101,6 +103,10 @@ def eagle_drafter(target: llama.Llama) -> EagleDrafter:
     weights["lm_head.weight"], weights["norm.weight"] = target.head[ids], torch.ones(64)
     head = Head(config=config, weights=weights, ids=ids, embedding=None)
     return EagleDrafter(target, EagleLlama(head, target.embed, Path("head")))
+
+
+def eagle_tree(target: llama.Llama) -> EagleTreeDrafter:
+    return EagleTreeDrafter(eagle_drafter(target), (0, 0, 1, 1, 2, 3), "sampled")
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -127,7 +133,19 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["ngram", "unsure", "entropy", "skip", "medusa", "eagle", "tree sampled", "tree distinct", "parallel"]
+    "name",
+    [
+        "ngram",
+        "unsure",
+        "entropy",
+        "skip",
+        "medusa",
+        "eagle",
+        "eagle tree",
+        "tree sampled",
+        "tree distinct",
+        "parallel",
+    ],
 )
 def test_q_is_what_was_sampled(models, ngrams, name):
     """The tokens come back from q by inverse CDF with the draws that the drafter was given."""

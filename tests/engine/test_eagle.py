@@ -9,12 +9,13 @@ import torch
 from builders import build
 from plain_eagle import PlainHead
 
-from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
+from draftlab.engine.drafters.tree import full_tree
 from draftlab.engine.generate import Draft, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import eagle, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
-from draftlab.model.decoder import with_mode
+from draftlab.model.decoder import feed, with_mode
 from draftlab.model.eagle import Head
 from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.llama import LayerStates, Tree
@@ -130,6 +131,29 @@ def test_the_compiled_head_is_the_eager_one(folder, family_dirs, dtype):
         torch.testing.assert_close(compiled.float(), plain.float(), atol=eps, rtol=eps)
     with pytest.raises(TypeError, match="use step"):
         eager.forward(ids, eager.new_cache(2, 12))
+
+
+def test_a_tree_of_one_branch_is_the_chain(folder, target, family_dirs):
+    uniform, sampling = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)), SamplingParams(temperature=1.0)
+    texts, found = [[*prompt, 5, 6, 7] for prompt in PROMPTS], []
+    tree = EagleTreeDrafter(drafter_of(folder, target, family_dirs), (0, 1, 2, 3), "sampled")
+    for drafter in (drafter_of(folder, target, family_dirs), tree):
+        cache = target.new_cache(3, 40)
+        drafter.reset(3, 40)
+        drafter.attach(cache)
+        feed(target, cache, [text[:-1] for text in texts])
+        found.append(drafter.propose(texts, 4, sampling, uniform))
+    assert torch.equal(found[0].ids, found[1].ids)
+    torch.testing.assert_close(found[0].q, found[1].q, atol=1e-5, rtol=1e-4)
+
+
+def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(folder, target, family_dirs):
+    """Accepted branches move the states that the head reads next along with the cache."""
+    sampling = SamplingParams(max_tokens=24)
+    told = drafter_of(folder, target, family_dirs)
+    steps = list(speculative_decode(target, EagleTreeDrafter(told, full_tree([40, 2]), "top"), PROMPTS, 120, sampling))
+    assert output_tokens(steps) == output_tokens(decode(target, PROMPTS, sampling))
+    assert sum(step.accepted for step in steps) > 0
 
 
 def test_modes_without_states_are_refused(folder, family_dirs):

@@ -152,8 +152,15 @@ def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(folder, target, family
     sampling = SamplingParams(max_tokens=24)
     told = drafter_of(folder, target, family_dirs)
     steps = list(speculative_decode(target, EagleTreeDrafter(told, full_tree([40, 2]), "top"), PROMPTS, 120, sampling))
-    assert output_tokens(steps) == output_tokens(decode(target, PROMPTS, sampling))
+    written = output_tokens(steps)
+    assert written == output_tokens(decode(target, PROMPTS, sampling))
     assert sum(step.accepted for step in steps) > 0
+    for row, text in enumerate(prompt + more for prompt, more in zip(PROMPTS, written, strict=True)):
+        cache, read = target.new_cache(1, 64), len(text) - 1
+        cache.layer_states = LayerStates((1, 2, 4), torch.zeros(1, 64, 3 * 64))
+        target.forward(torch.tensor([text]), cache)
+        kept = told.layer_states.states[row, :read]
+        torch.testing.assert_close(kept, cache.layer_states.states[0, :read], atol=1e-4, rtol=1e-4)
 
 
 def test_modes_without_states_are_refused(folder, family_dirs):

@@ -32,9 +32,9 @@ def main(
     columns = {name: np.array([figures[name] for figures in drafts.values()]) for name in names}
     metrics = names[3:]
     pairs = [(metric, of) for metric in metrics for of in names[:2]] + [("draft pass over target's", "speed-up")]
-    found = {f"{of} ~ {metric}": _correlation(columns[metric], columns[of]) for metric, of in pairs}
+    found = {f"{of} ~ {metric}": correlation(columns[metric], columns[of]) for metric, of in pairs}
     if plot is not None:
-        save_figure(plot, [_panel(columns, metric, names[0]) for metric in metrics])
+        save_figure(plot, [panel(columns, metric, names[0]) for metric in metrics])
     print(json.dumps({"benchmark": "accuracy_study", "k": k, "drafts": drafts, "correlations": found}))
 
 
@@ -47,7 +47,7 @@ def _figures(score: Score, k: int) -> dict[str, float]:
     } | {f"{task.task} {task.metric}": task.value for task in score.draft.tasks}
 
 
-def _correlation(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
+def correlation(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
     """Pearson's r with its 95 % bootstrap interval over drafts; samples without spread are left out."""
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, len(x), len(x)) for _ in range(DRAWS)]
@@ -62,7 +62,7 @@ def _pearson(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def _panel(columns: dict[str, np.ndarray], metric: str, of: str) -> Panel:
+def panel(columns: dict[str, np.ndarray], metric: str, of: str) -> Panel:
     x, y = columns[metric], columns[of]
     slope, start = np.polyfit(x, y, 1)
     ends = [(float(at), float(start + slope * at)) for at in (x.min(), x.max())]

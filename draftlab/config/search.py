@@ -9,7 +9,7 @@ from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
 from draftlab.model.hub import checkpoint_name
 
-CANDIDATES = "Candidates"  # panel of --help
+CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
 
 
 class SearchConfig(OutputConfig):
@@ -23,7 +23,7 @@ class SearchConfig(OutputConfig):
     params: str | None = option(
         None, "In place of widths, total parameters of every shape: 1.3b, 796m, 4m.", panel=CANDIDATES
     )
-    vocab: shared.Vocab = shared.draft_vocab("--data", panel=CANDIDATES)
+    vocab: shared.Vocab = shared.draft_vocab("--outputs, or of --data", panel=CANDIDATES)
     against: list[str] = option(
         factory=list, help="Shape file or name of a shape that is kept to the end; repeat for several.",
         panel=CANDIDATES,
@@ -33,6 +33,12 @@ class SearchConfig(OutputConfig):
     target: str = shared.target()
     source: str = shared.source()
     data: str = shared.data()
+    outputs: Path | None = option(
+        None, "Stored target outputs to cut, trim and distil with, instead of --data.", panel=TEXT
+    )
+    prompt_file: Path | None = option(
+        None, "JSON-lines file of prompts to replay and to measure on, instead of --data.", panel=TEXT
+    )
     law: Path | None = option(None, "Output of draftlab law. Default: it is measured first.")
     first_steps: int = option(30, "Distillation steps of the first rung.", ge=1, advanced=True)
     max_steps: int = option(1000, "Most distillation steps of the last rung.", ge=1, advanced=True)
@@ -46,7 +52,10 @@ class SearchConfig(OutputConfig):
     threads: int | None = shared.threads()
     seed: int = shared.seed()
 
-    only = (Only(("widths",), lambda c: c.params is None, "--params chooses the widths; use one of the two"),)
+    only = (
+        Only(("widths",), lambda c: c.params is None, "--params chooses the widths; use one of the two"),
+        Only(("data",), lambda c: not (c.outputs and c.prompt_file), "--outputs and --prompt-file are all the text"),
+    )
 
     @model_validator(mode="after")
     def _drafts_several_in_parallel(self) -> Self:

@@ -60,6 +60,7 @@ from draftlab.search.schedule import (
 )
 from draftlab.target_outputs.build import build
 from draftlab.target_outputs.replay import read_replay, replay
+from draftlab.target_outputs.store import read_manifest
 
 CALIBRATION_TOKENS = 8192
 SEQ_LEN = 256
@@ -75,11 +76,12 @@ def search(config: SearchConfig, output: Output) -> Search:
         UserError: source and target with different vocabularies, a mode that does not run here, too few cheap shapes.
     """
     target, source = hub.locate(config.target), hub.locate(config.source)
-    hub.check_data(config.data)
+    _check_text(config)
     common_vocabulary(source, target)
     tried, named = shapes(config, _with_head(config, source)), dict(map(prunable_shape, config.against))
     running = _running(config, [target, source])
-    output.claim_state([target, source], but=["minutes"])  # a search may resume with another number of minutes
+    given = [path for path in (config.outputs, config.prompt_file) if path is not None]
+    output.claim_state([target, source, *given], but=["minutes"])  # a search may resume with another number of minutes
     work = Searcher(config=config, output=output, target=target, source=source, running=running)
     result = work.measure(work.halve(work.start(tried, named)))
     with output.directory() as directory:
@@ -87,9 +89,17 @@ def search(config: SearchConfig, output: Output) -> Search:
         for part in ("texts", "score"):
             shutil.copytree(output.state / part, directory / part)
         write_search(result, directory)
-        output.record(directory, [target, source], total_seconds=result.spent_seconds)
+        output.record(directory, [target, source, *given], total_seconds=result.spent_seconds)
     shutil.rmtree(output.state)
     return result
+
+
+def _check_text(config: SearchConfig) -> None:
+    """Raises UserError: text that is not there, or stored outputs that nothing can be distilled from."""
+    if config.outputs is None or config.prompt_file is None:
+        hub.check_data(config.data)
+    if config.outputs is not None and read_manifest(config.outputs).top_logprobs == 0:
+        raise UserError(f"--outputs {config.outputs}: it stores no probabilities; build it with --use distill")
 
 
 def estimate(config: SearchConfig) -> Mapping[str, object]:
@@ -193,8 +203,8 @@ class Searcher:
         scores = self._once(
             "score", benchmark.score, ScoreConfig,
             draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names], target=str(self.target),
-            data=config.data, k=sorted({trial.k for trial in last.trials}), num_prompts=config.num_prompts,
-            prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, repeats=1, tasks="none", seed=config.seed + 1,
+            **self._prompts, k=sorted({trial.k for trial in last.trials}), num_prompts=config.num_prompts,
+            max_tokens=MAX_TOKENS, repeats=1, tasks="none", seed=config.seed + 1,
             **self.running,
         )  # fmt: skip
         ranked = rank([candidate_of(read_score(scores / name)) for name in last.names])
@@ -211,6 +221,18 @@ class Searcher:
 
     def draft(self, name: str, rung: int) -> Path:
         return self.output.state / f"rung-{rung}" / name
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        """Where a cut draft's calibration text comes from."""
+        return {"data": self.config.data} if self.config.outputs is None else {"outputs": self.config.outputs}
+
+    @property
+    def _prompts(self) -> dict[str, Any]:
+        """Where the prompts come from that candidates are replayed and measured on."""
+        if self.config.prompt_file is not None:
+            return {"prompt_file": self.config.prompt_file}
+        return {"data": self.config.data, "prompt_tokens": PROMPT_TOKENS}
 
     @cached_property
     def law(self) -> ScalingLaw:
@@ -257,8 +279,8 @@ class Searcher:
         """Make one candidate, replay it, and price it."""
         number, steps, shape = len(search.rungs) - 1, search.rungs[-1].steps, search.shapes[name]
         texts = self._once(
-            "texts", build, OutputsBuildConfig, use="replay", target=str(self.target), data=self.config.data,
-            num_prompts=REPLAYED_TEXTS, prompt_tokens=PROMPT_TOKENS, max_new_tokens=MAX_TOKENS, seed=self.config.seed,
+            "texts", build, OutputsBuildConfig, use="replay", target=str(self.target), **self._prompts,
+            num_prompts=REPLAYED_TEXTS, max_new_tokens=MAX_TOKENS, seed=self.config.seed,
             device=self.config.device, dtype=self.running["dtype"],
         )  # fmt: skip
         stored = self._stored(steps) if steps else None
@@ -292,12 +314,14 @@ class Searcher:
     def _cut(self, name: str, shape: Shape) -> Path:
         return self._once(
             f"rung-0/{name}", prune, PruneConfig, source=str(self.source), layers=shape.layers, width=shape.hidden,
-            heads=shape.heads, kv_heads=shape.kv_heads, ffn=shape.ffn, vocab=shape.draft_vocab, data=self.config.data,
+            heads=shape.heads, kv_heads=shape.kv_heads, ffn=shape.ffn, vocab=shape.draft_vocab, **self._text,
             calibration_tokens=CALIBRATION_TOKENS, seq_len=SEQ_LEN, device=self.config.device, seed=self.config.seed,
             scores_cache=self.output.state / "calibration.safetensors",
         )  # fmt: skip
 
     def _stored(self, steps: int) -> Path:
+        if self.config.outputs is not None:
+            return self.config.outputs
         return self._once(
             f"outputs-{steps}", build, OutputsBuildConfig, target=str(self.target), data=self.config.data,
             num_sequences=steps * self.config.batch_size, seq_len=SEQ_LEN, top_logprobs=TOP_LOGPROBS,

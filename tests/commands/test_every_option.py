@@ -252,6 +252,15 @@ def _(w: World) -> Settings:
     return CASES["search", "widths"](w) | {"parallel": True}
 
 
+@case("search", "stored outputs and prompts")
+def _(w: World) -> Settings:
+    stored = CASES["outputs verify", ""](w)["directory"]
+    prompts = [{"prompt": f"def parse{i}(line):"} for i in range(60)]
+    Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    settings = {name: value for name, value in CASES["search", "widths"](w).items() if name != "data"}
+    return settings | {"outputs": stored, "prompt_file": Path("asked.jsonl"), "vocab": "200"}
+
+
 LAW: Settings = {"layers": "1,2,3,4", "widths": "24,48", "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -178,6 +179,21 @@ def test_a_budget_decides_the_widths(space, capsys):
 def test_a_mode_that_does_not_run_here_is_refused_before_anything_is_claimed(space):
     for words, said in ((["--mode", "graphs"], "graphs"), (["--mode", "native", "--dtype", "float16"], "float16")):
         result = CliRunner().invoke(app, ["search", "--layers", "1,2", *words])
+        assert result.exit_code == 1
+        assert said in result.output
+    assert not (space / "runs").exists()
+
+
+def test_outputs_that_cannot_be_distilled_from_are_refused_before_anything_is_claimed(space):
+    from draftlab.config.outputs import OutputsBuildConfig
+    from draftlab.output import Output
+    from draftlab.target_outputs.build import build
+
+    small = {"target": "tiny", "data": "stdlib", "num_prompts": 2, "max_new_tokens": 4, "out": Path("told")}
+    config = OutputsBuildConfig.build({"use": "replay", **small})
+    build(config, Output(command="outputs build", config=config, out=Path("told")))
+    for outputs, said in (("told", "no probabilities"), ("nowhere", "not a store")):
+        result = CliRunner().invoke(app, ["search", "--layers", "1,2", "--outputs", outputs])
         assert result.exit_code == 1
         assert said in result.output
     assert not (space / "runs").exists()

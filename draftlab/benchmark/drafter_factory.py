@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab import data
 from draftlab.acceptance.expected import chances
+from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import Text, score_tokens
 from draftlab.benchmark.layer_search import search_layers
 from draftlab.benchmark.lookup_gate import learn_gate, replay_matches
@@ -56,7 +57,7 @@ from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
-from draftlab.target_outputs.store import read_manifest, read_store
+from draftlab.target_outputs.store import HELDOUT, read_manifest, read_store
 
 STORED_TEXTS = 32  # of a store, to learn from
 CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target adds
@@ -190,21 +191,24 @@ class DrafterFactory:
     def _gated(self, spec: FallbackSpec, model: Decoder) -> DrafterRun:
         """Build fallback with the gate that outputs of the target teach."""
         draft, target, longest = _own_engine(spec, model), _own_engine(spec, self.target), spec.prompt_lookup_max
-        if draft.pard_token is not None:
-            raise UserError(f"--drafter {spec.text}: a gate is learnt for drafts of one token per pass; set min_match")
         written = _spread(spec.outputs)
         texts = [(o.prompt, o.ids) for o in written]
         note(f"{spec.text}: replaying {len(texts)} texts of the target")
-        scored = score_tokens(draft, texts, self.vocab, self.sampling)
+        if draft.pard_token is None:
+            scored = score_tokens(draft, texts, self.vocab, self.sampling)
+        else:
+            scored = score_offsets(draft, texts, self.vocab, self.sampling, max(self.ks), draft.pard_token)
         sampling = read_manifest(Path(spec.outputs)).sampling
         alike = sampling is not None and 0 < sampling.temperature == self.sampling.temperature
         log_p = [o.logprobs if alike and o.logprobs is not None else np.zeros(len(o.ids)) for o in written]
-        accepted = [chances(score.logprobs, own) for score, own in zip(scored, log_p, strict=True)]
+        accepted = [chances(score.logprobs.T, own).T for score, own in zip(scored, log_p, strict=True)]
         positions = replay_matches(texts, accepted, longest, max(self.ks))
-        widths = sorted({1, *(k + 1 for k in self.ks)})
+        parallel_widths = {} if draft.pard_token is None else {k: 3 * k // 2 for k in self.ks}
+        widths = sorted({1, *(k + 1 for k in self.ks), *parallel_widths.values()})
         ms = self._pass_ms({"draft": draft, "target": target}, widths)
-        verify_ms = dict(zip(widths, ms["target"], strict=True))
-        gate = learn_gate(positions, self.ks, longest, ms["draft"][0], verify_ms.__getitem__)
+        pass_ms, verify_ms = (dict(zip(widths, ms[name], strict=True)) for name in ("draft", "target"))
+        draft_ms = {k: pass_ms[parallel_widths[k]] if parallel_widths else k * pass_ms[1] for k in self.ks}
+        gate = learn_gate(positions, self.ks, longest, draft_ms.__getitem__, verify_ms.__getitem__)
         spelled = "x".join(map(str, gate.min_match))
         note(
             f"{spec.text}: min_match={spelled}; predicted at K = {gate.k}: {gate.speed * ms['target'][0]:.2f} times "
@@ -300,8 +304,9 @@ class DrafterFactory:
 
 
 def _spread(outputs: str) -> list[TargetOutput]:
-    """Return STORED_TEXTS of a store of target outputs, from all of it."""
-    written = [o for o in read_store(Path(outputs)).outputs if len(o.ids) > 1]
+    """Return STORED_TEXTS of a store of target outputs, of its held-out part if it has one: drafts did not learn it."""
+    store, heldout = Path(outputs), Path(outputs) / HELDOUT
+    written = [o for o in read_store(heldout if heldout.exists() else store).outputs if len(o.ids) > 1]
     return written[:: max(1, len(written) // STORED_TEXTS)][:STORED_TEXTS]
 
 

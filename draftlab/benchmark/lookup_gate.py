@@ -43,12 +43,16 @@ class Positions:
 
 
 def replay_matches(texts: Sequence[Text], chances: Sequence[np.ndarray], longest: int, k: int) -> Positions:
-    """Return all positions of texts but the first, which is not drafted. chances: that a model's token is accepted."""
+    """Return all positions of texts but the first, which is not drafted.
+
+    chances: that a model's token is accepted, [n]; of a parallel draft [n, K], by how long ago its step began.
+    """
     rows: list[tuple[int, int, int]] = []
     modelled: list[np.ndarray] = []
     for (prompt, ids), accepted in zip(texts, chances, strict=True):
         text, start = np.concatenate([prompt, ids]).astype(np.int64), len(prompt)
-        runs = np.concatenate([accepted, np.zeros(k)])
+        by_age = accepted if accepted.ndim == 2 else np.repeat(accepted[:, None], k, 1)
+        runs, ages = np.concatenate([by_age, np.zeros((k, k))]), np.arange(k)
         for at in range(start + 1, len(text)):
             match = latest_match(text[:at], longest)
             copied = 0
@@ -58,20 +62,24 @@ def replay_matches(texts: Sequence[Text], chances: Sequence[np.ndarray], longest
                     copied -= 1
                     break
             rows.append((match.length, MATCH_KINDS.index(match.kind), copied) if match else (0, 0, 0))
-            modelled.append(np.cumprod(runs[at - start : at - start + k]).cumsum())
+            modelled.append(np.cumprod(runs[at - start + ages, ages]).cumsum())
     length, kind, right = np.array(rows).T
     return Positions(length, kind, right, np.array(modelled))
 
 
 def learn_gate(
-    positions: Positions, ks: Sequence[int], longest: int, draft_ms: float, verify_ms: Callable[[int], float]
+    positions: Positions,
+    ks: Sequence[int],
+    longest: int,
+    draft_ms: Callable[[int], float],
+    verify_ms: Callable[[int], float],
 ) -> Gate:
     """Return the gate with the most tokens per millisecond, and the K at which it has them.
 
-    draft_ms: of one drafted token. verify_ms: of a target pass by its width. A copy is worth it where its tokens gain
-    more than the run's speed makes of the time: the fixed point of that speed (Dinkelbach 1967).
+    draft_ms: of K drafted tokens, by K. verify_ms: of a target pass by its width. A copy is worth it where its tokens
+    gain more than the run's speed makes of the time: the fixed point of that speed (Dinkelbach 1967).
     """
-    gates = [_at(positions, k, longest, draft_ms * k, verify_ms(k + 1)) for k in ks]
+    gates = [_at(positions, k, longest, draft_ms(k), verify_ms(k + 1)) for k in ks]
     return max(gates, key=lambda gate: gate.speed)
 
 

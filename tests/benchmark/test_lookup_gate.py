@@ -19,6 +19,13 @@ def test_what_a_copy_gets_right_and_what_a_model_would():
     np.testing.assert_allclose(found.modelled[3], [0.5, 0.75, 0.75])  # the text ends
 
 
+def test_a_parallel_drafts_later_tokens_have_the_chances_of_their_own_offset():
+    text = (np.array([7, 8]), np.array([1, 2, 3, 4]))
+    by_age = np.array([[0.9, 0.0], [0.8, 0.5], [0.7, 0.4], [0.6, 0.3]])
+    found = replay_matches([text], [by_age], longest=4, k=2)
+    np.testing.assert_allclose(found.modelled, [[0.8, 0.8 + 0.8 * 0.4], [0.7, 0.7 + 0.7 * 0.3], [0.6, 0.6]])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_gate_is_faster(seed):
     rng, n, longest = np.random.default_rng(seed), 400, 3
@@ -26,7 +33,7 @@ def test_no_gate_is_faster(seed):
     copied = rng.binomial(4, np.clip(0.1 + 0.2 * length * (kind + 1) / 3, 0, 1)) * (length > 0)
     modelled = np.cumsum(rng.uniform(0.3, 0.9, (n, 4)).cumprod(1), 1)
     positions, verify = Positions(length, kind, copied, modelled), {k + 1: 10 + k for k in range(1, 5)}
-    gate = learn_gate(positions, [2, 4], longest, 0.4, verify.__getitem__)
+    gate = learn_gate(positions, [2, 4], longest, lambda k: 0.4 * k, verify.__getitem__)
 
     def speed(min_match: tuple[int, ...], k: int) -> float:
         tokens = milliseconds = 0.0

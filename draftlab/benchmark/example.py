@@ -42,6 +42,7 @@ def record_example(
     k: int,
     sampling: SamplingParams,
     rule: Rule | None,
+    draft_temperature: float | None,
 ) -> Example:
     """Decode a prompt and return its steps as text.
 
@@ -49,7 +50,9 @@ def record_example(
     """
     recorder = (_CacheReadingRecorder if isinstance(drafter, TargetCacheReader) else _Recorder)(drafter)
     text, steps = list(prompt), []
-    decoded = speculative_decode(target, recorder, [prompt], k, sampling, numbers=[number], rule=rule)
+    decoded = speculative_decode(
+        target, recorder, [prompt], k, sampling, numbers=[number], rule=rule, draft_temperature=draft_temperature
+    )
     for step, lost in _with_lost(recorder, decoded):
         emitted = _pieces(as_text, text, step.tokens)
         kept, own = emitted[: step.accepted], emitted[step.accepted :]

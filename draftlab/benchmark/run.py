@@ -174,7 +174,8 @@ class Measurement:
             return measure_throughput(
                 self.models[""], drafts, prompts, ks=config.k, sampling=setup.sampling, repeats=config.repeats,
                 batch=batch, drafters={name: (run.drafter, run.ks) for name, run in self.runs.items()},
-                rule=RULES.get(config.rule), advance=lambda done: advance(done, f"{arms} ways each"),
+                rule=RULES.get(config.acceptance.rule), draft_temperature=config.acceptance.draft_temperature,
+                advance=lambda done: advance(done, f"{arms} ways each"),
                 clock=steady_clock(setup.device),
             )  # fmt: skip
 
@@ -216,7 +217,8 @@ class Measurement:
         with note_if_slow(f"{name}: prompt {prompt} once more, step by step"):
             return record_example(
                 target, drafter, lambda ids: str(tokenizer.decode(ids)), setup.prompts.rows[prompt].ids, number=prompt,
-                k=score.best_k, sampling=setup.sampling, rule=RULES.get(setup.config.rule),
+                k=score.best_k, sampling=setup.sampling, rule=RULES.get(setup.config.acceptance.rule),
+                draft_temperature=setup.config.acceptance.draft_temperature,
             )  # fmt: skip
 
     def _conditions(self, name: str, batch: int) -> Conditions:
@@ -231,7 +233,8 @@ class Measurement:
             context=setup.context,
             batch=batch,
             draft_int8=config.draft_int8,
-            rule="recursive" if config.rule == "rejection" and name in trees else config.rule,
+            draft_temperature=config.acceptance.draft_temperature,
+            rule="recursive" if config.acceptance.rule == "rejection" and name in trees else config.acceptance.rule,
         )
 
 

@@ -259,7 +259,7 @@ def _check_drafters(setup: Setup) -> None:
         return
     layers, vocab = _layers(setup.target), checkpoint.vocab_size(setup.target)
     for spec in setup.drafters:
-        check_rule(spec, setup.config.rule)
+        check_rule(spec, setup.config.acceptance.rule)
         check_target(spec, layers, vocab)
         if isinstance(spec, ParallelSpec):
             draft = hub.locate(spec.draft) if spec.draft else setup.default_draft

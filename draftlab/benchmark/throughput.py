@@ -43,11 +43,13 @@ def measure_throughput(
     batch: int = 1,
     drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
     rule: Rule | None = None,
+    draft_temperature: float | None = None,
 ) -> Measured:
     """Decode every prompt in every arm, repeats times, after a warm-up of each arm.
 
     clock: in seconds; default: wall time. batch: prompts decoded at once. advance: called with the prompts done.
-    drafters: with their own numbers of tokens to draft, besides the models of drafts, which draft ks.
+    drafters: with their own numbers of tokens to draft, besides the models of drafts, which draft ks. rule,
+    draft_temperature: as in speculative_decode.
 
     Raises:
         UserError: every text ends with its first token.
@@ -56,7 +58,7 @@ def measure_throughput(
     runs |= dict(drafters or {})
     arms = [PLAIN, *((name, k) for name, (_, counts) in runs.items() for k in counts)]
     by_name = {name: drafter for name, (drafter, _) in runs.items()}
-    decode_arm = _decoder(target, by_name, sampling, clock or clock_for(target.device), rule)
+    decode_arm = _decoder(target, by_name, sampling, clock or clock_for(target.device), rule, draft_temperature)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     with note_if_slow(f"warming up {len(arms)} ways of decoding; these passes do not count"):
         for arm in arms:
@@ -85,13 +87,18 @@ def measure_throughput(
 
 
 def _decoder(
-    target: Decoder, drafters: Mapping[str, Drafter], sampling: SamplingParams, clock: Clock, rule: Rule | None
+    target: Decoder,
+    drafters: Mapping[str, Drafter],
+    sampling: SamplingParams,
+    clock: Clock,
+    rule: Rule | None,
+    draft_temperature: float | None,
 ) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
     def decode_arm(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
         name, k = arm
         if arm == PLAIN:
             return decode(target, prompts, sampling, clock, numbers)
-        return speculative_decode(target, drafters[name], prompts, k, sampling, clock, numbers, rule)
+        return speculative_decode(target, drafters[name], prompts, k, sampling, clock, numbers, rule, draft_temperature)
 
     return decode_arm
 

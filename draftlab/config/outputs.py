@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 from draftlab import workspace
 from draftlab.config import shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.model.hub import checkpoint_name
 from draftlab.sampling import SamplingParams
 
@@ -188,7 +189,7 @@ class OutputsVerifyConfig(shared.ServerSettings, OutputsInfoConfig):
         return self.dtype
 
 
-class ReplayConfig(OutputConfig):
+class ReplayConfig(OutputConfig, AcceptanceSettings):
     """Settings of draftlab replay."""
 
     directory: Path = option(help="Directory of target outputs.", argument=True)
@@ -204,9 +205,6 @@ class ReplayConfig(OutputConfig):
     rule: Literal["rejection", "match"] = option(
         "rejection", "rejection: accept with min(1, q/p); match: accept what is the target's own sample."
     )
-    draft_temperature: float | None = option(
-        None, "Temperature of the draft, 0 is greedy. Default: the target's.", ge=0
-    )
     first: Literal["prefill", "prompt"] = option(
         "prefill", "The first token comes from the target's prefill, or is drafted like the others.", advanced=True
     )
@@ -216,6 +214,8 @@ class ReplayConfig(OutputConfig):
     device: str = shared.device()
 
     only = (
+        SERVER_RULE_ONLY,
+        Only(("server_rule",), lambda c: c.acceptance.rule != "block", "blocks are not replayed; score measures them"),
         Only(("unsure",), lambda c: c.confidence is not None, "needs --confidence"),
         Only(("k", "confidence"), lambda c: c.tree is None, "--tree drafts a whole tree"),
     )

@@ -10,6 +10,7 @@ from draftlab.config import shared
 from draftlab.config.accuracy import TASKS, TaskSettings, accuracy_of
 from draftlab.config.base import SERVER, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.drafters import DrafterSpec, DraftModelSpec, parse_drafter
+from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.errors import UserError
 from draftlab.model.hub import checkpoint_name
 from draftlab.sampling import SamplingParams
@@ -66,7 +67,9 @@ class DraftSettings(BaseModel):
     target: str = shared.target()
 
 
-class ScoreConfig(OutputConfig, ThresholdSettings, TaskSettings, GenerationSettings, PromptSettings, DraftSettings):
+class ScoreConfig(
+    OutputConfig, ThresholdSettings, TaskSettings, AcceptanceSettings, GenerationSettings, PromptSettings, DraftSettings
+):
     """Settings of score."""
 
     k: Numbers = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
@@ -86,13 +89,18 @@ class ScoreConfig(OutputConfig, ThresholdSettings, TaskSettings, GenerationSetti
     threads: int | None = shared.threads()
 
     only = (
-        Only(("rule", "top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
+        Only(
+            ("rule", "draft_temperature", "server_rule", "top_k", "top_p", "min_p"),
+            lambda c: c.temperature > 0,
+            _GREEDY,
+        ),
         Only(
             ("task_limit", "task_batch_size", "num_fewshot", "apply_chat_template", "include_path"),
             lambda c: c.tasks != "none",
             "needs --tasks",
         ),
         Only(("draft_int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
+        SERVER_RULE_ONLY,
         *shared.CHAT_RULES,
     )  # fmt: skip
 

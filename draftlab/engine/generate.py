@@ -6,7 +6,7 @@ every cache: it holds each row's tokens except the last one, which is fed first 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -181,6 +181,7 @@ def speculative_decode(
     clock: Clock = time.perf_counter,
     numbers: Sequence[int] | None = None,
     rule: Rule | None = None,
+    draft_temperature: float | None = None,
 ) -> Iterator[Step]:
     """Draft k tokens, verify them in one target pass, emit the accepted ones and one more; lossless.
 
@@ -188,6 +189,7 @@ def speculative_decode(
     prefill. After each pass the steps of the rows in it are yielded; a finished row idles until all are finished.
     numbers: one per prompt; with the seed they decide a prompt's random draws, whatever the other rows are. rule: None
     is the rejection rule of Leviathan et al., for token trees the recursive one. With greedy decoding all rules agree.
+    draft_temperature: of the drafter, 0 is greedy; None: the target's.
     """
     rows = _Rows(prompts, sampling)
     capacity = max(rows.limits, default=1) + k
@@ -198,13 +200,14 @@ def speculative_decode(
         drafter.attach(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
     prefilled = False
+    own = sampling if draft_temperature is None else replace(sampling, temperature=draft_temperature)
     while rows.live:
         room, uniform = rows.room(), rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
         if count and isinstance(target, CudaGraphLlama):
             count = k  # one shape for every pass: tokens beyond a text's limit do not count
         start = clock()
-        draft = drafter.propose(rows.texts, count, sampling, uniform[:, :count]) if drafter and count else None
+        draft = drafter.propose(rows.texts, count, own, uniform[:, :count]) if drafter and count else None
         drafted_at = clock()
         logits = _target_logits(target, cache, rows.texts, draft)
         verified_at = clock()

@@ -111,6 +111,7 @@ class Conditions(FileModel):
     batch: int = 1  # prompts decoded at once; each generation gets its share of the batch's seconds
     draft_int8: bool = False  # the draft's weights were rounded to 8 bits
     rule: str = "rejection"  # verification rule; without effect when greedy
+    draft_temperature: float | None = None  # None: the target's
 
     @property
     def sampling(self) -> SamplingParams:
@@ -119,8 +120,10 @@ class Conditions(FileModel):
     @property
     def decoding(self) -> str:
         """The way in which tokens were sampled and verified, in words."""
-        rule = "" if self.temperature == 0 or self.mode == "served" else f", rule {self.rule}"
-        return self.sampling.describe() + rule
+        if self.temperature == 0 or self.mode == "served":
+            return self.sampling.describe()
+        own = "" if self.draft_temperature is None else f", drafts at temperature {self.draft_temperature:g}"
+        return f"{self.sampling.describe()}, rule {self.rule}{own}"
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")

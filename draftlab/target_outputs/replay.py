@@ -203,7 +203,7 @@ def check(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
     _offsets(draft, config)
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
-    if config.rule == "rejection" and _draft_sampling(sampling, config).temperature > 0 and not fits:
+    if config.acceptance.rule == "rejection" and _draft_sampling(sampling, config).temperature > 0 and not fits:
         raise UserError(
             f"{store.directory} was sampled at {sampling.describe()} and has {store.manifest.logprobs} "
             "log-probabilities; --rule rejection needs those of the distribution that was sampled from: take "
@@ -232,7 +232,7 @@ def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, comman
             scores = score_offsets(
                 model, pairs, vocab, draft_sampling, offsets, mask_token(model), lambda done: advance(done, "texts")
             )
-    certain = config.rule == "match" or sampling.temperature == 0
+    certain = config.acceptance.rule == "match" or sampling.temperature == 0
     loops = repeats([t.ids for t in store.outputs])
     texts = [_replayed(*each, certain=certain) for each in zip(store.outputs, scores, loops, strict=True)]
     return Replay(
@@ -244,7 +244,7 @@ def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, comman
         outputs_sha256=provenance.fingerprint(store.directory),
         tokenizer_sha256=manifest.tokenizer_sha256,
         sampling=sampling,
-        rule=config.rule,
+        rule=config.acceptance.rule,
         draft_temperature=draft_sampling.temperature,
         offsets=offsets,
         texts=texts,
@@ -338,7 +338,7 @@ def _target_sampling(store: StoredOutputs) -> SamplingParams:
 
 def _draft_sampling(sampling: SamplingParams, config: ReplayConfig) -> SamplingParams:
     """Return how the draft samples: as the target, but for its own temperature."""
-    own = sampling.temperature if config.draft_temperature is None else config.draft_temperature
+    own = sampling.temperature if config.acceptance.draft_temperature is None else config.acceptance.draft_temperature
     return replace(sampling, temperature=own)
 
 

@@ -345,6 +345,11 @@ def _(w: World) -> Settings:
     return scoring(w, tasks="none", temperature=1.0, drafter=["prompt-lookup"], mode="native", threads=1)
 
 
+@case("score", "sampled as vLLM")
+def _(w: World) -> Settings:
+    return scoring(w, tasks="none", temperature=1.0, server_rule="vllm")
+
+
 @case("score", "conversations")
 def _(w: World) -> Settings:
     return {name: value for name, value in scoring(w, tasks="none").items() if name != "prompt_tokens"} | chat(w)
@@ -408,6 +413,12 @@ def _(w: World) -> Settings:
 def _(w: World) -> Settings:
     COMMANDS["outputs build"](**replayable(w), out=Path("answers"))
     return {"directory": Path("answers"), "draft": [str(w.draft)], "k": "1,2", "confidence": 0.1}
+
+
+@case("replay", "as llama.cpp")
+def _(w: World) -> Settings:
+    settings = CASES["replay", "chains"](w)
+    return {name: settings[name] for name in ("directory", "draft", "k")} | {"server_rule": "llama.cpp"}
 
 
 @case("replay", "tree")

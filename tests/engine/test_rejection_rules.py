@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draftlab.config.server_rules import SERVER_RULES
 from draftlab.engine import rejection_rules
-from draftlab.engine.rejection_rules import Tokens, Uniforms, Verdict, block, k_sequential, match, recursive
+from draftlab.engine.rejection_rules import RULES, Tokens, Uniforms, Verdict, block, k_sequential, match, recursive
 from draftlab.engine.verify import distribution, verify
 from draftlab.sampling import SamplingParams
 
@@ -500,6 +501,22 @@ def test_one_token_is_accepted_with_the_overlap_of_p_and_q():
         assert length_of(rule, sampled(table(DRAFTS), (0,))) - 1 == pytest.approx(overlap, abs=1e-8)
     matched = float((ROWS[0] * DRAFTS[0]).sum())
     assert length_of(match, sampled(table(DRAFTS), (0,))) - 1 == pytest.approx(matched, abs=1e-12)
+
+
+@pytest.mark.parametrize("server", SERVER_RULES)
+def test_each_servers_rule_is_lossless_and_accepts_a_token_as_its_formula_says(server):
+    name, draft_temperature = SERVER_RULES[server]
+    rule, drafting = RULES.get(name) or recursive, sampled if draft_temperature is None else most_probable
+    assert error(table(ROWS), drafting(table(DRAFTS), CHAIN), rule, length=3) < 1e-12
+    p, q = ROWS[0], DRAFTS[0]
+    said = torch.minimum(p, q).sum() if draft_temperature is None else p[q.argmax()]
+    assert length_of(rule, drafting(table(DRAFTS), (0,))) - 1 == pytest.approx(float(said), abs=1e-8)
+
+
+def test_a_certain_token_stands_alike_whether_one_by_one_as_a_block_or_by_the_targets_sample():
+    chain = most_probable(table(DRAFTS), CHAIN)
+    lengths = [length_of(rule, chain) for rule in (recursive, block, match)]
+    assert lengths == pytest.approx([lengths[0]] * 3, abs=1e-12)
 
 
 def test_rho_solves_spectrs_equation():

@@ -9,6 +9,7 @@ from draftlab import workspace
 from draftlab.config import shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
+from draftlab.model import hub
 from draftlab.model.hub import checkpoint_name
 from draftlab.sampling import SamplingParams
 
@@ -193,7 +194,10 @@ class ReplayConfig(OutputConfig, AcceptanceSettings):
     """Settings of draftlab replay."""
 
     directory: Path = option(help="Directory of target outputs.", argument=True)
-    draft: list[str] = option(factory=list, help="Draft to replay; repeat for several. Default: the newest one.")
+    draft: list[str] = option(
+        factory=list, help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft."
+    )
+    target: str = shared.target()
     k: Numbers = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     tree: Widths | None = option(None, "A tree instead: branches at each depth, as 4,2,1.", typed=str)
     confidence: float | None = option(
@@ -218,6 +222,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings):
         Only(("server_rule",), lambda c: c.acceptance.rule != "block", "blocks are not replayed; score measures them"),
         Only(("unsure",), lambda c: c.confidence is not None, "needs --confidence"),
         Only(("k", "confidence"), lambda c: c.tree is None, "--tree drafts a whole tree"),
+        Only(("target",), lambda c: any(map(hub.is_eagle_head, c.draft)), "only an EAGLE-3 head reads its states"),
     )
 
     def default_name(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftlab.config.distill import EagleConfig
-from draftlab.console import note
+from draftlab.console import note, progress
 from draftlab.data import HeldOut, open_batches, open_heldout, parse_mixture
 from draftlab.distill import trackers
 from draftlab.distill.checkpointer import best_weights, process_state, select_device
@@ -21,6 +21,7 @@ from draftlab.distill.distill import check_length
 from draftlab.distill.distributed import check as check_distributed
 from draftlab.distill.eagle_data import ChainBatches, open_texts, within_chains
 from draftlab.distill.eagle_head import EagleHead, EagleObjective
+from draftlab.distill.eagle_start import sample, start_linear
 from draftlab.distill.eagle_teacher import EagleTeacher
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches, MixedBatches, load_or_make
@@ -39,6 +40,7 @@ from draftlab.model.trimmed_head import frequent_ids, template_ids
 from draftlab.output import Output
 
 HELDOUT_ROWS = 64
+FITTED_TOKENS = 16_384  # of the text, from which a head starts
 LARGEST_DEFAULT = 32_000  # draft ids, as SafeAILab and speculators have
 BYTES = 16  # of a trained weight: fp32 with its gradient and two moments
 
@@ -119,7 +121,7 @@ def train_eagle(config: EagleConfig, output: Output) -> EagleResult:
         dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
         model = checkpoint.load_model(target, dtype, device, config.device_map)
         teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), config.temperature)
-        student = new_head(head, teacher, config.seed).to(device)
+        student = new_head(head, teacher, batches, config, state).to(device)
         objective = EagleObjective(student, teacher.ids, parse_loss(config.loss), config.temperature, config.ttt_steps)
         setup = TrainingSetup(
             teacher=cast(Any, teacher), batches=ChainBatches(batches, config.ttt_steps), heldout=heldout,
@@ -180,12 +182,22 @@ def _draft_ids(head: HeadConfig, batches: Batches, steps: int, target: Path, sta
     return found["ids"], float(found["coverage"][0])
 
 
-def new_head(config: HeadConfig, teacher: EagleTeacher, seed: int) -> EagleHead:
-    """Return an untrained head whose output layer is the target's, at the draft ids."""
-    torch.manual_seed(seed)
-    student = EagleHead(config, teacher.embedding)
-    with torch.no_grad():
-        student.lm_head.weight.copy_(teacher.weight[teacher.ids])
+def new_head(head: HeadConfig, teacher: EagleTeacher, batches: Batches, config: EagleConfig, state: Path) -> EagleHead:
+    """Return a head to train, which starts from least squares on a little of the text; found once."""
+    torch.manual_seed(config.seed)
+    student = EagleHead(head, teacher.embedding)
+
+    def find() -> dict[str, np.ndarray]:
+        count = min(config.steps, math.ceil(FITTED_TOKENS / (config.batch_size * config.seq_len)))
+        with progress("least squares for the head's start", count) as advance:
+            texts = (batches.batch(step) for step in range(count))
+            start_linear(student, sample(teacher, texts, advance))
+        with torch.no_grad():
+            student.lm_head.weight.copy_(teacher.weight[teacher.ids])
+        return {name: weight.numpy() for name, weight in student.state_dict().items()}
+
+    start = load_or_make(state / "start.safetensors", find)
+    student.load_state_dict({name: torch.from_numpy(weight) for name, weight in start.items()})
     return student
 
 

@@ -7,7 +7,7 @@ step l of a chain that begins at i it reads the token at i + 1 + l beside its ow
 position i + l. It attends to the target's states up to i and to its own of this chain: as servers decode with it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,17 @@ class TargetPass:
     states: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where tokens are: cosines and sines of each step; which positions each sees, [B, 1, T, T], or None: all earlier.
+
+    A mask keeps the sequences apart that share a row.
+    """
+
+    rotary: list[tuple[Tensor, Tensor]]
+    mask: Tensor | None
+
+
 class Attention(nn.Module):
     """The attention of one step: all positions of the first step up to its own, and its chain's later ones."""
 
@@ -43,29 +54,29 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * d, cached, bias=False)
         self.o_proj = nn.Linear(queries, d, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, x: Tensor, at: "Places", step: int, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
         """x: [B, T, 2 D]. earlier: keys and values [B, H, T, C] of the steps before, to which this one's are added."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q, k = apply_rotary_pos_emb(q, k, *at.rotary[step])
         k, v = (part.repeat_interleave(self.group, 1) for part in (k, v))
         earlier.append((k, v))
-        if len(earlier) == 1:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if step == 0:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=at.mask, is_causal=at.mask is None)
         else:
-            out = _attend_along_chains(q, earlier)
+            out = _attend_along_chains(q, earlier, at.mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def _attend_along_chains(q: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _attend_along_chains(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor | None) -> Tensor:
     """Attend from q [B, H, T, C] to the first step's positions up to each own, and to its own place in later steps."""
     (first_k, first_v), *own = steps
     width, scale = q.shape[2], q.shape[3] ** -0.5
     scores = torch.matmul(q, first_k.transpose(2, 3))  # [B, H, T, T]
-    later = torch.ones(width, width, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)
+    seen = torch.ones(width, width, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     scores = torch.cat([scores, *((q * k).sum(-1, keepdim=True) for k, _ in own)], -1)
     weights = torch.softmax(scores.float() * scale, -1).to(q.dtype)
     out = torch.matmul(weights[..., :width], first_v)
@@ -86,12 +97,12 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(llama)
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, earlier: list[tuple[Tensor, Tensor]]
+        self, embedded: Tensor, hidden: Tensor, at: Places, step: int, earlier: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         """Return the layer's output [B, T, D], from token embeddings and states, [B, T, D] each."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
-        x = residual + self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), cos, sin, earlier)
+        x = residual + self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), at, step, earlier)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -125,23 +136,33 @@ class EagleHead(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def forward(self, ids: Tensor, states: Tensor, steps: int) -> list[Tensor]:
+    def forward(self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None) -> list[Tensor]:
         """Return what lm_head reads after each step, [B, T, D] each; the last 1 + l positions of step l mean nothing.
 
-        ids: [B, T]. states: the target's, [B, T, A E].
+        ids: [B, T]. states: the target's, [B, T, A E]. positions: see Batch; the end of each sequence means nothing.
         """
         embedded = F.embedding(ids, self.embedding[0]).to(states)
-        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         hidden, earlier, outputs = self.fc(states), [], []
+        at = self._places(hidden, steps, positions)
         for step in range(steps):
-            cos, sin = self.rotary(hidden, positions + step)
-            hidden = self.layers[0](embedded.roll(-1 - step, 1), hidden, cos, sin, earlier)
+            hidden = self.layers[0](embedded.roll(-1 - step, 1), hidden, at, step, earlier)
             outputs.append(self.norm(hidden))
         return outputs
+
+    def _places(self, hidden: Tensor, steps: int, positions: Tensor | None) -> Places:
+        mask = None
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        else:
+            sequence = (positions == 0).cumsum(1)
+            mask = (sequence.unsqueeze(2) == sequence.unsqueeze(1)).tril().unsqueeze(1)
+        return Places([self.rotary(hidden, positions + step) for step in range(steps)], mask)
 
 
 class EagleObjective(Objective):
     """The student and its loss: the mean over the steps of training-time test, each on the same tokens."""
+
+    takes_packed = True
 
     def __init__(self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int) -> None:
         """ids: the target's id of each draft id, [W]."""
@@ -150,27 +171,28 @@ class EagleObjective(Objective):
         self.trimmed = TrimmedHead.of(ids, student.config.vocab)
 
     def forward(
-        self, ids: Tensor, mask: Tensor, teacher: TargetPass, positions: None = None, depths: None = None
+        self, ids: Tensor, mask: Tensor, teacher: TargetPass, positions: Tensor | None = None, depths: None = None
     ) -> Tensor:
         """Return the sums of DistillStep, [G, 6]: their mean over the steps; without gradients each step's own.
 
-        positions, depths: none, as a row holds one sequence.
-        """
-        sums = self.by_step(ids, mask, teacher)
-        return sums.mean(0, keepdim=True) if torch.is_grad_enabled() else sums
-
-    def by_step(self, ids: Tensor, mask: Tensor, teacher: TargetPass) -> Tensor:
-        """Return the sums of DistillStep for each step, [L, 6].
-
-        ids: [B, T + 1]. mask: [B, T], zero in the first L columns: no chain of L steps ends there.
+        ids: [B, T + 1]. mask: [B, T], zero in the first L positions of a sequence: no chain of L steps ends there.
+        positions: see Batch. depths: none, as this is no parallel draft.
         """
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
-        loss, target = self.loss.at(self.progress), teacher.distributions
-        sums = []
-        for step, hidden in enumerate(self.student(ids[:, :-1], teacher.states, self.steps)):
-            chosen, head = hidden.flatten(0, 1)[counted - 1 - step], self.student.lm_head.weight
-            found = fused_loss(chosen, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed)
-            watched = [found.objective, found.cross_entropy, found.acceptance, found.slack, found.agreement]
-            sums.append(torch.stack([*(value.detach() for value in watched), found.objective]))
-        return torch.stack(sums)
+        outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
+        read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]  # L of [N, D]
+        target = teacher.distributions
+        if not torch.is_grad_enabled():
+            return torch.stack([self._sums(hidden, labels, weights, target) for hidden in read])
+        # all steps in one, so that the target's head is applied once per token
+        rows = torch.arange(len(counted), device=ids.device).repeat_interleave(self.steps)
+        target = replace(target, rows=rows)
+        hidden = torch.stack(read, 1).flatten(0, 1)
+        return self._sums(hidden, labels[rows], weights[rows] / self.steps, target).unsqueeze(0)
+
+    def _sums(self, hidden: Tensor, labels: Tensor, weights: Tensor, target: Dense) -> Tensor:
+        head, loss = self.student.lm_head.weight, self.loss.at(self.progress)
+        found = fused_loss(hidden, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed)
+        watched = [found.objective, found.cross_entropy, found.acceptance, found.slack, found.agreement]
+        return torch.stack([*(value.detach() for value in watched), found.objective])

@@ -42,7 +42,7 @@ class EagleTeacher:
 
     @property
     def takes_packed(self) -> bool:
-        return False
+        return self.head.takes_packed
 
     @property
     def vocab(self) -> int:
@@ -61,12 +61,22 @@ class EagleTeacher:
         """Return the target's distributions at the positions that count, and its states at all."""
         ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
-        hidden, head = self.head.hidden_and_weight(self.model, ids, counted)
-        states = torch.cat([self.states[i] for i in sorted(self.states)], -1)
+        positions = None if batch.positions is None else torch.from_numpy(batch.positions)
+        hidden, head = self.head.hidden_and_weight(self.model, ids, counted, positions)
+        states = self._joined()
         if head is None:
             return TargetPass(Dense(hidden[:, self.ids], None, log_total=self._log_total(hidden)), states)
         total = torch.cat([self._log_total(part @ head.T) for part in hidden.split(ROWS)])
         return TargetPass(Dense(hidden, self.draft_head, log_total=total), states)
+
+    @torch.no_grad()
+    def states_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states that the head reads, [B, T, A E], and what the target's output layer reads, [B, T, E]."""
+        read = cast(Any, self.model.get_decoder())(input_ids=ids, use_cache=False).last_hidden_state
+        return self._joined(), read
+
+    def _joined(self) -> Tensor:
+        return torch.cat([self.states[i] for i in sorted(self.states)], -1)
 
     def _log_total(self, logits: Tensor) -> Tensor:
         return torch.logsumexp(wide(logits) / self.temperature, -1)

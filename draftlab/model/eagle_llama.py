@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.model.eagle import Head
-from draftlab.model.llama import Cache, Llama, Tree, rms_norm, rotary
+from draftlab.model.llama import AttentionMetadata, Cache, Llama, Tree, rms_norm, rotary
 from draftlab.model.native_cpu import WIDE, NativeLlama
 
 
@@ -53,8 +53,15 @@ class EagleLlama(Llama):
         ids: [B, T], each the token after the position of its state. states: [B, T, D], of combine or of earlier steps.
         tree: see Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
         """
-        width, block = ids.shape[1], self.blocks[0]
-        metadata = self._metadata(cache, width, tree)
+        found = self.decode_states(ids, states, cache, self._metadata(cache, ids.shape[1], tree), last)
+        cache.used = [used + ids.shape[1] for used in cache.used]
+        return found
+
+    def decode_states(
+        self, ids: Tensor, states: Tensor, cache: Cache, metadata: AttentionMetadata, last: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run the pass itself; see step."""
+        block = self.blocks[0]
         embedded = rms_norm(F.embedding(ids, self.embed), block.input_norm, self.eps)
         normed = rms_norm(states, self.state_norm, self.eps)
         residual = normed if self.norm_before_residual else states
@@ -62,7 +69,6 @@ class EagleLlama(Llama):
         x = residual + attended
         gate, up = F.linear(rms_norm(x, block.post_norm, self.eps), block.gate_up).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, block.down)
-        cache.used = [used + width for used in cache.used]
         logits = F.linear(rms_norm(x[:, -last:], self.norm, self.eps), self.head)
         return self.expand_logits(logits), x
 

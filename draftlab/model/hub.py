@@ -65,6 +65,14 @@ def checkpoint_name(directory: Path) -> str:
     return directory.absolute().name
 
 
+def is_eagle_head(name: str | Path) -> bool:
+    """Return whether a directory has the config.json of an EAGLE-3 head."""
+    try:
+        return "draft_vocab_size" in json.loads((Path(name) / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
     """Return the files of a checkpoint's weights as transformers picks them: model.safetensors, or those of an index.
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 from pydantic import model_validator
 
 from draftlab import provenance
 from draftlab.acceptance import expected
+from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
@@ -25,7 +27,9 @@ from draftlab.engine.drafters.parallel import mask_token
 from draftlab.errors import UserError
 from draftlab.files import FileModel, read_model
 from draftlab.intervals import Interval, ratio_intervals
-from draftlab.model import checkpoint, decoder, hub, parallel
+from draftlab.model import checkpoint, decoder, eagle, hub, llama, parallel
+from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.llama import Llama
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.results.decoding import Acceptance
@@ -42,7 +46,8 @@ First = Literal["prefill", "prompt"]
 class ReplayedText(FileModel):
     """The draft on one text: lists of one entry for each token that the target wrote, [n].
 
-    Of a parallel draft an entry is a list itself, by the age of the step, [n, K] (acceptance/offset_logprobs.py).
+    Of a parallel draft or an EAGLE-3 head an entry is a list itself, by the age of the step, [n, K] (score_offsets and
+    score_chains in acceptance).
     """
 
     number: int  # of the prompt in its file
@@ -67,7 +72,7 @@ class Replay(FileModel):
 
     rule: which chances these are; rejection: min(1, q / p); match: q, for the draft's token is accepted where it is the
     target's own sample. A greedy draft has q = 0 or 1. offsets: most tokens that a parallel draft drafts, None of an
-    ordinary one.
+    ordinary one; of an EAGLE-3 head, too. eagle: it is a head.
     """
 
     version: Literal[1] = 1
@@ -82,6 +87,7 @@ class Replay(FileModel):
     rule: Rule
     draft_temperature: float
     offsets: int | None = None
+    eagle: bool = False
     texts: list[ReplayedText]
     command: str
     versions: dict[str, str]
@@ -199,7 +205,7 @@ def check(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
         UserError: text that the target did not write, another tokenizer, ids that the draft does not have, or
             log-probabilities that the rule cannot use.
     """
-    sampling = _target_sampling(store)
+    sampling, is_head = _target_sampling(store), hub.is_eagle_head(draft)
     _offsets(draft, config)
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
@@ -209,7 +215,7 @@ def check(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
             "log-probabilities; --rule rejection needs those of the distribution that was sampled from: take "
             "--rule match, or build it at temperature 1"
         )
-    size = common_vocabulary(draft, store.vocabulary)
+    size = _head_vocabulary(store, draft, config) if is_head else common_vocabulary(draft, store.vocabulary)
     for text in store.outputs:
         largest = max(int(text.prompt.max()), int(text.ids.max(initial=0)))
         if largest >= size:
@@ -222,15 +228,22 @@ def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, comman
     vocab, sampling, manifest = check(store, draft, config), _target_sampling(store), store.manifest
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
-    model = decoder.load(draft, dtype, device)
     draft_sampling, offsets = _draft_sampling(sampling, config), _offsets(draft, config)
     pairs = [(t.prompt, t.ids) for t in store.outputs]
     with progress(f"replay {hub.checkpoint_name(draft)}", len(pairs)) as advance:
-        if offsets is None:
-            scores = score_tokens(model, pairs, vocab, draft_sampling, lambda done: advance(done, "texts"))
+
+        def shown(done: int) -> None:
+            advance(done, "texts")
+
+        if hub.is_eagle_head(draft):
+            models = _target_and_head(draft, config, dtype, device)
+            scores = score_chains(*models, pairs, vocab, draft_sampling, offsets or 1, shown)
         else:
-            scores = score_offsets(
-                model, pairs, vocab, draft_sampling, offsets, mask_token(model), lambda done: advance(done, "texts")
+            model = decoder.load(draft, dtype, device)
+            scores = (
+                score_tokens(model, pairs, vocab, draft_sampling, shown)
+                if offsets is None
+                else score_offsets(model, pairs, vocab, draft_sampling, offsets, mask_token(model), shown)
             )
     certain = config.acceptance.rule == "match" or sampling.temperature == 0
     loops = repeats([t.ids for t in store.outputs])
@@ -247,6 +260,7 @@ def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, comman
         rule=config.acceptance.rule,
         draft_temperature=draft_sampling.temperature,
         offsets=offsets,
+        eagle=hub.is_eagle_head(draft),
         texts=texts,
         command=command,
         versions=provenance.versions(),
@@ -307,12 +321,35 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, loop: Repeats, *, certai
     )
 
 
+def _head_vocabulary(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
+    """Return the logits of a head's target. Raises UserError: the target cannot run it, or did not write the text."""
+    target = hub.locate(config.target)
+    llama.check_supported(target)
+    eagle.check(draft, target)
+    written_by = store.manifest.target_sha256
+    if written_by is not None and written_by != provenance.fingerprint(target):
+        raise UserError(f"{store.directory} was written by {store.manifest.target}, whose weights are not {target}'s")
+    return common_vocabulary(target, store.vocabulary)
+
+
+def _target_and_head(
+    draft: Path, config: ReplayConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Llama, EagleLlama]:
+    path = hub.locate(config.target)
+    target = llama.load(path, dtype, device)
+    return target, EagleLlama(eagle.read(draft, path, dtype, device), target.embed, draft)
+
+
 def _offsets(draft: Path, config: ReplayConfig) -> int | None:
-    """Return how many tokens a parallel draft drafts, at most; None for a draft that drafts in one pass for each.
+    """Return how many tokens a parallel draft or an EAGLE-3 head drafts, at most; None for an ordinary draft.
 
     Raises:
         UserError: settings that do not fit how it drafts.
     """
+    if hub.is_eagle_head(draft):
+        if config.confidence is not None:
+            raise UserError(f"{draft} is an EAGLE-3 head, which --confidence does not end; leave it out")
+        return max(way.k for way in draftings(config))
     if parallel.pard_token(draft) is None:
         if not config.parallel:
             raise UserError(f"--no-parallel: {draft} is no parallel draft")

@@ -93,8 +93,10 @@ def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text
     counted = mask.flatten().nonzero().squeeze(1)
     own = logits.flatten(0, 1)[counted]
     teacher = Dense(own[:, head.ids], None, log_total=own.logsumexp(-1))
-    found = EagleObjective(student, head.ids, parsed, 1.0, L).by_step(ids, mask, TargetPass(teacher, states))
-    found[:, 5].mean().backward()
+    objective, target = EagleObjective(student, head.ids, parsed, 1.0, L), TargetPass(teacher, states)
+    with torch.no_grad():
+        found = objective(ids, mask, target)
+    objective(ids, mask, target)[0, 5].backward()
     total, acceptance = torch.zeros((), dtype=torch.float64), torch.zeros(L, dtype=torch.float64)
     for row, t in mask.nonzero().tolist():
         p = torch.softmax(logits[row, t], -1)[head.ids]
@@ -146,6 +148,31 @@ def test_the_teacher_gives_the_states_and_probabilities_of_transformers(family):
     dense = found.distributions
     logits = dense.logits(slice(None))
     torch.testing.assert_close((logits / 1.5 - cast(Tensor, dense.log_total).unsqueeze(1)).exp(), p)
+
+
+def test_sequences_that_share_a_row_learn_as_if_they_were_apart():
+    model = build("llama").double()
+    ids = np.random.default_rng(2).integers(3, 300, (4, 17))
+    mask = np.zeros((4, 16), np.float32)
+    for row, (first, end) in enumerate([(2, 16), (5, 9), (1, 6), (3, 8)]):
+        mask[row, first:end] = 1
+    apart = within_chains(Batch(ids, mask), L)
+    packed = apart.packed()
+    assert len(packed.ids) < 4
+    teacher = EagleTeacher(model, (1, 2, 4), torch.arange(5, 100), 1.0)
+    assert teacher.takes_packed
+    found = []
+    for batch in (apart, packed):
+        config = eagle.HeadConfig(**SIZES | {"vocab": 307, "draft_vocab": 95, "hidden": 64, "target_hidden": 64})
+        torch.manual_seed(0)
+        student = EagleHead(config, teacher.embedding).double()
+        objective = EagleObjective(student, teacher.ids, parse_loss("0.5*lk(3) + 0.2*ce"), 1.0, L)
+        given = torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), teacher.distributions(batch)
+        positions = None if batch.positions is None else torch.from_numpy(batch.positions)
+        sums = objective(*given, positions)
+        sums[0, 5].backward()
+        found.append((sums[0, :5], {name: p.grad for name, p in student.named_parameters()}))
+    torch.testing.assert_close(found[1], found[0], atol=FP32, rtol=FP32)
 
 
 def test_no_chain_ends_before_it_can_begin():

@@ -1,0 +1,84 @@
+"""Log-probabilities of given tokens along the chains that an EAGLE-3 head drafts, from a pass of all chains per token.
+
+n scored tokens of a text, K drafted tokens, T places of the head, D hidden, V vocab. At place i the head reads the
+target's states of token i beside token i + 1 (engine/drafters/eagle.py). The chain that begins there drafts tokens
+i + 2, i + 3, ...; it attends to the target's states up to i and to its own.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, token_logprobs
+from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.llama import AttentionMetadata, Cache, LayerStates, Llama
+from draftlab.sampling import SamplingParams
+
+
+def score_chains(
+    target: Llama,
+    head: EagleLlama,
+    texts: Sequence[Text],
+    vocab: int,
+    sampling: SamplingParams,
+    k: int,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[TokenLogprobs]:
+    """Return the head's view of each token by the age of the step, arrays of [n, K] as score_offsets returns.
+
+    Steps that would begin before the prompt's last token have probability 0. vocab: logits that count.
+
+    Raises:
+        UserError: a text is longer than the context of the head or of the target.
+    """
+    for model in (target, head):
+        check_fits(model, texts)
+    scored = []
+    for done, text in enumerate(texts, 1):
+        scored.append(_score(target, head, text, vocab, sampling, k))
+        advance(done)
+    return scored
+
+
+@torch.inference_mode()
+def _score(target: Llama, head: EagleLlama, text: Text, vocab: int, sampling: SamplingParams, k: int) -> TokenLogprobs:
+    prompt, completion = text
+    whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(target.device)
+    first, places = max(0, len(prompt) - 2), len(whole) - 2  # the first place that drafts, and all of them
+    by_age = (len(completion), k)
+    result = TokenLogprobs(np.full(by_age, -np.inf), np.full(by_age, vocab), np.zeros(by_age))
+    if places <= first:
+        return result
+    states = head.combine(_target_states(target, head, whole[:places]))
+    size = (1, 1, head.shape.kv_heads, places * k, head.shape.head_dim)  # perhaps longer than a text may be
+    cache = Cache(head.embed.new_zeros(size), head.embed.new_zeros(size))
+    for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
+        following = whole.roll(-1 - age)[:places]  # beyond the text they are drafted from by no step that counts
+        logits, states = head.decode_states(following[None], states, cache, metadata, places - first)
+        drafted = whole[first + 2 + age :]
+        own = token_logprobs(logits[0, : len(drafted), :vocab].float(), drafted, sampling)
+        at = slice(first + 2 + age - len(prompt), None), age
+        result.logprobs[at], result.ranks[at], result.max_probs[at] = own.logprobs, own.ranks, own.max_probs
+    return result
+
+
+def _target_states(target: Llama, head: EagleLlama, ids: Tensor) -> Tensor:
+    """Return the states that the head reads, [1, T, A E]."""
+    cache, width = target.new_cache(1, len(ids)), len(head.layer_ids) * target.shape.hidden
+    cache.layer_states = LayerStates(head.layer_ids, target.embed.new_zeros(1, len(ids), width))
+    target.forward(ids[None], cache, last=1)
+    return cache.layer_states.states
+
+
+def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
+    """Return the metadata of the pass of all chains' first tokens, of their second ones, and so on."""
+    own = torch.eye(places, dtype=torch.bool, device=head.device)
+    passes, mask = [], torch.ones_like(own).tril()
+    for age in range(k):
+        at = (torch.arange(places, device=head.device) + age).clamp_max(head.context - 1)
+        new, end = slice(age * places, (age + 1) * places), (age + 1) * places
+        passes.append(AttentionMetadata(head.cos[at], head.sin[at], mask, (slice(None), slice(None), new), end))
+        mask = torch.cat([mask, own], 1)
+    return passes

@@ -5,19 +5,20 @@ N tokens, D hidden, E hidden of the target (D = E here), A layers read, R rank o
 With random weights a head spends most of a short run on what linear algebra knows. Let u(i) be what the target's output
 layer reads at position i, in units of its own sizes. fc starts as the best linear map of the layers' states to u(i).
 Attention starts by looking at its own position, and v and o as the best map, of rank R, of that state and of the next
-token's embedding to u(i + 1) - u(i). The MLP adds nothing yet, and norm and lm_head are the target's: so the first step
-predicts u(i + 1), and the next ones go on from there.
+token's embedding to u(i + 1) - u(i). The MLP adds nothing yet, the norm's weight gives the output its size, the smaller
+the less of u(i + 1) is predicted, and lm_head is the target's.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from draftlab.console import Advance
 from draftlab.data import Batch
-from draftlab.distill.eagle_head import EagleHead
+from draftlab.distill.eagle_head import EagleHead, Layer
 from draftlab.distill.eagle_teacher import EagleTeacher
 from draftlab.model.llama import rms_norm
 
@@ -59,8 +60,8 @@ def sample(teacher: EagleTeacher, batches: Iterable[Batch], advance: Advance) ->
 @torch.no_grad()
 def start_linear(student: EagleHead, found: Sample) -> None:
     """Set the student's weights by least squares."""
-    layer, c = student.layers[0], student.config
-    unit = found.now.pow(2).mean(0).sqrt()  # about the weight of the target's last norm, where it has no bias
+    layer, c = cast(Layer, student.layers[0]), student.config
+    unit = found.now.pow(2).mean(0).sqrt()
     now, after = found.now / unit, found.after / unit
     fc = ridge(found.states, now)
     state, ones = found.states @ fc, torch.ones_like(unit)
@@ -72,7 +73,8 @@ def start_linear(student: EagleHead, found: Sample) -> None:
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
     attention, own = layer.self_attn, torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
     student.fc.weight.copy_(fc.T)
-    student.norm.weight.copy_(unit)
+    output = rms_norm(state + predicted @ basis @ basis.T, ones, c.eps)
+    student.norm.weight.copy_((output * found.after).sum(0) / output.pow(2).sum(0))
     layer.mlp.down_proj.weight.zero_()
     attention.v_proj.weight.zero_()[: basis.shape[1]] = (change @ basis).T
     out = attention.o_proj.weight.zero_().unflatten(1, (c.heads, c.head_dim))

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from draftlab.commands import COMMANDS
 from draftlab.data import Batch
+from draftlab.distill import eagle as training
 from draftlab.distill import run
 from draftlab.distill.eagle_data import StoredRows, within_chains
 from draftlab.distill.eagle_head import EagleHead, EagleObjective, TargetPass
@@ -163,7 +164,9 @@ def test_sequences_that_share_a_row_learn_as_if_they_were_apart():
     assert teacher.takes_packed
     found = []
     for batch in (apart, packed):
-        config = eagle.HeadConfig(**SIZES | {"vocab": 307, "draft_vocab": 95, "hidden": 64, "target_hidden": 64})
+        config = eagle.HeadConfig(
+            **SIZES | {"vocab": 307, "draft_vocab": 95, "hidden": 64, "target_hidden": 64}, norm_before_residual=False
+        )
         torch.manual_seed(0)
         student = EagleHead(config, teacher.embedding).double()
         objective = EagleObjective(student, teacher.ids, parse_loss("0.5*lk(3) + 0.2*ce"), 1.0, L)
@@ -205,11 +208,15 @@ def trained(words: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
-def test_training_lowers_the_loss_at_every_step_and_leaves_the_target_alone(words, family_dirs, tmp_path):
+def test_training_lowers_the_loss_at_every_step_and_least_squares_starts_below_random_weights(
+    words, trained, family_dirs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(training, "start_linear", lambda student, found: None)
     before = (family_dirs["llama"] / "model.safetensors").read_bytes()
     outcome = COMMANDS["eagle"](**words | {"steps": 40, "eval_steps": 40}, out=tmp_path / "head")
     found = cast(Any, outcome.data)
     assert found["after"]["loss"] < 0.92 * found["before"]["loss"]
+    assert json.loads((trained / "draftlab.json").read_text())["notes"]["before"]["loss"] < found["after"]["loss"]
     assert found["after"]["offsets"][0] == found["after"]["acceptance"]
     assert all(a > b for a, b in zip(found["after"]["offsets"], found["before"]["offsets"], strict=True))
     assert (family_dirs["llama"] / "model.safetensors").read_bytes() == before

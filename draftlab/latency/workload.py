@@ -59,7 +59,9 @@ def workload_of(chances: list[np.ndarray], prompts: Sequence[int], limits: Seque
 
 
 def workload_of_replay(replay: "Replay") -> Workload:
-    """Return the texts of a replay, with the probabilities computed there."""
+    """Return the texts of a replay, with the probabilities computed there. Raises UserError: an EAGLE-3 head's."""
+    if replay.eagle:
+        raise UserError(f"{replay.draft} is an EAGLE-3 head, whose passes no profile prices")
     return Workload(texts=replay.padded(), prompt_tokens=np.array([text.prompt_tokens for text in replay.texts]))
 
 

@@ -33,6 +33,7 @@ SERVER_RULES: dict[ServerName, Acceptance] = {
 class AcceptanceSettings(BaseModel):
     """How drafted tokens are accepted, beside the config's own --rule."""
 
+    rule: Any  # what the config allows
     draft_temperature: float | None = option(
         None, "Temperature of the draft, 0 is greedy. Default: the target's.", ge=0, panel=SAMPLING, advanced=True
     )

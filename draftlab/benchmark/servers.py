@@ -1,14 +1,16 @@
 """Score a draft through running servers: one runs the target alone, one the target with its draft.
 
-Requests go one at a time, to both servers in turn. Seen from outside a request is one time: prefill, decoding and
-transport.
+Requests go one at a time, to both servers in turn, or to one in each of two phases. Seen from outside a request is one
+time: prefill, decoding and transport.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from draftlab import provenance, turns
 from draftlab.benchmark.setup import shared_conditions
@@ -16,6 +18,7 @@ from draftlab.config.score import ScoreServersConfig
 from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.generate import Clock
 from draftlab.errors import UserError
+from draftlab.files import FileModel, read_model
 from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
@@ -28,19 +31,31 @@ from draftlab.servers.client import Server, spec_decode_counters
 from draftlab.target_outputs.repeats import distinct_ngrams
 from draftlab.target_outputs.targets import check_server_tokenizer
 
+PLAIN, SPECULATIVE = "plain", "speculative"
+PLAIN_FILE = "plain.json"
 PREFIX_HITS = ":prefix_cache_hits_total"  # prompt tokens, in vLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSetup:
-    """Two servers and what to ask them. tokenizer: the target's directory, or one with its tokenizer alone."""
+    """The servers of this phase and what to ask them. tokenizer: the target's directory, or its tokenizer alone."""
 
     config: ScoreServersConfig
-    plain: Server
-    speculative: Server
+    servers: dict[str, Server]  # by PLAIN and SPECULATIVE
     tokenizer: Path
     prompts: Prompts
     accuracies: Accuracies
+
+
+class PlainAnswers(FileModel):
+    """The plain server's answers, on disk between two phases. asked: the conditions that both phases have in common."""
+
+    kind: str
+    model: str
+    version: str
+    asked: dict[str, Any]
+    runs: list[ServedGeneration]
+    tokens: list[list[int]]
 
 
 @dataclass(slots=True)
@@ -79,89 +94,99 @@ class Answers:
         return sum(self.after[name] - self.before.get(name, 0.0) for name in series)
 
 
-def score(config: ScoreServersConfig, output: Output) -> Score:
-    """Measure, write score.json, and return the score.
+def score(config: ScoreServersConfig, output: Output) -> Score | PlainAnswers:
+    """Measure, write score.json, and return the score; in phase plain write and return the plain server's answers.
 
     Raises:
         UserError: another vocabulary than the tokenizer's, servers that both draft or both do not, or that served
-            others at the same time.
+            others at the same time; answers of a phase that asked for something else.
     """
     setup = set_up(config)
-    for server in (setup.plain, setup.speculative):
+    stored = None if config.plain is None else read_model(PlainAnswers, config.plain, PLAIN_FILE)
+    for server in setup.servers.values():
         check_server_tokenizer(server, setup.tokenizer)
-    setup = with_turns(setup)
+    setup = with_turns(setup, stored)
+    if stored is not None:
+        _check_same(stored, setup, config.plain)
     environment = read_environment()
     warn_if_busy(environment)
     with progress("decode", len(setup.prompts.rows) * config.repeats) as advance:
-        plain, speculative = measure(setup, lambda done: advance(done, "2 servers each"))
-    result = _score(setup, plain, speculative, environment, output.command_line)
+        answers = measure(setup, lambda done: advance(done, "of each server"))
+    plain = stored or _plain_answers(setup, answers[PLAIN])
+    inputs = [
+        path for path in (setup.tokenizer, Path(config.draft), config.plain) if path is not None and path.is_dir()
+    ]
+    scored = config.phase != "plain"
+    result = _score(setup, plain, answers[SPECULATIVE], environment, output.command_line) if scored else plain
     with output.directory() as work:
-        (work / "score.json").write_text(result.model_dump_json(indent=1))
-        output.record(work, [path for path in (setup.tokenizer, Path(config.draft)) if path.is_dir()])
+        (work / ("score.json" if scored else PLAIN_FILE)).write_text(result.model_dump_json(indent=1))
+        output.record(work, [path for path in inputs if path.is_dir()])
     return result
 
 
 def describe(config: ScoreServersConfig) -> dict[str, object]:
     """Return what score would do, for a plan."""
     setup = set_up(config)
-    requests = 2 * config.repeats * setup.prompts.requests
+    requests = len(setup.servers) * config.repeats * setup.prompts.requests
     return {
-        "servers": f"{setup.plain.describe()}; {setup.speculative.describe()}",
+        "servers": "; ".join(server.describe() for server in setup.servers.values()),
         "work": f"{requests} requests of at most {config.max_tokens} tokens",
     }
 
 
 def set_up(config: ScoreServersConfig) -> ServerSetup:
-    """Connect to both servers and read the prompts."""
+    """Connect to the servers of this phase and read the prompts."""
     accuracies, draft = Accuracies(config.accuracy), _model(Path(config.draft), config.draft)
     accuracies.check([(draft.name, draft.sha256)])
     place = config.tokenizer or hub.locate(config.target, weights=False)
     source = config.data if config.prompt_file else hub.check_data(config.data)
-    plain, speculative = (
-        Server.connect(url, config.served_model, config.api_key_file)
-        for url in (config.server, config.speculative_server)
-    )
+    urls = {PLAIN: config.server, SPECULATIVE: config.speculative_server}
+    servers = {
+        role: Server.connect(url, config.served_model, config.api_key_file)
+        for role, url in urls.items()
+        if url is not None
+    }
     with note_if_slow(f"reading prompts of {config.prompt_file or source}"):
         prompts = load_prompts(
             config.prompt_file, source, checkpoint.load_tokenizer(place), count=config.num_prompts,
             tokens=config.prompt_tokens, seed=config.seed, chat=config.chat, system_prompt=config.system_prompt,
         )  # fmt: skip
-    return ServerSetup(
-        config=config, plain=plain, speculative=speculative, tokenizer=place, prompts=prompts, accuracies=accuracies
-    )
+    return ServerSetup(config=config, servers=servers, tokenizer=place, prompts=prompts, accuracies=accuracies)
 
 
-def with_turns(setup: ServerSetup) -> ServerSetup:
+def with_turns(setup: ServerSetup, stored: PlainAnswers | None = None) -> ServerSetup:
     """Return the setup with a prompt for every turn, after the plain server's answers."""
-    server, sampling = setup.plain, setup.config.sampling
+    server, sampling = setup.servers.get(PLAIN), setup.config.sampling
 
     def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
+        if server is None:
+            raise UserError(f"the answers to earlier turns are gone from {turns.FOLDER}; repeat --phase plain")
         return [completion.ids for completion in server.generate([p.ids for p in prompts], sampling)]
 
-    tokenizer, target = checkpoint.load_tokenizer(setup.tokenizer), f"{server.kind} {server.model}"
+    named = stored or server
+    assert named is not None  # the config wants one of the two
+    tokenizer, target = checkpoint.load_tokenizer(setup.tokenizer), f"{named.kind} {named.model}"
     prompts = turns.answered(setup.prompts, tokenizer, target=target, sampling=sampling, answer=answer)
     return replace(setup, prompts=prompts)
 
 
-def measure(
-    setup: ServerSetup, advance: Callable[[int], None], clock: Clock = time.perf_counter
-) -> tuple[Answers, Answers]:
-    """Send every prompt to both servers, repeats times, in alternating order. Raises as score."""
+def measure(setup: ServerSetup, advance: Callable[[int], None], clock: Clock = time.perf_counter) -> dict[str, Answers]:
+    """Send every prompt to every server, repeats times, in alternating order. Raises as score."""
     prompts = [prompt.ids for prompt in setup.prompts.rows]
-    arms = (setup.plain, setup.speculative)
     _warm_up(setup, prompts[0][::-1], clock)  # as long as a prompt, and no cached prefix of one
-    answers = Answers(before=_metrics(arms[0])), Answers(before=_metrics(arms[1]))
+    answers = {role: Answers(before=_metrics(server)) for role, server in setup.servers.items()}
     for turn in range(setup.config.repeats * len(prompts)):
         repeat, index = divmod(turn, len(prompts))
-        for arm in (1, 0) if (repeat + index) % 2 else (0, 1):
-            ids, seconds, counters = _ask(arms[arm], prompts[index], setup.config.sampling, clock)
-            answers[arm].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
-            answers[arm].answer_counters.extend([counters] if counters is not None else [])
+        for role in reversed(answers) if (repeat + index) % 2 else answers:
+            ids, seconds, counters = _ask(setup.servers[role], prompts[index], setup.config.sampling, clock)
+            answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
+            answers[role].answer_counters.extend([counters] if counters is not None else [])
             if repeat == 0:
-                answers[arm].tokens.append(ids)
+                answers[role].tokens.append(ids)
         advance(turn + 1)
-    for server, answer in zip(arms, answers, strict=True):
-        answer.after = _metrics(server)
+    for role, server in setup.servers.items():
+        answers[role].after = _metrics(server)
+        _note_cached(server, answers[role].cached_prompt_tokens)
     return answers
 
 
@@ -191,14 +216,14 @@ def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> N
 
 
 def _warm_up(setup: ServerSetup, prompt: list[int], clock: Clock) -> None:
-    """Check the roles of the servers with one request each, then warm both up."""
-    for server, should_draft in ((setup.plain, False), (setup.speculative, True)):
+    """Check the roles of the servers with one request each, then warm them up."""
+    for role, server in setup.servers.items():
         answers = Answers(before=_metrics(server))
         *_, counters = _ask(server, prompt, setup.config.sampling, clock)
         answers.answer_counters += [counters] if counters is not None else []
         answers.after = _metrics(server)
-        check_role(server, answers.counters is not None, should_draft)
-    for server in (setup.plain, setup.speculative):
+        check_role(server, answers.counters is not None, role == SPECULATIVE)
+    for server in setup.servers.values():
         if not warm_up(lambda server=server: _ask(server, prompt, setup.config.sampling, clock)[1]):
             note(f"{server.http.url} does not reach a steady state: its times vary by more than a tenth")
 
@@ -211,20 +236,49 @@ def _ask(
     return ids, clock() - start, counters
 
 
-def _score(setup: ServerSetup, plain: Answers, speculative: Answers, environment: Environment, command: str) -> Score:
-    config, counters = setup.config, speculative.counters
+def _plain_answers(setup: ServerSetup, answers: Answers) -> PlainAnswers:
+    server = setup.servers[PLAIN]
+    return PlainAnswers(
+        kind=server.kind, model=server.model, version=server.version, asked=_asked(setup), runs=answers.runs,
+        tokens=answers.tokens,
+    )  # fmt: skip
+
+
+def _asked(setup: ServerSetup) -> dict[str, Any]:
+    return json.loads(json.dumps(shared_conditions(setup.config, setup.prompts)))
+
+
+def _check_same(stored: PlainAnswers, setup: ServerSetup, place: Path | None) -> None:
+    """Raises UserError: the plain phase asked for something else, or its server is of another kind."""
+    server = setup.servers[SPECULATIVE]
+    before, now = stored.asked | {"server": stored.kind}, _asked(setup) | {"server": server.kind}
+    differing = [name for name in now if before.get(name) != now[name]]
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"{place} has answers with {name} = {before.get(name)!r}, and this phase has {now[name]!r}; repeat the "
+            "options of --phase plain, or that phase"
+        )
+
+
+def _note_cached(server: Server, tokens: float) -> None:
+    if tokens:
+        note(
+            f"{server.http.url} took {tokens:.0f} prompt tokens from its cache, so later repeats cost less than the "
+            "first; start vLLM with --no-enable-prefix-caching"
+        )
+
+
+def _score(
+    setup: ServerSetup, plain: PlainAnswers, speculative: Answers, environment: Environment, command: str
+) -> Score:
+    config, counters, server = setup.config, speculative.counters, setup.servers[SPECULATIVE]
     if counters is None:
-        raise UserError(f"{setup.speculative.http.url} has drafted nothing for these prompts")
-    check_alone(speculative.runs, counters, setup.speculative.http.url)
-    for server, answers in ((setup.plain, plain), (setup.speculative, speculative)):
-        if answers.cached_prompt_tokens:
-            note(
-                f"{server.http.url} took {answers.cached_prompt_tokens:.0f} prompt tokens from its cache, so later "
-                "repeats cost less than the first; start vLLM with --no-enable-prefix-caching"
-            )
+        raise UserError(f"{server.http.url} has drafted nothing for these prompts")
+    check_alone(speculative.runs, counters, server.http.url)
     return Score(
         name=Path(config.draft).name,
-        target=setup.accuracies.join(_model(setup.tokenizer, setup.plain.model)),
+        target=setup.accuracies.join(_model(setup.tokenizer, plain.model)),
         draft=setup.accuracies.join(_model(Path(config.draft), config.draft)),
         conditions=_conditions(setup),
         environment=environment,
@@ -235,13 +289,13 @@ def _score(setup: ServerSetup, plain: Answers, speculative: Answers, environment
         identical=plain.tokens == speculative.tokens if config.temperature == 0 else None,
         distinct_4grams=distinct_ngrams(plain.tokens, 4),
         command=command,
-        versions=provenance.versions() | {s.kind: s.version for s in (setup.plain, setup.speculative)},
+        versions=provenance.versions() | {plain.kind: plain.version, server.kind: server.version},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
 def _conditions(setup: ServerSetup) -> Conditions:
-    server = setup.speculative
+    server = setup.servers[SPECULATIVE]
     return Conditions(
         **shared_conditions(setup.config, setup.prompts),
         device=f"{server.kind} {server.version}".strip(),
@@ -249,6 +303,7 @@ def _conditions(setup: ServerSetup) -> Conditions:
         mode="served",
         threads=None,
         context=None,
+        in_phases=setup.config.phase != "both",
     )
 
 

@@ -6,7 +6,7 @@ from draftlab.commands.eagle import eagle
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
 from draftlab.commands.latency import law, law_fit, predict, profile
-from draftlab.commands.make import design, import_checkpoint, init, tokenizer
+from draftlab.commands.make import design, expand, import_checkpoint, init, tokenizer
 from draftlab.commands.medusa import medusa
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.results import compare, report
@@ -20,7 +20,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         design, prune, distill, search, prune_masks, eagle, medusa, train, tokenizer, outputs.build,
         outputs.import_file, outputs.verify, outputs.info,
     ),
-    "Measure": (score, accuracy, compare, report, score_servers),
+    "Measure": (score, accuracy, compare, report, score_servers, expand),
     "Predict": (profile, predict, law, law_fit, outputs.replay),
     "Ship": (check, export, online_update, online_rollback),
 }  # fmt: skip

@@ -1,9 +1,9 @@
-"""Commands that make what others start from: init, import, design, tokenizer."""
+"""Commands that make what others start from: init, import, design, expand, tokenizer."""
 
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.make import DesignConfig, ImportConfig, InitConfig, TokenizerConfig
+from draftlab.config.make import DesignConfig, ExpandConfig, ImportConfig, InitConfig, TokenizerConfig
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -46,6 +46,18 @@ def design(config: DesignConfig) -> Outcome:
         for name, shape in family.shapes.items()
     }
     return Outcome(path=config.out, show=[shape_table(family.shapes, family.latency_ms)], data={"shapes": rows})
+
+
+@command(ExpandConfig, dry_run=True)
+def expand(config: ExpandConfig, output: Output) -> Outcome:
+    """Enlarge a checkpoint without changing its function: to measure its drafts at the cost of a larger target."""
+    from draftlab.prune import expand as expansion
+
+    if output.dry_run:
+        return plan(output, expansion.estimate(config))
+    shape = expansion.expand(config, output)
+    data = {"path": str(output.out), "shape": shape.model_dump(), "params": shape.params()}
+    return Outcome(path=output.out, show=[shape.describe(), str(output.out)], data=data)
 
 
 @command(TokenizerConfig)

@@ -6,6 +6,7 @@ from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.accuracy import AccuracyConfig
 from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSettings
 from draftlab.console import note_if_slow
+from draftlab.intervals import tokens_per_second
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
         from draftlab.benchmark import servers
     if output.dry_run:
         return plan(output, servers.describe(config))
-    return _outcome([servers.score(config, output)], output, config)
+    result = servers.score(config, output)
+    if isinstance(result, servers.PlainAnswers):
+        speed = tokens_per_second([run.timing for run in result.runs])
+        lines = [f"{len(result.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)]
+        return Outcome(path=output.out, show=lines, data={"path": str(output.out), "output_tps": speed})
+    return _outcome([result], output, config)
 
 
 @command(AccuracyConfig, dry_run=True)

@@ -6,16 +6,18 @@ from typing import Literal
 from pydantic import BaseModel, model_validator
 from typing_extensions import Self
 
+from draftlab import workspace
 from draftlab.config import shared
 from draftlab.config.accuracy import TASKS, TaskSettings, accuracy_of
 from draftlab.config.base import SERVER, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.drafters import DrafterSpec, DraftModelSpec, parse_drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
-from draftlab.errors import UserError
+from draftlab.errors import UsageError, UserError
 from draftlab.model.hub import checkpoint_name
 from draftlab.sampling import SamplingParams
 
 RuleName = Literal["rejection", "match", "block", "recursive", "k-sequential"]
+PLAIN_PHASE = "score-servers-plain"  # output of --phase plain
 _GREEDY = "greedy decoding does not use it; add --temperature"
 
 
@@ -138,9 +140,16 @@ class ScoreConfig(
 class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, PromptSettings):
     """Settings of score-servers."""
 
-    server: str = option(help="http://HOST:PORT of a server that runs the target alone.", panel=SERVER)
-    speculative_server: str = option(
-        help="http://HOST:PORT of a server that runs the target with the draft.", panel=SERVER
+    phase: Literal["both", "plain", "speculative"] = option(
+        "both", "Both servers in turns; or, where they do not run at once, the plain one first and then the other.",
+        panel=SERVER,
+    )  # fmt: skip
+    server: str | None = option(None, "http://HOST:PORT of a server that runs the target alone.", panel=SERVER)
+    speculative_server: str | None = option(
+        None, "http://HOST:PORT of a server that runs the target with the draft.", panel=SERVER
+    )
+    plain: Path | None = option(
+        None, "Output of --phase plain. Default: score-servers-plain under the workspace's runs.", panel=SERVER
     )
     served_model: str | None = option(None, "Model of both servers. Default: their first.", panel=SERVER, advanced=True)
     target: str = shared.target(panel=SERVER)
@@ -155,8 +164,28 @@ class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, Pr
     only = (
         Only(("top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
         Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
+        Only(("server",), lambda c: c.phase != "speculative", "--plain has that server's answers"),
+        Only(
+            ("speculative_server", "draft", "accuracy", "min_speedup", "min_acceptance_length"),
+            lambda c: c.phase != "plain",
+            "--phase plain measures the target alone",
+        ),
+        Only(("plain",), lambda c: c.phase == "speculative", "needs --phase speculative"),
         *shared.CHAT_RULES,
     )  # fmt: skip
 
+    @model_validator(mode="after")
+    def _names_its_servers(self) -> Self:
+        needed = {"server": "plain", "speculative_server": "speculative"}
+        for name, phase in needed.items():
+            if self.phase in ("both", phase) and getattr(self, name) is None:
+                raise UsageError(f"{self.flag(name)} is required")
+        return self
+
+    def resolved(self) -> Self:
+        if self.phase != "speculative" or self.plain is not None:
+            return self
+        return self.model_copy(update={"plain": workspace.load().runs / PLAIN_PHASE})
+
     def default_name(self) -> str:
-        return "score-servers"
+        return PLAIN_PHASE if self.phase == "plain" else "score-servers"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from draftlab.errors import UserError
+from draftlab.errors import UserError, did_you_mean
 from draftlab.model.hub import checkpoint_name, locate
 from draftlab.model.shape import Shape, check_within, fewest_kv_heads, format_count, read_shape_file, resolve
 
@@ -135,7 +135,11 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
         return name, shapes[name]
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name).stem, read_shape_file(Path(name))
-    directory = locate(name, weights)
+    try:
+        directory = locate(name, weights)
+    except UserError as error:
+        near = "" if "/" in name or "did you mean" in str(error) else did_you_mean(name, shapes)
+        raise UserError(f"{error}{near if 'did you mean' in near else ''}") from None
     return checkpoint_name(directory), directory
 
 

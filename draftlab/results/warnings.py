@@ -54,6 +54,8 @@ def _about_conditions(score: Score) -> Iterator[str]:
             yield f"transformers ran {model.name}, because the engine does not support its architecture: slower"
     if score.served:
         yield "servers decoded it: times are of whole requests, including prefill and transport"
+    if score.conditions.in_phases:
+        yield "the servers ran one after the other: what else changed on the machine in between counts as speed-up"
     if score.environment is not None and score.environment.busy:
         busy, cores = score.environment.busy_cores, score.environment.cores
         yield f"other work kept {busy:.1f} of {cores} cores busy at the start: its times are unreliable"

@@ -1,6 +1,7 @@
 """A score through servers holds what they did; servers that cannot give a ratio are refused in one line."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -89,6 +90,57 @@ def test_a_draft_that_is_the_target_is_accepted_whole_by_the_counters(space, sta
     record = provenance.read_record(space / "runs/score-servers")
     assert record is not None
     assert record.command == "score-servers"
+
+
+def phase(which: str, url: str, *arguments: str, code: int = 0):
+    option = "--server" if which == "plain" else "--speculative-server"
+    how = ("--prompt-file", "prompts.jsonl", "--max-tokens", str(NEW), "--repeats", "2")
+    result = CliRunner().invoke(app, ["score-servers", "--phase", which, option, url, *how, *arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_servers_one_after_the_other_give_what_both_at_once_give(space, started):
+    target = small(space)
+    with running(target) as plain:
+        assert "answers" in phase("plain", plain).stdout
+    drafting = started(small(space, draft=target.model))
+    (row,) = json.loads(phase("speculative", drafting, "--draft", "its own", "--json").stdout)["scores"]
+    assert (row["draft"], row["num_speculative_tokens"], row["mean_acceptance_length"]) == ("its own", K, K + 1)
+    assert (row["identical"], row["num_spec_steps"]) == (True, 2 * 2 * 2)
+    result = read_score(space / "runs/score-servers")
+    assert result.conditions.in_phases
+    assert (len(result.plain), len(result.speculative[K])) == (4, 4)
+    assert "one after the other" in phase("speculative", drafting, "--out", "again").stdout  # for another draft
+
+
+def test_phases_that_asked_for_other_things_are_refused(space, started):
+    target = small(space)
+    plain, drafting = started(target), started(small(space, draft=target.model))
+    assert "score-servers-plain: No such file" in phase("speculative", drafting, code=1).stderr
+    phase("plain", plain)
+    other = phase("speculative", drafting, "--temperature", "0.5", code=1)
+    assert "temperature = 0.0, and this phase has 0.5" in other.stderr
+    assert f"--speculative-server {plain} drafts nothing" in phase("speculative", plain, code=1).stderr
+    assert f"--server {drafting} drafts" in phase("plain", drafting, "--out", "other", code=1).stderr
+    with_draft = CliRunner().invoke(app, ["score-servers", "--phase", "plain", "--server", plain, "--draft", "d"])
+    assert "--draft: --phase plain measures the target alone" in with_draft.stderr
+    without = CliRunner().invoke(app, ["score-servers", "--phase", "speculative"])
+    assert (without.exit_code, "--speculative-server is required" in without.stderr) == (2, True)
+    assert not (space / "runs/score-servers").exists()
+
+
+def test_phases_share_the_answers_to_earlier_turns(space, started, family_dirs):
+    chat = space / "chat"
+    shutil.copytree(family_dirs["llama"], chat)
+    (chat / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    (space / "prompts.jsonl").write_text(json.dumps({"turns": ["def parse(line):", "return 1"]}))
+    workspace.write(workspace.Workspace(target=str(chat), source=str(chat), data="stdlib"))
+    target = small(space)
+    with running(target) as plain:
+        phase("plain", plain)
+    phase("speculative", started(small(space, draft=target.model)))
+    assert len(read_score(space / "runs/score-servers").prompts) == 2
 
 
 def test_a_draft_that_is_always_wrong_gives_one_token_a_step(space, started):

@@ -92,6 +92,17 @@ def _(w: World) -> Settings:
     return {"data": str(w.text), "vocab": 300, "megabytes": 0.01}
 
 
+@case("expand", "sizes")
+def _(w: World) -> Settings:
+    return {"source": str(w.draft), "layers": 3, "width": 64, "heads": 8, "kv_heads": 4, "params": "132k"}
+
+
+@case("expand", "shape file")
+def _(w: World) -> Settings:
+    write_shape_file(checkpoint.read_shape(w.source), w.root / "large.yaml", "a test")
+    return {"source": str(w.draft), "shape": str(w.root / "large.yaml")}
+
+
 @case("design", "parameters")
 def _(w: World) -> Settings:
     return {"source": "tiny", "params": "4m", "layers": "2,4"}
@@ -510,6 +521,20 @@ def _(w: World) -> Settings:
         "draft": str(w.draft),
         "accuracy": [accuracy(w)],
     }
+
+
+@case("score-servers", "phase plain")
+def _(w: World) -> Settings:
+    left_out = ("speculative_server", "draft", "accuracy")
+    settings = CASES["score-servers", ""](w) | {"phase": "plain"}
+    return {name: value for name, value in settings.items() if name not in left_out}
+
+
+@case("score-servers", "phase speculative")
+def _(w: World) -> Settings:
+    COMMANDS["score-servers"](**CASES["score-servers", "phase plain"](w), out=Path("plain"))
+    settings = CASES["score-servers", ""](w) | {"phase": "speculative", "plain": Path("plain")}
+    return {name: value for name, value in settings.items() if name != "server"}
 
 
 @case("score-servers", "conversations")

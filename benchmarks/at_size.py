@@ -1,0 +1,250 @@
+"""Speculative decoding at the cost of a 1.3B and a 3B target, live: SmolLM2-135M expanded, with its own drafts.
+
+An expansion writes what its source writes (draftlab expand), so that drafts of SmolLM2 keep their acceptance and meet a
+target of 10 and 22 times its size. Profiles of the expansions and replays of the drafts over SmolLM2's own answers are
+taken first, each by itself; predict combines them, and score then times the same prompts live. Wide against deep is
+measured twice: on drafts of equal blocks that were trained alike, and on one draft expanded in both ways to equal
+parameters, which write the same text and differ in latency alone. Drafts come from the folder of benchmarks.smollm2,
+which runs (--quick) if it is not there. --quick: the embedded target and untrained drafts, in a few minutes.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks import environment
+from draftlab.commands import COMMANDS
+from draftlab.console import note
+from draftlab.errors import UserError
+from draftlab.importing import init
+from draftlab.model import checkpoint, decoder, hub, llama
+from draftlab.results.compare import speedup_ratio
+from draftlab.results.score import read_score
+from draftlab.target_outputs.store import read_store
+
+ROOT = Path(__file__).parents[1]
+LONGEST = 300  # characters of a prompt: a prefill of 3B parameters takes seconds here
+SIZES: dict[str, dict[str, Any]] = {  # four times SmolLM2's width: all scales are powers of two, and bf16 is exact
+    "1.3b": {"layers": 30, "width": 2304, "params": "1.3b"},
+    "3b": {"layers": 36, "width": 2304, "params": "3b"},
+}
+QUICK: dict[str, dict[str, Any]] = {
+    "1.3b": {"layers": 16, "width": 512, "ffn": 1376},
+    "3b": {"layers": 18, "width": 1024, "ffn": 2048},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A target with its drafts. trained: wide and deep drafts trained alike; deeper: layers of the same text."""
+
+    target: Path
+    drafts: list[Path]
+    trained: tuple[Path, Path] | None
+    to_expand: Path
+    deeper: int
+    prompts: dict[str, Any]
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Models and scores are written here.")] = Path("runs/at-size"),
+    study: Annotated[Path, typer.Option(help="Folder of benchmarks.smollm2.")] = Path("runs/smollm2-study"),
+    prompts: Annotated[int, typer.Option(help="Prompts to decode.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 48,
+    k: Annotated[str, typer.Option(help="Drafted tokens, as 4,7.")] = "4,7",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    quick: Annotated[bool, typer.Option(help="The embedded target and untrained drafts.")] = False,
+) -> None:
+    torch.set_num_threads(threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        models = of_tiny(folder, min(prompts, 2)) if quick else of_smollm2(folder, study, prompts)
+    except UserError as error:
+        print(json.dumps({"benchmark": "at_size", "skipped": str(error)}))
+        return
+    running = {"k": k, "max_tokens": min(new_tokens, 16) if quick else new_tokens, "threads": threads}
+    print(json.dumps(result(folder, models, running, quick) | environment(threads)))
+
+
+def of_tiny(folder: Path, prompts: int) -> Study:
+    cut = {"source": "tiny", "data": "stdlib", "calibration_tokens": 512}
+    wide = made("prune", folder / "4x192", layers=4, width=192, **cut)
+    deep = made("prune", folder / "12x128", layers=12, width=128, **cut)
+    prompt = {"data": "stdlib", "num_prompts": prompts, "prompt_tokens": 32}
+    return Study(target=hub.locate("tiny"), drafts=[], trained=(wide, deep), to_expand=wide, deeper=8, prompts=prompt)
+
+
+def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
+    """Raises UserError: SmolLM2 is not there."""
+    runs = study / "runs"
+    if not (runs / "distilled").is_dir():
+        init.smollm2_file()
+        note(f"no drafts in {runs}: making some, briefly trained")
+        command = [sys.executable, "-m", "benchmarks.smollm2", "--quick", "--folder", str(study)]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+    target = study / "models" / "smollm2-135m-instruct"
+    large = made(
+        "prune", folder / "24", source=str(target), outputs=runs / "answers", layers=24, vocab="16k",
+        calibration_tokens=16384,
+    )  # fmt: skip
+    pair = (runs / "depth" / "5x576", runs / "depth" / "12x256")
+    distilled = sorted(path for path in (runs / "distilled").iterdir() if path.is_dir())
+    trained = pair if all((path / "config.json").is_file() for path in pair) else None
+    questions = shortest_prompts(study / "questions.jsonl", folder / "questions.jsonl", prompts)
+    return Study(
+        target=target, drafts=[*distilled, large], trained=trained, to_expand=pair[0] if trained else distilled[0],
+        deeper=10 if trained else 20, prompts={"prompt_file": questions, "num_prompts": prompts},
+    )  # fmt: skip
+
+
+def shortest_prompts(source: Path, out: Path, count: int) -> Path:
+    """Write short prompts of one turn, of each category in turn."""
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    short = [row for row in rows if len(row["prompt"]) <= LONGEST]
+    by_category = [[row for row in short if row["category"] == name] for name in sorted({r["category"] for r in short})]
+    mixed = [row for each in zip_longest(*by_category) for row in each if row is not None][:count]
+    out.write_text("".join(json.dumps({n: row[n] for n in ("prompt", "category")}) + "\n" for row in mixed))
+    return out
+
+
+def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> dict[str, Any]:
+    """Expand, profile and replay, then predict and score at both sizes; expansions are deleted at the end."""
+    answers = made(
+        "outputs build", folder / "answers", use="replay", target=str(study.target),
+        max_new_tokens=running["max_tokens"], **study.prompts,
+    )  # fmt: skip
+    same_text = expanded_drafts(folder, study)
+    small_drafts = [*same_text, *(study.trained or ()), *study.drafts[:1]]
+    drafts = {"1.3b": small_drafts, "3b": study.drafts or small_drafts}
+    sizes, exact = QUICK if quick else SIZES, {}
+    rows: list[dict[str, Any]] = []
+    for size, shape in sizes.items():
+        target = made("expand", folder / size, source=str(study.target), **shape)
+        exact[size] = equality(study.target, target, answers, torch.float32 if size == "1.3b" else torch.bfloat16)
+        rows += measured(folder, size, drafts[size], answers, study.prompts, running)
+        shutil.rmtree(target)
+    best = max((row for row in rows if row["size"] == "3b" and row["best"]), key=lambda row: row["speedup"])
+    errors = [abs(row["error"]) for row in rows if row["error"] is not None]
+    return {
+        "benchmark": "at_size",
+        "best_speedup_3b": best["speedup"],
+        "best_3b": best,
+        "prediction_median_error": median(errors),
+        "prediction_largest_error": max(errors),
+        "wide_over_deep": ratio(folder / "score-1.3b", *(study.trained or same_text)),
+        "wide_over_deep_trained_alike": study.trained is not None,
+        "wide_over_deep_of_one_text": ratio(folder / "score-1.3b", *same_text),
+        "expansion_max_logit_error": exact["1.3b"]["logit_error"],
+        "expansions": exact,
+        "rows": rows,
+        "quick": quick,
+    }
+
+
+def expanded_drafts(folder: Path, study: Study) -> tuple[Path, Path]:
+    """Return one draft expanded to more neurons and to more layers, of equal parameters."""
+    source = str(study.to_expand)
+    deep = made("expand", folder / "deep-one-text", source=source, layers=study.deeper)
+    params = str(checkpoint.read_shape(deep).params())
+    return made("expand", folder / "wide-one-text", source=source, params=params), deep
+
+
+@torch.inference_mode()
+def equality(source: Path, expanded: Path, answers: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the largest error of a logit over the largest logit, and the share of equal greedy tokens."""
+    texts = [[*output.prompt, *output.ids] for output in read_store(answers).outputs]
+    logits = [list(forward(path, texts, dtype)) for path in (source, expanded)]
+    pairs = list(zip(*logits, strict=True))
+    same = np.concatenate([(a.argmax(-1) == b.argmax(-1)).numpy() for a, b in pairs])
+    return {
+        "dtype": checkpoint.dtype_name(dtype),
+        "logit_error": max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs),
+        "same_greedy_tokens": float(same.mean()),
+        "tokens": len(same),
+        "shape": checkpoint.read_shape(expanded).describe(),
+    }
+
+
+def forward(path: Path, texts: Sequence[Sequence[int]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    model = llama.load(path, dtype)
+    for text in texts:
+        yield decoder.forward_uncached(model, torch.tensor([text]), len(text))[0].float()
+
+
+def measured(
+    folder: Path, size: str, drafts: list[Path], answers: Path, prompts: dict[str, Any], running: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the rows of a score of the expansion, each beside its prediction."""
+    target, ks = folder / size, running["k"]
+    most = max(map(int, ks.split(",")))
+    lengths = [len(output.prompt) for output in read_store(answers).outputs]
+    context = f"{max(1, min(lengths) - 8)},{max(lengths) + running['max_tokens'] + most + 8}"
+    profiles = made(
+        "profile", folder / f"profiles-{size}", models=[str(path) for path in (target, *drafts)], k=most,
+        context=context, repeats=5, dtype="bfloat16", threads=running["threads"],
+    )  # fmt: skip
+    replays = made(
+        "replay", folder / f"replays-{size}", directory=answers, draft=[str(path) for path in drafts], k=most
+    )
+    drafters = [f"fallback:draft={drafts[0]}"] if "prompt_file" in prompts and size == "3b" else []
+    scored = folder / f"score-{size}"
+    made(
+        "score", scored, target=str(target), draft=[str(path) for path in drafts], drafter=drafters, **prompts,
+        **running, repeats=1, dtype="bfloat16", tasks="none",
+    )  # fmt: skip
+    rows = []
+    for file in sorted(scored.glob("*/score.json")):
+        score = read_score(file)
+        expected = predicted(profiles, replays, size, score.name, ks)
+        for k in sorted(score.speculative):
+            gain = score.best_k_speedup if k == score.best_k else score.speedup(k)
+            rows.append(
+                {
+                    "size": size, "draft": score.name, "k": k, "best": k == score.best_k, "speedup": gain.value,
+                    "interval": [gain.low, gain.high], "speedup_at_k": score.speedup_value(k),
+                    "tokens_per_pass": score.tokens_per_pass(k), "pass_ms": score.draft_ms,
+                    "target_pass_ms": score.target.latency[0].median_ms, "identical": not score.output_differs,
+                    "predicted": expected.get(k),
+                    "error": expected[k] / score.speedup_value(k) - 1 if k in expected else None,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def predicted(profiles: Path, replays: Path, size: str, draft: str, ks: str) -> dict[int, float]:
+    """Return the predicted speed-up by K, none for drafters without a model of their own."""
+    if not (profiles / f"{draft}.yaml").is_file():
+        return {}
+    found: Any = COMMANDS["predict"](
+        draft_profile=[str(profiles / f"{draft}.yaml")], target_profile=str(profiles / f"{size}.yaml"),
+        replay=[replays / draft], k=ks,
+    ).data["predictions"]  # fmt: skip
+    return {row["k"]: row["speedup"]["value"] for row in found[0]["rows"]}
+
+
+def ratio(scored: Path, wide: Path, deep: Path) -> list[float]:
+    """Return the speed-up of one draft over that of another, with its 95 % interval."""
+    found = speedup_ratio(*(read_score(scored / path.name / "score.json") for path in (wide, deep)))
+    return [found.value, found.low, found.high]
+
+
+def made(command: str, out: Path, **settings: Any) -> Path:
+    """Return a command's output, which is there already if an earlier run was killed."""
+    if not (out / "draftlab.json").exists():
+        COMMANDS[command](**settings, out=out)
+    return out
+
+
+if __name__ == "__main__":
+    typer.run(main)

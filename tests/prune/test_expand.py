@@ -1,0 +1,230 @@
+"""An expansion computes the source's function: by transformers alone, and by our decoder in every mode."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import FAMILIES, build
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from draftlab.commands.make import expand
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, decoder, llama, memory
+from draftlab.model.shape import Shape, write_shape_file
+from draftlab.model.trimmed_head import write_head_ids
+from draftlab.prune.expand import Expanded
+
+IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+LARGER = {"layers": 7, "width": 96, "heads": 12, "kv_heads": 6, "ffn": 104}
+SAME = {"layers": 5, "width": 64, "heads": 8, "ffn": 88}
+
+
+def expanded(source: Path, out: Path, **settings: Any) -> Path:
+    expand(source=str(source), out=out, **(LARGER | settings))
+    return out
+
+
+def logits(directory: Path) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.inference_mode():
+        return model(IDS).logits
+
+
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest logit."""
+    return float((ours - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_path):
+    kv_heads = 12 if family == "llama_mha" else 6
+    out = expanded(family_dirs[family], tmp_path / "out", kv_heads=kv_heads)
+    shape = checkpoint.read_shape(out)
+    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn) == (7, 96, 12, kv_heads, 104)
+    assert error(logits(out), logits(family_dirs[family])) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["eager", "native"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
+def test_logits_are_the_sources_in_our_decoder(family, mode, family_dirs, tmp_path):
+    out = expanded(family_dirs[family], tmp_path / "out")
+    models = [decoder.with_mode(llama.load(path, torch.float32), mode) for path in (out, family_dirs[family])]
+    ours, expected = (decoder.forward_uncached(model, IDS, IDS.shape[1]) for model in models)
+    assert error(ours, expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [(12, 4), (16, 4), (8, 8), (16, 8), (24, 12), (32, 8)],  # of 8 on 4: more heads each, fewer, as many
+)
+def test_ratios_of_heads_that_hold_the_source_are_exact(heads, kv_heads, family_dirs, tmp_path):
+    out = expanded(family_dirs["llama_biases"], tmp_path / "out", heads=heads, kv_heads=kv_heads)
+    assert error(logits(out), logits(family_dirs["llama_biases"])) < 1e-4
+
+
+@pytest.mark.parametrize("axis", ["layers", "width", "heads", "ffn"])
+def test_each_axis_alone(axis, family_dirs, tmp_path):
+    kv_heads = 6 if axis == "heads" else 4
+    sizes = SAME | {"kv_heads": kv_heads, axis: {"layers": 6, "width": 72, "heads": 12, "ffn": 90}[axis]}
+    sizes["width"] = 72 if axis == "heads" else sizes["width"]  # LLaMA wants heads to divide the width
+    out = expanded(family_dirs["llama3_tied"], tmp_path / "out", **sizes)
+    assert error(logits(out), logits(family_dirs["llama3_tied"])) < 1e-4
+
+
+def test_a_tied_head_can_be_written_out(family_dirs, tmp_path):
+    source = checkpoint.read_shape(family_dirs["llama3_tied"])
+    sizes = {"layers": 6, "hidden": 128, "tied": False}
+    write_shape_file(source.model_copy(update=sizes), tmp_path / "large.yaml", "a test")
+    expand(source=str(family_dirs["llama3_tied"]), shape=str(tmp_path / "large.yaml"), out=tmp_path / "out")
+    assert "lm_head.weight" in checkpoint.Weights(tmp_path / "out")
+    assert error(logits(tmp_path / "out"), logits(family_dirs["llama3_tied"])) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["model.layers.2.input_layernorm.weight", "model.norm.weight", "model.layers.6.mlp.down_proj.weight", "eps"],
+)
+def test_one_wrong_scale_changes_the_logits(wrong, family_dirs, tmp_path):
+    out = expanded(family_dirs["llama"], tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    if wrong == "eps":
+        (out / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    else:
+        weights = load_file(out / "model.safetensors")
+        weights[wrong] = weights[wrong] * 1.5**0.5 + (1e-3 if "down" in wrong else 0)  # unscaled, or not zero
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    assert error(logits(out), logits(family_dirs["llama"])) > 1e-4
+
+
+def test_bfloat16_writes_the_same_text(family_dirs, tmp_path):
+    """Four times the width: all scales are powers of two, and only the order of sums differs."""
+    source = tmp_path / "source"
+    build("llama").to(torch.bfloat16).save_pretrained(source)
+    out = expanded(source, tmp_path / "out", width=256, heads=32, kv_heads=16)
+    picks = []
+    for path in (source, out):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            picks.append(model(IDS).logits.argmax(-1))
+    assert float((picks[0] == picks[1]).float().mean()) >= 0.98
+
+
+def test_a_trimmed_head_comes_along(family_dirs, tmp_path):
+    source = tmp_path / "source"
+    build("llama").save_pretrained(source)
+    write_head_ids(source, list(range(0, 307, 3)))
+    out = expanded(source, tmp_path / "out")
+    assert checkpoint.read_shape(out).draft_vocab == 103
+    ours, expected = (
+        decoder.forward_uncached(llama.load(path, torch.float32), IDS, IDS.shape[1])[..., ::3] for path in (out, source)
+    )
+    assert error(ours, expected) < 1e-4
+
+
+def test_what_is_added_is_random_of_the_sources_scale_and_seeded(family_dirs):
+    weights, source = checkpoint.Weights(family_dirs["llama"]), checkpoint.read_shape(family_dirs["llama"])
+    shape = source.model_copy(update={"layers": 7, "hidden": 96, "heads": 12, "kv_heads": 6, "ffn": 104})
+    first, again, other = (Expanded(weights, source, shape, seed) for seed in (0, 0, 1))
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.6.self_attn.q_proj.weight"):
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+    added, have = first["model.layers.0.mlp.up_proj.weight"][:, 64:], weights["model.layers.0.mlp.up_proj.weight"]
+    assert added.std().item() == pytest.approx(have.std().item(), rel=0.1)
+    assert not torch.equal(first["model.layers.5.mlp.up_proj.weight"], first["model.layers.6.mlp.up_proj.weight"])
+
+
+def test_it_streams(family_dirs):
+    """A tensor is read and made when it is asked for."""
+    read: list[str] = []
+
+    class Watched(checkpoint.Weights):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return super().__getitem__(name)
+
+    source = checkpoint.read_shape(family_dirs["llama"])
+    tensors = Expanded(Watched(family_dirs["llama"]), source, source.model_copy(update={"layers": 9}), 0)
+    assert read == []
+    assert tensors["model.layers.8.mlp.up_proj.weight"].shape == (88, 64)
+    assert read == ["model.layers.3.mlp.up_proj.weight"]
+
+
+def test_card_says_that_it_is_an_instrument(family_dirs, tmp_path):
+    card = (expanded(family_dirs["llama"], tmp_path / "out") / "README.md").read_text()
+    assert "measuring instrument" in card
+    assert "draftlab expand" in card
+
+
+def test_dry_run_says_size_memory_and_time(family_dirs, tmp_path):
+    plan = expand(dry_run=True, source=str(family_dirs["llama"]), out=tmp_path / "out", **LARGER)
+    assert {"expansion", "disk", "memory", "time"} <= set(plan.data)
+    assert not (tmp_path / "out").exists()
+
+
+def test_parameters_solve_the_ffn(family_dirs, tmp_path):
+    expand(source=str(family_dirs["llama"]), out=tmp_path / "out", width=128, params="1m")
+    shape = checkpoint.read_shape(tmp_path / "out")
+    assert shape.params() == pytest.approx(1e6, rel=0.01)
+    assert (shape.heads, shape.kv_heads) == (16, 8)
+
+
+def requested(source: Path, tmp_path: Path, **sizes: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        expanded(source, tmp_path / "out", **sizes)
+    assert not (tmp_path / "out").exists()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("axis", ["layers", "width", "heads", "kv_heads", "ffn"])
+def test_no_axis_may_be_shorter_than_the_sources(axis, family_dirs, tmp_path):
+    option = axis.replace("_", "-")
+    assert f"--{option} 2 is less than the source has" in requested(family_dirs["llama"], tmp_path, **{axis: 2})
+
+
+def test_kv_heads_that_cannot_repeat_the_sources_are_refused(family_dirs, tmp_path):
+    text = requested(family_dirs["llama_mha"], tmp_path, heads=8, kv_heads=8, width=63)
+    assert "--width 63 is less" in text
+    text = requested(family_dirs["llama"], tmp_path, heads=6, kv_heads=6)
+    assert "--heads 6 is less" in text
+    text = requested(family_dirs["llama"], tmp_path, heads=12, kv_heads=5)
+    assert "multiple of kv_heads" in text
+    wide = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    build("llama", **wide).save_pretrained(tmp_path / "four-each")
+    assert "at least --kv-heads 8" not in requested(tmp_path / "four-each", tmp_path, heads=9, kv_heads=3, width=72)
+    assert "--kv-heads 4" in requested(tmp_path / "four-each", tmp_path, heads=9, kv_heads=3, width=72)
+
+
+def shape_file(tmp_path: Path, source: Path, **sizes: int) -> str:
+    shape: Shape = checkpoint.read_shape(source).model_copy(update=sizes)
+    write_shape_file(shape, tmp_path / "shape.yaml", "a test")
+    return str(tmp_path / "shape.yaml")
+
+
+@pytest.mark.parametrize(("field", "size"), [("head_dim", 16), ("vocab", 400)])
+def test_another_head_dim_or_vocabulary_is_refused(field, size, family_dirs, tmp_path):
+    file = shape_file(tmp_path, family_dirs["llama"], **{field: size})
+    with pytest.raises(UserError, match=f"{field} {size} differs from the source's"):
+        expand(source=str(family_dirs["llama"]), shape=file, out=tmp_path / "out")
+
+
+def test_norms_that_add_one_are_refused(family_dirs, tmp_path):
+    config = json.loads((family_dirs["llama"] / "config.json").read_text())
+    (tmp_path / "gemma").mkdir()
+    (tmp_path / "gemma/config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
+    (tmp_path / "gemma/model.safetensors").write_bytes((family_dirs["llama"] / "model.safetensors").read_bytes())
+    assert "may add one" in requested(tmp_path / "gemma", tmp_path)
+
+
+def test_sizes_beside_a_shape_are_refused(family_dirs, tmp_path):
+    with pytest.raises(UserError, match="--layers: leave out what --shape sets"):
+        expand(source=str(family_dirs["llama"]), shape="wide-796m", layers=6, out=tmp_path / "out")
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(family_dirs, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    assert "not enough disk" in requested(family_dirs["llama"], tmp_path)

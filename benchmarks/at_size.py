@@ -29,6 +29,7 @@ from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import init
 from draftlab.model import checkpoint, decoder, hub, llama
+from draftlab.model.shape import parse_numbers
 from draftlab.results.compare import speedup_ratio
 from draftlab.results.score import read_score
 from draftlab.target_outputs.store import read_store
@@ -73,7 +74,7 @@ def main(
     except UserError as error:
         print(json.dumps({"benchmark": "at_size", "skipped": str(error)}))
         return
-    running = {"k": k, "max_tokens": min(new_tokens, 16) if quick else new_tokens, "threads": threads}
+    running = {"k": parse_numbers(k), "max_tokens": min(new_tokens, 16) if quick else new_tokens, "threads": threads}
     print(json.dumps(result(folder, models, running, quick) | environment(threads)))
 
 
@@ -163,7 +164,7 @@ def expanded_drafts(folder: Path, study: Study) -> tuple[Path, Path]:
 @torch.inference_mode()
 def equality(source: Path, expanded: Path, answers: Path, dtype: torch.dtype) -> dict[str, Any]:
     """Return the largest error of a logit over the largest logit, and the share of equal greedy tokens."""
-    texts = [[*output.prompt, *output.ids] for output in read_store(answers).outputs]
+    texts = [[*map(int, output.prompt), *map(int, output.ids)] for output in read_store(answers).outputs]
     logits = [list(forward(path, texts, dtype)) for path in (source, expanded)]
     pairs = list(zip(*logits, strict=True))
     same = np.concatenate([(a.argmax(-1) == b.argmax(-1)).numpy() for a, b in pairs])
@@ -187,16 +188,14 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Return the rows of a score of the expansion, each beside its prediction."""
     target, ks = folder / size, running["k"]
-    most = max(map(int, ks.split(",")))
+    most = max(ks)
     lengths = [len(output.prompt) for output in read_store(answers).outputs]
     context = f"{max(1, min(lengths) - 8)},{max(lengths) + running['max_tokens'] + most + 8}"
     profiles = made(
         "profile", folder / f"profiles-{size}", models=[str(path) for path in (target, *drafts)], k=most,
         context=context, repeats=5, dtype="bfloat16", threads=running["threads"],
     )  # fmt: skip
-    replays = made(
-        "replay", folder / f"replays-{size}", directory=answers, draft=[str(path) for path in drafts], k=most
-    )
+    replays = made("replay", folder / f"replays-{size}", directory=answers, draft=[str(path) for path in drafts], k=ks)
     drafters = [f"fallback:draft={drafts[0]}"] if "prompt_file" in prompts and size == "3b" else []
     scored = folder / f"score-{size}"
     made(
@@ -222,7 +221,7 @@ def measured(
     return rows
 
 
-def predicted(profiles: Path, replays: Path, size: str, draft: str, ks: str) -> dict[int, float]:
+def predicted(profiles: Path, replays: Path, size: str, draft: str, ks: list[int]) -> dict[int, float]:
     """Return the predicted speed-up by K, none for drafters without a model of their own."""
     if not (profiles / f"{draft}.yaml").is_file():
         return {}

@@ -111,11 +111,8 @@ class Conditions(FileModel):
     batch: int = 1  # prompts decoded at once; each generation gets its share of the batch's seconds
     draft_int8: bool = False  # the draft's weights were rounded to 8 bits
     rule: str = "rejection"  # verification rule; without effect when greedy
-<<<<<<< HEAD
     draft_temperature: float | None = None  # None: the target's
-=======
     in_phases: bool = False  # the servers ran one after the other
->>>>>>> 10abef7 (expand: a larger checkpoint that computes the same function; score-servers in two phases)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -525,16 +525,17 @@ def _(w: World) -> Settings:
 
 @case("score-servers", "phase plain")
 def _(w: World) -> Settings:
-    left_out = ("speculative_server", "draft", "accuracy")
-    settings = CASES["score-servers", ""](w) | {"phase": "plain"}
-    return {name: value for name, value in settings.items() if name not in left_out}
+    few = {"num_prompts": 2, "prompt_tokens": 8, "max_tokens": 9, "repeats": 1, "target": str(w.source)}
+    return few | {"phase": "plain", "server": w.server, "data": str(w.text)}
 
 
 @case("score-servers", "phase speculative")
 def _(w: World) -> Settings:
-    COMMANDS["score-servers"](**CASES["score-servers", "phase plain"](w), out=Path("plain"))
-    settings = CASES["score-servers", ""](w) | {"phase": "speculative", "plain": Path("plain")}
-    return {name: value for name, value in settings.items() if name != "server"}
+    settings = CASES["score-servers", "phase plain"](w)
+    COMMANDS["score-servers"](**settings, out=Path("plain"))
+    del settings["server"]
+    phase = {"phase": "speculative", "plain": Path("plain"), "speculative_server": w.drafting_server}
+    return settings | phase | {"draft": str(w.draft), "accuracy": [accuracy(w)]}
 
 
 @case("score-servers", "conversations")

@@ -36,13 +36,13 @@ from draftlab.target_outputs.store import read_store
 
 ROOT = Path(__file__).parents[1]
 LONGEST = 300  # characters of a prompt: a prefill of 3B parameters takes seconds here
-SIZES: dict[str, dict[str, Any]] = {  # four times SmolLM2's width: all scales are powers of two, and bf16 is exact
+SIZES: dict[str, dict[str, Any]] = {  # four times the source's width: all scales are powers of two, exact in bf16
     "1.3b": {"layers": 30, "width": 2304, "params": "1.3b"},
     "3b": {"layers": 36, "width": 2304, "params": "3b"},
 }
 QUICK: dict[str, dict[str, Any]] = {
-    "1.3b": {"layers": 16, "width": 512, "ffn": 1376},
-    "3b": {"layers": 18, "width": 1024, "ffn": 2048},
+    "1.3b": {"layers": 16, "width": 1024, "ffn": 1024},
+    "3b": {"layers": 20, "width": 1024, "ffn": 2048},
 }
 
 

@@ -8,10 +8,12 @@ from draftlab.output import Output
 
 @command(CheckConfig)
 def check(config: CheckConfig) -> Outcome:
-    """Check that a draft fits its target and works in vLLM, SGLang, llama.cpp and transformers; exit code 3 if not."""
-    from draftlab.export.compatibility import check_draft
+    """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
+    from draftlab.export import compatibility, heads
 
-    draft, findings = check_draft(config)
+    draft, target = config.draft_directory(), hub.locate(config.target, weights=False)
+    has_heads = heads.are_in(draft)
+    findings = (heads.check if has_heads else compatibility.check_draft)(config, draft, target)
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
         [f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"] if errors else []
@@ -23,9 +25,9 @@ def check(config: CheckConfig) -> Outcome:
 
 @command(ExportConfig)
 def export(config: ExportConfig, output: Output) -> Outcome:
-    """Write a draft as runtimes load it, with a model card and a script that serves it; verify it where it runs."""
-    from draftlab.export import run
+    """Write a draft or head as runtimes load it, with a card and a script that serves it; verify it where it runs."""
+    from draftlab.export import heads, run
 
-    exported = run.export(config, output)
+    exported = (heads.export if heads.are_in(config.draft_directory()) else run.export)(config, output)
     facts = {"path": str(output.out), **exported.notes}
     return Outcome(path=output.out, show=[*exported.lines, str(output.out)], data=facts)

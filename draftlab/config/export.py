@@ -22,11 +22,14 @@ from draftlab.console import note
 from draftlab.errors import did_you_mean
 from draftlab.model import hub
 
+MEDUSA = "medusa.json"  # what a directory of Medusa heads has in place of a config.json
 RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
 
 class DraftConfig(Config):
-    draft: str | None = option(None, "Checkpoint of the draft. Default: the newest one.", argument=True)
+    draft: str | None = option(
+        None, "Checkpoint of the draft, or EAGLE-3 or Medusa heads. Default: the newest draft.", argument=True
+    )
 
     def resolved(self) -> Self:
         if self.draft is not None:
@@ -36,6 +39,8 @@ class DraftConfig(Config):
 
     def draft_directory(self) -> Path:
         """Raises UserError: there is no such checkpoint."""
+        if self.draft is not None and (Path(self.draft) / MEDUSA).is_file():
+            return Path(self.draft)
         return hub.locate(self.draft or newest_draft())
 
 
@@ -65,8 +70,10 @@ class CheckConfig(DraftConfig):
 
 
 class ExportConfig(DraftConfig, OutputConfig):
-    to: Literal["hf", "gguf", "vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers"] = option(
-        "hf", "A Hugging Face directory, a GGUF file, or one of them with a script that serves it in a runtime."
+    to: Literal["hf", "gguf", "vllm", "speculators", "sglang", "llama.cpp", "tensorrt-llm", "transformers"] = option(
+        "hf",
+        "A Hugging Face directory, a GGUF file, or one of them with a script that serves it in a runtime; speculators: "
+        "an EAGLE-3 head in that layout, which vLLM serves.",
     )
     target: str = target()
     outtype: str = option("f16", "GGUF: type of matrices, such as f32, f16, bf16, q8_0, q4_0 or q4_k_m.")
@@ -75,7 +82,12 @@ class ExportConfig(DraftConfig, OutputConfig):
     )
     k: int | None = option(None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1)
     verify_with: Path | None = option(
-        None, "Score the export where it runs: path of vllm, or for GGUF of a Python with llama-cpp-python."
+        None,
+        "Score the export where it runs: path of vllm; for GGUF of a Python with llama-cpp-python, for heads of "
+        "llama-server.",
+    )
+    gpu_memory_utilization: float | None = option(
+        None, "Share of the memory that vLLM may take to verify. Default: vLLM's.", gt=0, le=1, advanced=True
     )
     data: str = from_workspace("data", "Prompts to verify with.", advanced=True)
     prompt_file: Path | None = prompt_file(advanced=True)
@@ -97,6 +109,9 @@ class ExportConfig(DraftConfig, OutputConfig):
             "works for vLLM and llama.cpp",
         ),
         Only(("data", "prompt_file", "prompts", "device"), lambda c: c.verify_with, "belongs to --verify-with"),
+        Only(
+            ("gpu_memory_utilization",), lambda c: c.verify_with and not c.is_gguf, "belongs to --verify-with of vLLM"
+        ),
         Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
         *CHAT_RULES,
     )

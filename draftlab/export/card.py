@@ -13,29 +13,27 @@ class Card:
 
     name: str
     target: str
-    size: str  # for people
-    vocab: int
-    context: int
+    kind: str  # draft model, EAGLE-3 head or Medusa heads
+    summary: str  # its size, and what it needs
     commands: Sequence[str]  # that made the draft, the first one first
     heldout: tuple[float, float] | None  # acceptance on held-out text, before and after distillation
     scores: list[Score]
-    changed: Sequence[str]
     script: tuple[str, str] | None  # name and text
     verified: str  # result of scoring the export where it runs
 
     def text(self) -> str:
-        head = ["---", f"base_model: {self.target}", "tags: [speculative-decoding, draft-model]", "---"]
+        tag = self.kind.lower().replace(" ", "-")
+        head = ["---", f"base_model: {self.target}", f"tags: [speculative-decoding, {tag}]", "---"]
         parts = [head, [f"# {self.name}"], self._summary(), self._results(), self._usage(), self._training()]
         return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
     def _summary(self) -> list[str]:
-        changed = f" Changed in this export: {', '.join(self.changed)}." if self.changed else ""
+        article = "An" if self.kind[0] in "AE" else "A" if self.kind[-1] != "s" else ""
         return [
-            f"A draft model for speculative decoding with **{self.target}**. It proposes tokens, the target verifies "
-            "them, and the output is the target's own.",
+            f"{article} {self.kind} for speculative decoding with **{self.target}**. It proposes tokens, the target "
+            "verifies them, and the output is the target's own.".lstrip(),
             "",
-            f"{self.size}; vocabulary of {self.vocab:,} tokens, the target's; context of {self.context:,} tokens."
-            + changed,
+            self.summary,
         ]
 
     def _results(self) -> list[str]:

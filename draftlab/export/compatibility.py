@@ -82,23 +82,18 @@ class ModelFiles:
         )  # fmt: skip
 
 
-def check_draft(config: CheckConfig) -> tuple[Path, list[Finding]]:
-    """Return the draft's directory and all findings.
-
-    Raises:
-        UserError: a model cannot be read.
-    """
-    draft, target = config.draft_directory(), hub.locate(config.target, weights=False)
+def check_draft(config: CheckConfig, draft: Path, target: Path) -> list[Finding]:
+    """Return all findings. Raises UserError: a model cannot be read."""
     findings = check_files(draft, target, parse_runtimes(config.runtimes))
     if not config.files_only:
         device = checkpoint.resolve_device(config.device)
-        prompts = _prompts(config, target)
+        prompts = trial_prompts(config, target)
         model = decoder.load(draft, checkpoint.resolve_dtype("auto", device), device)
         findings += [check_perplexity(model, prompts, checkpoint.vocab_size(draft)), check_decoding(model, prompts[:2])]
-    return draft, findings
+    return findings
 
 
-def _prompts(config: CheckConfig, target: Path) -> list[list[int]]:
+def trial_prompts(config: CheckConfig, target: Path) -> list[list[int]]:
     """Return held-out text, or prompts of a file as the target gets them: the first turn of each."""
     tokenizer = checkpoint.load_tokenizer(target)
     if config.prompt_file is None:

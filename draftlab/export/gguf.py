@@ -2,7 +2,7 @@
 
 import math
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from draftlab.model.shape import Shape
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of matrices; vectors are always f32
 K_TYPES = ("q2_k", "q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "q6_k")  # only llama.cpp's own quantizer makes these
+EAGLE3 = "eagle3"  # llama.cpp's architecture of EAGLE-3 heads
 UNQUANTIZED = "f16"  # type of a matrix whose rows do not divide into blocks
 ROPE_FACTORS = "rope_freqs.weight"
 DEFAULT_CONTEXT = 2048
@@ -75,17 +76,69 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
     Raises:
         UserError: llama.cpp does not know the model, its tokenizer or its rotary scaling.
     """
-    gguf, name, shape = library(), architecture(directory), checkpoint.read_shape(directory)
-    tokenizer, rope = read_tokenizer(directory, shape.vocab), _rope(directory)
-    weights: Mapping[str, Tensor] = checkpoint.Weights(directory)
-    infos = tensor_infos(shape, qtype)
+    name, shape = architecture(directory), checkpoint.read_shape(directory)
+    tokenizer, infos = read_tokenizer(directory, shape.vocab), tensor_infos(shape, qtype)
+    _write(directory, file, qtype, (name, shape, tokenizer), infos, checkpoint.Weights(directory), {})
+    return Written(path=file, tokenizer=tokenizer, unquantized=unquantized(infos, qtype))
+
+
+def write_head(directory: Path, target: Path, layer_ids: Sequence[int], file: Path, qtype: str) -> list[str]:
+    """Write an EAGLE-3 head in the native layout as llama.cpp reads it, with the target's tokenizer.
+
+    llama.cpp's d2t are the target's ids themselves. Returns: matrices that stay f16.
+
+    Raises:
+        UserError: llama.cpp does not know the target's tokenizer or the head's rotary scaling.
+    """
+    config, weights = checkpoint.read_config(directory), dict(checkpoint.Weights(directory))
+    weights.pop("t2d", None)
+    if "d2t" in weights:
+        weights["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    shape = read_shape_of_layer(config)
+    infos = [_head_info(source, tuple(tensor.shape), qtype) for source, tensor in weights.items()]
+    settings: dict[str, object] = {
+        "target_layers": list(layer_ids), "target_hidden_size": config["target_hidden_size"],
+        "norm_before_residual": config["norm_before_residual"], "norm_before_fc": False,
+    }  # fmt: skip
+    _write(directory, file, qtype, (EAGLE3, shape, read_tokenizer(target, shape.vocab)), infos, weights, settings)
+    return unquantized(infos, qtype)
+
+
+def read_shape_of_layer(config: Mapping[str, Any]) -> Shape:
+    """Return the shape of an EAGLE-3 head's layer from its config.json."""
+    return Shape(
+        layers=1, hidden=config["hidden_size"], heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"], ffn=config["intermediate_size"],
+        vocab=config["vocab_size"],
+    )  # fmt: skip
+
+
+def unquantized(infos: Sequence[TensorInfo], qtype: str) -> list[str]:
+    """Return the matrices that are stored in another type, as their rows do not divide into its blocks."""
+    return [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
+
+
+def _write(
+    directory: Path,
+    file: Path,
+    qtype: str,
+    about: tuple[str, Shape, GGUFTokenizer],
+    infos: list[TensorInfo],
+    weights: Mapping[str, Tensor],
+    settings: Mapping[str, object],
+) -> None:
+    """directory: of config.json. settings: more of them, by their names after the architecture's."""
+    gguf, (name, shape, tokenizer), rope = library(), about, _rope(directory)
     if rope["rope_type"] == "llama3":
         factors = _rope_factors(directory, shape)
         weights = ChainMap({ROPE_FACTORS: factors}, cast(Any, weights))  # only read
-        infos.insert(0, TensorInfo(name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"))
+        infos = [TensorInfo(name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"), *infos]
     codes = {info.name: gguf.GGMLQuantizationType[info.qtype.upper()] for info in infos}
     writer = gguf.GGUFWriter(file, name)
-    _add_settings(writer, directory, shape, rope, qtype)
+    _add_settings(writer, directory, file.stem, shape, rope, qtype)
+    for key, value in settings.items():
+        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+        add(f"{name}.{key}", value)
     _add_tokenizer(writer, tokenizer)
     for info in infos:
         size = gguf.quant_shape_to_byte_shape(info.dims, codes[info.name])
@@ -94,37 +147,57 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for info in infos:
-        tensor = permute_rope(weights[info.source], info, name, shape).float().numpy()
-        data = gguf.quants.quantize(tensor, codes[info.name])
+        tensor = permute_rope(weights[info.source], info, name, shape)
+        data = tensor.numpy() if info.qtype == "i64" else gguf.quants.quantize(tensor.float().numpy(), codes[info.name])
         writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
     writer.close()
-    unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
-    return Written(path=file, tokenizer=tokenizer, unquantized=unquantized)
+
+
+def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
+    """Return a tensor of an EAGLE-3 head under llama.cpp's name."""
+    gguf = library()
+    part = source.removeprefix("midlayer.")
+    if part == "d2t":
+        return TensorInfo(name="d2t", source=source, dims=dims, qtype="i64")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    of_llama = {
+        "fc.weight": "fc.weight",
+        "hidden_norm.weight": "blk.0.attn_norm_2.weight",
+        "lm_head.weight": "output.weight",
+    }
+    known = f"model.{part}" if part == source else f"model.layers.0.{part}"
+    name = of_llama.get(part) or names.get_name(known, try_suffixes=(".weight",))
+    return TensorInfo(name=name, source=source, dims=dims, qtype=_type_of(dims, qtype))
+
+
+def _type_of(dims: tuple[int, ...], qtype: str) -> str:
+    """Return the type that a tensor of that size is stored in."""
+    gguf = library()
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype.upper()]][0]
+    return "f32" if len(dims) < 2 else qtype if dims[-1] % block == 0 else UNQUANTIZED
 
 
 def tensor_infos(shape: Shape, qtype: str) -> list[TensorInfo]:
     """Return the tensors of a file with matrices of that type, in the checkpoint's order."""
     gguf = library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, shape.layers)  # has every name of the others
-    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype.upper()]][0]
     infos = []
     for source, axes in shape.axes().items():
         dims = shape.dims(axes)
-        of_matrix = qtype if dims[-1] % block == 0 else UNQUANTIZED
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
-        infos.append(TensorInfo(name=name, source=source, dims=dims, qtype=of_matrix if len(dims) == 2 else "f32"))
+        infos.append(TensorInfo(name=name, source=source, dims=dims, qtype=_type_of(dims, qtype)))
     return infos
 
 
 def permute_rope(tensor: Tensor, info: TensorInfo, architecture: str, shape: Shape) -> Tensor:
     """Return a tensor in llama.cpp's row order.
 
-    The architecture "llama" rotates neighbouring rows together: the two halves of each head are interleaved.
+    The architectures "llama" and "eagle3" rotate neighbouring rows together: the halves of each head are interleaved.
     """
-    part = info.source.split(".")[-2]
-    if architecture != "llama" or part not in ("q_proj", "k_proj"):
+    query, key = (f"{part}_proj." in info.source for part in "qk")
+    if architecture not in ("llama", EAGLE3) or not (query or key):
         return tensor
-    heads = shape.heads if part == "q_proj" else shape.kv_heads
+    heads = shape.heads if query else shape.kv_heads
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
@@ -138,10 +211,10 @@ def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(back)).to(tensor.dtype)
 
 
-def _add_settings(writer: Any, directory: Path, shape: Shape, rope: dict[str, Any], qtype: str) -> None:
+def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, rope: dict[str, Any], qtype: str) -> None:
     gguf, config = library(), checkpoint.read_config(directory)
     writer.add_type("model")
-    writer.add_name(directory.name)
+    writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")])
     writer.add_block_count(shape.layers)

@@ -1,9 +1,9 @@
 """One export on disk: a directory or GGUF file, its card, a script that serves it, and its verification."""
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from draftlab.errors import UserError, did_you_mean
 from draftlab.export import card, gguf, hf, scripts, verify
 from draftlab.export.compatibility import PARALLEL_RUNTIMES
 from draftlab.model import checkpoint, decoder, hub, parallel
+from draftlab.model.decoder import Decoder
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary, known_ids
 from draftlab.output import Output
@@ -35,8 +36,16 @@ class Exported:
     notes: dict[str, object]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The records of a draft. commands: that made it, the first one first. heldout: acceptance before and after."""
+
+    commands: list[str]
+    heldout: tuple[float, float] | None
+
+
 def export(config: ExportConfig, output: Output) -> Exported:
-    """Write a draft for a runtime.
+    """Write a draft model for a runtime.
 
     Raises:
         UserError: another vocabulary than the target's, an architecture or type that GGUF does not have, a runtime
@@ -47,11 +56,11 @@ def export(config: ExportConfig, output: Output) -> Exported:
     _check(config, draft, target)
     scores = _scores(draft, target)
     k, k_reason = _choose_k(config, scores, parallel.trained_offsets(draft))
-    in_parallel = parallel.pard_token(draft) is not None
-    prompts = _prompts(config, target, k) if config.verify_with is not None else None
+    in_parallel, facts = parallel.pard_token(draft) is not None, facts_of(draft)
+    prompts = load_verification_prompts(config, target, k) if config.verify_with is not None else None
     with output.directory() as work:
         file = f"{draft.name}-{config.outtype}.gguf" if config.is_gguf else ""
-        with tempfile.TemporaryDirectory(dir=work.parent) if config.is_gguf else nullcontext(work) as place:
+        with tempfile.TemporaryDirectory(dir=work.parent) if config.is_gguf else contextlib.nullcontext(work) as place:
             directory = Path(place)
             vocab, dtype = checkpoint.vocab_size(target), config.dtype and checkpoint.DTYPES[config.dtype]
             changed = hf.write(draft, directory, tokenizer_from=target, vocab=vocab, dtype=dtype)
@@ -67,25 +76,33 @@ def export(config: ExportConfig, output: Output) -> Exported:
         script = None
         if config.to not in ("hf", "gguf"):
             script = scripts.script(
-                config.to, target=_target_name(config, target), k=k, k_reason=k_reason, gguf=file, parallel=in_parallel
-            )
+                config.to, target=target_name(config, target), k=k, k_reason=k_reason, gguf=file,
+                kind="parallel draft" if in_parallel else "draft model",
+            )  # fmt: skip
             (work / script[0]).write_text(script[1])
             if in_parallel and config.to not in PARALLEL_RUNTIMES:
                 lines.append(f"{config.to} cannot draft in parallel: it drafts with one pass for each token")
             lines.append(f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}")
-        facts = card.Card(
-            name=draft.name, target=config.target, size=size, vocab=vocab, context=context, commands=_commands(draft),
-            heldout=_heldout(draft), scores=scores, changed=changed, script=script, verified=verified,
-        )  # fmt: skip
-        (work / "README.md").write_text(facts.text())
-        notes: dict[str, object] = {"changed": changed, "k": k}
-        if prompts is not None:
-            notes["verified"] = verified
-            notes["prompts"] = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
+        changes = f" Changed in this export: {', '.join(changed)}." if changed else ""
+        text = card.Card(
+            name=draft.name, target=config.target, kind="draft model", commands=facts.commands,
+            summary=f"{size}; vocabulary of {vocab:,} tokens, the target's; context of {context:,} tokens.{changes}",
+            heldout=facts.heldout, scores=scores, script=script, verified=verified,
+        ).text()  # fmt: skip
+        (work / "README.md").write_text(text)
+        notes: dict[str, object] = {"changed": changed, "k": k} | verification_notes(prompts, verified)
         output.record(work, [draft], **notes)
     if config.push_to_hub is not None:
         push(output.out, config.push_to_hub)
     return Exported(lines=lines, notes=notes)
+
+
+def verification_notes(prompts: Prompts | None, verified: str) -> dict[str, object]:
+    """Return the notes on what an export was verified with; none where it was not."""
+    if prompts is None:
+        return {}
+    about = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
+    return {"verified": verified, "prompts": about}
 
 
 def push(directory: Path, repository: str) -> None:
@@ -108,6 +125,8 @@ def push(directory: Path, repository: str) -> None:
 
 
 def _check(config: ExportConfig, draft: Path, target: Path) -> None:
+    if config.to == "speculators":
+        raise UserError(f"{draft} is a draft model, and speculators' layout is for EAGLE-3 heads: --to vllm")
     checkpoint.check(draft)
     common_vocabulary(draft, target)
     if config.verify_with is not None and not config.verify_with.is_file():
@@ -140,7 +159,7 @@ def _write_gguf(config: ExportConfig, directory: Path, file: Path) -> list[str]:
     return [*lines, f"{file.name}: {file.stat().st_size / 1e6:,.4g} MB"]
 
 
-def _prompts(config: ExportConfig, target: Path, k: int) -> Prompts:
+def load_verification_prompts(config: ExportConfig, target: Path, k: int) -> Prompts:
     prompts = load_prompts(
         config.prompt_file, config.data, checkpoint.load_tokenizer(target), count=config.prompts,
         tokens=None if config.prompt_file else PROMPT_TOKENS, seed=0, chat=config.chat,
@@ -156,7 +175,11 @@ def _verify(
     device = checkpoint.resolve_device(config.device)
     note(f"scoring the draft here and in {runtime.name}")
     if not config.is_gguf:
-        return verify.in_vllm(runtime, directory, target, texts, verify.drafted_hits(directory, texts, device))
+        kind = "draft model" if parallel.pard_token(directory) is None else "parallel draft"
+        speculative = scripts.speculative_config(str(directory.absolute()), texts.k, kind)
+        command = verify.vllm_command(runtime, target, speculative, config.gpu_memory_utilization)
+        hits = verify.drafted_hits(directory, texts, device)
+        return verify.in_vllm(command, texts, verify.count_steps(hits, texts))
     with tempfile.TemporaryDirectory() as folder:
         reference = directory
         if config.outtype in gguf.TYPES and config.outtype != "f32":
@@ -166,16 +189,21 @@ def _verify(
     return verify.in_llama_cpp(runtime, file, config.outtype, texts, hits, directory)
 
 
-def _target_texts(config: ExportConfig, target: Path, prompts: Prompts, k: int) -> tuple[Prompts, verify.TargetTexts]:
-    """Return a prompt for every turn, and the target's greedy answers in float32."""
+def answer_turns(config: ExportConfig, target: Path, prompts: Prompts, model: Decoder) -> Prompts:
+    """Return a prompt for every turn, after the target's greedy answers to earlier ones. model: the target."""
     sampling = SamplingParams(max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
-    model = decoder.load(target, torch.float32, checkpoint.resolve_device(config.device))
-    prompts = turns.answered(
+    return turns.answered(
         prompts, checkpoint.load_tokenizer(target), target=provenance.fingerprint(target), sampling=sampling,
         answer=turn_answers(model, known_ids(target), sampling),
     )  # fmt: skip
+
+
+def _target_texts(config: ExportConfig, target: Path, prompts: Prompts, k: int) -> tuple[Prompts, verify.TargetTexts]:
+    """Return a prompt for every turn, and the target's greedy answers in float32."""
+    model = decoder.load(target, torch.float32, checkpoint.resolve_device(config.device))
+    prompts = answer_turns(config, target, prompts, model)
     note(f"generating {len(prompts.rows)} texts with the target")
-    sampling = replace(sampling, max_tokens=NEW_TOKENS)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
     return prompts, verify.generate_texts(model, [prompt.ids for prompt in prompts.rows], sampling, k)
 
 
@@ -198,9 +226,17 @@ def _choose_k(config: ExportConfig, scores: list[Score], trained: int | None) ->
     return DEFAULT_K, "a default; draftlab score measures the fastest"
 
 
-def _target_name(config: ExportConfig, target: Path) -> str:
+def target_name(config: ExportConfig, target: Path) -> str:
     """Return what a script calls the target: a hub name as it is, else an absolute path."""
     return config.target if config.target.count("/") == 1 or not target.exists() else str(target.absolute())
+
+
+def facts_of(draft: Path) -> Facts:
+    """Return what the records of a draft and of its parents say; those of other versions say nothing."""
+    with contextlib.suppress(UserError):
+        return Facts(commands=_commands(draft), heldout=_heldout(draft))
+    note(f"the records of what made {draft} are of another version of draftlab: the card leaves them out")
+    return Facts(commands=[], heldout=None)
 
 
 def _commands(draft: Path) -> list[str]:

@@ -6,39 +6,48 @@ transformers 5.23.
 
 import json
 import shlex
+from collections.abc import Sequence
+from typing import Literal
 
+DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "Medusa heads"]
+VLLM_METHODS: dict[DraftKind, str] = {"EAGLE-3 head": "eagle3", "Medusa heads": "medusa"}
 DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
 
 def script(
-    runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "", parallel: bool = False
-) -> tuple[str, str]:
+    runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "", kind: DraftKind = "draft model",
+    layer_ids: Sequence[int] = (),
+) -> tuple[str, str]:  # fmt: skip
     """Return name and text of a script that lies in the draft's directory.
 
-    gguf: the draft's file, for llama.cpp. parallel: the draft drafts in one pass, where the runtime can.
+    gguf: the draft's file, for llama.cpp. A parallel draft drafts in one pass where the runtime can. layer_ids: of an
+    EAGLE-3 head, see eagle.HeadConfig.
     """
     match runtime:
         case "transformers":
             return "assist.py", _transformers(target, k, k_reason)
         case "vllm":
-            lines = _vllm(target, k, parallel)
+            lines = _vllm(target, k, kind)
+        case "speculators":
+            lines = ["# sh serve.sh [options of vllm serve]", DIRECTORY, 'exec vllm serve "$here" "$@"']
         case "tensorrt-llm":
-            lines = _tensorrt_llm(target, k, parallel)
+            lines = _tensorrt_llm(target, k, kind, layer_ids)
         case "sglang":
-            lines = _sglang(target, k)
+            lines = _sglang(target, k, kind)
         case _:
-            lines = _llama_cpp(target, k, gguf)
+            lines = _llama_cpp(target, k, gguf, kind)
     return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {k}: {k_reason}", *lines, ""])
 
 
-def speculative_config(draft: str, k: int, parallel: bool) -> dict[str, object]:
+def speculative_config(draft: str, k: int, kind: DraftKind) -> dict[str, object]:
     """Return vLLM's --speculative-config."""
-    config: dict[str, object] = {"method": "draft_model", "model": draft, "num_speculative_tokens": k}
-    return config | ({"parallel_drafting": True} if parallel else {})
+    method = VLLM_METHODS.get(kind, "draft_model")
+    config: dict[str, object] = {"method": method, "model": draft, "num_speculative_tokens": k}
+    return config | ({"parallel_drafting": True} if kind == "parallel draft" else {})
 
 
-def _vllm(target: str, k: int, parallel: bool) -> list[str]:
-    config = json.dumps(speculative_config("@", k, parallel)).replace('"', '\\"')
+def _vllm(target: str, k: int, kind: DraftKind) -> list[str]:
+    config = json.dumps(speculative_config("@", k, kind)).replace('"', '\\"')
     speculative = '"' + config.replace("@", "$here") + '"'
     return [
         "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",
@@ -47,38 +56,43 @@ def _vllm(target: str, k: int, parallel: bool) -> list[str]:
     ]
 
 
-def _tensorrt_llm(target: str, k: int, parallel: bool) -> list[str]:
-    kind = "PARD" if parallel else "Draft_Target"
+def _tensorrt_llm(target: str, k: int, kind: DraftKind, layer_ids: Sequence[int]) -> list[str]:
+    decoding_type = {"parallel draft": "PARD", "EAGLE-3 head": "Eagle3"}.get(kind, "Draft_Target")
+    captured = ", ".join(str(i - 1) for i in layer_ids)  # it counts the layer whose output is read
     return [
         "# sh serve.sh [options of trtllm-serve]; untested",
         DIRECTORY,
         'cat > "$here/speculative.yaml" <<END',
         "speculative_config:",
-        f"  decoding_type: {kind}",
+        f"  decoding_type: {decoding_type}",
         f"  max_draft_len: {k}",
         "  speculative_model: $here",
+        *([f"  eagle3_layers_to_capture: [{captured}]"] if layer_ids else []),
         "END",
         f'exec trtllm-serve {shlex.quote(target)} --extra_llm_api_options "$here/speculative.yaml" "$@"',
     ]
 
 
-def _sglang(target: str, k: int) -> list[str]:
+def _sglang(target: str, k: int, kind: DraftKind) -> list[str]:
+    algorithm = "EAGLE3" if kind == "EAGLE-3 head" else "STANDALONE"
     options = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
     return [
         "# sh serve.sh [options of sglang.launch_server]; untested",
         DIRECTORY,
-        f"exec python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm STANDALONE \\",
-        f'    --speculative-draft-model-path "$here" {options} "$@"',
+        f"exec python -m sglang.launch_server --model-path {shlex.quote(target)} \\",
+        f'    --speculative-algorithm {algorithm} --speculative-draft-model-path "$here" {options} "$@"',
     ]
 
 
-def _llama_cpp(target: str, k: int, gguf: str) -> list[str]:
+def _llama_cpp(target: str, k: int, gguf: str, kind: DraftKind) -> list[str]:
+    spec_type = "draft-eagle3" if kind == "EAGLE-3 head" else "draft-simple"
+    older = "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0"
     return [
         f"# sh serve.sh TARGET.gguf [options of llama-server]; draftlab export {target} --to gguf writes TARGET.gguf",
-        "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0",
+        *([older] if kind == "draft model" else []),
         DIRECTORY,
         "target=${1:?GGUF file of the target}; shift",
-        'exec llama-server --model "$target" --spec-type draft-simple \\',
+        f'exec llama-server --model "$target" --spec-type {spec_type} \\',
         f'    --spec-draft-model "$here"/{shlex.quote(gguf)} --spec-draft-n-max {k} "$@"',
     ]
 

@@ -3,17 +3,11 @@
 The target verifies every token, so a draft that a conversion broke still gives fluent text, but no speed-up. R texts.
 """
 
-import contextlib
 import json
-import signal
-import socket
 import subprocess
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -22,16 +16,15 @@ from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
-from draftlab.export.scripts import speculative_config
 from draftlab.intervals import Interval, ratio_interval
 from draftlab.model import checkpoint, decoder, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.sentencepiece import PROBES
 from draftlab.sampling import SamplingParams
-from draftlab.servers.client import Server, spec_decode_counters
+from draftlab.servers.client import spec_decode_counters
+from draftlab.servers.processes import running
 
 WORKER = Path(__file__).parent / "llama_cpp_worker.py"
-START_SECONDS = 600  # of a server
 MATCH = {"f32": 0.995, "f16": 0.98, "bf16": 0.97, "q8_0": 0.95}  # lowest share of tokens with the same hit or miss
 MATCH_BELOW_8_BITS = 0.9  # llama.cpp rounds activations to 8 bits, too
 
@@ -71,7 +64,12 @@ class Verification:
 def generate_texts(model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int) -> TargetTexts:
     """Generate greedily up to the end of each text, and k tokens more."""
     longer = replace(sampling, max_tokens=sampling.max_tokens + k, stop_token_ids=())
-    completions, lengths = output_tokens(decode(model, prompts, longer)), []
+    return up_to_end(prompts, output_tokens(decode(model, prompts, longer)), sampling, k)
+
+
+def up_to_end(prompts: list[list[int]], completions: list[list[int]], sampling: SamplingParams, k: int) -> TargetTexts:
+    """Return texts that end as sampling says, and k tokens more of each."""
+    lengths = []
     for ids in completions:
         ends = (place for place, token in enumerate(ids, 1) if token in sampling.stop_token_ids)
         lengths.append(min(sampling.max_tokens, next(ends, sampling.max_tokens)))
@@ -124,9 +122,9 @@ def in_llama_cpp(
     tokenizer = checkpoint.load_tokenizer(tokenizer_from)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROBES]
     same = sum(a == b for a, b in zip(answer["ids"], ids, strict=True))
-    tokens, steps = _counts(own, texts).sum(0)
-    result = _compare(
-        f"llama.cpp ({answer['version']})", texts, hits, float(tokens / steps),
+    tokens, steps = count_steps(own, texts).sum(0)
+    result = compare(
+        f"llama.cpp ({answer['version']})", texts.k, count_steps(hits, texts), float(tokens / steps),
         f"the same hits for {match:.2%} of tokens; its tokenizer gives the same ids for {same} of {len(PROBES)} "
         "probe texts",
     )  # fmt: skip
@@ -135,24 +133,67 @@ def in_llama_cpp(
     return result
 
 
-def in_vllm(program: Path, draft: Path, target: Path, texts: TargetTexts, hits: list[np.ndarray]) -> Verification:
-    """Start a vLLM server of draft and target, and read its counters. hits: in draftlab.
+def in_vllm(command: Sequence[object], texts: TargetTexts, counts: np.ndarray) -> Verification:
+    """Start a vLLM server of draft and target, and read its counters. counts: of draftlab, [R, 2].
 
     Raises:
         UserError: it does not start, or has another acceptance.
     """
-    speculative = speculative_config(str(draft.absolute()), texts.k, parallel.pard_token(draft) is not None)
-    with vllm_server(program, target, speculative) as server:
+    with running(command) as (server, _):
         before = server.metrics()
         sampling = SamplingParams(max_tokens=max(texts.tokens), temperature=0.0)
         completions = [completion.ids for completion in server.generate(texts.prompts, sampling)]
         counters = spec_decode_counters(before, server.metrics())
     if counters is None:
-        raise UserError(f"{program} drafted nothing: its /metrics count no speculative steps")
+        raise UserError(f"{command[0]} drafted nothing: its /metrics count no speculative steps")
+    details = f"{share_of_same(completions, texts):.2%} of its output tokens are the target's"
+    return compare(f"vLLM {server.version}", texts.k, counts, counters.acceptance.mean_acceptance_length, details)
+
+
+def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
+    """Return the tokens of each text without its end of text, [R]: drafted tokens beyond it do not count then."""
+    pairs = zip(texts.completions, texts.tokens, strict=True)
+    return [length - (ids[length - 1] in ends) for ids, length in pairs]
+
+
+def in_llama_server(
+    command: Sequence[object], texts: TargetTexts, lengths: Sequence[int], counts: np.ndarray
+) -> Verification:
+    """Start llama.cpp's server with target and draft, and read its counters.
+
+    lengths: tokens to generate for each text, [R]. counts: tokens and steps of draftlab for them, [R, 2].
+
+    Raises:
+        UserError: it does not start, or has another acceptance.
+    """
+    with running(command) as (server, _):
+        before = server.metrics()
+        asked = zip(texts.prompts, lengths, strict=True)
+        completions = [server.generate_ids(ids, SamplingParams(max_tokens=n, temperature=0.0))[0] for ids, n in asked]
+        counters = spec_decode_counters(before, server.metrics())
+    if counters is None:
+        raise UserError(f"{command[0]} drafted nothing: its /metrics count no speculative steps")
+    tokens = sum(len(ids) - 1 for ids in completions)
+    measured = tokens / (tokens - sum(counters.num_accepted_tokens_per_pos))
+    details = f"{share_of_same(completions, texts):.2%} of its output tokens are the target's"
+    return compare(f"llama.cpp {server.version}", texts.k, counts, measured, details)
+
+
+def llama_server_command(program: Path, target: Path, draft: Path, texts: TargetTexts, spec_type: str) -> list[object]:
+    """Return the command of a server that computes and caches in float32. target, draft: GGUF files."""
+    context = max(map(len, texts.prompts)) + max(texts.tokens) + 2 * texts.k + 2
+    command: list[object] = [program, "--model", target, "--spec-type", spec_type, "--spec-draft-model", draft]
+    command += ["--spec-draft-n-max", texts.k, "--spec-draft-p-min", 0, "--ctx-size", max(256, context), "--metrics"]
+    command += ["--parallel", 1, "--threads", torch.get_num_threads(), "--cache-ram", 0, "--flash-attn", "off"]
+    for cache in ("cache-type", "spec-draft-type"):
+        command += [f"--{cache}-k", "f32", f"--{cache}-v", "f32"]
+    return command
+
+
+def share_of_same(completions: Sequence[list[int]], texts: TargetTexts) -> float:
+    """Return the share of a server's tokens that are the target's at their places."""
     pairs = zip(completions, texts.completions, strict=True)
-    same = float(np.mean([a == b for ids, text in pairs for a, b in zip(ids, text, strict=False)]))
-    length = counters.acceptance.mean_acceptance_length
-    return _compare(f"vLLM {server.version}", texts, hits, length, f"{same:.2%} of its output tokens are the target's")
+    return float(np.mean([a == b for ids, text in pairs for a, b in zip(ids, text, strict=False)]))
 
 
 def run_llama_cpp(python: Path, job: dict[str, object]) -> dict:
@@ -169,52 +210,33 @@ def run_llama_cpp(python: Path, job: dict[str, object]) -> dict:
     return json.loads(done.stdout)
 
 
-def _counts(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
+def count_steps(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
     """Return tokens and steps of each text, [R, 2]."""
     rows = zip(hits, texts.tokens, strict=True)
     return np.array([greedy_steps(row, texts.k, tokens) for row, tokens in rows], dtype=np.float64)
 
 
-def _compare(runtime: str, texts: TargetTexts, hits: list[np.ndarray], measured: float, details: str) -> Verification:
-    """Raises UserError: the runtime's acceptance length is outside the interval of draftlab's."""
-    expected = ratio_interval(_counts(hits, texts))
+def compare(runtime: str, k: int, counts: np.ndarray, measured: float, details: str) -> Verification:
+    """Compare a runtime's acceptance length with draftlab's. counts: tokens and steps of each text, [R, 2].
+
+    Raises:
+        UserError: it is outside the interval of draftlab's.
+    """
+    expected = ratio_interval(counts)
     result = Verification(
-        runtime=runtime, k=texts.k, texts=len(hits), expected=expected, measured=measured, details=details
+        runtime=runtime, k=k, texts=len(counts), expected=expected, measured=measured, details=details
     )
     if not expected.low <= measured <= expected.high:
         raise UserError(f"--verify-with: the export has another acceptance. {result.line()}")
     return result
 
 
-@contextlib.contextmanager
-def vllm_server(program: Path, target: Path, speculative: dict[str, object]) -> Iterator[Server]:
-    """Yield a float32 server on a free port; it ends with the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [program, "serve", target, "--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
-    command += ["--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative)]
-    with tempfile.TemporaryFile("w+") as log:
-        try:
-            process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
-        except OSError as error:
-            raise UserError(f"{program} cannot be run: {error.strerror}") from None
-        try:
-            yield _wait_for(f"http://127.0.0.1:{port}", process, log)
-        finally:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(60)
-            process.kill()
-
-
-def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str]) -> Server:
-    for _ in range(START_SECONDS):
-        if process.poll() is not None:
-            log.seek(0)
-            errors = [line for line in log.read().splitlines() if "Error" in line] or ["it printed no error"]
-            raise UserError(f"vLLM did not start: {errors[-1].strip()[-300:]}")
-        with contextlib.suppress(UserError):
-            return Server.connect(url, workers=1)
-        time.sleep(1)
-    raise UserError(f"vLLM did not start within {START_SECONDS} s")
+def vllm_command(
+    program: Path, target: Path | str, speculative: dict[str, object] | None, gpu_memory_utilization: float | None
+) -> list[object]:
+    """Return the command of a float32 server. speculative: None, as the target's own configuration says."""
+    command: list[object] = [program, "serve", target, "--dtype", "float32", "--enforce-eager"]
+    command += ["--no-enable-prefix-caching"]
+    command += [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
+    share = gpu_memory_utilization
+    return command + ([] if share is None else ["--gpu-memory-utilization", share])

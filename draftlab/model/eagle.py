@@ -176,6 +176,15 @@ def head_config(
     return head
 
 
+def is_head(folder: Path) -> bool:
+    """Return whether a directory has the configuration of an EAGLE-3 head, sound or not."""
+    try:
+        content = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and ("draft_vocab_size" in content or "speculators_model_type" in content)
+
+
 def check(folder: Path, target: Path) -> HeadConfig:
     """Read the configuration of a head and the sizes of its tensors; no weight is read.
 
@@ -208,20 +217,21 @@ def read(folder: Path, target: Path, dtype: torch.dtype, device: torch.device = 
     return Head(config=config, weights=moved, ids=ids.to(device), embedding=embedding)
 
 
-def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int) -> None:
-    """Write config.json and model.safetensors.
+def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int, verifier: str = "") -> None:
+    """Write config.json and model.safetensors; d2t and t2d where the head predicts some of the ids only.
 
-    target: whose name and architecture the configuration has. k: drafted tokens that it proposes.
+    target: whose architecture the configuration has, and its name, unless verifier is one. k: tokens that it proposes.
     """
     config = head.config
-    known = torch.zeros(config.vocab, dtype=torch.bool)
-    known[head.ids] = True
     tensors = {name.replace(LAYER["speculators"], LAYER[layout]): tensor for name, tensor in head.weights.items()}
-    tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
+    if config.draft_vocab < config.vocab:  # vLLM has no d2t for a head that predicts all
+        known = torch.zeros(config.vocab, dtype=torch.bool)
+        known[head.ids] = True
+        tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
     tensors |= {} if head.embedding is None else {"embed_tokens.weight": head.embedding}
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     dtype = checkpoint.dtype_name(head.weights["fc.weight"].dtype)
-    content = _native_json(config) if layout == "native" else _speculators_json(config, target, k)
+    content = _native_json(config) if layout == "native" else _speculators_json(config, target, k, verifier)
     (folder / "config.json").write_text(json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=2))
 
 
@@ -241,7 +251,7 @@ def _native_json(config: HeadConfig) -> dict[str, object]:
     }
 
 
-def _speculators_json(config: HeadConfig, target: Path, k: int) -> dict[str, object]:
+def _speculators_json(config: HeadConfig, target: Path, k: int, verifier: str) -> dict[str, object]:
     architectures = checkpoint.read_config(target).get("architectures", [])
     return {
         "architectures": ["Eagle3Speculator"],
@@ -258,7 +268,7 @@ def _speculators_json(config: HeadConfig, target: Path, k: int) -> dict[str, obj
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}],
-            "verifier": {"name_or_path": str(target), "architectures": architectures},
+            "verifier": {"name_or_path": verifier or str(target), "architectures": architectures},
         },
     }
 

@@ -1,0 +1,288 @@
+"""Exports of heads on a target's states: EAGLE-3 for vLLM, SGLang, llama.cpp and TensorRT-LLM, Medusa for vLLM.
+
+R texts.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftlab.config.export import CheckConfig, ExportConfig
+from draftlab.console import note
+from draftlab.engine.drafters import medusa
+from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.drafters.medusa import MedusaDrafter
+from draftlab.engine.generate import Drafter, speculative_decode
+from draftlab.errors import UserError, did_you_mean
+from draftlab.export import card, gguf, head_checks, run, scripts, verify
+from draftlab.export.compatibility import Finding, parse_runtimes, trial_prompts, warning
+from draftlab.export.run import Exported
+from draftlab.export.scripts import DraftKind
+from draftlab.model import checkpoint, eagle, hub, llama
+from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.llama import Llama
+from draftlab.output import Output
+from draftlab.prompts import Prompts
+from draftlab.sampling import SamplingParams
+
+DEFAULT_K, MOST = 3, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleHead:
+    """An EAGLE-3 head of a target."""
+
+    folder: Path
+    target: Path
+    kind: DraftKind = "EAGLE-3 head"
+
+    def __post_init__(self) -> None:
+        """Raises UserError: it is one of another target, or broken."""
+        eagle.check(self.folder, self.target)
+
+    @property
+    def layer_ids(self) -> Sequence[int]:
+        return eagle.check(self.folder, self.target).layer_ids
+
+    @property
+    def most(self) -> int:
+        return MOST
+
+    def read(self, dtype: torch.dtype) -> eagle.Head:
+        return eagle.read(self.folder, self.target, dtype)
+
+    def describe(self) -> str:
+        config = eagle.check(self.folder, self.target)
+        size = sum(int(np.prod(dims)) for dims in config.sizes().values())
+        return (
+            f"{size / 1e6:,.4g}M parameters; reads the target's states after {_and(config.layer_ids)} layers; predicts "
+            f"{config.draft_vocab:,} of its {config.vocab:,} ids; norm_before_residual "
+            f"{str(config.norm_before_residual).lower()}"
+        )
+
+    def write(self, config: ExportConfig, out: Path, k: int, verifier: str) -> list[str]:
+        stored = checkpoint.stored_dtype(self.folder)
+        dtype = checkpoint.DTYPES[config.dtype] if config.dtype else stored
+        layout = "speculators" if config.to == "speculators" else "native"
+        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+            place = Path(folder) if config.is_gguf else out
+            eagle.write(place, self.read(dtype), layout, target=self.target, k=k, verifier=verifier)
+            if not config.is_gguf:
+                return []
+            file = out / self.file(config)
+            half = gguf.write_head(place, self.target, self.layer_ids, file, config.outtype)
+        lines = [f"{len(half)} matrices stay f16: their rows do not divide into blocks"] if half else []
+        return [*lines, f"{file.name}: {file.stat().st_size / 1e6:,.4g} MB"]
+
+    def file(self, config: ExportConfig) -> str:
+        return f"{self.folder.name}-{config.outtype}.gguf" if config.is_gguf else ""
+
+    def drafter(self, target: Llama, outtype: str = "f32") -> Drafter:
+        """outtype: the type of GGUF files that matrices are rounded to."""
+        head = eagle.read(self.folder, self.target, target.embed.dtype, target.device)
+        if outtype != "f32":
+            rounded = {n: gguf.fake_quantize(w, outtype) if w.ndim == 2 else w for n, w in head.weights.items()}
+            head = replace(head, weights=rounded)
+        return EagleDrafter(target, EagleLlama(head, target.embed, self.folder))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaHeads:
+    """Medusa heads of a target, as draftlab medusa writes them."""
+
+    folder: Path
+    target: Path
+    kind: DraftKind = "Medusa heads"
+    layer_ids: Sequence[int] = ()
+
+    @property
+    def most(self) -> int:
+        return len(self.read())
+
+    def read(self) -> Tensor:
+        """Raises UserError: none, broken, or those of another target."""
+        return medusa.read(self.folder, self.target)
+
+    def describe(self) -> str:
+        heads = self.read()
+        return f"{len(heads)} heads, {heads.numel() / 1e6:,.4g}M parameters beside the target's own output matrix"
+
+    def write(self, config: ExportConfig, out: Path, k: int, verifier: str) -> list[str]:
+        """Write vLLM's layout: k heads, and the target's output matrix, which they share."""
+        heads, weights = self.read(), checkpoint.Weights(hub.locate(config.target))
+        dtype = checkpoint.DTYPES[config.dtype] if config.dtype else heads.dtype
+        output = weights["lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"]
+        tensors = {f"blocks.{i}.layers.0.weight": heads[i] for i in range(k)} | {"lm_heads.0.weight": output}
+        ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+        save_file(ready, out / "model.safetensors", metadata={"format": "pt"})
+        content = {
+            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": heads.shape[-1],
+            "vocab_size": len(output), "num_heads": k, "num_hidden_layers": 1, "original_lm_head": True,
+            "medusa_fc_bias": False, "dtype": checkpoint.dtype_name(dtype), "torch_dtype": checkpoint.dtype_name(dtype),
+        }  # fmt: skip
+        (out / "config.json").write_text(json.dumps(content, indent=2))
+        return []
+
+    def file(self, config: ExportConfig) -> str:
+        return ""
+
+    def drafter(self, target: Llama, outtype: str = "f32") -> Drafter:
+        return MedusaDrafter(target, self.read())
+
+
+Heads = EagleHead | MedusaHeads
+
+
+def are_in(folder: Path) -> bool:
+    """Return whether a directory has heads, sound or not, rather than a draft model."""
+    return (folder / medusa.MANIFEST).is_file() or eagle.is_head(folder)
+
+
+def open_heads(folder: Path, target: Path) -> Heads:
+    """Raises UserError: heads of another target, or broken."""
+    is_medusa = (folder / medusa.MANIFEST).is_file()
+    return (MedusaHeads if is_medusa else EagleHead)(folder=folder, target=target)
+
+
+def check(config: CheckConfig, draft: Path, target: Path) -> list[Finding]:
+    """Return all findings of heads; without --files-only the target decodes with them."""
+    findings = head_checks.check_files(draft, target, parse_runtimes(config.runtimes))
+    if config.files_only or findings[0].level == "error":
+        return findings
+    heads, prompts, device = open_heads(draft, target), trial_prompts(config, target), config.device
+    try:
+        llama.check_supported(target)
+    except UserError as failure:
+        return [*findings, warning("acceptance", f"not measured: {failure}", "ask the server's counters")]
+    model = llama.load(hub.locate(config.target), torch.float32, checkpoint.resolve_device(device))
+    return [*findings, head_checks.check_acceptance(model, heads.drafter(model), prompts, heads.most)]
+
+
+def export(config: ExportConfig, output: Output) -> Exported:
+    """Write heads for a runtime.
+
+    Raises:
+        UserError: the runtime computes no such heads, is missing, or has another acceptance than draftlab's engine.
+    """
+    target = hub.locate(config.target, weights=config.verify_with is not None)
+    heads = open_heads(config.draft_directory(), target)
+    k, reason = _choose_k(config, heads)
+    _check(config, heads)
+    prompts = run.load_verification_prompts(config, target, k) if config.verify_with is not None else None
+    facts = run.facts_of(heads.folder)
+    with output.directory() as work:
+        lines, verified = heads.write(config, work, k, run.target_name(config, target)), ""
+        if config.verify_with is not None and prompts is not None:
+            prompts, found = _verify(config, heads, work, prompts, k)
+            verified = found.line()
+            lines.append(verified)
+        script = None
+        if config.to not in ("hf", "gguf"):
+            script = scripts.script(
+                config.to, target=run.target_name(config, target), k=k, k_reason=reason, gguf=heads.file(config),
+                kind=heads.kind, layer_ids=heads.layer_ids,
+            )  # fmt: skip
+            (work / script[0]).write_text(script[1])
+            lines.append(f"serve with: sh {output.out / script[0]}")
+        text = card.Card(
+            name=heads.folder.name, target=config.target, kind=heads.kind, summary=heads.describe() + ".",
+            commands=facts.commands, heldout=facts.heldout, scores=[], script=script, verified=verified,
+        ).text()  # fmt: skip
+        (work / "README.md").write_text(text)
+        notes: dict[str, object] = {"k": k} | run.verification_notes(prompts, verified)
+        output.record(work, [heads.folder], **notes)
+    if config.push_to_hub is not None:
+        run.push(output.out, config.push_to_hub)
+    return Exported(lines=lines, notes=notes)
+
+
+def _check(config: ExportConfig, heads: Heads) -> None:
+    if isinstance(heads, MedusaHeads) and config.to != "vllm":
+        raise UserError(f"{heads.folder} has Medusa heads, which only vLLM serves: --to vllm")
+    runtime = {"gguf": "llama.cpp", "speculators": "vllm"}.get(config.to, config.to)
+    if isinstance(heads, EagleHead) and runtime != "hf":
+        for finding in head_checks.check_exported(eagle.check(heads.folder, heads.target), heads.target, runtime):
+            if finding.level == "error":
+                raise UserError(f"{heads.folder}: {finding.text}; {finding.fix}".removesuffix("; "))
+    if config.is_gguf and config.outtype not in gguf.TYPES:
+        raise UserError(f"--outtype {config.outtype}: no such type of heads{did_you_mean(config.outtype, gguf.TYPES)}")
+    if config.verify_with is not None:
+        llama.check_supported(heads.target)  # draftlab's engine counts what the runtime should accept
+        if not config.verify_with.is_file():
+            raise UserError(f"--verify-with {config.verify_with}: no such program")
+
+
+def _choose_k(config: ExportConfig, heads: Heads) -> tuple[int, str]:
+    if config.k is None:
+        return min(heads.most, DEFAULT_K), "a default; draftlab score measures the fastest"
+    if config.k > heads.most:
+        raise UserError(f"--k {config.k}: {heads.folder} drafts at most {heads.most} tokens")
+    return config.k, "set by --k"
+
+
+def _verify(
+    config: ExportConfig, heads: Heads, work: Path, prompts: Prompts, k: int
+) -> tuple[Prompts, verify.Verification]:
+    """Return a prompt for every turn, and what the runtime accepted of them."""
+    assert config.verify_with is not None
+    program = config.verify_with
+    model = llama.load(heads.target, torch.float32, checkpoint.resolve_device(config.device))
+    prompts = run.answer_turns(config, heads.target, prompts, model)
+    note(f"decoding {len(prompts.rows)} texts with the heads here, then with {program.name}")
+    drafter = heads.drafter(model, config.outtype if config.is_gguf else "f32")
+    ends = checkpoint.eos_token_ids(heads.target)
+    sampling = SamplingParams(max_tokens=run.NEW_TOKENS, stop_token_ids=ends)
+    texts, emitted = decode_texts(model, drafter, [prompt.ids for prompt in prompts.rows], sampling, k)
+    if not config.is_gguf:
+        speculators, speculative = config.to == "speculators", scripts.speculative_config(str(work), k, heads.kind)
+        target = work if speculators else heads.target
+        command = verify.vllm_command(
+            program, target, None if speculators else speculative, config.gpu_memory_utilization
+        )
+        return prompts, verify.in_vllm(command, texts, steps_of(emitted, texts.tokens))
+    with tempfile.TemporaryDirectory(dir=work.parent) as folder:
+        target = Path(folder) / "target.gguf"
+        gguf.write(heads.target, target, "f32")
+        command = verify.llama_server_command(program, target, work / heads.file(config), texts, "draft-eagle3")
+        lengths = verify.lengths_before_end(texts, ends)
+        return prompts, verify.in_llama_server(command, texts, lengths, steps_of(emitted, lengths, whole=False))
+
+
+def decode_texts(
+    target: Llama, drafter: Drafter, prompts: list[list[int]], sampling: SamplingParams, k: int
+) -> tuple[verify.TargetTexts, list[list[int]]]:
+    """Decode greedily up to the end of each text and k tokens more; also return the tokens of each step after the
+    prefill.
+    """
+    longer = replace(sampling, max_tokens=sampling.max_tokens + k + 1, stop_token_ids=())
+    completions, emitted = [], []
+    for prompt in prompts:
+        steps = list(speculative_decode(target, drafter, [prompt], k, longer))
+        completions.append([token for step in steps for token in step.tokens])
+        emitted.append([len(step.tokens) for step in steps[1:]])
+    return verify.up_to_end(prompts, completions, sampling, k), emitted
+
+
+def steps_of(emitted: Sequence[Sequence[int]], lengths: Sequence[int], whole: bool = True) -> np.ndarray:
+    """Return tokens after the prefill's and steps of each text, [R, 2], cut to its length.
+
+    emitted: see decode_texts. whole: the last step counts with all of its tokens, as vLLM counts it.
+    """
+    counts = []
+    for steps, length in zip(emitted, lengths, strict=True):
+        reached = 1 + np.concatenate([[0], np.cumsum(steps)])  # tokens before each step
+        number = int((reached < length).sum())
+        counts.append((float(reached[number] if whole else length) - 1, float(number)))
+    return np.array(counts)
+
+
+def _and(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}" if first else last

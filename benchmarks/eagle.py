@@ -1,26 +1,19 @@
-"""An EAGLE-3 head for tiny: trained, timed in draftlab's engine, and served by vLLM, by draftlab's own commands.
+"""An EAGLE-3 head for tiny: trained, timed in draftlab's engine, and served by vLLM and llama.cpp, by own commands.
 
-The gap of a server is its tokens per target pass less draftlab's, on the same prompts at the same K, greedily. It
-should be at most half the width of draftlab's 95 % interval over prompts. null: not measured.
+The gap of a server is its tokens per target pass less draftlab's, on the same texts at the same K, greedily, as
+export --verify-with counts them. It should be at most half the width of draftlab's 95 % interval over texts; export
+fails where it is outside of it. null: not measured.
 """
 
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from benchmarks import environment
 from draftlab.commands import COMMANDS
-from draftlab.export.verify import vllm_server
-from draftlab.intervals import ratio_interval
-from draftlab.model import checkpoint, hub
-from draftlab.prompts import load_prompts
 from draftlab.provenance import read_record
-from draftlab.results.score import read_score
-from draftlab.sampling import SamplingParams
-from draftlab.servers.client import spec_decode_counters
 
 DATA, TARGET, TOKENS = "stdlib", "tiny", 64
 
@@ -31,7 +24,9 @@ def main(
     k: Annotated[int, typer.Option(help="Most drafted tokens.")] = 6,
     prompts: Annotated[int, typer.Option(help="Prompts to score on.")] = 16,
     served_k: Annotated[int, typer.Option(help="Drafted tokens in servers.")] = 3,
-    vllm: Annotated[Path | None, typer.Option(help="vllm's program, to compare its counters.")] = None,
+    vllm: Annotated[Path | None, typer.Option(help="vllm's program, to verify with.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server, to verify with.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the memory for vLLM.")] = None,
 ) -> None:
     head = folder / f"head-{steps}"
     if not (head / "draftlab.json").exists():
@@ -41,17 +36,22 @@ def main(
     assert record is not None
     notes: Any = record.notes
     scores = {t: scored(folder / f"score-{t}", head, t, k, prompts) for t in (0.0, 1.0)}
-    gap = None if vllm is None else vllm_gap(folder, head, vllm, served_k, prompts)
+    programs = {"vllm": vllm, "llama.cpp": llama_server}
+    servers = {
+        to: served(folder / f"export-{to}", head, to, program, served_k, prompts, gpu_memory_utilization)
+        for to, program in programs.items()
+    }
+    gaps = {to: row and row["gap"] for to, row in servers.items()}
     best = scores[0.0]
     result = {
         "tokens_per_pass": best["tokens_per_target_pass"],
         "speedup": best["speedup"],
-        "vllm_gap": gap["gap"] if gap else None,
-        "llama_cpp_gap": None,
+        "vllm_gap": gaps["vllm"],
+        "llama_cpp_gap": gaps["llama.cpp"],
         "training_tokens_per_second": notes["tokens"] / notes["seconds"],
         "acceptance_by_step": notes["after"]["offsets"],
         "coverage": notes["coverage"],
-        "served": gap,
+        "served": servers,
         "scores": {str(t): row for t, row in scores.items()},
     }
     print(json.dumps(result | {"steps": steps, "prompts": prompts} | environment(1)))
@@ -66,30 +66,16 @@ def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> d
     return next(row for row in rows if row["best"])
 
 
-def vllm_gap(folder: Path, head: Path, program: Path, k: int, prompts: int) -> dict[str, Any]:
-    """Return vLLM's tokens per target pass, draftlab's with its interval, and the gap."""
-    out = folder / "served"
-    COMMANDS["score"](
-        target=TARGET, drafter=[f"eagle:heads={head}"], data=DATA, k=str(k), num_prompts=prompts, max_tokens=TOKENS,
-        tasks="none", threads=1, repeats=1, out=out, force=True,
-    )  # fmt: skip
-    score = read_score(next(out.rglob("score.json")))
-    whole = [[a + 1 for a, d in zip(g.accepted, g.drafted, strict=True) if d == k] for g in score.generations(k)]
-    ours = ratio_interval(np.array([[sum(steps), len(steps)] for steps in whole], dtype=float))
-    target = hub.locate(TARGET)
-    tokenizer = checkpoint.load_tokenizer(target)
-    texts = load_prompts(None, DATA, tokenizer, count=prompts, tokens=None, seed=0, chat="auto", system_prompt=None)
-    speculative = {"method": "eagle3", "model": str(head.absolute()), "num_speculative_tokens": k}
-    with vllm_server(program, target, speculative) as server:
-        before = server.metrics()
-        list(server.generate([list(p.ids) for p in texts.rows], SamplingParams(max_tokens=TOKENS, temperature=0.0)))
-        counters = spec_decode_counters(before, server.metrics())
-    assert counters is not None
-    theirs = counters.acceptance.mean_acceptance_length
-    return {
-        "k": k, "vllm": theirs, "draftlab": ours.value, "low": ours.low, "high": ours.high, "gap": theirs - ours.value,
-        "version": server.version,
-    }  # fmt: skip
+def served(out: Path, head: Path, to: str, program: Path | None, k: int, prompts: int, share: float | None) -> Any:
+    """Return what a server accepted of an export, and draftlab of the same texts; None without its program."""
+    if program is None:
+        return None
+    options = {"gpu_memory_utilization": share} if share and to == "vllm" else {}
+    options |= {"outtype": "f32"} if to == "llama.cpp" else {}
+    return COMMANDS["export"](
+        draft=str(head), target=TARGET, to=to, verify_with=program, k=k, data=DATA, prompts=prompts, out=out,
+        force=True, **options,
+    ).data["acceptance"]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -178,11 +178,10 @@ def export(config: ExportConfig, output: Output) -> Exported:
     prompts = run.load_verification_prompts(config, target, k) if config.verify_with is not None else None
     facts = run.facts_of(heads.folder)
     with output.directory() as work:
-        lines, verified = heads.write(config, work, k, run.target_name(config, target)), ""
+        lines, verified = heads.write(config, work, k, run.target_name(config, target)), None
         if config.verify_with is not None and prompts is not None:
-            prompts, found = _verify(config, heads, work, prompts, k)
-            verified = found.line()
-            lines.append(verified)
+            prompts, verified = _verify(config, heads, work, prompts, k)
+            lines.append(verified.line())
         script = None
         if config.to not in ("hf", "gguf"):
             script = scripts.script(
@@ -193,7 +192,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
             lines.append(f"serve with: sh {output.out / script[0]}")
         text = card.Card(
             name=heads.folder.name, target=config.target, kind=heads.kind, summary=heads.describe() + ".",
-            commands=facts.commands, heldout=facts.heldout, scores=[], script=script, verified=verified,
+            commands=facts.commands, heldout=facts.heldout, scores=[], script=script,
+            verified=verified.line() if verified else "",
         ).text()  # fmt: skip
         (work / "README.md").write_text(text)
         notes: dict[str, object] = {"k": k} | run.verification_notes(prompts, verified)
@@ -206,6 +206,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
 def _check(config: ExportConfig, heads: Heads) -> None:
     if isinstance(heads, MedusaHeads) and config.to != "vllm":
         raise UserError(f"{heads.folder} has Medusa heads, which only vLLM serves: --to vllm")
+    if config.to == "transformers":
+        raise UserError(f"{heads.folder} is an EAGLE-3 head, and transformers has no EAGLE-3")
     runtime = {"gguf": "llama.cpp", "speculators": "vllm"}.get(config.to, config.to)
     if isinstance(heads, EagleHead) and runtime != "hf":
         for finding in head_checks.check_exported(eagle.check(heads.folder, heads.target), heads.target, runtime):

@@ -64,13 +64,13 @@ def export(config: ExportConfig, output: Output) -> Exported:
             directory = Path(place)
             vocab, dtype = checkpoint.vocab_size(target), config.dtype and checkpoint.DTYPES[config.dtype]
             changed = hf.write(draft, directory, tokenizer_from=target, vocab=vocab, dtype=dtype)
-            lines, verified = [*changed], ""
+            lines, verified = [*changed], None
             if config.is_gguf:
                 lines += _write_gguf(config, directory, work / file)
             if config.verify_with is not None and prompts is not None:
                 prompts, texts = _target_texts(config, target, prompts, k)
-                verified = _verify(config, config.verify_with, directory, work / file, target, texts).line()
-                lines.append(verified)
+                verified = _verify(config, config.verify_with, directory, work / file, target, texts)
+                lines.append(verified.line())
             size = read_size(directory).describe()
             context = checkpoint.max_model_len(directory, DEFAULT_CONTEXT)
         script = None
@@ -87,7 +87,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
         text = card.Card(
             name=draft.name, target=config.target, kind="draft model", commands=facts.commands,
             summary=f"{size}; vocabulary of {vocab:,} tokens, the target's; context of {context:,} tokens.{changes}",
-            heldout=facts.heldout, scores=scores, script=script, verified=verified,
+            heldout=facts.heldout, scores=scores, script=script,
+            verified=verified.line() if verified else "",
         ).text()  # fmt: skip
         (work / "README.md").write_text(text)
         notes: dict[str, object] = {"changed": changed, "k": k} | verification_notes(prompts, verified)
@@ -97,12 +98,12 @@ def export(config: ExportConfig, output: Output) -> Exported:
     return Exported(lines=lines, notes=notes)
 
 
-def verification_notes(prompts: Prompts | None, verified: str) -> dict[str, object]:
+def verification_notes(prompts: Prompts | None, verified: verify.Verification | None) -> dict[str, object]:
     """Return the notes on what an export was verified with; none where it was not."""
-    if prompts is None:
+    if prompts is None or verified is None:
         return {}
     about = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
-    return {"verified": verified, "prompts": about}
+    return {"verified": verified.line(), "acceptance": verified.facts(), "prompts": about}
 
 
 def push(directory: Path, repository: str) -> None:

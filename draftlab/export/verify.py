@@ -54,6 +54,13 @@ class Verification:
     measured: float
     details: str
 
+    def facts(self) -> dict[str, object]:
+        """Return it as JSON has it. gap: the runtime's less draftlab's."""
+        ours = self.expected
+        numbers = {"measured": self.measured, "draftlab": ours.value, "low": ours.low, "high": ours.high}
+        gap = self.measured - ours.value
+        return {"runtime": self.runtime, "k": self.k, "texts": self.texts, "gap": gap, **numbers}
+
     def line(self) -> str:
         return (
             f"{self.runtime}: {self.measured:.3f} tokens per target pass, in draftlab {self.expected.value:.3f} "

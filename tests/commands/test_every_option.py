@@ -215,6 +215,35 @@ def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": str(w.source), "files_only": True}
 
 
+def trained_head(w: World) -> str:
+    """An EAGLE-3 head of the source."""
+    folder = w.root / "head"
+    if not folder.exists():
+        COMMANDS["eagle"](**CASES["eagle", "text of the target"](w), out=folder)
+    return str(folder)
+
+
+@case("check", "EAGLE-3 head")
+def _(w: World) -> Settings:
+    return {"draft": trained_head(w), "target": str(w.source), "data": str(w.text)}
+
+
+@case("export", "EAGLE-3 head")
+def _(w: World) -> Settings:
+    return {"draft": trained_head(w), "target": str(w.source), "to": "vllm", "k": 2}
+
+
+@case("export", "EAGLE-3 head, GGUF")
+def _(w: World) -> Settings:
+    return {"draft": trained_head(w), "target": str(w.source), "to": "llama.cpp"}
+
+
+@case("export", "Medusa heads")
+def _(w: World) -> Settings:
+    COMMANDS["medusa"](**CASES["medusa", ""](w), out=Path("medusa"))
+    return {"draft": "medusa", "target": str(w.source), "to": "vllm"}
+
+
 @case("export", "hf")
 def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": str(w.source)}

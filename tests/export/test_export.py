@@ -37,7 +37,10 @@ def contents(file: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     reader = library.GGUFReader(file)
     fields = {f.name: f.contents() for f in reader.fields.values()}
     tensors = {
-        t.name: torch.from_numpy(np.array(library.quants.dequantize(t.data, t.tensor_type))) for t in reader.tensors
+        t.name: torch.from_numpy(
+            np.array(t.data if t.tensor_type.name == "I64" else library.quants.dequantize(t.data, t.tensor_type))
+        )
+        for t in reader.tensors
     }
     return fields, tensors
 
@@ -364,7 +367,7 @@ def test_steps_of_a_parallel_chain_by_hand():
     ],
 )
 def test_scripts_of_parallel_drafts_say_so_where_the_server_can(runtime, words):
-    text = scripts.script(runtime, target="target", k=6, k_reason="", parallel=True)[1]
+    text = scripts.script(runtime, target="target", k=6, k_reason="", kind="parallel draft")[1]
     assert words in text
     plain = scripts.script(runtime, target="target", k=6, k_reason="")[1]
     assert (plain == text) == (runtime == "sglang")

@@ -113,7 +113,6 @@ def test_a_head_over_all_ids_needs_no_d2t(target, tmp_path):
     weights = {name: torch.ones(size) for name, size in config.sizes().items()}
     head = Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)
     eagle.write(tmp_path, head, "native", target=target, k=3)
-    altered(tmp_path, drop="d2t")
     assert eagle.read(tmp_path, target, torch.float32).ids.tolist() == list(range(307))
 
 

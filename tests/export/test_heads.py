@@ -1,0 +1,309 @@
+"""What an exported head holds is the head, and what keeps a server from it is said before the target is read."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_export import contents, neighbours_apart
+from torch.nn.functional import linear, silu
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.engine.drafters import medusa
+from draftlab.engine.drafters.medusa import MedusaDrafter
+from draftlab.engine.generate import speculative_decode
+from draftlab.errors import UserError
+from draftlab.export import head_checks, heads, scripts, verify
+from draftlab.export.compatibility import RUNTIME_CHECKS
+from draftlab.model import eagle, llama
+from draftlab.model.eagle import Head
+from draftlab.sampling import SamplingParams
+from draftlab.servers.processes import reason
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def target(family_dirs: dict[str, Path]) -> Path:
+    return family_dirs["llama"]
+
+
+def random_head(target: Path, **sizes: Any) -> Head:
+    config = eagle.head_config(target, sizes.get("layer_ids"), sizes.get("draft_vocab", 40), sizes.get("normed", False))
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    ids = torch.randperm(config.vocab, generator=generator)[: config.draft_vocab].sort().values
+    return Head(config=config, weights=weights, ids=ids, embedding=None)
+
+
+def written(folder: Path, target: Path, layout: Any = "native", **sizes: Any) -> Path:
+    folder.mkdir()
+    eagle.write(folder, random_head(target, **sizes), layout, target=target, k=K)
+    return folder
+
+
+@pytest.fixture
+def folder(target: Path, tmp_path: Path) -> Path:
+    return written(tmp_path / "head", target)
+
+
+@pytest.fixture
+def medusa_folder(target: Path, tmp_path: Path) -> Path:
+    (tmp_path / "medusa").mkdir()
+    drawn = torch.randn(K, 64, 64, generator=torch.Generator().manual_seed(0))
+    medusa.write(tmp_path / "medusa", {str(i): w for i, w in enumerate(drawn)}, target)
+    return tmp_path / "medusa"
+
+
+def exported(head: Path, target: Path, to: str, *more: str) -> Path:
+    out = head.parent / f"out-{to}"
+    result = CliRunner().invoke(
+        app, ["export", str(head), "--target", str(target), "--to", to, "--out", str(out), *more]
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    return out
+
+
+def refused(head: Path, target: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["export", str(head), "--target", str(target), "--out", "never", *arguments])
+    assert result.exit_code == 1
+    assert not Path("never").exists()
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize("to", ["hf", "vllm", "speculators", "sglang", "tensorrt-llm"])
+def test_a_directory_is_the_head(to, folder, target):
+    out = exported(folder, target, to, *(() if to == "hf" else ("--k", "5")))
+    mine, theirs = (eagle.read(place, target, torch.float32) for place in (folder, out))
+    assert mine.config == theirs.config
+    assert torch.equal(mine.ids, theirs.ids)
+    for name, weight in mine.weights.items():
+        assert torch.equal(weight, theirs.weights[name])
+    assert "EAGLE-3 head" in (out / "README.md").read_text()
+    if to == "speculators":
+        told = json.loads((out / "config.json").read_text())["speculators_config"]
+        assert told["verifier"]["name_or_path"] == str(target.absolute())
+        assert told["proposal_methods"][0]["speculative_tokens"] == 5
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_gguf_file_is_the_head(normed, target, tmp_path):
+    """By the names and settings of llama.cpp's src/models/eagle3.cpp and src/llama-arch.cpp."""
+    folder = written(tmp_path / "head", target, normed=normed)
+    out = exported(folder, target, "llama.cpp", "--outtype", "f32")
+    fields, tensors = contents(out / "head-f32.gguf")
+    mine = eagle.read(folder, target, torch.float32)
+    assert fields["general.architecture"] == "eagle3"
+    assert fields["eagle3.target_layers"] == list(mine.config.layer_ids)
+    assert fields["eagle3.target_hidden_size"] == 64
+    assert fields["eagle3.norm_before_residual"] is normed
+    assert fields["eagle3.block_count"] == 1
+    assert len(list(fields["tokenizer.ggml.tokens"])) == mine.config.vocab  # type: ignore[call-overload]
+    assert torch.equal(tensors.pop("d2t"), mine.ids)
+    short = {
+        "fc.weight": "fc.weight", "norm.weight": "output_norm.weight", "lm_head.weight": "output.weight",
+        "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
+        "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+        "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    }  # fmt: skip
+    for name, weight in mine.weights.items():
+        there = short.get(name) or f"blk.0.{short[name.split('.')[-2]]}.weight"
+        stored = tensors.pop(there)
+        turned = (
+            neighbours_apart(stored, mine.config.head_dim)
+            if there[6:] in ("attn_q.weight", "attn_k.weight")
+            else stored
+        )
+        assert torch.equal(turned, weight), name
+    assert tensors == {}
+
+
+def test_a_head_of_the_whole_vocabulary_has_no_d2t(target, tmp_path):
+    """vLLM has no parameter for one."""
+    whole = written(tmp_path / "head", target, draft_vocab=eagle.Target.of(target).vocab)
+    assert not {"d2t", "t2d"} & load_file(whole / "model.safetensors").keys()
+    assert "d2t" not in contents(exported(whole, target, "gguf", "--outtype", "f32") / "head-f32.gguf")[1]
+
+
+def test_medusa_heads_are_vllms(medusa_folder, target):
+    """What vLLM's model computes of the file, after its models/medusa.py, is what draftlab drafts."""
+    out = exported(medusa_folder, target, "vllm")
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    assert (config["model_type"], config["num_heads"], config["num_hidden_layers"]) == ("medusa", K, 1)
+    assert config["original_lm_head"]
+    assert config["vocab_size"] == len(tensors["lm_heads.0.weight"])
+    model, ids = llama.load(target, torch.float32), [[0, 17, 44, 101, 9]]
+    drafter = MedusaDrafter(model, medusa.read(medusa_folder, target))
+    step = next(iter(speculative_decode(model, drafter, ids, K, SamplingParams(max_tokens=2))))
+    text, uniform = [[*ids[0], *step.tokens]], torch.zeros(1, K)
+    state = drafter.states[0, 4]
+    theirs = []
+    for i in range(K):
+        block = state + silu(linear(state, tensors[f"blocks.{i}.layers.0.weight"]))
+        theirs.append(int(linear(block, tensors["lm_heads.0.weight"]).argmax()))
+    assert drafter.propose(text, K, SamplingParams(), uniform).ids[0].tolist() == theirs
+
+
+def test_fewer_medusa_heads_are_the_first(medusa_folder, target):
+    out = exported(medusa_folder, target, "vllm", "--k", "2")
+    assert json.loads((out / "config.json").read_text())["num_heads"] == 2
+    assert '\\"num_speculative_tokens\\": 2' in (out / "serve.sh").read_text()
+    assert "at most 3 tokens" in refused(medusa_folder, target, "--to", "vllm", "--k", "4")
+    assert "only vLLM" in refused(medusa_folder, target, "--to", "sglang")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "words"),
+    [
+        ("vllm", '\\"method\\": \\"eagle3\\"'),
+        ("sglang", "--speculative-algorithm EAGLE3"),
+        ("llama.cpp", "--spec-type draft-eagle3"),
+        ("tensorrt-llm", "eagle3_layers_to_capture: [1, 7, 12]"),
+        ("speculators", 'vllm serve "$here"'),
+    ],
+)
+def test_scripts_serve_a_head_as_a_head(runtime, words):
+    text = scripts.script(runtime, target="t", k=K, k_reason="", kind="EAGLE-3 head", layer_ids=(2, 8, 13))[1]
+    assert words in text
+
+
+def test_steps_are_those_of_live_decoding(target, tmp_path):
+    """To a limit as llama.cpp's server keeps it: the last step drafts no more than fits."""
+    model = llama.load(target, torch.float32)
+    drafter = heads.EagleHead(folder=written(tmp_path / "head", target), target=target).drafter(model)
+    prompts = [np.random.default_rng(i).integers(3, 300, 6).tolist() for i in range(4)]
+    texts, emitted = heads.decode_texts(model, drafter, prompts, SamplingParams(max_tokens=12), K)
+    counts = heads.steps_of(emitted, [12, 9, 2, 1], whole=False)
+    whole = heads.steps_of(emitted, [12, 9, 2, 1])
+    for row, length in enumerate([12, 9, 2, 1]):
+        live = list(speculative_decode(model, drafter, [prompts[row]], K, SamplingParams(max_tokens=length)))
+        assert counts[row].tolist() == [length - 1, len(live) - 1]
+        assert texts.completions[row][:length] == [token for step in live for token in step.tokens]
+        assert whole[row, 0] == sum(emitted[row][: int(whole[row, 1])]) >= length - 1
+
+
+def test_the_end_of_a_text_is_not_asked_of_llama_cpp():
+    texts = verify.TargetTexts(prompts=[[1], [1]], completions=[[5, 6, 2, 9], [5, 6, 7, 9]], tokens=[3, 3], k=1)
+    assert verify.lengths_before_end(texts, (2,)) == [2, 3]
+
+
+def levels(head: Path, target: Path) -> dict[str, str]:
+    return {f.about: f.level for f in head_checks.check_files(head, target, list(RUNTIME_CHECKS))}
+
+
+def test_check_knows_who_takes_a_head(target, tmp_path):
+    plain = levels(written(tmp_path / "a", target), target)
+    assert [plain[name] for name in ("head", "sglang", "llama.cpp", "tensorrt-llm")] == ["ok"] * 4
+    assert plain["transformers"] == "warning"
+    normed = levels(written(tmp_path / "b", target, normed=True), target)
+    assert (normed["sglang"], normed["tensorrt-llm"], normed["llama.cpp"]) == ("error", "error", "ok")
+    two = levels(written(tmp_path / "c", target, layer_ids=(1, 2)), target)
+    assert (two["llama.cpp"], two["sglang"]) == ("error", "ok")
+    theirs = written(tmp_path / "d", target, "speculators")
+    found = levels(theirs, target)
+    assert (found["sglang"], found["llama.cpp"]) == ("error", "ok")
+    config = json.loads((theirs / "config.json").read_text())
+    del config["norm_before_residual"]
+    (theirs / "config.json").write_text(json.dumps(config))
+    said = head_checks.check_files(theirs, target, ["vllm"])
+    assert [f.level for f in said if "norm_before_residual for true" in f.text] == ["error"]
+
+
+def test_sglang_finds_its_layers(folder, target):
+    config = json.loads((folder / "config.json").read_text())
+    del config["eagle_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert levels(folder, target)["sglang"] == "error"
+    assert levels(exported(folder, target, "sglang"), target)["sglang"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"target_hidden_size": 96}, "hidden size 96"),
+        ({"vocab_size": 4096}, "vocabulary 4096"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}, "reads the layers 1, 2, 40"),
+        ({"draft_vocab_size": 100_000}, "larger than the target's"),
+        ({"d2t": None}, "has no d2t"),
+    ],
+)
+def test_a_head_for_another_target_is_refused_before_the_targets_weights_are_read(
+    change, words, folder, target, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    bare = tmp_path / "target"
+    shutil.copytree(target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    if "d2t" in change:
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: t for name, t in tensors.items() if name != "d2t"}, folder / "model.safetensors")
+    else:
+        config = json.loads((folder / "config.json").read_text()) | change
+        (folder / "config.json").write_text(json.dumps(config))
+    assert words in refused(folder, bare, "--to", "vllm")
+    result = CliRunner().invoke(app, ["check", str(folder), "--target", str(bare)])
+    assert result.exit_code == 3
+    assert words in result.stdout
+
+
+def test_what_a_runtime_computes_otherwise_is_not_exported_to_it(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    normed = written(tmp_path / "head", target, normed=True)
+    assert "norm_before_residual" in refused(normed, target, "--to", "sglang")
+    assert "EAGLE-3" in refused(normed, target, "--to", "transformers")
+    assert "q4_k_m" in refused(normed, target, "--to", "gguf", "--outtype", "q4_k_m")
+    assert "draft model" in refused(target, target, "--to", "speculators")
+
+
+def test_a_head_that_drafts_nothing_right_is_said_to(folder, target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(line):"}) + "\n" for i in range(4)))
+    result = CliRunner().invoke(app, ["check", str(folder), "--target", str(target), "--prompt-file", "prompts.jsonl"])
+    assert result.exit_code == 3
+    assert "tokens per target pass at K = 3 on 4 prompts" in result.stdout
+
+
+def test_the_reason_of_a_server_is_the_cause_and_not_the_envelope():
+    log = "x\nValueError: Free memory on device (1 GiB) is too little\nRuntimeError: Engine core initialization failed."
+    assert reason(log) == "ValueError: Free memory on device (1 GiB) is too little"
+
+
+@pytest.mark.llamacpp
+def test_a_real_llama_server_accepts_what_is_accepted_here(target, tmp_path):
+    """DRAFTLAB_TEST_LLAMA_SERVER: llama.cpp's llama-server."""
+    program = os.environ.get("DRAFTLAB_TEST_LLAMA_SERVER")
+    if program is None:
+        pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
+    folder = tmp_path / "head"
+    train = ["eagle", "--target", "tiny", "--data", "stdlib", "--steps", "20", "--batch-size", "4", "--seq-len", "128"]
+    assert CliRunner().invoke(app, [*train, "--out", str(folder)]).exit_code == 0
+    ask = [
+        "--target",
+        "tiny",
+        "--to",
+        "gguf",
+        "--outtype",
+        "f32",
+        "--verify-with",
+        program,
+        "--k",
+        "3",
+        "--prompts",
+        "8",
+    ]
+    result = CliRunner().invoke(app, ["export", str(folder), *ask, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "100.00% of its output tokens are the target's" in result.stdout
+
+
+def test_a_program_that_is_no_server_is_refused(tmp_path):
+    from draftlab.servers.processes import running
+
+    with pytest.raises(UserError, match="false did not start: it printed no error"), running([shutil.which("false")]):
+        pass

@@ -70,7 +70,7 @@ def served(out: Path, head: Path, to: str, program: Path | None, k: int, prompts
     """Return what a server accepted of an export, and draftlab of the same texts; None without its program."""
     if program is None:
         return None
-    options = {"gpu_memory_utilization": share} if share and to == "vllm" else {}
+    options: dict[str, Any] = {"gpu_memory_utilization": share} if share and to == "vllm" else {}
     options |= {"outtype": "f32"} if to == "llama.cpp" else {}
     return COMMANDS["export"](
         draft=str(head), target=TARGET, to=to, verify_with=program, k=k, data=DATA, prompts=prompts, out=out,

@@ -19,7 +19,7 @@ from draftlab.sampling import SamplingParams
 
 K = 3  # drafted tokens of the trial
 USELESS = 1.05  # tokens per target pass
-NORMED = "has norm_before_residual, and it adds the attention to states that are not normed"
+NORMED = "adds the attention to states that are not normed, and the head was trained with norm_before_residual"
 RETRAIN = "train it without --norm-before-residual, or serve it with vLLM or llama.cpp"
 TARGET_CONTEXT = 2048  # where its configuration names none
 
@@ -86,7 +86,7 @@ def _vllm(config: HeadConfig, _: Path) -> Iterator[Finding]:
 def _not_normed(runtime: str) -> Callable[[HeadConfig, Path], Iterator[Finding]]:
     def check(config: HeadConfig, _: Path) -> Iterator[Finding]:
         if config.norm_before_residual:
-            yield error(runtime, f"the head {NORMED}", RETRAIN)
+            yield error(runtime, NORMED, RETRAIN)
 
     return check
 

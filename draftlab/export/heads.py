@@ -212,7 +212,7 @@ def _check(config: ExportConfig, heads: Heads) -> None:
     if isinstance(heads, EagleHead) and runtime != "hf":
         for finding in head_checks.check_exported(eagle.check(heads.folder, heads.target), heads.target, runtime):
             if finding.level == "error":
-                raise UserError(f"{heads.folder}: {finding.text}; {finding.fix}".removesuffix("; "))
+                raise UserError(f"{heads.folder}: {runtime}: {finding.text}; {finding.fix}".removesuffix("; "))
     if config.is_gguf and config.outtype not in gguf.TYPES:
         raise UserError(f"--outtype {config.outtype}: no such type of heads{did_you_mean(config.outtype, gguf.TYPES)}")
     if config.verify_with is not None:

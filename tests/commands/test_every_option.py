@@ -219,7 +219,7 @@ def trained_head(w: World) -> str:
     """An EAGLE-3 head of the source."""
     folder = w.root / "head"
     if not folder.exists():
-        COMMANDS["eagle"](**CASES["eagle", "text of the target"](w), out=folder)
+        COMMANDS["eagle"](**CASES["eagle", "text of the target"](w) | {"layer_ids": "1,2,3"}, out=folder)
     return str(folder)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf_files import contents, neighbours_apart
 from safetensors.torch import load_file, save_file
-from test_export import contents, neighbours_apart
 from torch.nn.functional import linear, silu
 from typer.testing import CliRunner
 

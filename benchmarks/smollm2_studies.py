@@ -39,7 +39,7 @@ def main(
         "losses": losses and by_seed({name: row for name, row in losses.items() if not name.startswith("texts/")}),
         "texts": losses and by_seed({name: row for name, row in losses.items() if name.startswith("texts/")}),
         "pruning": pruning or None,
-        "batches": {path.name: live(path) for path in sorted(runs.glob("batch/*"))} or None,
+        "batches": live(runs / "batch"),
         "accuracy": accuracy(runs / "accuracy", {**depth, **pruning}),
     }
     if figures is not None:
@@ -85,6 +85,7 @@ def live(folder: Path) -> Rows | None:
 def timed(score: Score) -> dict[str, Any]:
     gain, shape = score.best_k_speedup, score.draft.shape
     return {
+        "batch": score.conditions.batch,
         "layers": shape.layers if shape else None,
         "parameters": shape.params() if shape else None,
         "pass_ms": score.draft_ms,

@@ -17,7 +17,7 @@ from draftlab.console import note, progress
 from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
+from draftlab.model.decoder import Decoder, in_native_mode, load, model_vocab_size
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Cache, Llama
 from draftlab.prompts import Prompt
@@ -68,14 +68,7 @@ def load_generator(
     """
     dtype = dtype or checkpoint.compute_dtype(directory, device)
     note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")
-    model = load(directory, dtype, device, device_map)
-    if not isinstance(model, Llama) or device.type != "cpu" or dtype == torch.float16:
-        return model
-    try:
-        return with_mode(model, "native")
-    except UserError as error:
-        note(f"{error}; generating in mode eager")
-        return model
+    return in_native_mode(load(directory, dtype, device, device_map), dtype, "generating")
 
 
 def generate_batch(

@@ -143,3 +143,17 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
     if int8:
         raise UserError(f"int8 weights need mode native, not {mode}")
     return CudaGraphLlama(model) if mode == "graphs" else model
+
+
+def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
+    """Return the model in mode native on a CPU, or as it is, with a note where that cannot run.
+
+    purpose: what the note says is done instead in mode eager, as "evaluating".
+    """
+    if not isinstance(model, llama.Llama) or model.device.type != "cpu" or dtype == torch.float16:
+        return model
+    try:
+        return with_mode(model, "native")
+    except UserError as error:
+        note(f"{error}; {purpose} in mode eager")
+        return model

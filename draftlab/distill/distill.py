@@ -29,7 +29,7 @@ from draftlab.model.tokenizer import common_vocabulary
 from draftlab.model.trimmed_head import check_size, read_head_ids
 from draftlab.output import Output
 from draftlab.servers.client import Server
-from draftlab.target_outputs.store import finished_manifest, read_ids
+from draftlab.target_outputs.store import finished_manifest, read_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +106,10 @@ def distill(config: DistillConfig, output: Output) -> TrainingResult:
         setup = _setup(config, student, pair, state, offsets)
         if config.vocab is not None:
             models = [path for path in (pair.draft, pair.target) if path is not None]
-            texts = (
-                read_ids(config.outputs) if config.outputs else vocabulary.trained_texts(setup.batches, config.steps)
-            )
+            if config.outputs is not None:
+                texts = [output.ids for output in read_texts(config.outputs)]
+            else:
+                texts = vocabulary.trained_texts(setup.batches, config.steps)
             vocabulary.trim(student, config.vocab, texts, models)
         return fit_and_write(student, setup, config, model, output, inputs)
 

@@ -29,11 +29,13 @@ from draftlab.prune.masks.training import MASKS_FILE, train_masks
 from draftlab.prune.refit import Agreement, Lockstep
 from draftlab.prune.source import HELDOUT_TOKENS, Source, open_source
 from draftlab.prune.walk import Walk
-from draftlab.target_outputs.store import HELDOUT, check_tokenizer, read_ids, read_manifest, read_store
+from draftlab.target_outputs.outputs import TargetOutput
+from draftlab.target_outputs.store import HELDOUT, read_texts
 
 KEEP_FILE = "keep.json"
 GREEDY_TOKENS = 4096
 COUNTED_TOKENS = 2_000_000  # of text, to choose the ids of a head
+HELDOUT_SHARE = 16  # one in so many stored texts, where the store holds out none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +132,7 @@ def _head(config: CutConfig, source: Source, shape: Shape) -> Head | None:
         return Head(ids=ids, coverage=None)
     tokenizer = checkpoint.load_tokenizer(source.directory)
     if config.outputs is not None:
-        check_tokenizer(read_manifest(config.outputs), source.directory)
-        texts = read_ids(config.outputs)
+        texts = [output.ids for output in source.texts]
     else:
         note(f"counting ids in {config.data}; the target's own answers (--outputs) say it better")
         text = open_batches(config.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)
@@ -254,7 +255,9 @@ def _calibration_text(config: PruneConfig | PruneMasksConfig, source: Source) ->
         return []
     rows = -(-config.calibration_tokens // config.seq_len)
     if config.outputs is not None:
-        return _chunks(_answers(config.outputs, source)[0], rows, config.seq_len, config.seed)
+        own = (config.outputs / HELDOUT).exists()
+        texts = [text for i, text in enumerate(_whole(source.texts)) if own or i % HELDOUT_SHARE]
+        return _chunks(texts, rows, config.seq_len, config.seed)
     text = open_batches(
         config.data, checkpoint.load_tokenizer(source.directory), rows=rows, seq_len=config.seq_len, steps=1,
         seed=config.seed,
@@ -266,24 +269,18 @@ def _heldout_text(config: CutConfig, source: Source) -> list[Tensor]:
     """Return chunks of token ids [1, seq_len + 1]."""
     rows = max(1, HELDOUT_TOKENS // config.seq_len)
     if config.outputs is not None:
-        return _chunks(_answers(config.outputs, source)[1], rows, config.seq_len + 1, seed=0)
+        own = config.outputs / HELDOUT
+        texts = _whole(read_texts(own)) if own.exists() else _whole(source.texts)[::HELDOUT_SHARE]
+        return _chunks(texts, rows, config.seq_len + 1, seed=0)
     tokenizer = checkpoint.load_tokenizer(source.directory)
     text = open_heldout(config.data, tokenizer, rows=1, seq_len=config.seq_len, most_rows=rows)
     return [torch.from_numpy(batch.ids) for batch in text.batches]
 
 
-def _answers(store: Path, source: Source) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return prompts with the target's answers, and those held out: the store's own, or every 16th.
-
-    Raises:
-        UserError: not a finished store, or one of another vocabulary.
-    """
-    stored = read_store(store)
-    check_tokenizer(stored.manifest, source.directory)
-    texts = [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in stored.outputs]
-    if (store / HELDOUT).exists():
-        return texts, [np.concatenate([o.prompt, o.ids]).astype(np.int64) for o in read_store(store / HELDOUT).outputs]
-    return [text for i, text in enumerate(texts) if i % 16], texts[::16]
+def _whole(outputs: list[TargetOutput]) -> list[np.ndarray]:
+    """Return prompts with the target's answers, in the order of their numbers."""
+    ordered = sorted(outputs, key=lambda output: output.number)
+    return [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in ordered]
 
 
 def _chunks(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:

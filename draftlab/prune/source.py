@@ -16,6 +16,8 @@ from draftlab.model.size import read_size
 from draftlab.prune.cut import Untied
 from draftlab.prune.trial_model import check_buildable, check_prunable
 from draftlab.prune.walk import Walk
+from draftlab.target_outputs.outputs import TargetOutput
+from draftlab.target_outputs.store import check_tokenizer, finished_manifest, read_texts
 
 HELDOUT_TOKENS = 4096  # on which draft and source are compared
 
@@ -28,6 +30,14 @@ class Source:
     shape: Shape
     device: torch.device
     untied: bool = False
+    outputs: Path | None = None
+
+    @cached_property
+    def texts(self) -> list[TargetOutput]:
+        """The outputs to calibrate on. Raises UserError: not a finished store, or one of another vocabulary."""
+        assert self.outputs is not None
+        check_tokenizer(finished_manifest(self.outputs), self.directory)
+        return read_texts(self.outputs)
 
     @cached_property
     def config(self) -> dict[str, object]:
@@ -78,7 +88,7 @@ def open_source(config: CutConfig) -> tuple[Source, Shape]:
     if isinstance(place, Shape):
         raise UserError(f"--source {config.source} is a shape without weights; only --dry-run works with it")
     device = checkpoint.resolve_device(config.device)
-    source = Source(directory=place, shape=have, device=device, untied=config.untie)
+    source = Source(directory=place, shape=have, device=device, untied=config.untie, outputs=config.outputs)
     check_cut(source.config, have, shape)
     if config.refit_head and have.tied:
         raise UserError(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -180,10 +180,14 @@ def read_store(directory: Path) -> StoredOutputs:
     return StoredOutputs(directory, manifest, sorted(outputs, key=lambda output: output.number))
 
 
-def read_ids(directory: Path) -> list[np.ndarray]:
-    """Return the tokens after each prompt, a shard in memory at a time. Raises UserError: see read_store."""
+def read_texts(directory: Path) -> list[TargetOutput]:
+    """Return the outputs without their log-probabilities, in the order of writing. Raises UserError: see read_store."""
     manifest = finished_manifest(directory)
-    return [o.ids for number in range(len(manifest.shards)) for o in read_shard(directory, manifest, number)]
+    return [
+        replace(output, logprobs=None, top=None)
+        for number in range(len(manifest.shards))
+        for output in read_shard(directory, manifest, number)
+    ]
 
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:

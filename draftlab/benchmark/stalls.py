@@ -28,10 +28,9 @@ class TimedStep:
     stall: float = 0.0
 
 
-def timed_steps(steps: Sequence[Step]) -> list[list[TimedStep]]:
-    """Return the steps of each row of a batch but its prefill, in the order of the rows."""
-    rows = [[s for s in steps if s.row == row][1:] for row in range(1 + max(s.row for s in steps))]
-    return [[TimedStep(s, sum(len(other) > i for other in rows)) for i, s in enumerate(row)] for row in rows]
+def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
+    """Return the steps of each row of a batch but its prefill."""
+    return [[TimedStep(s, sum(len(other) > i for other in rows)) for i, s in enumerate(row) if i] for row in rows]
 
 
 def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]:

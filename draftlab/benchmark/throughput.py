@@ -70,12 +70,10 @@ def measure_throughput(
     for repeat in range(repeats):
         for number, group in enumerate(groups):
             for arm in reversed(arms) if (repeat + number) % 2 else arms:
-                steps = list(decode_arm(arm, [prompts[i] for i in group], group))
-                for row, (index, timed) in enumerate(zip(group, timed_steps(steps), strict=True)):
-                    own = [step for step in steps if step.row == row]
-                    runs_of[arm].append(_Run(index, own[0], timed))
-                    if repeat == 0:
-                        tokens[arm].append([t for step in own for t in step.tokens])
+                rows = _by_row(decode_arm(arm, [prompts[i] for i in group], group), len(group))
+                runs_of[arm] += map(_Run, group, (steps[0] for steps in rows), timed_steps(rows))
+                if repeat == 0:
+                    tokens[arm] += [[t for step in steps for t in step.tokens] for steps in rows]
             done += len(group)
             advance(done)
         if all(len(text) < 2 for text in tokens[PLAIN]):
@@ -101,6 +99,13 @@ def _decoder(
         return speculative_decode(target, drafters[name], prompts, k, sampling, clock, numbers, rule, draft_temperature)
 
     return decode_arm
+
+
+def _by_row(steps: Iterator[Step], count: int) -> list[list[Step]]:
+    rows: list[list[Step]] = [[] for _ in range(count)]
+    for step in steps:
+        rows[step.row].append(step)
+    return rows
 
 
 def _pass_seconds(steps: Iterator[Step]) -> float:

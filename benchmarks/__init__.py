@@ -3,8 +3,10 @@
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 from draftlab import provenance
+from draftlab.results.score import Score
 
 
 def environment(threads: int) -> dict[str, object]:
@@ -21,3 +23,18 @@ def cpu_name() -> str:
     name = re.search(r"model name\s*:\s*(.+)", text)
     flags = sorted({flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{flag}\b", text)})
     return f"{name.group(1) if name else platform.machine()} ({', '.join(flags)})"
+
+
+def drafting_row(score: Score) -> dict[str, Any]:
+    """Return what a table of drafts shows of one."""
+    k, gain, shape = score.best_k, score.best_k_speedup, score.draft.shape
+    return {
+        "parameters": shape.params() if shape else None,
+        "pass_ms": score.draft_ms,
+        "target_pass_ms": score.target.latency[0].median_ms,
+        "k": k,
+        "tokens_per_pass": score.tokens_per_pass(k),
+        "tokens_per_second": score.output_tps(k),
+        "plain_tokens_per_second": score.output_tps(0),
+        "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
+    }

@@ -11,8 +11,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks import drafting_row
 from draftlab import provenance
-from draftlab.results.score import Score, read_score
+from draftlab.results.score import read_score
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def measured(folder: Path) -> dict[str, Any]:
         "dtype": first.conditions.dtype,
         "threads": first.conditions.threads,
         "seconds": {name: record.seconds for name, record in records.items() if record is not None},
-        "drafts": {score.name: _row(score) for score in scores},
+        "drafts": {score.name: drafting_row(score) for score in scores},
         "acceptance": {name: _learnt(record) for name, record in records.items() if record and "distilled" in name},
     }
 
@@ -67,20 +68,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def _row(score: Score) -> dict[str, object]:
-    k, gain, shape = score.best_k, score.best_k_speedup, score.draft.shape
-    return {
-        "parameters": shape.params() if shape else None,
-        "pass_ms": score.draft_ms,
-        "target_pass_ms": score.target.latency[0].median_ms,
-        "k": k,
-        "tokens_per_target_pass": score.tokens_per_pass(k),
-        "tokens_per_second": score.output_tps(k),
-        "plain_tokens_per_second": score.output_tps(0),
-        "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
-    }
 
 
 def _learnt(record: provenance.Record) -> dict[str, object]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import environment, smollm2_prompts
+from benchmarks import drafting_row, environment, smollm2_prompts
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
@@ -62,8 +62,7 @@ def prepare(options: argparse.Namespace) -> None:
         draftlab(folder, "init", "--preset", "smollm2")
     if not (folder / "prompts.jsonl").exists():
         files = [file if file.exists() else None for file in (options.gsm8k, options.wikitext)]
-        rows = smollm2_prompts.prompts(*files, seed=0)
-        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        smollm2_prompts.write(folder / "prompts.jsonl", *files, seed=0)
     if not (folder / "questions.jsonl").exists():
         if not options.prompts.exists():
             raise UserError(f"--prompts {options.prompts}: no such file; name a JSON-lines file of prompts to score on")
@@ -143,18 +142,8 @@ def fastest(scores: Sequence[Score]) -> Score:
 
 
 def row(score: Score) -> dict[str, Any]:
-    """Return what a table of drafts shows of one."""
-    k, gain, shape = score.best_k, score.best_k_speedup, score.draft.shape
-    return {
-        "parameters": shape.params() if shape else None,
-        "pass_ms": score.draft_ms,
-        "target_pass_ms": score.target.latency[0].median_ms,
-        "k": k,
-        "tokens_per_pass": score.tokens_per_pass(k),
+    return drafting_row(score) | {
         "acceptance_length": {k: score.acceptance(k).mean_acceptance_length for k in sorted(score.speculative)},
-        "tokens_per_second": score.output_tps(k),
-        "plain_tokens_per_second": score.output_tps(0),
-        "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
         "by_category": {
             name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()

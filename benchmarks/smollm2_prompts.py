@@ -146,6 +146,13 @@ def prompts(gsm8k: Path | None, wikitext: Path | None, seed: int) -> list[dict[s
     return rows
 
 
+def write(file: Path, gsm8k: Path | None, wikitext: Path | None, seed: int) -> int:
+    """Write the prompts, one JSON line each; return how many there are."""
+    rows = prompts(gsm8k, wikitext, seed)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return len(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gsm8k", type=Path)
@@ -153,9 +160,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rows = prompts(args.gsm8k, args.wikitext, args.seed)
-    args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{args.out}: {len(rows)} prompts")
+    print(f"{args.out}: {write(args.out, args.gsm8k, args.wikitext, args.seed)} prompts")
 
 
 if __name__ == "__main__":

@@ -173,7 +173,8 @@ def _write_answers(
                 f"{missing} to distil from and to evaluate on; take 1 log-probability and 10 prompts or more"
             )
     heldout = _whole_conversations(prompts, order[:apart])
-    written = [number for number in order if number not in set(heldout)]
+    set_aside = set(heldout)
+    written = [number for number in order if number not in set_aside]
 
     def answers(numbers: Sequence[int]) -> list[TargetOutput]:
         return target.generate([prompts.rows[i] for i in numbers], numbers, sampling, k)
@@ -203,9 +204,9 @@ def _answered(prompts: Prompts, target: Target, sampling: SamplingParams) -> Pro
 
 def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
     """Return numbers with those of the other turns of their conversations."""
-    talks = [prompt.conversation for prompt in prompts.rows]
+    talks, already = [prompt.conversation for prompt in prompts.rows], set(numbers)
     chosen = {talks[number] for number in numbers}
-    return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in set(numbers)]
+    return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in already]
 
 
 def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: object) -> Manifest:

@@ -7,8 +7,8 @@ import torch
 import typer
 
 from benchmarks import environment
+from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.latency.machine_state import device_name
-from draftlab.latency.timing import bandwidth_gbs, matmul_tflops
 from draftlab.model import checkpoint
 
 

@@ -20,9 +20,9 @@ from benchmarks import environment
 from draftlab.console import progress
 from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
+from draftlab.engine.timing import time_interleaved
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.machine_state import device_name, steady_clock
-from draftlab.latency.timing import time_interleaved
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama

@@ -13,8 +13,8 @@ import typer
 
 from benchmarks import environment
 from draftlab.console import progress
+from draftlab.engine.timing import Task, time_interleaved
 from draftlab.latency.machine_state import steady_clock
-from draftlab.latency.timing import Task, time_interleaved
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama

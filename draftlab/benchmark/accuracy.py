@@ -22,12 +22,11 @@ from draftlab.benchmark.lm_eval_tasks import (
 )
 from draftlab.config.accuracy import AccuracyConfig
 from draftlab.console import note
+from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.files import write_atomic
-from draftlab.latency.timing import bandwidth_gbs, matmul_tflops
 from draftlab.model import checkpoint, hub, memory
-from draftlab.model.decoder import Decoder, load, with_mode
-from draftlab.model.llama import Llama
+from draftlab.model.decoder import Decoder, in_native_mode, load
 from draftlab.model.size import read_size
 from draftlab.output import Output
 from draftlab.results.accuracy import FILE, Accuracy, AccuracyConditions, ModelAccuracy
@@ -146,13 +145,7 @@ def _load(setup: Setup, path: Path) -> Decoder:
     memory.check_fits(needed, setup.device, "--dtype bfloat16")
     note(f"loading {hub.checkpoint_name(path)}")
     model = with_whole_head(load(path, setup.dtype, setup.device), path)
-    if not isinstance(model, Llama) or setup.device.type != "cpu" or setup.dtype == torch.float16:
-        return model
-    try:
-        return with_mode(model, "native")
-    except UserError as error:
-        note(f"{error}; evaluating in mode eager")
-        return model
+    return in_native_mode(model, setup.dtype, "evaluating")
 
 
 def _files(config: AccuracyConfig) -> list[Path]:

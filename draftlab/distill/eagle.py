@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from draftlab.distill.run import LOG, TrainingResult, claimed_state, fit
 from draftlab.distill.trackers import tracked
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.distill.training_setup import Author, check_prompt_tokens, continued, target_text
+from draftlab.engine.timing import matmul_tflops
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle, hub
 from draftlab.model.eagle import Head, HeadConfig
@@ -57,15 +57,16 @@ class EagleResult:
 
 def plan_eagle(config: EagleConfig) -> Mapping[str, object]:
     """Return the head and what its training costs here, for people. No weights are read."""
+    parse_loss(config.loss)
+    device, dtype = checkpoint.resolve_device(config.device), checkpoint.DTYPES[training_dtype(config.training_dtype)]
     target = hub.locate(config.target, weights=False)
     head, size = checked_head(config, target), read_size(target)
     weights = sum(math.prod(shape) for shape in head.sizes().values())
     tokens = config.steps * config.batch_size * config.seq_len
     per_token = size.flops_per_token(config.seq_len // 2) + 6 * weights * config.ttt_steps
-    width = checkpoint.DTYPES[training_dtype(config.training_dtype)].itemsize
-    states = config.batch_size * config.seq_len * head.target_hidden * width * (len(head.layer_ids) + size.layers)
-    memory = size.weight_bytes(width) + BYTES * weights + states
-    seconds = tokens * per_token / _operations_per_second(config)
+    states = config.batch_size * config.seq_len * head.target_hidden * (len(head.layer_ids) + size.layers)
+    memory = size.weight_bytes(dtype.itemsize) + BYTES * weights + states * dtype.itemsize
+    seconds = tokens * per_token / (matmul_tflops(dtype, device) * 1e12)
     return {
         "head": f"layers {', '.join(map(str, head.layer_ids))} of {size.describe()}; {head.draft_vocab:,} draft ids, "
         f"{format_count(weights)} parameters",
@@ -77,21 +78,8 @@ def plan_eagle(config: EagleConfig) -> Mapping[str, object]:
     }
 
 
-def _operations_per_second(config: EagleConfig) -> float:
-    """Return how fast this machine multiplies large matrices in the dtype of the training."""
-    device = checkpoint.resolve_device(config.device)
-    x = torch.ones(512, 1024, dtype=checkpoint.DTYPES[training_dtype(config.training_dtype)], device=device)
-    w, seconds = x.new_ones(1024, 1024), []
-    for _ in range(5):
-        start = time.perf_counter()
-        float((x @ w)[0, 0])  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return 2 * x.numel() * 1024 / min(seconds)
-
-
 def checked_head(config: EagleConfig, target: Path) -> HeadConfig:
-    """Return the head to train, after all settings are checked. Raises UserError: they do not fit the target."""
-    parse_loss(config.loss)
+    """Return the head to train, after its settings are checked. Raises UserError: they do not fit the target."""
     trackers.check(config.report_to)
     check_distributed(optimizer=config.optimizer)
     check_length(target, config.seq_len)
@@ -109,7 +97,7 @@ def train_eagle(config: EagleConfig, output: Output) -> EagleResult:
     Raises:
         UserError: a target or settings that cannot be used; or training fails.
     """
-    target = hub.locate(config.target)
+    loss, target = parse_loss(config.loss), hub.locate(config.target)
     head = checked_head(config, target)
     checkpoint.check(target)
     inputs = [target, *([config.outputs] if config.outputs else [])]
@@ -122,10 +110,10 @@ def train_eagle(config: EagleConfig, output: Output) -> EagleResult:
         model = checkpoint.load_model(target, dtype, device, config.device_map)
         teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), config.temperature)
         student = new_head(head, teacher, batches, config, state).to(device)
-        objective = EagleObjective(student, teacher.ids, parse_loss(config.loss), config.temperature, config.ttt_steps)
+        objective = EagleObjective(student, teacher.ids, loss, config.temperature, config.ttt_steps)
         setup = TrainingSetup(
             teacher=cast(Any, teacher), batches=ChainBatches(batches, config.ttt_steps), heldout=heldout,
-            loss=parse_loss(config.loss), temperature=config.temperature, objective=objective,
+            loss=loss, temperature=config.temperature, objective=objective,
         )  # fmt: skip
         with tracked(config.report_to, output) as log:
             fitted = fit(cast(Any, student), setup, config, state=state, what="eagle", log=log)

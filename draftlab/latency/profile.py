@@ -10,12 +10,13 @@ import torch
 from draftlab import provenance
 from draftlab.config.latency import GridConfig, LawConfig, ProfileConfig
 from draftlab.console import heartbeat, note, progress
+from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.profiler import Grid, measure, weight_bytes
+from draftlab.latency.random_model import random_model
 from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
-from draftlab.latency.timing import bandwidth_gbs, matmul_tflops, random_model
 from draftlab.model import Mode, checkpoint, llama, memory
 from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
 from draftlab.model.families import locate_shape

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.generate import Clock, Draft, clock_for, decode, speculative_decode
+from draftlab.engine.timing import Task, memory_sweep, summarize, time_interleaved
 from draftlab.latency.cost_model import Point, SteadyPoint
-from draftlab.latency.timing import Task, memory_sweep, summarize, time_interleaved
 from draftlab.model import Mode
 from draftlab.model.decoder import Decoder, KVCache, with_mode
 from draftlab.model.hf_decoder import HFDecoder

@@ -10,16 +10,10 @@ from typer.testing import CliRunner
 from draftlab import workspace
 from draftlab.cli import app
 from draftlab.engine.generate import clock_for
+from draftlab.engine.timing import WARM_UP_ROUNDS, bandwidth_gbs, matmul_tflops, time_interleaved
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.profiler import AFTER, Grid, host_times, measure
-from draftlab.latency.timing import (
-    WARM_UP_ROUNDS,
-    RandomWeights,
-    bandwidth_gbs,
-    matmul_tflops,
-    random_model,
-    time_interleaved,
-)
+from draftlab.latency.random_model import RandomWeights, random_model
 from draftlab.model import llama
 from draftlab.model.shape import Shape, write_shape_file
 

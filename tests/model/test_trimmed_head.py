@@ -12,7 +12,7 @@ from draftlab.engine.generate import ModelDrafter, decode, output_tokens, specul
 from draftlab.errors import UserError
 from draftlab.export import hf
 from draftlab.latency.cost_model import active_params
-from draftlab.latency.timing import random_model
+from draftlab.latency.random_model import random_model
 from draftlab.model import checkpoint, llama, trimmed_head
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.model.shape import parse_vocab

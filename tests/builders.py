@@ -1,8 +1,13 @@
 """Small random checkpoints of every family: each axis has a length of its own, so a transposed axis fails."""
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import pytest
 import torch
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -17,9 +22,14 @@ from transformers import (
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, HeldOut
+from draftlab.distill import run
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches
-from draftlab.distill.trainer import TeacherModel, TrainingSetup
+from draftlab.distill.trainer import StepRecord, TeacherModel, TrainingSetup, train
+from draftlab.engine.generate import Draft, Drafter
+from draftlab.sampling import SamplingParams
+
+Record = TypeVar("Record")
 
 SIZES = {
     "vocab_size": 307,
@@ -85,6 +95,44 @@ def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4
 
 def setup(teacher: TeacherModel, batches: Batches, heldout: list[Batch], loss: str = "fkl") -> TrainingSetup:
     return TrainingSetup(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0), loss=parse_loss(loss))
+
+
+def until(stop: int | None, records: Iterable[Record]) -> Iterator[Record]:
+    """Yield the records of a training that is killed at a step, before anything of it is saved; None: at no step."""
+    for record in records:
+        yield record
+        if isinstance(record, StepRecord) and record.step == stop:
+            break
+
+
+@contextmanager
+def training_killed_at(step: int) -> Iterator[None]:
+    """Kill the training of the command in the block at a step, whose checkpoint is not written yet."""
+
+    def killed(*given: Any) -> Iterator[Any]:
+        yield from until(step, train(*given))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def recording(drafter: type[Drafter], *arguments: Any) -> Any:
+    """Return a drafter that keeps in seen the texts that it was given, with what it drafted."""
+
+    class Recording(drafter):
+        def reset(self, rows: int, capacity: int) -> None:
+            super().reset(rows, capacity)
+            self.seen: list[tuple[list[list[int]], Draft]] = []
+
+        def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+            draft = super().propose(texts, count, sampling, uniform)
+            self.seen.append(([list(text) for text in texts], draft))
+            return draft
+
+    return Recording(*arguments)
 
 
 def altered(settings: TrainerSettings, **values: object) -> TrainerSettings:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import altered, build, rounding, setup
+from builders import altered, build, rounding, setup, until
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.config.shared import TrainerSettings
@@ -59,12 +59,8 @@ def run(
     loss: str = "fkl",
 ):
     heldout = [RandomText(masked=False).batch(10_000)]
-    records = []
-    for record in train(model, setup(teacher, batches or RandomText(), heldout, loss), settings, state):
-        records.append(record)
-        if isinstance(record, StepRecord) and record.step == stop_after:
-            break  # a kill: nothing more is saved
-    return records
+    given = setup(teacher, batches or RandomText(), heldout, loss)
+    return list(until(stop_after, train(model, given, settings, state)))
 
 
 def weights(model) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, build
+from builders import FAMILIES, build, training_killed_at
 from plain_eagle import PlainHead
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,13 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from draftlab.commands import COMMANDS
 from draftlab.data import Batch
 from draftlab.distill import eagle as training
-from draftlab.distill import run
 from draftlab.distill.eagle_data import StoredRows, within_chains
 from draftlab.distill.eagle_head import EagleHead, EagleObjective, TargetPass
 from draftlab.distill.eagle_teacher import EagleTeacher
 from draftlab.distill.fused_loss import Dense
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.trainer import StepRecord, train
 from draftlab.errors import UserError
 from draftlab.model import eagle
 from draftlab.model.eagle import Head, HeadConfig
@@ -232,17 +230,9 @@ def test_what_is_written_is_read_again(trained, family_dirs):
     assert config["norm_before_residual"] is False
 
 
-def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path, monkeypatch):
-    def killed(*given):
-        for record in train(*given):
-            if isinstance(record, StepRecord) and record.step == 4:
-                raise KeyboardInterrupt
-            yield record
-
-    monkeypatch.setattr(run, "train", killed)
-    with pytest.raises(KeyboardInterrupt):
+def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path):
+    with training_killed_at(4):
         COMMANDS["eagle"](**words, out=tmp_path / "head")
-    monkeypatch.setattr(run, "train", train)
     COMMANDS["eagle"](**words, out=tmp_path / "head")
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
     found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "head", trained))

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, build, rounding, setup
+from builders import FAMILIES, build, rounding, setup, until
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, TopLogprobs
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.teachers import LocalTeacher, OutputHead, StoredTeacher
-from draftlab.distill.trainer import DistillStep, StepRecord, train
+from draftlab.distill.trainer import DistillStep, train
 
 SETTINGS = TrainerSettings(steps=6, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=6, save_steps=2)
 CPU = torch.device("cpu")
@@ -128,9 +128,8 @@ class Uneven:
 def test_a_resumed_run_on_packed_answers_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     def run(state: Path, stop: int | None = None):
         model = build("llama", 3, num_hidden_layers=2)
-        for record in train(model, setup(StoredTeacher(307), Uneven(), [answers(seed=99)]), SETTINGS, state):
-            if isinstance(record, StepRecord) and record.step == stop:
-                break
+        given = setup(StoredTeacher(307), Uneven(), [answers(seed=99)])
+        list(until(stop, train(model, given, SETTINGS, state)))
         return model
 
     wanted = run(tmp_path / "a")

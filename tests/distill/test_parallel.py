@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, altered, build, rounding, setup
+from builders import FAMILIES, altered, build, rounding, setup, until
 from torch import Tensor
 
 from draftlab.acceptance import expected
@@ -181,11 +181,7 @@ def run(state: Path, settings: TrainerSettings = SETTINGS, stop: int | None = No
     torch.manual_seed(0)
     model = build("llama", 1, num_hidden_layers=2)
     given = replace(setup(build("llama", 9), RandomText(), [RandomText().batch(999)]), offsets=OFFSETS)
-    records = []
-    for record in train(model, given, settings, state):
-        records.append(record)
-        if isinstance(record, StepRecord) and record.step == stop:
-            break
+    records = list(until(stop, train(model, given, settings, state)))
     return records, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import altered, build, setup
+from builders import altered, build, setup, training_killed_at, until
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,7 @@ from draftlab.distill import run
 from draftlab.distill.checkpointer import BEST, best_weights
 from draftlab.distill.teachers import LocalTeacher
 from draftlab.distill.trackers import check
-from draftlab.distill.trainer import EvalRecord, StepRecord, train
+from draftlab.distill.trainer import EvalRecord, train
 from draftlab.distill.training_setup import TargetTextEvaluator, text_setup
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
@@ -65,12 +65,10 @@ def go(
     given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
     given = replace(given, length=Scripted(values) if values else None)
     records = []
-    for record in train(model, given, settings, state):
+    for record in until(stop, train(model, given, settings, state)):
         records.append(record)
         if isinstance(record, EvalRecord):
             seen[record.step] = {n: p.detach().clone() for n, p in model.named_parameters()}
-        if isinstance(record, StepRecord) and record.step == stop:
-            break
     return records, seen
 
 
@@ -277,17 +275,8 @@ def test_a_killed_command_writes_the_bytes_of_one_that_was_not(
         words |= {"target": str(target), "data": text, "text": source, "seq_len": 48, "eval_temperature": 1.0}
         words |= {"prompt_tokens": 8} if source != "data" else {}
     COMMANDS["distill"](**words, out=tmp_path / "whole")
-
-    def killed(*given):
-        for record in train(*given):
-            if isinstance(record, StepRecord) and record.step == 4:
-                raise KeyboardInterrupt  # the checkpoint of step 4 is not written yet
-            yield record
-
-    monkeypatch.setattr(run, "train", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with training_killed_at(4):
         COMMANDS["distill"](**words, out=tmp_path / "whole2")
-    monkeypatch.setattr(run, "train", train)
     COMMANDS["distill"](**words, out=tmp_path / "whole2")
     found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("whole2", "whole"))
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())

@@ -1,17 +1,16 @@
 """EAGLE-3 in the engine: what it reads is where it should be, in texts of any length beside each other."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import build
+from builders import build, recording
 from plain_eagle import PlainHead
 
 from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.tree import full_tree
-from draftlab.engine.generate import Draft, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import eagle, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
@@ -42,22 +41,9 @@ def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llam
     return with_mode(llama.load(family_dirs["llama"], torch.float32), request.param)
 
 
-def drafter_of(folder: Path, target: llama.Llama, family_dirs: dict[str, Path]) -> "Told":
+def drafter_of(folder: Path, target: llama.Llama, family_dirs: dict[str, Path]) -> Any:
     head = EagleLlama(eagle.read(folder, family_dirs["llama"], target.embed.dtype), target.embed, folder)
-    return Told(target, NativeEagle(head) if isinstance(target, NativeLlama) else head)
-
-
-class Told(EagleDrafter):
-    """Keeps what was asked and answered."""
-
-    def reset(self, rows: int, capacity: int) -> None:
-        super().reset(rows, capacity)
-        self.seen: list[tuple[list[list[int]], Draft]] = []
-
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: torch.Tensor) -> Draft:
-        draft = super().propose(texts, count, sampling, uniform)
-        self.seen.append(([list(text) for text in texts], draft))
-        return draft
+    return recording(EagleDrafter, target, NativeEagle(head) if isinstance(target, NativeLlama) else head)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -1,25 +1,22 @@
 """Medusa heads: what they read and learn from is where it should be, and text is the target's whatever they say."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from builders import build
+from builders import build, recording, training_killed_at
 from safetensors.torch import load_file
 
 from draftlab.commands import COMMANDS
 from draftlab.config.drafters import parse_drafter
 from draftlab.data import Batch
-from draftlab.distill import run
 from draftlab.distill.medusa_heads import FrozenTarget, Heads, SelfTeacher, repeat_rows
 from draftlab.distill.teachers import LocalTeacher
-from draftlab.distill.trainer import StepRecord, train
 from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.medusa import MedusaDrafter
-from draftlab.engine.generate import Draft, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
@@ -45,24 +42,12 @@ def random_heads(seed: int = 0) -> torch.Tensor:
     return torch.randn(HEADS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
-class Told(MedusaDrafter):
-    """Keeps what was asked and answered."""
-
-    def reset(self, rows: int, capacity: int) -> None:
-        super().reset(rows, capacity)
-        self.seen: list[tuple[list[list[int]], Draft]] = []
-
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: torch.Tensor) -> Draft:
-        draft = super().propose(texts, count, sampling, uniform)
-        self.seen.append(([list(text) for text in texts], draft))
-        return draft
-
-
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, rows):
     """They are its own head on the state before it: any other place of the cache would say something else."""
-    drafter, sampling = Told(target, torch.zeros(HEADS, HIDDEN, HIDDEN)), SamplingParams(max_tokens=24)
+    drafter = recording(MedusaDrafter, target, torch.zeros(HEADS, HIDDEN, HIDDEN))
+    sampling = SamplingParams(max_tokens=24)
     found = output_tokens(speculative_decode(target, drafter, PROMPTS[:rows], k, sampling))
     assert found == output_tokens(decode(target, PROMPTS[:rows], sampling))
     ends = [p + f for p, f in zip(PROMPTS, found, strict=False)]
@@ -72,7 +57,7 @@ def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, ro
 
 
 def test_the_engine_drafts_what_the_heads_say_of_transformers_states(family_dirs, target):
-    drafter = Told(target, random_heads())
+    drafter = recording(MedusaDrafter, target, random_heads())
     output_tokens(speculative_decode(target, drafter, PROMPTS, HEADS, SamplingParams(max_tokens=16)))
     trunk = FrozenTarget(build("llama"))
     head = cast(Any, trunk.model.get_output_embeddings())
@@ -121,17 +106,9 @@ def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_di
     assert (family_dirs["llama"] / "model.safetensors").read_bytes() == before
 
 
-def test_a_killed_run_writes_the_heads_of_one_that_was_not(trained, family_dirs, text, tmp_path, monkeypatch):
-    def killed(*given):
-        for record in train(*given):
-            if isinstance(record, StepRecord) and record.step == 4:
-                raise KeyboardInterrupt
-            yield record
-
-    monkeypatch.setattr(run, "train", killed)
-    with pytest.raises(KeyboardInterrupt):
+def test_a_killed_run_writes_the_heads_of_one_that_was_not(trained, family_dirs, text, tmp_path):
+    with training_killed_at(4):
         COMMANDS["medusa"](**words(family_dirs, text), out=tmp_path / "heads")
-    monkeypatch.setattr(run, "train", train)
     COMMANDS["medusa"](**words(family_dirs, text), out=tmp_path / "heads")
     assert [p.name for p in tmp_path.iterdir()] == ["heads"]
     found, wanted = (load_file(folder / medusa.WEIGHTS) for folder in (tmp_path / "heads", trained))

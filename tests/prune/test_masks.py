@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, altered, build, setup
+from builders import FAMILIES, altered, build, setup, until
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -236,15 +236,11 @@ def run(
     have = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
     model, masks = build("mistral", seed=1), Masks(have, smaller(have), 0)
     model.requires_grad_(weights == "full")
-    records = []
     with masked(model, masks, 1e-6):
         settings = altered(settings, micro_batch_tokens=micro_tokens)
         data = Rows(307)
         given = setup(build("mistral", seed=1), data, [data.batch(60)])
-        for record in train(model, given, settings, tmp_path, masks):
-            records.append(record)
-            if isinstance(record, StepRecord) and record.step == stop:
-                break
+        records = list(until(stop, train(model, given, settings, tmp_path, masks)))
     return model, masks, records
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import altered, build, setup
+from builders import altered, build, setup, until
 from loopback_servers import SmallVLLM, replay, running
 from safetensors.numpy import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
@@ -23,7 +23,7 @@ from draftlab.data import Batch, text_batch
 from draftlab.distill.fused_loss import TopK
 from draftlab.distill.losses import log_probs, parse_loss
 from draftlab.distill.teachers import LocalTeacher, ServedTeacher, StoredTeacher
-from draftlab.distill.trainer import DistillStep, EvalRecord, StepRecord, train
+from draftlab.distill.trainer import DistillStep, EvalRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.prompts import Prompt
@@ -187,11 +187,7 @@ SETTINGS = TrainerSettings(steps=6, optimizer="adamw", lr=3e-3, training_dtype="
 
 def fit(batches, teacher, state: Path, settings: TrainerSettings = SETTINGS, stop: int | None = None):
     model = build("llama", 3, num_hidden_layers=2)
-    records = []
-    for record in train(model, setup(teacher, batches, [batches.batch(99)]), settings, state):
-        records.append(record)
-        if isinstance(record, StepRecord) and record.step == stop:
-            break
+    records = list(until(stop, train(model, setup(teacher, batches, [batches.batch(99)]), settings, state)))
     return model, records
 
 

@@ -29,6 +29,7 @@ from draftlab.config.drafters import (
     NgramSpec,
     ParallelSpec,
     PromptLookupSpec,
+    SearchedTreeSpec,
     TreeSpec,
     WidthsSpec,
 )
@@ -46,8 +47,8 @@ from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter, contexts_fit
-from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, model_drafter
-from draftlab.engine.drafters.tree import TreeDrafter, fastest_tree, full_tree
+from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, mask_token, model_drafter
+from draftlab.engine.drafters.tree import PathShare, TreeDrafter, fastest_tree, full_tree, independent, observed
 from draftlab.engine.generate import Clock, Drafter, ModelDrafter, decode, output_tokens
 from draftlab.errors import UserError
 from draftlab.latency.profiler import measure_latency
@@ -55,6 +56,7 @@ from draftlab.model import Mode, checkpoint, eagle, hub
 from draftlab.model.decoder import Decoder, with_mode
 from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.llama import Llama
+from draftlab.model.parallel import trained_offsets
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_manifest, read_store
@@ -180,9 +182,9 @@ class DrafterFactory:
                 return ConfidenceStopDrafter(model, self.vocab, entropy_above(spec.threshold))
             case TreeSpec():
                 return TreeDrafter(model, self.vocab, self._parents(spec, _own_engine(spec, model)), spec.siblings)
-            case ParallelSpec() if spec.widths:
-                parents = full_tree(spec.widths)
-                return ParallelTreeDrafter(_own_engine(spec, model), self.vocab, parents, spec.siblings)
+            case ParallelSpec() if spec.drafts_tree:
+                parents = self._parents(spec, _own_engine(spec, model))
+                return ParallelTreeDrafter(model, self.vocab, parents, spec.siblings)
             case ParallelSpec():
                 return ParallelDrafter(model, self.vocab)
             case _:
@@ -278,25 +280,38 @@ class DrafterFactory:
         )
         return list(best.layers)
 
-    def _parents(self, spec: TreeSpec, model: Llama) -> tuple[int, ...]:
+    def _parents(self, spec: SearchedTreeSpec, model: Llama) -> tuple[int, ...]:
         """Return the tree of the widths, or the one that is predicted to be the fastest."""
         target = _own_engine(spec, self.target)
         if spec.widths:
             return full_tree(spec.widths)
-        scored = score_tokens(model, self._texts(spec.outputs), self.vocab, self.sampling)
-        ranks = np.concatenate([text.ranks for text in scored])
-        ranked = [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
-        widths = sorted({1, 2, 4, 8, spec.nodes + 1})
+        nodes, parallel = spec.nodes or 0, isinstance(spec, ParallelSpec)
+        depth = min(nodes, MAX_DEPTH, trained_offsets(self._draft_path(spec)) or MAX_DEPTH) if parallel else MAX_DEPTH
+        share = self._path_shares(spec, model, depth if parallel else None)
+        widths = sorted({1, 2, 4, 8, nodes + 1, *([2 * depth] if parallel else [])})
         ms = self._pass_ms({"draft": model, "target": target}, widths)
-        parents, speed = fastest_tree(
-            ranked, ms["draft"][0], lambda width: float(np.interp(width, widths, ms["target"])), spec.nodes, MAX_DEPTH
-        )
-        gain, shares = speed * ms["target"][0], ", ".join(f"{share:.2f}" for share in ranked[:3])
+
+        def step_ms(levels: int, tokens: int, accepted: float) -> float:
+            """A parallel draft reads what was accepted and a mask token for each level but one."""
+            drafts, read = (1, accepted + levels - 1) if parallel else (levels, 1)
+            return drafts * np.interp(read, widths, ms["draft"]) + np.interp(tokens + 1, widths, ms["target"])
+
+        parents, speed = fastest_tree(share, step_ms, RANKS, nodes, depth)
+        gain, shares = speed * ms["target"][0], ", ".join(f"{share((rank,)):.2f}" for rank in range(3))
         note(
             f"{spec.text}: {len(parents)} tokens with parents {', '.join(map(str, parents))} (0: the text); predicted "
             f"{gain:.2f} times plain decoding; the draft's first tokens by rank are right {shares}"
         )
         return parents
+
+    def _path_shares(self, spec: SearchedTreeSpec, model: Llama, offsets: int | None) -> PathShare:
+        """Return how often tokens of the draft are the target's. offsets: of a parallel draft."""
+        texts = self._texts(spec.outputs)
+        if offsets is not None:
+            scored = score_offsets(model, texts, self.vocab, self.sampling, offsets, mask_token(model))
+            return observed([text.ranks for text in scored], offsets)
+        ranks = np.concatenate([text.ranks for text in score_tokens(model, texts, self.vocab, self.sampling)])
+        return independent([float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)])
 
     def _pass_ms(self, models: dict[str, Llama], widths: Sequence[int]) -> dict[str, list[float]]:
         curves = measure_latency(models, widths=list(widths), context=96, passes=PASSES, clock=self.clock)

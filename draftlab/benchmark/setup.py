@@ -23,7 +23,7 @@ from draftlab.config.drafters import (
     MedusaSpec,
     NgramSpec,
     ParallelSpec,
-    TreeSpec,
+    SearchedTreeSpec,
 )
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow
@@ -82,8 +82,8 @@ class Setup:
     @property
     def outputs(self) -> list[Path]:
         """Return the target outputs that drafters learn from."""
-        learning = (s for s in self.drafters if isinstance(s, NgramSpec | FallbackSpec | TreeSpec | LayerSkipSpec))
-        return [Path(spec.outputs) for spec in learning if spec.outputs]
+        learners = NgramSpec | FallbackSpec | SearchedTreeSpec | LayerSkipSpec
+        return [Path(spec.outputs) for spec in self.drafters if isinstance(spec, learners) and spec.outputs]
 
     @property
     def inputs(self) -> list[Path]:

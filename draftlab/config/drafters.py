@@ -171,12 +171,10 @@ class WidthsSpec(DrafterSpec):
         return bool(self.widths)
 
 
-class TreeSpec(WidthsSpec, DraftModelSpec):
+class SearchedTreeSpec(WidthsSpec, DraftModelSpec):
     """nodes: without widths, the fastest tree of at most that many. outputs: of the target, to find it by."""
 
-    kind = "tree"
-    own_engine = True
-    nodes: int = Field(8, ge=1, le=MAX_TREE_TOKENS)
+    nodes: int | None = Field(None, ge=1, le=MAX_TREE_TOKENS)
     outputs: str = ""
 
     @model_validator(mode="after")
@@ -187,35 +185,50 @@ class TreeSpec(WidthsSpec, DraftModelSpec):
 
     @property
     def reads_data(self) -> bool:
-        return not self.widths and not self.outputs
+        return self.drafts_tree and not self.widths and not self.outputs
+
+
+class TreeSpec(SearchedTreeSpec):
+    kind = "tree"
+    own_engine = True
+    nodes: int | None = Field(8, ge=1, le=MAX_TREE_TOKENS)
 
     @property
     def drafts_tree(self) -> bool:
         return True
 
 
-class ChainOrTreeSpec(WidthsSpec):
-    """No widths: a chain."""
+class ParallelSpec(SearchedTreeSpec):
+    """A parallel draft: all tokens in one pass, a chain where neither widths nor nodes are given."""
+
+    kind = "parallel"
+
+    @property
+    def drafts_tree(self) -> bool:
+        return bool(self.widths or self.nodes)
+
+    @model_validator(mode="after")
+    def _options_of_trees_are_used(self) -> Self:
+        if not self.drafts_tree and (idle := self.model_fields_set & {"siblings", "outputs"}):
+            raise ValueError(f"{', '.join(sorted(idle))}: only with a tree; add nodes, or widths")
+        return self
+
+
+class EagleSpec(WidthsSpec):
+    """heads: the output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators.
+
+    No widths: a chain.
+    """
+
+    kind = "eagle"
+    own_engine = True
+    heads: str
 
     @model_validator(mode="after")
     def _siblings_are_used(self) -> Self:
         if "siblings" in self.model_fields_set and not self.widths:
             raise ValueError("siblings: only with widths")
         return self
-
-
-class ParallelSpec(ChainOrTreeSpec, DraftModelSpec):
-    """A parallel draft: all tokens in one pass."""
-
-    kind = "parallel"
-
-
-class EagleSpec(ChainOrTreeSpec):
-    """heads: the output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators."""
-
-    kind = "eagle"
-    own_engine = True
-    heads: str
 
 
 _SPECS: list[type[DrafterSpec]] = [

@@ -279,13 +279,28 @@ class Score(FileModel):
     def implied_speedup(self, k: int) -> float | None:
         """Return the speed-up that tokens per pass and the latencies of single passes imply; None: not measured.
 
-        A draft model drafts K tokens one after the other, then the target verifies them in one pass of K + 1. Drafters
-        that take some of their tokens from elsewhere, which have no checkpoint of their own, imply nothing.
+        A draft model drafts K tokens one after the other, a parallel one all in one pass, then the target verifies them
+        in one pass of K + 1. Drafters that take some of their tokens from elsewhere, which have no checkpoint of their
+        own, imply nothing.
         """
         ms = {latency.width: latency.median_ms for latency in self.target.latency}
         if self.draft_ms is None or self.draft.sha256 is None or not {1, k + 1} <= ms.keys():
             return None
-        return self.tokens_per_pass(k) * ms[1] / (k * self.draft_ms + ms[k + 1])
+        drafting_ms = self._parallel_pass_ms(k) if self.draft.parallel else k * self.draft_ms
+        return self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
+
+    def _parallel_pass_ms(self, k: int) -> float:
+        """Return the time of a pass over what the last step emitted and k - 1 mask tokens, as it lies on a line through
+        the passes of the next widths.
+        """
+        measured, width = self.draft.latency, self.tokens_per_pass(k) + k - 1
+        if len(measured) == 1:
+            return measured[0].median_ms
+        by_width = sorted(measured, key=lambda latency: latency.width)
+        at = min(max(1, sum(latency.width < width for latency in by_width)), len(by_width) - 1)
+        low, high = by_width[at - 1 : at + 1]
+        slope = (high.median_ms - low.median_ms) / (high.width - low.width)
+        return low.median_ms + (width - low.width) * slope
 
     @property
     def doubt(self) -> str | None:

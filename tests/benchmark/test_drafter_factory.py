@@ -1,6 +1,9 @@
 """--drafter: options are checked before anything is loaded, and drafters are built from them."""
 
+import itertools
+import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -15,11 +18,12 @@ from draftlab.commands import COMMANDS
 from draftlab.config.drafters import DRAFTERS, parse_drafter
 from draftlab.config.score import RuleName
 from draftlab.engine.drafters import medusa
-from draftlab.engine.drafters.tree import TreeDrafter
+from draftlab.engine.drafters.parallel import ParallelTreeDrafter
+from draftlab.engine.drafters.tree import TreeDrafter, node_depths
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import RULES, match
 from draftlab.errors import UserError
-from draftlab.model import eagle, llama
+from draftlab.model import decoder, eagle
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import Head
 from draftlab.model.hf_decoder import HFDecoder
@@ -51,8 +55,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shop(family_dirs: dict[str, Path], corpus: Path) -> DrafterFactory:
-    def load(path: Path) -> llama.Llama:
-        return llama.load(path, torch.float32)
+    def load(path: Path) -> Decoder:
+        return decoder.load(path, torch.float32, torch.device("cpu"))
 
     place = family_dirs["llama"]
     return DrafterFactory(
@@ -71,6 +75,16 @@ def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
+def parallel_draft(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A --drafter of a parallel draft that was trained for four tokens."""
+    folder = tmp_path_factory.mktemp("parallel") / "draft"
+    shutil.copytree(family_dirs["llama"], folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pard_token": 2, "pard_offsets": 4}))
+    return f"parallel:draft={folder}"
+
+
+@pytest.fixture(scope="module")
 def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A --drafter with a random EAGLE-3 head."""
     folder, generator = tmp_path_factory.mktemp("eagle"), torch.Generator().manual_seed(0)
@@ -81,11 +95,12 @@ def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     return f"eagle:heads={folder}"
 
 
-def test_every_drafter_decodes_what_the_target_would(shop, heads, eagle_head, monkeypatch):
+def test_every_drafter_decodes_what_the_target_would(shop, heads, eagle_head, parallel_draft, monkeypatch):
     monkeypatch.setattr("draftlab.benchmark.drafter_factory.CALIBRATION", (2, 12, 10))
     monkeypatch.setattr("draftlab.benchmark.drafter_factory.PASSES", 3)
-    ways = {text: shop.build(parse_drafter(text)) for text in [*ASKED, heads, eagle_head]}
-    assert {parse_drafter(text).kind for text in ways} == set(DRAFTERS) - {"parallel"}  # its draft is another model
+    offsets = [parallel_draft, f"{parallel_draft},nodes=3", f"{parallel_draft},widths=2x1"]
+    ways = {text: shop.build(parse_drafter(text)) for text in [*ASKED, *offsets, heads, eagle_head]}
+    assert {parse_drafter(text).kind for text in ways} == set(DRAFTERS)
     found = measure_throughput(
         shop.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12), repeats=1, advance=lambda done: None,
         drafters={name: (way.drafter, way.ks) for name, way in ways.items()},
@@ -105,10 +120,11 @@ def stored(family_dirs: dict[str, Path], corpus: Path, tmp_path_factory: pytest.
     return out
 
 
-def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(shop, stored, monkeypatch):
+def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(shop, stored, parallel_draft, monkeypatch):
     monkeypatch.setattr("draftlab.benchmark.drafter_factory.PASSES", 3)
     monkeypatch.setattr(shop, "data", "nothing that could be read")
     kinds = ("fallback:", "tree:nodes=3,", "layer-skip:", "ngram:order=2,", "cascade:order=2,inner_tokens=1,")
+    kinds += (f"{parallel_draft},nodes=3,",)
     ways = {kind: shop.build(parse_drafter(f"{kind}outputs={stored}")) for kind in kinds}
     found = measure_throughput(
         shop.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12), repeats=1, advance=lambda done: None,
@@ -131,6 +147,18 @@ def test_a_tree_drafts_all_its_tokens_whatever_k_is(shop):
     assert way.ks == [6]
     assert isinstance(way.drafter, TreeDrafter)
     assert way.drafter.siblings == "distinct"
+
+
+def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(shop, stored, parallel_draft, monkeypatch, capsys):
+    """The draft has the target's weights, so its first offset is always right, and a second child is worth nothing."""
+    clock = itertools.count()
+    monkeypatch.setattr(shop, "clock", lambda: float(next(clock)))  # every pass takes as long: only tokens count
+    way = shop.build(parse_drafter(f"{parallel_draft},nodes=9,outputs={stored}"))
+    assert isinstance(way.drafter, ParallelTreeDrafter)
+    assert way.drafter.parents.count(0) == 1
+    assert max(node_depths(way.drafter.parents)) <= 4  # offsets that it was trained for
+    assert way.ks == [len(way.drafter.parents)]
+    assert "by rank are right 1.00, 0.00, 0.00" in capsys.readouterr().err
 
 
 def test_no_more_tokens_are_drafted_than_there_are_heads(shop, heads, monkeypatch):
@@ -186,6 +214,9 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
         ("tree:widths=0x2", "widths"),
         ("tree:widths=200x200", "widths: .*256"),
         ("tree:nodes=4000", "nodes: .*256"),
+        ("parallel:widths=2x1,nodes=4", "widths decide"),
+        ("parallel:outputs=store", "outputs: only with a tree; add nodes"),
+        ("eagle:heads=x,siblings=top", "siblings: only with widths"),
         ("layer-skip:layers=0+0", "layers"),
         ("medusa", "heads"),
         ("eagle", "heads"),

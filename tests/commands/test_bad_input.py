@@ -174,7 +174,7 @@ CASES = [
     (("distill", "--draft", "draft", "--cod-share", "0.5"), "--cod-share: needs --parallel"),
     (("distill", "--draft", "draft", "--parallel", "4", "--lora-rank", "2"), "--lora-rank: adapters leave out"),
     (("score", "--draft", "draft", "--num-prompts", "4", "--drafter", "parallel"), "draft is no parallel draft"),
-    (("score", "--draft", "draft", "--drafter", "parallel:siblings=top"), "siblings: only with widths"),
+    (("score", "--draft", "draft", "--drafter", "parallel:siblings=top"), "siblings: only with a tree; add nodes"),
     (("search", "--parallel", "--k", "1"), "--parallel drafts several tokens in one pass"),
     # recipes
     (("run", "nope.yaml"), "No such file"),

@@ -22,7 +22,15 @@ from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter
-from draftlab.engine.drafters.tree import TreeDrafter, best_tree, fastest_tree, full_tree, node_depths
+from draftlab.engine.drafters.tree import (
+    TreeDrafter,
+    best_tree,
+    fastest_tree,
+    full_tree,
+    independent,
+    node_depths,
+    observed,
+)
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import match
 from draftlab.engine.verify import distribution, draw
@@ -352,12 +360,12 @@ def test_trees_are_numbered_level_by_level():
 
 
 def test_the_best_tree_is_found_by_hand():
-    ranked = [0.6, 0.2, 0.1]
-    assert best_tree(ranked, 3, 3) == ((0, 1, 2), pytest.approx(1 + 0.6 + 0.36 + 0.216))
-    parents, tokens = best_tree(ranked, 5, 2)  # 0.6 0.36 0.2 0.12 0.12: no third level
+    share = independent([0.6, 0.2, 0.1])
+    assert best_tree(share, 3, 3, 3) == ((0, 1, 2), pytest.approx(1 + 0.6 + 0.36 + 0.216))
+    parents, tokens = best_tree(share, 3, 5, 2)  # 0.6 0.36 0.2 0.12 0.12: no third level
     assert sorted(node_depths(parents)) == [1, 1, 2, 2, 2]
     assert tokens == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12 + 0.12)
-    assert best_tree([0.5, 0.5], 2, 1) == ((0, 0), 2.0)
+    assert best_tree(independent([0.5, 0.5]), 2, 2, 1) == ((0, 0), 2.0)
 
 
 def test_no_tree_of_five_tokens_keeps_more():
@@ -373,16 +381,43 @@ def test_no_tree_of_five_tokens_keeps_more():
     every = [()]
     for n in range(5):
         every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
-    assert best_tree(ranked, 5, 5)[1] == pytest.approx(max(kept(tree) for tree in every))
+    assert best_tree(independent(ranked), 3, 5, 5)[1] == pytest.approx(max(kept(tree) for tree in every))
 
 
 def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cost():
-    ranked = [0.7, 0.2, 0.05]
-    assert fastest_tree(ranked, 0.01, lambda width: 1 + 0.5 * (width - 1), 8, 8)[0] == (0,)
-    wide, _ = fastest_tree(ranked, 5.0, lambda width: 1.0, 8, 8)
+    share = independent([0.7, 0.2, 0.05])
+    assert fastest_tree(share, lambda depth, nodes, tokens: 1 + 0.01 * depth + 0.5 * nodes, 3, 8, 8)[0] == (0,)
+    wide, _ = fastest_tree(share, lambda depth, nodes, tokens: 1 + 5.0 * depth, 3, 8, 8)
     assert max(node_depths(wide)) < 8
-    long, _ = fastest_tree(ranked, 0.0, lambda width: 1.0, 8, 8)
+    long, _ = fastest_tree(share, lambda depth, nodes, tokens: 1.0, 3, 8, 8)
     assert max(node_depths(long)) > max(node_depths(wide))
+
+
+def test_the_best_tree_over_offsets_keeps_most_of_the_texts_that_it_was_found_in():
+    """Against every tree of five tokens: a step begins at each token, and keeps as far as ranks are in the tree."""
+    rng = np.random.default_rng(0)
+    texts = [rng.choice(3, (n, 3), p=(0.5, 0.3, 0.2)) for n in (9, 2, 14)]
+    for ranks in texts:
+        ranks[ranks[:, 0] > 0, 1:] = 2  # offsets of one token are not independent
+
+    def kept(parents: tuple[int, ...]) -> int:
+        children = {(parent, parents[:i].count(parent)): i + 1 for i, parent in enumerate(parents)}
+        total = 0
+        for ranks in texts:
+            for start in range(len(ranks)):
+                node, age = 0, 0
+                while start + age < len(ranks) and age < 3 and (node, ranks[start + age, age]) in children:
+                    node, age = children[node, ranks[start + age, age]], age + 1
+                total += age
+        return total
+
+    every = [()]
+    for n in range(5):
+        every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
+    parents, tokens = best_tree(observed(texts, 3), 3, 5, 3)
+    starts = sum(map(len, texts))
+    assert kept(parents) == max(map(kept, every))
+    assert tokens == pytest.approx(1 + kept(parents) / starts)
 
 
 def test_skipping_no_layer_is_the_target_and_shares_its_weights(models):

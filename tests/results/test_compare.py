@@ -235,6 +235,16 @@ def test_stalls_and_a_busy_machine_are_said_on_the_page():
     assert any("other work kept 1.5 of 2 cores busy" in t for t in score_warnings([change(base, environment=busy)]))
 
 
+def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_mask_tokens():
+    base = at("draft", [0.2] * PROMPTS)
+    k = base.best_k
+    width = base.tokens_per_pass(k) + k - 1
+    target = base.target.model_copy(update={"latency": [latency(1, 1.0), latency(k + 1, 2.0)]})
+    wide = base.draft.model_copy(update={"parallel": True, "latency": [latency(n, 0.1 * n) for n in (1, k + 1, 99)]})
+    found = change(base, target=target, draft=wide).implied_speedup(k)
+    assert found == pytest.approx(base.tokens_per_pass(k) / (0.1 * width + 2.0))
+
+
 def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_disagree():
     base = at("draft", [0.2] * PROMPTS)
     assert base.doubt is None
@@ -258,5 +268,8 @@ def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_di
         found = change(base, target=model, draft=draft)
         assert found.implied_speedup(k) == pytest.approx(factor * base.speedup_value(k))
         assert (found.doubt is not None) == doubted
+        in_parallel = change(found, draft=draft.model_copy(update={"parallel": True}))
+        one_pass = (found.tokens_per_pass(k) * passes[1]) / (0.01 + passes[k + 1])
+        assert in_parallel.implied_speedup(k) == pytest.approx(one_pass)
         lookup_first = change(found, draft=draft.model_copy(update={"sha256": None}))
         assert lookup_first.implied_speedup(k) is None

@@ -5,9 +5,11 @@ each token follows, 0 the text's last token.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from draftlab.model.llama import Tree
 from draftlab.sampling import SamplingParams
 
 Siblings = Literal["top", "sampled", "distinct"]
+PathShare = Callable[[tuple[int, ...]], float]  # how often the draft's tokens of these ranks are the target's
 
 
 class TreeDrafter(ModelDrafter):
@@ -96,48 +99,63 @@ def node_depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def best_tree(ranked: Sequence[float], nodes: int, depth: int) -> tuple[tuple[int, ...], float]:
-    """Return the tree of limited nodes and depth that accepts most, and its tokens per pass.
+def independent(ranked: Sequence[float]) -> PathShare:
+    """Return the share of each path where ranked are those of each rank, whatever came before (Sequoia, 2402.12374)."""
+    return lambda path: math.prod(ranked[rank] for rank in path)
 
-    ranked: probability that the target's token is the draft's most probable one, the second, ..., the same at every
-    position, as in Sequoia (2402.12374). The value of a node is the product of the probabilities on its path, so the
-    best tree consists of the most valuable nodes: Sequoia's dynamic program finds the same tree.
+
+def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
+    """Return how often each path was the target's next tokens, in texts scored at every offset of a parallel draft.
+
+    texts: ranks of the n tokens of each by age of the step, [n, K] (acceptance/offset_logprobs.py). The levels of a
+    path are counted together: where the first guess is wrong, later ones are wrong more often.
     """
-    queue = [(-ranked[0], 1, 0, 0, 1.0)]  # -value, depth, rank, parent's number, parent's value
-    chosen: list[tuple[int, int, int]] = []  # depth, parent's number, rank
+    paths = []
+    for ranks in texts:
+        ahead = np.pad(ranks, [(0, depth), (0, 0)], constant_values=-1)  # no path goes on beyond the end of a text
+        paths.append(np.stack([ahead[age : age + len(ranks), age] for age in range(depth)], 1))
+    starts = np.concatenate(paths)  # [N, depth]
+    shares: dict[tuple[int, ...], float] = {}
+    for level in range(1, depth + 1):
+        found, counts = np.unique(starts[:, :level], axis=0, return_counts=True)
+        shares |= dict(zip(map(tuple, found.tolist()), (counts / len(starts)).tolist(), strict=True))
+    return lambda path: shares.get(path, 0.0)
+
+
+def best_tree(share: PathShare, siblings: int, nodes: int, depth: int) -> tuple[tuple[int, ...], float]:
+    """Return the tree of limited siblings, nodes and depth that accepts most, and its tokens per pass.
+
+    A path's share is the value of the node at its end, and the best tree consists of the most valuable nodes:
+    Sequoia's dynamic program finds the same tree.
+    """
+    queue = [(-share((0,)), (0,))]
+    chosen: list[tuple[int, ...]] = []
     tokens = 1.0
     while queue and len(chosen) < nodes:
-        negative, level, rank, parent, parent_value = heapq.heappop(queue)
-        chosen.append((level, parent, rank))
+        negative, path = heapq.heappop(queue)
+        chosen.append(path)
         tokens -= negative
-        if rank + 1 < len(ranked):
-            heapq.heappush(queue, (-parent_value * ranked[rank + 1], level, rank + 1, parent, parent_value))
-        if level < depth:
-            heapq.heappush(queue, (negative * ranked[0], level + 1, 0, len(chosen), -negative))
-    return _by_level(chosen), tokens
+        following = [(*path[:-1], path[-1] + 1)] if path[-1] + 1 < siblings else []
+        following += [(*path, 0)] if len(path) < depth else []
+        for each in following:
+            heapq.heappush(queue, (-share(each), each))
+    chosen.sort(key=len)  # stable: an elder sibling was chosen earlier
+    number = {path: place for place, path in enumerate([(), *chosen])}
+    return tuple(number[path[:-1]] for path in chosen), tokens
 
 
 def fastest_tree(
-    ranked: Sequence[float], draft_ms: float, verify_ms: Callable[[int], float], nodes: int, depth: int
+    share: PathShare, step_ms: Callable[[int, int, float], float], siblings: int, nodes: int, depth: int
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree of limited nodes and depth with the most tokens per millisecond, and that speed (Sequoia).
+    """Return the tree of limited siblings, nodes and depth with the most tokens per millisecond, and that speed.
 
-    draft_ms: time of one level. verify_ms: time of a target pass by its width.
+    step_ms: time of drafting and verifying a tree, by its depth, its nodes and its tokens per pass (Sequoia).
     """
-    trees = [best_tree(ranked, n, d) for n in range(1, nodes + 1) for d in range(1, min(n, depth) + 1)]
+    trees = [best_tree(share, siblings, n, d) for n in range(1, nodes + 1) for d in range(1, min(n, depth) + 1)]
 
     def speed(tree: tuple[tuple[int, ...], float]) -> float:
         parents, tokens = tree
-        return tokens / (max(node_depths(parents)) * draft_ms + verify_ms(len(parents) + 1))
+        return tokens / step_ms(max(node_depths(parents)), len(parents), tokens)
 
     best = max(trees, key=speed)
     return best[0], speed(best)
-
-
-def _by_level(chosen: list[tuple[int, int, int]]) -> tuple[int, ...]:
-    """Return the parents of the chosen nodes, renumbered level by level, elder siblings first."""
-    number = {0: 0}
-    order = sorted(range(len(chosen)), key=lambda i: chosen[i][0])  # stable: an elder sibling was chosen earlier
-    for place, i in enumerate(order, 1):
-        number[i + 1] = place
-    return tuple(number[chosen[i][1]] for i in order)

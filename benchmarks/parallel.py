@@ -17,6 +17,9 @@ from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
 from draftlab.distill.parallel import Offsets
+from draftlab.latency.profiler import measure_latency
+from draftlab.latency.random_model import random_model
+from draftlab.model import checkpoint
 from draftlab.target_outputs.replay import Drafting, read_replay
 
 TEMPERATURES = (0.0, 1.0)
@@ -101,6 +104,7 @@ def measure(pair: Pair, folder: Path, k: int, steps: int, losses: list[str], qui
         "tokens_per_pass": {"plain": best_of["plain"], "parallel": best_of[parallel[0].name]},
         "as_plain_draft_loss": 1 - best_of["parallel as plain"] / best_of["plain"],
         "at_temperature_1": ratio(scores["1.0"], "parallel-" + losses[0], "plain"),
+        "pass_ms_by_head_and_width": pass_ms(pair.start, [1, k + 1, 2 * k], 5 if quick else 30),
         "replayed": replays,
         "scores": scores,
         "steps": {"plain": steps, "parallel": fewer},
@@ -132,6 +136,18 @@ def scored(
     kept = ("draft", "num_speculative_tokens", "speedup", "speedup_low", "speedup_high", "tokens_per_target_pass",
             "output_tps", "plain_output_tps", "identical")  # fmt: skip
     return [{name: each[name] for name in kept} for each in row if each["best"]]
+
+
+def pass_ms(draft: Path, widths: list[int], passes: int) -> dict[str, dict[int, float]]:
+    """Return the time of a draft's passes by width, with its whole head and with heads of fewer ids."""
+    whole = checkpoint.planned_shape(draft)
+    shapes = {"whole": whole} | {
+        f"1/{part}": whole.model_copy(update={"draft_vocab": whole.vocab // part}) for part in (4, 8)
+    }
+    dtype = checkpoint.compute_dtype(draft, checkpoint.CPU)
+    models = {name: random_model(shape, dtype, checkpoint.CPU, 512) for name, shape in shapes.items()}
+    measured = measure_latency(models, widths=widths, context=128, passes=passes, mode="native")
+    return {name: {latency.width: latency.median_ms for latency in row} for name, row in measured.items()}
 
 
 def ratio(rows: list[dict[str, Any]], one: str, other: str) -> float:

@@ -1,6 +1,7 @@
 """Training with a trimmed head: the losses by their definitions, one atom after another, and a resumed run."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,14 @@ from torch import Tensor
 from draftlab.commands import COMMANDS
 from draftlab.distill.fused_loss import Dense, TopK, fused_loss
 from draftlab.distill.losses import log_probs, parse_loss
+from draftlab.engine.drafters.parallel import ParallelDrafter
+from draftlab.engine.generate import output_tokens, speculative_decode
 from draftlab.errors import UserError
-from draftlab.model.trimmed_head import TrimmedHead, write_head_ids
+from draftlab.model.decoder import load
+from draftlab.model.trimmed_head import TrimmedHead, read_head_ids, write_head_ids
+from draftlab.sampling import SamplingParams
+from draftlab.target_outputs.replay import Drafting, read_replay
+from draftlab.target_outputs.store import read_store
 
 HEAD = torch.tensor([0, 3, 4, 8, 9, 15, 22, 23, 30])
 
@@ -106,6 +113,30 @@ def test_lost_ids_would_change_the_loss():
     q = log_probs(x["hidden"] @ x["head"][HEAD].T, 1.0).exp()
     optimistic = float((torch.minimum(y, q).sum(1) * x["weights"]).sum().detach())
     assert optimistic > float(fused(x, "fkl", 1.0, whole(x)).acceptance) + 0.1
+
+
+def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_it_drafts(family_dirs, tmp_path):
+    target, text = str(family_dirs["llama_mha"]), tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200)))
+    COMMANDS["distill"](
+        draft=str(family_dirs["llama"]), target=target, data=str(text), parallel=3, vocab=120, steps=4, batch_size=2,
+        seq_len=32, eval_steps=4, out=tmp_path / "draft",
+    )  # fmt: skip
+    ids = read_head_ids(tmp_path / "draft", 307)
+    assert ids is not None
+    assert len(ids) == 120
+    written = {"target": target, "data": str(text), "num_prompts": 4, "prompt_tokens": 8, "max_new_tokens": 24}
+    COMMANDS["outputs build"](use="replay", **written, out=tmp_path / "answers")
+    COMMANDS["replay"](directory=tmp_path / "answers", draft=[str(tmp_path / "draft")], k=[3], out=tmp_path / "replay")
+    expected = read_replay(tmp_path / "replay" / "draft").counts(Drafting(k=3))
+    models = [load(path, torch.float32, torch.device("cpu")) for path in (Path(target), tmp_path / "draft")]
+    for row, output in enumerate(read_store(tmp_path / "answers").outputs):
+        sampling = SamplingParams(max_tokens=24, stop_token_ids=(1,))
+        drafter = ParallelDrafter(models[1], 307)
+        steps = list(speculative_decode(models[0], drafter, [output.prompt.tolist()], 3, sampling))
+        assert output_tokens(steps)[0] == output.ids.tolist()
+        assert len(steps) - 1 == expected.passes[row]
+        assert sum(step.accepted for step in steps) == expected.accepted[row]
 
 
 def test_a_trimmed_head_is_no_targets(family_dirs, tmp_path):

@@ -396,9 +396,10 @@ def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cos
 def test_the_best_tree_over_offsets_keeps_most_of_the_texts_that_it_was_found_in():
     """Against every tree of five tokens: a step begins at each token, and keeps as far as ranks are in the tree."""
     rng = np.random.default_rng(0)
-    texts = [rng.choice(3, (n, 3), p=(0.5, 0.3, 0.2)) for n in (9, 2, 14)]
-    for ranks in texts:
-        ranks[ranks[:, 0] > 0, 1:] = 2  # offsets of one token are not independent
+    texts = [rng.choice(3, (n, 3), p=(0.5, 0.3, 0.2)) for n in (90, 2, 140)]
+    for ranks in texts:  # offsets of a step depend on each other: after a wrong one the next is hardly right
+        wrong = np.flatnonzero(ranks[:-1, 0] > 0)
+        ranks[wrong + 1, 1] = rng.choice(9, len(wrong), p=[0.2, *[0.1] * 8])
 
     def kept(parents: tuple[int, ...]) -> int:
         children = {(parent, parents[:i].count(parent)): i + 1 for i, parent in enumerate(parents)}

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import build, rounding
+from builders import build, recording, rounding
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.offset_logprobs import score_offsets
@@ -15,6 +15,7 @@ from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import load, with_mode
+from draftlab.model.trimmed_head import write_head_ids
 from draftlab.sampling import SamplingParams
 
 MASK, VOCAB = 2, 307
@@ -22,9 +23,12 @@ GREEDY = SamplingParams(max_tokens=40)
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
-    """The target, and its copy with noise as a parallel draft: its first offset agrees often, the others at times."""
+@pytest.fixture(scope="module", params=["whole", "trimmed"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
+    """The target, and its copy with noise as a parallel draft: its first offset agrees often, the others at times.
+
+    trimmed: the draft's head has four ids in five.
+    """
     root = tmp_path_factory.mktemp("parallel")
     target, noisy = build("llama", 1, num_hidden_layers=3), build("llama", 1, num_hidden_layers=3)
     noisy.config.pard_token = MASK
@@ -34,6 +38,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
             p.add_(torch.randn_like(p) * 0.01)
     for name, model in (("target", target), ("draft", noisy)):
         model.save_pretrained(root / name)
+    if request.param == "trimmed":
+        write_head_ids(root / "draft", [i for i in range(VOCAB) if i % 5])
     cpu = torch.device("cpu")
     return {name: load(Path(root / name), torch.float32, cpu) for name in ("target", "draft")}  # type: ignore[misc]
 
@@ -54,7 +60,7 @@ def test_an_offset_has_the_logits_of_an_ordinary_pass_also_after_a_rejection(mod
             for j in range(4):
                 ids = torch.tensor([[*text, *[MASK] * j]])
                 plain = models["draft"].forward(ids, models["draft"].new_cache(1, ids.shape[1]), last=1)[0, 0]
-                assert logits[row, j].sub(plain).abs().max() < bound
+                torch.testing.assert_close(logits[row, j], plain, atol=bound, rtol=0)  # -inf where it is trimmed
     assert drafter.cache.used == [8, 6]
 
 
@@ -69,7 +75,16 @@ def test_the_keys_of_mask_tokens_would_change_the_drafts(models):
     wrong = offset_logits(drafter, MASK, [text], 4)
     fresh = ParallelDrafter(models["draft"], VOCAB)
     fresh.reset(1, 64)
-    assert offset_logits(fresh, MASK, [text], 4).sub(wrong).abs().max() > 0.1
+    assert not torch.allclose(offset_logits(fresh, MASK, [text], 4), wrong, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("k", [2, 5])
+def test_text_is_the_targets_and_drafted_tokens_are_of_the_drafts_head(models, k):
+    drafter = recording(ParallelDrafter, models["draft"], VOCAB)
+    assert output_tokens(steps_of(models, drafter, k)) == output_tokens(decode(models["target"], PROMPTS, GREEDY))
+    drafted = torch.cat([draft.ids.flatten() for _, draft in drafter.seen])
+    head = models["draft"].head_ids
+    assert head is None or torch.isin(drafted, head).all()
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

@@ -242,7 +242,11 @@ class TrainerSettings(LoopSettings):
     )
     weight_decay: float = weight_decay()
     micro_batch_tokens: int = option(
-        4096, "Most tokens per forward pass, which bounds memory; 0: all of a step at once.", ge=0, panel=TRAINING, advanced=True
+        4096,
+        "Most tokens per forward pass, which bounds memory; 0: all of a step at once.",
+        ge=0,
+        panel=TRAINING,
+        advanced=True,
     )
     torch_compile: bool = option(False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True)
     report_to: list[str] = option(

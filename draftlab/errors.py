@@ -16,8 +16,27 @@ class OtherArchitecture(UserError):
     """A checkpoint that is not LLaMA-like."""
 
 
+class Quantised(UserError):
+    """A checkpoint whose weights are rounded to few bits."""
+
+
+def one_line(message: object, most: int = 300) -> str:
+    """Return a message as one line that a terminal shows as it is: whatever a file or a server put into it."""
+    text = "".join(
+        c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in str(message)[: 4 * most]
+    )
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 4] + " ..."
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A closing '; did you mean X?' for the nearest known name, or the list of known names."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = [n for n in difflib.get_close_matches(name, names, n=3, cutoff=0.65) if _same_numbers(name, n)]
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+
+
+def _same_numbers(name: str, other: str) -> bool:
+    """Return whether a name may be a typing error of another: 8b is none of 70b, but 3x265 is one of 3x256."""
+    a, b = ("".join(c for c in text if c.isdigit()) for text in (name, other))
+    return sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

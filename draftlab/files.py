@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, never over finished work, and read strictly. No torch."""
+"""Files: written whole or not at all, and never over finished work. No torch."""
 
 import contextlib
 import json
@@ -7,61 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from draftlab.console import is_main_process, note
 from draftlab.errors import UserError
 
 STATE_RECORD = "run.json"
-
-
-Kind = TypeVar("Kind", bound=BaseModel)
-
-
-class FileModel(BaseModel):
-    """Base of everything that is read from a file: unknown keys are errors, and nothing changes after reading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> Kind:
-    """Read a JSON or YAML file of one kind, from its path or from the directory in which it has this name.
-
-    hint: what to do where there is no such file.
-
-    Raises:
-        UserError: no such file, or not one of that kind.
-    """
-    file = path / name if name and path.is_dir() else path
-    what = kind.__name__.lower()
-    try:
-        text = file.read_bytes()
-        if file.suffix not in (".yaml", ".yml"):
-            return kind.model_validate_json(text)
-        return kind.model_validate(yaml.safe_load(text))
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}{hint}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{file} is not a {what}: not YAML: {' '.join(str(error).split())[:200]}") from None
-    except ValidationError as error:
-        raise UserError(f"{file} is not a {what}: {validation_text(error)[:200]}") from None
-
-
-def read_yaml(path: Path, label: str) -> Any:
-    """Return the content of a YAML file. label: its name in errors.
-
-    Raises:
-        UserError: no such file, or not YAML.
-    """
-    try:
-        return yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{label}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{label}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -187,13 +137,3 @@ def _replace(work: Path, out: Path) -> None:
     out.rename(old / "was")
     work.rename(out)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def validation_text(error: ValidationError) -> str:
-    """Return a pydantic error as one line: field, complaint, value."""
-    parts = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "top level"
-        value = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-        parts.append(f"{where}: {item['msg'].lower()}{value}")
-    return "; ".join(parts)

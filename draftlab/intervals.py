@@ -6,7 +6,7 @@ R prompts, K numbers of drafted tokens, C columns, S bootstrap samples.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from draftlab.files import FileModel
+from draftlab.reading import FileModel
 
 if TYPE_CHECKING:
     import numpy as np

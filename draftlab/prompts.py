@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from draftlab.config.shared import ChatMode
 from draftlab.console import note
 from draftlab.data.conversations import Message, chat_ids, read_messages
 from draftlab.errors import UserError
+from draftlab.reading import read_json_lines
 
 FROM_DATA, FROM_DATA_TOKENS = 16, 64  # default number and length of the prompts of a data source
 
@@ -102,15 +103,16 @@ def file_prompts(
 ) -> Prompts:
     """Read one prompt per JSON line: `messages`, `prompt`, `turns`, or another text column; `category`.
 
-    count: read the first lines only. tokens: cut every prompt to this length. chat: apply the chat template; the first
-    of several turns is then a prompt, which the later ones follow (turns.answered), and otherwise the only one used.
+    Blank lines are skipped. count: read the first prompts only. tokens: cut every prompt to this length. chat: apply
+    the chat template; the first of several turns is then a prompt, which the later ones follow (turns.answered), and
+    otherwise the only one used.
 
     Raises:
         UserError: no such file, a line without text, an empty prompt, one of fewer tokens, or one that the chat
             template does not take; a chat without a template.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
-    lines = [_read_line(line, f"{file}:{number}") for number, line in _lines(file, count)]
+    lines = [_read_line(row, f"{file}:{number}") for number, row in islice(read_json_lines(file), count)]
     if not lines:
         raise UserError(f"{file} has no prompts")
     rows = [
@@ -130,17 +132,6 @@ def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, t
     return Prompts(rows=rows, source=spec, sha256=digest(rows), tokens=tokens)
 
 
-def _lines(file: Path, count: int | None) -> Iterator[tuple[int, str]]:
-    try:
-        with file.open(encoding="utf-8") as stream:
-            for number, line in enumerate(stream, 1):
-                if count is not None and number > count:
-                    return
-                yield number, line
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
     """A line of a prompt file. text: None where it is a whole conversation. later: turns after the first."""
@@ -152,11 +143,7 @@ class _Line:
     category: str
 
 
-def _read_line(line: str, where: str) -> _Line:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg})") from None
+def _read_line(row: Any, where: str) -> _Line:
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object with a prompt")
     category, turns = str(row.get("category", "")), row.get("turns")
@@ -170,6 +157,8 @@ def _read_line(line: str, where: str) -> _Line:
     if text is None:
         columns = ", ".join(data.TEXT_COLUMNS)
         raise UserError(f"{where}: no text; it needs one of messages, prompt, turns, {columns}")
+    if not text.strip():
+        raise UserError(f"{where}: the prompt is empty")
     messages: list[Message] = [{"role": "user", "content": text}]
     return _Line(where=where, text=text, messages=messages, later=tuple(turns[1:]), category=category)
 

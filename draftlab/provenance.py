@@ -17,7 +17,7 @@ from time import time
 from pydantic import Field
 
 from draftlab.errors import UserError
-from draftlab.files import FileModel
+from draftlab.reading import FileModel, parse_json, read_bytes
 
 RECORD_FILE = "draftlab.json"
 
@@ -64,12 +64,12 @@ def write_record(
 
 def read_record(directory: Path) -> Record | None:
     """Return the record of an output, or None if it has none. Raises UserError: it cannot be read."""
+    file = directory / RECORD_FILE
     try:
-        return Record.model_validate_json((directory / RECORD_FILE).read_text())
+        return Record.model_validate(parse_json(read_bytes(file)))
     except OSError:
         return None
     except ValueError:
-        file = directory / RECORD_FILE
         raise UserError(f"{file} is not a draftlab record: truncated, or of another version; remove it") from None
 
 

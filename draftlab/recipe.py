@@ -9,8 +9,8 @@ from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command, Outcome, command
 from draftlab.config.base import Config, OutputConfig, option
 from draftlab.console import note
-from draftlab.errors import UserError, did_you_mean
-from draftlab.files import read_yaml
+from draftlab.errors import UserError, did_you_mean, one_line
+from draftlab.reading import read_yaml
 
 
 class RunConfig(Config):
@@ -90,10 +90,12 @@ def is_done(step: Step) -> bool:
 
 def _read_step(content: object, where: str) -> Step:
     if not isinstance(content, dict) or len(content) != 1:
-        raise UserError(f"{where}: want one command with its settings, got {content!r}")
+        raise UserError(f"{where}: want one command with its settings, got {one_line(content, 80)}")
     name, settings = next(iter(content.items()))
-    if name not in COMMANDS:
+    if not isinstance(name, str) or name not in COMMANDS:
         raise UserError(f"{where}: no command {name!r}{did_you_mean(str(name), COMMANDS)}")
+    if not isinstance(settings, dict | None) or not all(isinstance(key, str) for key in settings or ()):
+        raise UserError(f"{where} ({name}): want NAME: VALUE for each setting, got {one_line(settings, 80)}")
     step = Step(COMMANDS[name], settings or {}, f"{where} ({name}): ")
     step.config.settings()  # raises for bad settings
     return step

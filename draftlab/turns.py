@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab import workspace
 from draftlab.console import note
-from draftlab.data.conversations import Message, chat_ids
+from draftlab.data.conversations import Message, chat_ids, read_messages
 from draftlab.errors import UserError
 from draftlab.files import write_atomic
 from draftlab.prompts import Prompt, Prompts, digest
+from draftlab.reading import read_json_lines
 from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # under the workspace's runs
@@ -102,6 +103,11 @@ def _asked(prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase
 def _read(file: Path) -> list[Messages]:
     """Raises UserError: the file is not what was written."""
     try:
-        return [tuple(json.loads(line)["messages"]) for line in file.read_text().splitlines()]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file} is damaged; remove it") from None
+        rows: list[Messages] = [
+            tuple(read_messages(row["messages"], f"{file}:{number}")) for number, row in read_json_lines(file)
+        ]
+    except (UserError, KeyError, TypeError):
+        rows = []
+    if not rows:
+        raise UserError(f"{file} is damaged; remove it")
+    return rows

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import ValidationError
 
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
-from draftlab.files import FileModel, validation_text
+from draftlab.reading import FileModel, read_model
 
 FILE = Path("draftlab.yaml")
 
@@ -61,12 +60,7 @@ def load(folder: Path = Path()) -> Workspace:
     file = folder / FILE
     if not file.exists():
         return DEFAULT
-    try:
-        return Workspace.model_validate(yaml.safe_load(file.read_text()))
-    except (yaml.YAMLError, OSError) as error:
-        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
-    except ValidationError as error:
-        raise UserError(f"{file}: {validation_text(error)}") from None
+    return read_model(Workspace, file)
 
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:

@@ -12,7 +12,7 @@ import draftlab
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
     ["errors"],
-    ["console", "intervals", "files", "sampling"],
+    ["console", "reading", "intervals", "files", "sampling"],
     ["provenance"],
     ["model"],
     ["workspace"],
@@ -39,6 +39,7 @@ LAYERS = [
 NO_TORCH = [
     "errors",
     "console",
+    "reading",
     "intervals",
     "files",
     "sampling",

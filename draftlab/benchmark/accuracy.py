@@ -29,6 +29,7 @@ from draftlab.model import checkpoint, hub, memory
 from draftlab.model.decoder import Decoder, in_native_mode, load
 from draftlab.model.size import read_size
 from draftlab.output import Output
+from draftlab.reading import validated
 from draftlab.results.accuracy import FILE, Accuracy, AccuracyConditions, ModelAccuracy
 from draftlab.results.score import TaskResult
 
@@ -135,7 +136,7 @@ def _measure(setup: Setup, name: str, state: Path) -> ModelAccuracy:
             model = model or _load(setup, path)
             measured = evaluate_tasks(model, path, tasks, label=task)
             write_atomic(file, RESULTS.dump_json(measured).decode())
-        results += RESULTS.validate_json(file.read_bytes())
+        results += validated(RESULTS, file)
     return ModelAccuracy(name=name, sha256=provenance.fingerprint(path), results=results)
 
 

@@ -28,7 +28,7 @@ from draftlab.console import heartbeat, note, note_if_slow, progress
 from draftlab.engine.batch_generate import turn_answers
 from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, drafts_in_parallel, model_drafter
 from draftlab.engine.rejection_rules import RULES
-from draftlab.errors import UserError
+from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub, llama
@@ -253,7 +253,7 @@ def _with_turns(setup: Setup, loaded: LoadedModels) -> Setup:
 def _describe_model(directory: Path) -> str:
     try:
         return llama.check_supported(directory).describe()
-    except UserError as error:
+    except (OtherArchitecture, Quantised) as error:
         return f"{error}; transformers runs it"
 
 

@@ -28,7 +28,7 @@ from draftlab.config.drafters import (
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow
 from draftlab.engine.drafters import medusa
-from draftlab.errors import UserError
+from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.export.hf import parse_quantized_name, write_fake_quantized
 from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory, parallel
 from draftlab.model.checkpoint import max_model_len
@@ -281,5 +281,5 @@ def _layers(target: Path) -> int | None:
     """Return the target's layers, or None if transformers has to run it."""
     try:
         return llama.check_supported(target).layers
-    except UserError:
+    except (OtherArchitecture, Quantised):
         return None

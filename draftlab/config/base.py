@@ -13,10 +13,10 @@ from pydantic_core import PydanticUndefined
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.errors import UsageError, UserError, did_you_mean
-from draftlab.files import read_yaml
+from draftlab.errors import UsageError, UserError, did_you_mean, one_line
 from draftlab.model.shape import parse_numbers
 from draftlab.provenance import RECORD_FILE, read_record
+from draftlab.reading import read_yaml
 
 OUTPUT, SERVER, TRAINING, CHECKPOINTS = "Output", "Server", "Training", "Evaluation and checkpoints"  # panels of --help
 
@@ -105,7 +105,8 @@ class Config(BaseModel):
             UserError: an unknown setting, a value out of bounds, settings that do not go together.
         """
         if unknown := sorted(set(settings) - set(cls.model_fields)):
-            raise UserError(f"{where}unknown key {unknown[0]!r}{did_you_mean(unknown[0], cls.model_fields)}")
+            name = one_line(unknown[0], 80)
+            raise UserError(f"{where}unknown key {name!r}{did_you_mean(name, cls.model_fields)}")
         try:
             return cls(**settings)
         except ValidationError as error:
@@ -126,7 +127,7 @@ class Config(BaseModel):
                 raise UserError(f"--config {path}: {origin}; want settings of draftlab {command}")
             return dict(record.config)
         settings = read_yaml(path, f"--config {path}")
-        if not isinstance(settings, dict):
+        if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
             raise UserError(f"--config {path}: want settings of draftlab {command}, one NAME: VALUE in a line")
         return settings
 
@@ -193,7 +194,9 @@ class Config(BaseModel):
         if not item["loc"] or item["loc"][0] not in cls.model_fields:
             return message
         flag = cls.flag(str(item["loc"][0]))
-        return f"{flag} is required" if item["type"] == "missing" else f"{flag} {item['input']}: {message.lower()}"
+        if item["type"] == "missing":
+            return f"{flag} is required"
+        return f"{flag} {one_line(item['input'], 80)}: {message.lower()}"
 
 
 class OutputConfig(Config):

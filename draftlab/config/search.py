@@ -13,7 +13,7 @@ CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
 
 
 class SearchConfig(OutputConfig):
-    minutes: float = option(15.0, "Time to spend, approximately.", ge=0)
+    minutes: float = option(15.0, "Time to spend, approximately.", gt=0)
     layers: Numbers | None = option(
         None, "Depths to try, as 1,2,4. Default: 1 to half of the source's.", typed=str, panel=CANDIDATES
     )

@@ -6,7 +6,6 @@ A source is ``stdlib`` (the Python standard library on this disk, without its te
 """
 
 import hashlib
-import json
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ import numpy as np
 
 from draftlab.data.conversations import Message, read_messages
 from draftlab.errors import UserError, did_you_mean
+from draftlab.model import hub
+from draftlab.reading import read_by_library, read_json_lines
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # of documents, by a hash of their names
@@ -169,21 +170,16 @@ def _text_file(path: Path) -> Iterator[Document]:
 
 
 def _json_lines(path: Path) -> Iterator[Document]:
-    for number, line in enumerate(path.open(encoding="utf-8"), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not JSON ({error.msg})") from None
+    for number, row in read_json_lines(path):
         yield _document(f"{path.name}:{number}", row, f"{path}:{number}")
 
 
 def _hub_dataset(name: str) -> Iterator[Document]:
     from datasets import load_dataset
 
-    try:
+    hub.check_data(f"hf:{name}")  # without it the client tries for half a minute
+    with read_by_library(f"data set {name!r} could not be loaded"):
         rows = load_dataset(name, split="train", streaming=True)
-    except Exception as error:  # the hub client raises many kinds of errors
-        raise UserError(f"data set {name!r} could not be loaded: {error}") from error
     return (_document(f"{name}:{i}", row, f"{name}:{i}") for i, row in enumerate(rows.take(HUB_ROWS)))
 
 

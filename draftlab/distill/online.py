@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from draftlab.config.distill import OnlineConfig
 from draftlab.config.shared import newest_draft
@@ -27,9 +26,10 @@ from draftlab.distill.run import TrainedModel, claimed_state, fit_and_write
 from draftlab.distill.teachers import StoredTeacher
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.errors import UserError
-from draftlab.files import FileModel, new_directory, validation_text, write_atomic
+from draftlab.files import new_directory, write_atomic
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
+from draftlab.reading import FileModel, read_model
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.store import HELDOUT, check_tokenizer, read_manifest, read_store
 
@@ -106,12 +106,9 @@ def traffic(config: OnlineConfig) -> tuple[list[Path], Path]:
 
 def read_ledger(folder: Path) -> Ledger:
     """Raises UserError: the ledger cannot be read."""
-    try:
-        return Ledger.model_validate_json((folder / LEDGER).read_text())
-    except OSError:
-        raise UserError(f"{folder} has no {LEDGER}; draftlab online update writes one") from None
-    except ValidationError as error:
-        raise UserError(f"{folder / LEDGER}: {validation_text(error)}") from None
+    if not (folder / LEDGER).exists():
+        raise UserError(f"{folder} has no {LEDGER}; draftlab online update writes one")
+    return read_model(Ledger, folder / LEDGER)
 
 
 def version_directory(folder: Path, number: int) -> Path:

@@ -4,6 +4,7 @@ The target verifies every token, so a draft that a conversion broke still gives 
 """
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +16,18 @@ import torch
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.generate import decode, output_tokens
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
 from draftlab.intervals import Interval, ratio_interval
 from draftlab.model import checkpoint, decoder, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.sentencepiece import PROBES
+from draftlab.reading import parse_json
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import spec_decode_counters
 from draftlab.servers.processes import running
 
+# without these its CPU build takes half of the memory, and a core of its own for every thread
+VLLM_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 WORKER = Path(__file__).parent / "llama_cpp_worker.py"
 MATCH = {"f32": 0.995, "f16": 0.98, "bf16": 0.97, "q8_0": 0.95}  # lowest share of tokens with the same hit or miss
 MATCH_BELOW_8_BITS = 0.9  # llama.cpp rounds activations to 8 bits, too
@@ -146,7 +150,7 @@ def in_vllm(command: Sequence[object], texts: TargetTexts, counts: np.ndarray) -
     Raises:
         UserError: it does not start, or has another acceptance.
     """
-    with running(command) as (server, _):
+    with running(command, VLLM_ON_CPU | os.environ) as (server, _):
         before = server.metrics()
         sampling = SamplingParams(max_tokens=max(texts.tokens), temperature=0.0)
         completions = [completion.ids for completion in server.generate(texts.prompts, sampling)]
@@ -173,7 +177,7 @@ def in_llama_server(
     Raises:
         UserError: it does not start, or has another acceptance.
     """
-    with running(command) as (server, _):
+    with running(command, VLLM_ON_CPU | os.environ) as (server, _):
         before = server.metrics()
         asked = zip(texts.prompts, lengths, strict=True)
         completions = [server.generate_ids(ids, SamplingParams(max_tokens=n, temperature=0.0))[0] for ids, n in asked]
@@ -214,7 +218,10 @@ def run_llama_cpp(python: Path, job: dict[str, object]) -> dict:
         message = (done.stderr.strip().splitlines() or [silent])[-1]
         hint = "; it wants a Python with llama-cpp-python" if "No module named" in message else ""
         raise UserError(f"{python} could not run llama.cpp: {message[:200]}{hint}")
-    return json.loads(done.stdout)
+    try:
+        return parse_json(done.stdout)
+    except ValueError as error:
+        raise UserError(f"{python} could not run llama.cpp: its answer is not JSON ({one_line(error)})") from None
 
 
 def count_steps(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from draftlab.errors import UserError
 from draftlab.export.gguf import ROPE_FACTORS, library
 from draftlab.export.gguf_tokenizer import PRE_TOKENIZERS, UNUSED, PreTokenizer, set_pre_tokenizer
+from draftlab.reading import check_regular, read_by_library
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures with completed settings
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -87,11 +88,10 @@ def describe(header: Header) -> str:
 def read_header(file: Path) -> Header:
     """Raises UserError: not a GGUF file, or a truncated one."""
     gguf = library()
-    try:
+    with read_by_library(f"{file} is not a readable GGUF file"):
+        check_regular(file)
         reader = gguf.GGUFReader(file)
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise UserError(f"{file} is not a readable GGUF file: {' '.join(str(error).split())[:200]}") from None
-    settings = {name: _plain(field.contents()) for name, field in reader.fields.items() if name not in LONG}
+        settings = {name: _plain(field.contents()) for name, field in reader.fields.items() if name not in LONG}
     if "general.architecture" not in settings:
         raise UserError(f"{file} has no general.architecture")
     if settings.get("split.count", 0) > 1:
@@ -116,11 +116,8 @@ def load_config(header: Header) -> Any:
     """
     from transformers import AutoConfig
 
-    try:
+    with read_by_library(f"{header.file} ({header.architecture}) is not supported by transformers"):
         config: Any = AutoConfig.from_pretrained(header.file.parent, gguf_file=header.file.name)
-    except (ValueError, KeyError, NotImplementedError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{header.file} ({header.architecture}) is not supported by transformers: {reason}") from None
     if header.architecture in COMPLETED:
         config = _completed(config, header)
     elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors:
@@ -142,13 +139,10 @@ def load(header: Header, config: Any, dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     stream = sys.stderr if sys.stderr.isatty() else io.StringIO()  # for the reader's progress bar
-    try:
-        with contextlib.redirect_stderr(stream):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True
-            )
-    except (ValueError, RuntimeError, KeyError, NotImplementedError, OSError) as error:
-        raise UserError(f"{header.file} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    with read_by_library(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True
+        )
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

@@ -1,7 +1,6 @@
 """A new draftlab.yaml, around a preset, a checkpoint or an imported GGUF file."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 from draftlab import provenance, workspace
@@ -11,6 +10,7 @@ from draftlab.errors import UserError
 from draftlab.importing import run
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.reading import read_object
 from draftlab.workspace import Workspace
 
 CODE_FOR_CHAT = (
@@ -83,8 +83,6 @@ def smollm2_file() -> Path:
 def _is_chat_model(target: str, *, fetch: bool) -> bool:
     """Return whether the target's tokenizer has a chat template; without fetch, of a directory only."""
     folder = hub.locate(target, weights=False) if fetch else Path(target)
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        settings = {}
+    file = folder / "tokenizer_config.json"
+    settings = read_object(file) if file.is_file() else {}
     return (folder / "chat_template.jinja").is_file() or "chat_template" in settings

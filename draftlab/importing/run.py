@@ -17,6 +17,7 @@ from draftlab.importing import gguf
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.layouts import BIN_FILES, NOUNS, Layout, other_layout
 from draftlab.output import Output
+from draftlab.reading import read_by_library, read_object
 
 SHARD = "2GB"
 
@@ -147,12 +148,13 @@ def _bin_files(directory: Path) -> list[Path]:
 
 def _read_bin(file: Path) -> dict[str, torch.Tensor]:
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0][:160]
+        with read_by_library(f"{file} is not a readable .bin file"):
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except UserError as error:
+        if not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise
+        reason = str(error.__cause__).splitlines()[0][:160]
         raise UserError(f"{file} has more than weights, and code in pickles is not run: {reason}") from None
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise UserError(f"{file} is not a readable .bin file: {' '.join(str(error).split())[:160]}") from None
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise UserError(f"{file} is not a mapping from names to tensors")
     return tensors
@@ -161,10 +163,9 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
 def _adapter_source(layout: Layout, dtype: torch.dtype | None, base: str | None) -> ImportSource:
     from peft import PeftConfig
 
-    try:
+    read_object(layout.path / "adapter_config.json")
+    with read_by_library(f"{layout.path}/adapter_config.json"):
         config: Any = PeftConfig.from_pretrained(str(layout.path))
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise UserError(f"{layout.path}/adapter_config.json: {' '.join(str(error).split())[:200]}") from None
     if config.is_prompt_learning:
         raise UserError(f"{layout.path} is a {config.peft_type.value} adapter, a prompt, and cannot be merged")
     name = base or config.base_model_name_or_path

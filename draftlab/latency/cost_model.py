@@ -14,9 +14,9 @@ import yaml
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from draftlab.errors import UserError
-from draftlab.files import FileModel, read_model
 from draftlab.model import Mode
 from draftlab.model.shape import Shape
+from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Latency
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}

@@ -13,11 +13,11 @@ from typing import Literal, TypeVar, get_args
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from draftlab.errors import UserError, did_you_mean
-from draftlab.files import FileModel, read_model
 from draftlab.latency.cost_model import BYTES, Point, Profile, SteadyPoint, active_params, read_profile
 from draftlab.model import Mode
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape, read_shape_file
+from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Latency
 
 EXAMPLE = "llama-65b@4xa100-80gb,graphs"

@@ -1,20 +1,21 @@
 """Hugging Face directories: configs and shapes, models, tokenizers, devices and dtypes."""
 
 import functools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from draftlab.console import note
-from draftlab.errors import OtherArchitecture, UserError
+from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.model import loading
+from draftlab.model.hf_files import check_tokenizer_files, eos_ids, read_config
 from draftlab.model.hub import checkpoint_name
 from draftlab.model.layouts import other_layout
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids, trim_model
 from draftlab.model.weights import BUFFERS, Weights, check_finite, check_tied
+from draftlab.reading import read_by_library, read_object
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,22 +25,14 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length"
 UNLIMITED = 1 << 30
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # that llama.py runs; their tensors are never renamed
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
-
-
-def read_config(directory: Path) -> dict[str, object]:
-    """Return config.json. Raises UserError: it cannot be read, or is not an object."""
-    return _object(directory / "config.json")
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several."""
-    ids: set[object] = {special_ids(load_tokenizer(directory))["eos"]}
-    for file in (directory / "config.json", directory / "generation_config.json"):
-        if file.is_file():
-            value = _object(file).get("eos_token_id")
-            ids |= set(value) if isinstance(value, list) else {value}
-    return tuple(sorted(i for i in ids if isinstance(i, int)))
+    own = special_ids(load_tokenizer(directory))["eos"]
+    return tuple(sorted(eos_ids(directory) | (set() if own is None else {own})))
 
 
 def read_shape(directory: Path) -> Shape:
@@ -55,6 +48,7 @@ def read_shape(directory: Path) -> Shape:
     weights = Weights(directory)
     shape = shape_of(config, frozenset(weights))
     _check_tensors(directory, config, shape, {name: weights.shape(name) for name in weights})
+    weights.check_unquantised()
     if shape.tied and "lm_head.weight" in weights:
         check_tied(weights)
     ids = read_head_ids(directory, shape.vocab)
@@ -73,6 +67,8 @@ def check(directory: Path) -> None:
     try:
         read_shape(directory)
     except OtherArchitecture:
+        if config.get("model_type") in MODEL_TYPES:
+            raise
         weights, model = Weights(directory), meta_model(config, torch.float32)
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
         for name in expected.keys() & set(weights):
@@ -105,7 +101,7 @@ def check_unquantised(directory: Path, config: dict[str, object]) -> None:
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise UserError(f"{directory} is quantised ({method}); name the checkpoint with unquantised weights")
+        raise Quantised(f"{directory} is quantised ({method}); name the checkpoint with unquantised weights")
 
 
 def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
@@ -234,13 +230,12 @@ def load_any_files(
     directory: Path, dtype: torch.dtype, device_map: str | None = None, weights: Weights | None = None
 ) -> "PreTrainedModel":
     """Load a model from weights, or from any files that transformers reads, .bin too; see load_model."""
-    try:
+    places = _parse_device_map(device_map)
+    with read_by_library(f"{directory} cannot be loaded"):
         if weights is None:
-            model, info = loading.from_files(directory, dtype, _parse_device_map(device_map))
+            model, info = loading.from_files(directory, dtype, places)
         else:
             model, info = loading.from_slices(directory, weights, dtype)
-    except (ValueError, RuntimeError, OSError, ImportError, KeyError) as error:
-        raise UserError(f"{directory} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:
@@ -254,7 +249,7 @@ def load_any_files(
 def _parse_device_map(device_map: str | None) -> Any:
     """Raises UserError: a map that accelerate does not know."""
     if device_map is not None and device_map.endswith(".json"):
-        return _object(Path(device_map))
+        return read_object(Path(device_map))
     if device_map is not None and device_map not in DEVICE_MAPS:
         raise UserError(
             f"--device-map {device_map!r}: want {', '.join(DEVICE_MAPS)}, or a .json file of module: device"
@@ -323,11 +318,8 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
     """
     from accelerate import init_empty_weights
 
-    try:
-        with init_empty_weights(include_buffers=False):
-            return loading.from_config(config, dtype).eval()
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"transformers cannot build this model: {' '.join(str(error).split())[:300]}") from error
+    with read_by_library("transformers cannot build this model"), init_empty_weights(include_buffers=False):
+        return loading.from_config(config, dtype).eval()
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
@@ -338,12 +330,11 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
-    try:
+    check_tokenizer_files(directory)
+    with read_by_library(f"{directory} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory)
         alone = directory / "tokenizer.model"
         return as_sentencepiece(tokenizer, alone) if alone.is_file() and not _has_fast(directory) else tokenizer
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise UserError(f"{directory} has no usable tokenizer: {' '.join(str(error).split())[:200]}") from error
 
 
 def _has_fast(directory: Path) -> bool:
@@ -383,13 +374,3 @@ def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, siz
 def _check_size(directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if size != expected:
         raise UserError(f"{directory}: {name} is {size}, but {expected} by its config.json") from None
-
-
-def _object(file: Path) -> dict[str, object]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is not a JSON object")
-    return content

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftlab.console import note
-from draftlab.errors import UserError
+from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.hf_decoder import HFDecoder
@@ -55,7 +55,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: 
         return HFDecoder(checkpoint.load_model(directory, dtype, device, device_map).eval())
     try:
         llama.check_supported(directory)
-    except UserError as error:
+    except (OtherArchitecture, Quantised) as error:
         note(f"{error}; transformers runs it instead")
     else:
         model = llama.load(directory, dtype, device)

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field, ValidationError, model_validator
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import Self
 
 from draftlab.errors import UserError
-from draftlab.files import FileModel, validation_text
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
-from draftlab.model.weights import check_finite
+from draftlab.model.weights import check_finite, check_weight
+from draftlab.reading import FileModel, read_by_library, reading_tensors, validation_text
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -48,10 +48,9 @@ class Target:
         """Read config.json of any decoder. Raises UserError: transformers does not know it."""
         from transformers import AutoConfig
 
-        try:
+        checkpoint.read_config(directory)
+        with read_by_library(f"{directory}/config.json cannot be used"):
             config: Any = AutoConfig.from_pretrained(directory).get_text_config()
-        except (ValueError, OSError) as error:
-            raise UserError(f"{directory}/config.json cannot be used: {' '.join(str(error).split())[:200]}") from None
         return cls(
             name=directory.name, layers=config.num_hidden_layers, hidden=config.hidden_size, vocab=config.vocab_size
         )
@@ -205,9 +204,10 @@ def check(folder: Path, target: Path) -> HeadConfig:
 def read(folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Head:
     """Read a head in any of the layouts. Raises UserError: see check; or values that are not finite or out of range."""
     config = check(folder, target)
-    tensors = {_plain(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    with reading_tensors(folder / WEIGHTS):
+        tensors = {_plain(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     for name, tensor in tensors.items():
-        check_finite(tensor, name, folder)
+        (check_finite if name in ("d2t", "t2d") else check_weight)(tensor, name, folder)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
     ids = torch.arange(config.draft_vocab) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab:
@@ -382,14 +382,11 @@ def _check_tensors(config: HeadConfig, tensors: Mapping[str, tuple[int, ...]], f
 
 def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the sizes of the tensors in a head's file by name. Raises UserError: there is no such file."""
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except OSError:
+    if not (folder / WEIGHTS).exists():
         pickled = " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""
-        raise UserError(f"{folder} has no {WEIGHTS}{pickled}") from None
-    except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} is broken: {error}") from None
+        raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
+    with reading_tensors(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
+        return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _plain(name: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.hub import checkpoint_name, locate
 from draftlab.model.shape import Shape, check_within, fewest_kv_heads, format_count, read_shape_file, resolve
@@ -75,6 +76,10 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
         raise UserError(f"no depth comes within {budget.tolerance:.3g} of {_amount(budget)}: {reach}")
+    left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
+    if left_out:
+        reach = "; ".join(_reach(source, layers, budget) for layers in left_out[:3])
+        note(f"depths left out, which do not come near {_amount(budget)}: {', '.join(map(str, left_out))} ({reach})")
     return shapes
 
 

@@ -1,17 +1,19 @@
 """Checkpoints by name: embedded models, directories, the Hugging Face hub; and their weight files. No torch."""
 
 import functools
-import json
 import shlex
 import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections import Counter
 from pathlib import Path
 
-from draftlab.errors import UserError, did_you_mean
+from pydantic import TypeAdapter, ValidationError
+
+from draftlab.errors import UserError, did_you_mean, one_line
+from draftlab.model.hf_files import check_causal
 from draftlab.model.layouts import other_layout
+from draftlab.reading import read_object, validation_text
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,6 +37,7 @@ def locate(name: str | Path, weights: bool = True) -> Path:
         if not (path / "config.json").is_file():
             _refuse_other_layouts(path)
             raise UserError(f"{path} is not a checkpoint: it has no config.json")
+        check_causal(path)
         if weights:
             weight_files(path)
         return path
@@ -68,8 +71,8 @@ def checkpoint_name(directory: Path) -> str:
 def is_eagle_head(name: str | Path) -> bool:
     """Return whether a directory has the config.json of an EAGLE-3 head."""
     try:
-        return "draft_vocab_size" in json.loads((Path(name) / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        return "draft_vocab_size" in read_object(Path(name) / "config.json")
+    except UserError:
         return False
 
 
@@ -98,18 +101,12 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
 
 def read_index(file: Path) -> dict[str, str]:
     """Return the file name of each tensor. Raises UserError: see weight_files."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        name, count = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 0)
-        if count > 1:
-            raise UserError(f"{file}: two tensors are called {name!r}")
-        return dict(pairs)
-
     try:
-        content = json.loads(file.read_text(), object_pairs_hook=unique)
-        index = {str(tensor): str(name) for tensor, name in content["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not an index of tensors: {type(error).__name__} {error}") from None
+        index = TypeAdapter(dict[str, str]).validate_python(read_object(file).get("weight_map"), strict=True)
+    except ValidationError as error:
+        raise UserError(f"{file} is not an index of tensors: weight_map: {validation_text(error)}") from None
+    if strange := next((name for name in index.values() if not name.isprintable() or not 0 < len(name) < 256), None):
+        raise UserError(f"{file} names {one_line(strange, 80)!r}, which is no file name")
     outside = [name for name in index.values() if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside or not index:
         raise UserError(f"{file} names {'a file outside its directory: ' + outside[0] if outside else 'no tensor'}")
@@ -172,6 +169,7 @@ def _from_hub(name: str, weights: bool) -> Path:
     directory = _fetch(repo, revision, PLAIN, ["*/*"])
     if not (directory / "config.json").is_file():
         raise UserError(f"{name} is not a checkpoint: it has no config.json{_import_hint(repo, directory)}")
+    check_causal(directory)
     if not weights or (directory / SINGLE).is_file():
         return directory
     index = directory / INDEX

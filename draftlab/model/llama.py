@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.errors import UserError
+from draftlab.errors import OtherArchitecture, UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids
+from draftlab.reading import read_by_library
 
 # Families whose forward pass is exactly the one below; others share the layout but scale or gate something.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def check_supported(directory: Path) -> Shape:
     """Return the shape of a checkpoint that this decoder runs; no weight is read.
 
     Raises:
-        UserError: its architecture or rotary scheme is not supported.
+        UserError: broken files, or OtherArchitecture: its architecture or rotary scheme is not supported.
     """
     return _supported(directory)[0]
 
@@ -296,13 +296,16 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
     """Return shape, config and rotary tables; raises UserError: see check_supported."""
     config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
     kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise UserError(f"{directory} is a {kind} model; the engine runs {', '.join(MODEL_TYPES)}")
+    if kind not in checkpoint.MODEL_TYPES:
+        raise OtherArchitecture(f"{directory} is a {kind} model; the engine runs {', '.join(checkpoint.MODEL_TYPES)}")
     if config.get("hidden_act") != "silu":
-        raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
+        raise OtherArchitecture(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
     from transformers import AutoConfig
 
-    return shape, config, rotary(AutoConfig.from_pretrained(directory), shape.head_dim, directory)
+    with read_by_library(f"{directory}/config.json cannot be used"):
+        full = AutoConfig.from_pretrained(directory)
+        eps = {"rms_norm_eps": full.rms_norm_eps}  # with transformers' default
+    return shape, config | eps, rotary(full, shape.head_dim, directory)
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
@@ -355,5 +358,7 @@ def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / torch.pow(float(str(rope["rope_theta"])), exponents), 1.0
     if kind not in ("linear", "llama3", "yarn"):  # others depend on the length of the text
-        raise UserError(f"{directory}: rotary scaling {kind!r}; the engine runs default, linear, llama3 and yarn")
+        raise OtherArchitecture(
+            f"{directory}: rotary scaling {kind!r}; the engine runs default, linear, llama3 and yarn"
+        )
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

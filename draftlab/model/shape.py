@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from draftlab.errors import UserError
-from draftlab.files import read_yaml, validation_text
+from draftlab.reading import read_yaml, validation_text
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
 Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"]
@@ -55,18 +55,21 @@ TABLE: tuple[Row, ...] = (
 )
 
 
+Size = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
 class Shape(BaseModel):
     """The numbers that decide a model's size and cost; the options select rows of the table."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)  # YAML's yes must not be 1 layer
 
-    layers: PositiveInt
-    hidden: PositiveInt
-    heads: PositiveInt
-    kv_heads: PositiveInt
-    head_dim: PositiveInt
-    ffn: PositiveInt
-    vocab: PositiveInt
+    layers: int = Field(ge=1, le=10_000)
+    hidden: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    ffn: Size
+    vocab: Size
     tied: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

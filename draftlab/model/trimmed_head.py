@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.files import validation_text
+from draftlab.reading import validated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,10 +49,10 @@ def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
     file = directory / HEAD_IDS
     if not file.is_file():
         return None
-    try:
-        return TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab)]]).validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{file}: {validation_text(error)}") from None
+    ids: list[int] = validated(TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]]), file)
+    if not ids or ids != sorted(set(ids)):
+        raise UserError(f"{file}: want ids, each once and in ascending order")
+    return ids
 
 
 def write_head_ids(directory: Path, ids: Sequence[int]) -> None:

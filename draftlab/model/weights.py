@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from draftlab.errors import UserError
+from draftlab.errors import Quantised, UserError
 from draftlab.model.hub import weight_files
+from draftlab.reading import reading_tensors
 
 # Buffers in checkpoints of the age of LLaMA 1 and 2 that no model reads: transformers computes them itself.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
@@ -85,8 +86,17 @@ class Weights(Mapping[str, Tensor]):
             values[self._stored[name]] += torch.Size(shape).numel()
         most = values.most_common(1)[0][0]
         if most not in STORED:
-            raise UserError(f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights")
+            raise Quantised(f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights")
         return STORED[most]
+
+    def check_unquantised(self) -> None:
+        """Raises UserError: a tensor is not of a floating-point dtype of models."""
+        odd = next((name for name, stored in self._stored.items() if stored not in STORED), None)
+        if odd is not None:
+            raise Quantised(
+                f"{self.directory} is quantised ({odd} is stored as {self._stored[odd]}); name the checkpoint with "
+                "unquantised weights"
+            )
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
@@ -107,6 +117,14 @@ def check_tied(weights: Weights) -> None:
         )
 
 
+def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
+    """Raises UserError: not of a floating-point dtype, or with values that are not finite."""
+    if tensor.dtype not in STORED.values():
+        stored = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{directory}: {name} is stored as {stored}, not as weights are")
+    check_finite(tensor, name, directory)
+
+
 def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
     """Raises UserError: NaN or infinity among the values."""
     if (
@@ -118,9 +136,6 @@ def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
 
 
 def _headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is not a readable safetensors file: {error}") from None
+    with reading_tensors(file), safe_open(file, framework="pt") as handle:
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}

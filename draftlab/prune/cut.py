@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from draftlab.files import FileModel
 from draftlab.model.checkpoint import layer_of
 from draftlab.model.shape import Axis, Shape
+from draftlab.reading import FileModel
 
 # matrix -> the norm whose output it reads
 READS = {

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from draftlab.errors import UserError
 from draftlab.model.shape import Shape
+from draftlab.model.weights import check_weight
 from draftlab.prune.walk import Walk
+from draftlab.reading import reading_tensors
 
 SAMPLED_TOKENS = 512  # streams kept of every layer, to compare all pairs of layers
 
@@ -87,13 +89,16 @@ def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> No
 
 
 def load_scores(file: Path, facts: dict[str, str]) -> Importance:
-    """Read what save_scores wrote. Raises UserError: other facts decided it."""
-    with safe_open(file, framework="pt") as handle:
+    """Read what save_scores wrote. Raises UserError: other facts decided it, or it is damaged."""
+    with reading_tensors(file), safe_open(file, framework="pt") as handle:
         stored = handle.metadata() or {}
         for key, value in facts.items():
             if stored.get(key) != value:
                 raise UserError(f"--scores-cache {file} was made with {key} = {stored.get(key)}, not {value}")
-        return Importance(**{name: handle.get_tensor(name) for name in Importance.__slots__})
+        tensors = {name: handle.get_tensor(name) for name in Importance.__slots__}
+    for name, tensor in tensors.items():
+        check_weight(tensor, name, file)
+    return Importance(**tensors)
 
 
 Listener = Callable[[Tensor, Tensor], object]  # called with a module's input and output

@@ -6,7 +6,7 @@ from typing import Literal
 
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.files import FileModel, read_model
+from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Model, Score, TaskResult
 
 FILE = "accuracy.json"

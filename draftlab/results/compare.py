@@ -1,6 +1,5 @@
 """Rank drafts by their scores or predictions, and test which differences are significant. No torch."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,8 +11,8 @@ from rich.text import Text
 
 from draftlab import intervals
 from draftlab.errors import UserError
-from draftlab.files import validation_text
 from draftlab.intervals import Interval, bootstrap, interval
+from draftlab.reading import read_json, validation_text
 from draftlab.results.accuracy import Accuracies
 from draftlab.results.leaderboard import ACCURACY_METRICS
 from draftlab.results.score import Score, TaskResult, read_score
@@ -291,17 +290,14 @@ def _discounted(c: Candidate) -> str:
 
 
 def _read_file(file: Path) -> Iterator[Candidate]:
-    try:
-        content: Any = json.loads(file.read_text())
-    except (OSError, ValueError):
-        content = None
+    content: Any = read_json(file)
     if not isinstance(content, dict) or "predictions" not in content:
         yield candidate_of(read_score(file))
         return
     try:
         predictions = _Predictions.model_validate(content).predictions
     except ValidationError as error:
-        raise UserError(f"{file} is not what predict --json prints: {validation_text(error)[:200]}") from None
+        raise UserError(f"{file} is not what predict --json prints: {validation_text(error)}") from None
     for prediction in predictions:
         row = max(prediction.rows, key=lambda row: row.speedup.value)
         target = prediction.target.partition(" on ")[0]

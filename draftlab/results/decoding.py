@@ -7,32 +7,34 @@ before it: K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, or fewer wher
 import math
 from collections.abc import Sequence
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab import intervals
-from draftlab.files import FileModel
 from draftlab.intervals import Timing
+from draftlab.reading import FileModel
 
 
 class Generation(FileModel):
     """One prompt decoded once. The lists have one entry per step after the prefill, which emits the first token."""
 
-    prompt: int  # index into the score's prompts
-    tokens: int  # emitted in all, including the prefill's
-    drafted: list[int]
-    accepted: list[int]
-    emitted: list[int]
-    prefill_seconds: float
-    draft_seconds: float
-    verify_seconds: float
-    host_seconds: float
-    stalled_steps: int = 0  # interrupted, and counted at the median of their kind
-    stalled_seconds: float = 0.0  # taken out of these steps
+    prompt: NonNegativeInt  # index into the score's prompts
+    tokens: PositiveInt  # emitted in all, including the prefill's
+    drafted: list[NonNegativeInt]
+    accepted: list[NonNegativeInt]
+    emitted: list[NonNegativeInt]
+    prefill_seconds: NonNegativeFloat
+    draft_seconds: NonNegativeFloat
+    verify_seconds: NonNegativeFloat
+    host_seconds: NonNegativeFloat
+    stalled_steps: NonNegativeInt = 0  # interrupted, and counted at the median of their kind
+    stalled_seconds: NonNegativeFloat = 0.0  # taken out of these steps
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Generation":
         if not len(self.drafted) == len(self.accepted) == len(self.emitted):
             raise ValueError("drafted, accepted and emitted must have one entry per step each")
+        if any(a > d for a, d in zip(self.accepted, self.drafted, strict=True)):
+            raise ValueError("accepted > drafted in a step")
         if self.tokens != 1 + sum(self.emitted):
             raise ValueError(f"{self.tokens} tokens are not the prefill's one plus the steps' {sum(self.emitted)}")
         return self
@@ -51,9 +53,9 @@ class Generation(FileModel):
 class ServedGeneration(FileModel):
     """One prompt decoded once by a server, which reports neither its steps nor its prefill time."""
 
-    prompt: int
-    tokens: int
-    seconds: float  # from request to answer
+    prompt: NonNegativeInt
+    tokens: NonNegativeInt
+    seconds: NonNegativeFloat  # from request to answer
 
     @property
     def timing(self) -> Timing:
@@ -103,8 +105,8 @@ class Counters(FileModel):
     """The growth of a server's speculative decoding counters, over all generations at one K."""
 
     num_drafts: float = Field(gt=0)
-    num_draft_tokens: float
-    num_accepted_tokens_per_pos: list[float]  # at positions 1..K; trailing zeros may be left out
+    num_draft_tokens: float = Field(ge=0)
+    num_accepted_tokens_per_pos: list[NonNegativeFloat]  # at positions 1..K; trailing zeros may be left out
 
     @property
     def k(self) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab import intervals
-from draftlab.files import FileModel, read_model
 from draftlab.intervals import Interval, Timings
 from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
+from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import (
     Acceptance,
     Counters,
@@ -35,11 +35,11 @@ BUSY = 0.5  # share of the cores that other work uses
 class Latency(FileModel):
     """Milliseconds of one forward pass: median and quartiles of n passes."""
 
-    width: int  # tokens fed at once
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    n: int
+    width: NonNegativeInt  # tokens fed at once
+    median_ms: NonNegativeFloat
+    low_ms: NonNegativeFloat
+    high_ms: NonNegativeFloat
+    n: NonNegativeInt
 
 
 class TaskResult(FileModel):
@@ -69,7 +69,7 @@ class Model(FileModel):
 class Prompt(FileModel):
     """Length of a prompt, and its category in the prompt file."""
 
-    tokens: int
+    tokens: NonNegativeInt
     category: str = ""
 
 
@@ -97,13 +97,13 @@ class Conditions(FileModel):
     threads: int | None  # None: the server's choice
     data: str
     prompts_sha256: str | None = None
-    prompts: int
+    prompts: PositiveInt
     prompt_tokens: int | None  # prompts were cut to this length; None: not cut
     chat: bool = False  # prompts had the form of the tokenizer's chat template
-    max_tokens: int
-    repeats: int
+    max_tokens: PositiveInt
+    repeats: PositiveInt
     context: int | None  # cached tokens at which latency was measured
-    temperature: float
+    temperature: NonNegativeFloat
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -142,10 +142,10 @@ class Score(FileModel):
     prompts: list[Prompt] = Field(default=[])
     speculative_tasks: list[TaskResult] = Field(default=[])  # generation tasks of the target, decoded with this draft
     plain: list[Generation] | list[ServedGeneration]
-    speculative: dict[int, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # by K
+    speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # by K
     counters: dict[int, Counters] = Field(default={})  # by K, where a server decoded
     identical: bool | None  # greedy: speculative tokens equal plain ones; None when sampling
-    distinct_4grams: float  # share, in the target's output; a low one means a loop, which every draft predicts
+    distinct_4grams: float = Field(ge=0, le=1)  # share, in the target's output; low in a loop, which drafts predict
     example: Example | None = None  # the prompt of median speed-up at the best K
     learnt: str | None = None  # a drafter with what it learnt when it was built, as --drafter takes it
     made: list[Stage] | None = None  # commands that made the draft; []: nothing to make; None: not known

@@ -11,10 +11,11 @@ from statistics import median
 from pydantic import Field
 
 from draftlab.errors import UserError
-from draftlab.files import FileModel, read_model, write_atomic
+from draftlab.files import write_atomic
 from draftlab.intervals import Interval
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape
+from draftlab.reading import FileModel, read_model
 
 FILE = "search.json"
 MAX_PASS_SHARE = 0.4  # of a target pass: at K = 1 and 3 of 4 accepted, such a draft gains a quarter

@@ -4,6 +4,7 @@ n tokens, k top tokens. An answer that lacks something raises KeyError, TypeErro
 """
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +16,9 @@ from draftlab.sampling import SamplingParams
 
 TOKEN_PREFIX = "token_id:"  # vLLM's spelling of a token with return_tokens_as_token_ids
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+LARGEST_ID = 1 << 24
+ROUNDING = 1e-3  # nats that rounding may put a log-probability above 0
 
 Answer = Any  # parsed JSON
 TopLogprobs = tuple[list[int], list[float]]  # k ids and log-probabilities, the most probable first
@@ -31,6 +35,13 @@ class Completion:
     top_logprobs: list[list[float]]
     finish_reason: str | None  # stop: eos; length: max_tokens; None: read from a log, which does not tell
 
+    def checked(self, max_tokens: int, k: int) -> "Completion":
+        """Raises ValueError: other values than were asked for, or some that are no ids or not finite."""
+        checked_ids(self.ids, max_tokens)
+        _check_values(self.logprobs, len(self.ids))
+        _check_lists(self.top_ids, self.top_logprobs, len(self.ids) if k else 0)
+        return self
+
     def as_json(self) -> str:
         """Return one line of a traffic file (docs/formats.md)."""
         fields = asdict(self)
@@ -45,6 +56,12 @@ class PromptLogprobs:
     top_ids: list[list[int]]  # [n][k], the most probable first
     top_logprobs: list[list[float]]
     logprobs: list[float]
+
+    def checked(self, n: int, k: int) -> "PromptLogprobs":
+        """Raises ValueError: other values than those of n tokens, or some that are no ids or not finite."""
+        _check_values(self.logprobs, n)
+        _check_lists(self.top_ids, self.top_logprobs, n if k else 0)
+        return self
 
 
 class Adapter(ABC):
@@ -151,6 +168,7 @@ class SGLang(Adapter):
         if "spec_verify_ct" not in meta:
             return None
         histogram = meta["spec_correct_drafts_histogram"]  # steps by number of accepted tokens
+        _check_values([*histogram, meta["spec_verify_ct"], meta["spec_num_proposed_drafts"]], len(histogram) + 2, 0)
         return Counters(
             num_drafts=meta["spec_verify_ct"],
             num_draft_tokens=meta["spec_num_proposed_drafts"],
@@ -202,6 +220,37 @@ class LlamaCpp(Adapter):
 
 # by owned_by in /v1/models; openai: all others
 ADAPTERS: dict[str, Adapter] = {"vllm": VLLM(), "sglang": SGLang(), "openai": VLLM(), "llamacpp": LlamaCpp()}
+
+
+def checked_ids(ids: Any, most: int) -> list[int]:
+    """Return a list of at most so many token ids. Raises ValueError: it is none."""
+    if not isinstance(ids, list) or len(ids) > most:
+        raise ValueError(
+            f"{len(ids) if isinstance(ids, list) else type(ids).__name__} instead of {most} tokens at most"
+        )
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i <= LARGEST_ID), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong!r} as a token id")
+    return ids
+
+
+def _check_values(values: Any, n: int, lowest: float = -math.inf) -> None:
+    """Raises ValueError: not a list of n finite numbers from lowest on."""
+    if not isinstance(values, list) or len(values) != n:
+        raise ValueError(f"{len(values) if isinstance(values, list) else type(values).__name__} numbers instead of {n}")
+    wrong = [v for v in values if type(v) not in (int, float) or not math.isfinite(v) or v < lowest]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} instead of a finite number")
+
+
+def _check_lists(ids: list[list[int]], values: list[list[float]], n: int) -> None:
+    """Raises ValueError: not n lists of different ids with their log-probabilities."""
+    if len(ids) != n or len(values) != n:
+        raise ValueError(f"{len(ids)} lists of tokens instead of {n}")
+    for row, logprobs in zip(ids, values, strict=True):
+        _check_values(logprobs, len(checked_ids(row, len(logprobs))))
+        if len(set(row)) < len(row):
+            raise ValueError("a token twice in one list")
 
 
 def _top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:

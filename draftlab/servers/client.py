@@ -4,24 +4,30 @@ Requests are token ids, never text; adapters.py has the protocol of each kind of
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout  # of its own before Python 3.11
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError, did_you_mean, one_line
+from draftlab.reading import parse_json, read_bytes
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
-from draftlab.servers.adapters import ADAPTERS, Adapter, Answer, Completion, PromptLogprobs
+from draftlab.servers.adapters import ADAPTERS, ROUNDING, Adapter, Answer, Completion, PromptLogprobs, checked_ids
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
 MAX_WAIT_SECONDS = 30.0  # between attempts
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds for one answer
+ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0  # for one answer as a whole
+ANSWER_BYTES = 64 << 20  # 4,096 tokens with the 100 most probable ones are about 40 MB
+KEY_BYTES = 1 << 16
+MAX_NAME = 200  # characters of a model's name or a version
 BUSY = (429, 503)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 PROBE_TOP_K = 5
@@ -43,16 +49,27 @@ class Probe:
 
 
 class HttpClient:
-    """Requests to one server, repeated while it is busy or drops the connection.
+    """Requests to one server, repeated while it is busy or drops the connection; the key goes to no other.
+
+    seconds: for one answer as a whole, however slowly its bytes come. most_bytes: of one answer.
 
     Raises:
         UserError: it cannot be reached or refuses; quotes the server's message.
     """
 
-    def __init__(self, url: str, api_key: str | None, wait: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        wait: Callable[[float], None],
+        *,
+        seconds: float = ANSWER_SECONDS,
+        most_bytes: int = ANSWER_BYTES,
+    ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url, self.wait = url, wait
-        self.client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT)
+        self.url, self.wait, self.seconds, self.most_bytes = url, wait, seconds, most_bytes
+        timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+        self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, follow_redirects=False)
 
     def get(self, path: str, tries: int = TRIES) -> Answer:
         return self._json(path, self._accepted(path, self._send("GET", path, None, tries)))
@@ -77,21 +94,45 @@ class HttpClient:
         problem, pause = "", 0.5
         for left in reversed(range(tries)):
             try:
-                answer = self.client.request(method, path, json=body)
+                answer = self._within(method, path, body)
                 if answer.status_code not in BUSY:
                     return answer
                 problem = f"{answer.status_code}: {_message(answer)}"
                 pause = max(pause, _retry_after_seconds(answer))
             except DROPPED as error:
                 problem = str(error) or type(error).__name__
-            except httpx.TimeoutException:
-                raise UserError(f"{self.url}{path}: no answer in {TIMEOUT.read:g} s") from None
-            except httpx.HTTPError as error:
-                raise UserError(f"{self.url}{path}: {error}") from None
+            except (httpx.TimeoutException, FutureTimeout):
+                raise UserError(f"{self.url}{path}: no whole answer in {self.seconds:g} s") from None
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # of httpx's decoders too
+                raise UserError(f"{self.url}{path}: {one_line(error)}") from None
             if left:
                 self.wait(min(pause, MAX_WAIT_SECONDS))
                 pause *= 2
         raise UserError(f"no answer from {self.url}{path}: {problem}; is the server running?")
+
+    def _within(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        """Return an answer that is whole in time: httpx limits each read, which a server that drips never exceeds."""
+        outcome: Future[httpx.Response] = Future()
+
+        def ask() -> None:
+            try:
+                outcome.set_result(self._limited(method, path, body))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()  # left alone after a timeout; its memory is limited
+        return outcome.result(timeout=self.seconds)
+
+    def _limited(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        end, content = time.monotonic() + self.seconds, bytearray()
+        with self.client.stream(method, path, json=body) as answer:
+            for chunk in answer.iter_bytes(1 << 16):
+                content += chunk
+                if len(content) > self.most_bytes:
+                    raise UserError(f"{self.url}{path}: an answer of more than {self.most_bytes / 1e6:,.0f} MB")
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout("")
+            return httpx.Response(answer.status_code, headers=_plain_headers(answer), content=bytes(content))
 
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
         if answer.status_code != 200:
@@ -100,9 +141,9 @@ class HttpClient:
 
     def _json(self, path: str, answer: httpx.Response) -> Answer:
         try:
-            return answer.json()
-        except ValueError:
-            raise UserError(f"{self.url}{path}: the answer is not JSON") from None
+            return parse_json(answer.content)
+        except ValueError as error:
+            raise UserError(f"{self.url}{path}: the answer is not JSON ({one_line(error)})") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,20 +173,30 @@ class Server:
             UserError: no answer, not an OpenAI-compatible server, no such model, or the key file cannot be read.
         """
         base = url.rstrip("/").removesuffix("/v1")
-        if not base.startswith(("http://", "https://")):
+        if not base.startswith(("http://", "https://")) or not url.isprintable():
             raise UserError(f"server {url!r} is not an address; want http://HOST:PORT")
         http = HttpClient(base, _read_key(api_key_file), wait)
         listing = http.get("/v1/models", tries=1)
         try:
             cards = {card["id"]: card for card in listing["data"]}
             name = next(iter(cards)) if model is None else model
-        except (KeyError, TypeError, StopIteration):
+        except (AttributeError, KeyError, TypeError, StopIteration):
             raise UserError(f"{base} is not an OpenAI-compatible server: /v1/models lists no model") from None
         if name not in cards:
             raise UserError(f"{base} serves no model {name!r}{did_you_mean(name, cards)}")
+        if not _is_name(name) or name in (".", ".."):  # it names directories, and stands in scripts and pages
+            raise UserError(f"{base} calls its model {one_line(name, 80)!r}, which is no name")
         owner = cards[name].get("owned_by")
-        kind = owner if owner in ADAPTERS else "openai"
-        version, max_length = ADAPTERS[kind].about(http.page(ADAPTERS[kind].about_path), cards[name])
+        kind = owner if isinstance(owner, str) and owner in ADAPTERS else "openai"
+        page = http.page(ADAPTERS[kind].about_path)
+        try:
+            version, max_length = ADAPTERS[kind].about(page, cards[name])
+        except AttributeError:
+            raise UserError(f"{base}{ADAPTERS[kind].about_path} does not say what {kind} says there") from None
+        if not _is_name(version):
+            raise UserError(f"{base} gives {one_line(version, 80)!r} as its version")
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
+            raise UserError(f"{base} takes {one_line(max_length, 80)!r} tokens at most, which is no number of tokens")
         return cls(kind=kind, model=name, version=version, max_length=max_length, http=http, workers=workers)
 
     def describe(self) -> str:
@@ -165,7 +216,9 @@ class Server:
         """Return the generated tokens at the least cost, and the speculative counters of the answer (SGLang)."""
         self._check_length(len(prompt) + sampling.max_tokens)
         answer = self._post(self.adapter.completion_request(prompt, sampling, None))
-        return self._parse(lambda: (self.adapter.ids(answer), self.adapter.counters(answer)))
+        return self._parse(
+            lambda: (checked_ids(self.adapter.ids(answer), sampling.max_tokens), self.adapter.counters(answer))
+        )
 
     def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of the tokens of each text, with the k top tokens of each position.
@@ -182,10 +235,11 @@ class Server:
         """Request one token at two temperatures and a few greedy ones, and compare their log-probabilities."""
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
-        at_1, at_half = (dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold))
-        difference = max(abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys())
+        tops = self._parse(lambda: [dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold)])
+        at_1, at_half = tops
+        difference = max((abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0)
         mode = "processed" if difference > 0.05 else "raw"
-        logits = sum(map(math.exp, at_1.values())) > 1.01
+        logits = max(at_1.values()) > ROUNDING or sum(map(math.exp, at_1.values())) > 1.01
         greedy = self._generate(prompt, SamplingParams(max_tokens=8, temperature=0.0), PROBE_TOP_K)
         chosen = zip(greedy.logprobs, greedy.top_logprobs, strict=True)
         return Probe(
@@ -196,20 +250,25 @@ class Server:
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's ids of a text without special tokens; None if it has no such page."""
         answer = self.http.post_optional("/tokenize", self.adapter.tokenize_request(text) | {"model": self.model})
-        return None if answer is None else self._parse(lambda: list(map(int, answer["tokens"])), "/tokenize")
+        return (
+            None
+            if answer is None
+            else self._parse(lambda: checked_ids(answer["tokens"], 4 * len(text) + 8), "/tokenize")
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return every series of the Prometheus page, by name with labels."""
-        return parse_metrics(self.http.text("/metrics"))
+        page = self.http.text("/metrics")
+        return self._parse(lambda: parse_metrics(page), "/metrics")
 
     def _generate(self, prompt: list[int], sampling: SamplingParams, k: int) -> Completion:
         answer = self._post(self.adapter.completion_request(prompt, sampling, k))
-        return self._parse(lambda: self.adapter.completion(prompt, answer, k))
+        return self._parse(lambda: self.adapter.completion(prompt, answer, k).checked(sampling.max_tokens, k))
 
     def _prompt_logprobs(self, ids: list[int], k: int) -> PromptLogprobs:
         answer = self._post(self.adapter.prompt_logprobs_request(ids, k))
-        logprobs = self._parse(lambda: self.adapter.prompt_logprobs(ids, answer, k))
-        if any(max(values, default=0.0) > 1e-3 for values in (logprobs.logprobs, *logprobs.top_logprobs)):
+        logprobs = self._parse(lambda: self.adapter.prompt_logprobs(ids, answer, k).checked(len(ids) - 1, k))
+        if any(max(values, default=0.0) > ROUNDING for values in (logprobs.logprobs, *logprobs.top_logprobs)):
             raise UserError(
                 f"{self.http.url} returns logits instead of log-probabilities; start vLLM with "
                 "--logprobs-mode raw_logprobs"
@@ -223,8 +282,9 @@ class Server:
         try:
             return parse()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            reason = one_line(error, 120)
             raise UserError(
-                f"{self.http.url}{path or self.adapter.path} ({self.kind}): incomplete answer ({error}); token ids "
+                f"{self.http.url}{path or self.adapter.path} ({self.kind}): incomplete answer ({reason}); token ids "
                 "with log-probabilities come from vLLM, SGLang and llama.cpp's server (docs/servers.md)"
             ) from None
 
@@ -244,7 +304,7 @@ class Server:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Parse Prometheus' text format: ``name{label="value"}`` -> value."""
+    """Parse Prometheus' text format: ``name{label="value"}`` -> value. Raises ValueError: a value is no number."""
     lines = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
     return {series: float(value) for series, _, value in lines}
 
@@ -258,14 +318,22 @@ def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]
     def growth(name: str) -> dict[str, float]:
         """Return the growth by label set, of the counter of that name under any prefix."""
         series = {s: v for s, v in after.items() if s.partition("{")[0].endswith(f":spec_decode_{name}_total")}
-        return {s: value - before.get(s, 0.0) for s, value in series.items()}
+        grown = {s: value - before.get(s, 0.0) for s, value in series.items()}
+        if not all(math.isfinite(value) and value >= 0 for value in grown.values()):
+            raise UserError(f"the server's counter {name} went back or is not finite; was it restarted meanwhile?")
+        return grown
 
     drafts, draft_tokens = (sum(growth(name).values()) for name in ("num_drafts", "num_draft_tokens"))
     if not drafts:
         return None
     accepted: dict[int, float] = {}
     for series, value in growth("num_accepted_tokens_per_pos").items():
-        position = int(series.partition('position="')[2].partition('"')[0])
+        digits = series.partition('position="')[2].partition('"')[0]
+        if not digits.isdecimal() or len(digits) > 3:
+            raise UserError(
+                f"the server counts accepted tokens at position {one_line(digits, 40)!r}, which is no number"
+            )
+        position = int(digits)
         accepted[position] = accepted.get(position, 0.0) + value
     return Counters(
         num_drafts=drafts,
@@ -275,24 +343,40 @@ def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]
 
 
 def _read_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
     try:
-        return file.read_text().strip() if file else None
+        key = read_bytes(file, KEY_BYTES).decode("ascii").strip()
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        key = ""
+    if not key or not key.isprintable():  # no header may have it, and no message shows it
+        raise UserError(f"{file} has no key: one line of printable ASCII")
+    return key
 
 
 def _message(answer: httpx.Response) -> str:
     """Return a server's own words about a refusal on one line; each kind puts them elsewhere."""
     try:
-        body = answer.json()
+        body = parse_json(answer.content)
     except ValueError:
         body = answer.text
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and key in body:
             body = body[key]
-    return " ".join(str(body).split())[:300] or answer.reason_phrase
+    return one_line(body) or answer.reason_phrase
 
 
 def _retry_after_seconds(answer: httpx.Response) -> float:
     value = answer.headers.get("retry-after", "")
-    return float(value) if value.isdigit() else 0.0
+    return float(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 0.0
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
+
+
+def _plain_headers(answer: httpx.Response) -> list[tuple[bytes, bytes]]:
+    """Return the headers that are read of an answer whose content is decoded already."""
+    return [(name, value) for name, value in answer.headers.raw if name.lower() in (b"content-type", b"retry-after")]

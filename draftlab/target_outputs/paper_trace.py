@@ -9,6 +9,7 @@ import numpy as np
 from draftlab.engine.batch_generate import Completion
 from draftlab.errors import UserError
 from draftlab.prompts import Prompt
+from draftlab.reading import read_bytes
 from draftlab.target_outputs.outputs import TargetOutput
 
 TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
@@ -65,7 +66,7 @@ class PaperTrace:
 def paper_texts(file: Path) -> list[np.ndarray]:
     """Return the token ids of each text. Raises UserError: see PaperTrace.read."""
     try:
-        content = file.read_text()
+        content = read_bytes(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     tensors = TENSOR.findall(content)
@@ -81,7 +82,7 @@ def _ids(row: str, where: str) -> np.ndarray:
         raise UserError(f"{where} is abbreviated (...): print it whole, with torch.set_printoptions(threshold=10**9)")
     try:
         ids = np.array([int(word) for word in row.split(",")], dtype=np.int64)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UserError(f"{where}: {error}; token ids are integers") from None
     if ids.min() < 0:
         raise UserError(f"{where}: {ids.min()} is not a token id")

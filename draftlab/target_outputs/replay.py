@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from draftlab import provenance
 from draftlab.acceptance import expected
@@ -25,13 +25,13 @@ from draftlab.console import note, progress
 from draftlab.engine.batch_generate import FinishReason
 from draftlab.engine.drafters.parallel import mask_token
 from draftlab.errors import UserError
-from draftlab.files import FileModel, read_model
 from draftlab.intervals import Interval, ratio_intervals
 from draftlab.model import checkpoint, decoder, eagle, hub, llama, parallel
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import Llama
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
+from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import Acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
@@ -43,6 +43,9 @@ Rule = Literal["rejection", "match"]
 First = Literal["prefill", "prompt"]
 
 
+Chance = Annotated[float, Field(ge=0, le=1.001)]  # rounding may put it above 1
+
+
 class ReplayedText(FileModel):
     """The draft on one text: lists of one entry for each token that the target wrote, [n].
 
@@ -50,13 +53,13 @@ class ReplayedText(FileModel):
     score_chains in acceptance).
     """
 
-    number: int  # of the prompt in its file
+    number: NonNegativeInt  # of the prompt in its file
     category: str
-    prompt_tokens: int
+    prompt_tokens: NonNegativeInt
     finish_reason: FinishReason
-    chances: list[float] | list[list[float]]  # that the token came from the draft
-    ranks: list[int] | list[list[int]]  # of the token in the draft's distribution, 0 the most probable
-    top: list[float] | list[list[float]]  # the draft's largest probability in its place, at temperature 1
+    chances: list[Chance] | list[list[Chance]]  # that the token came from the draft
+    ranks: list[NonNegativeInt] | list[list[NonNegativeInt]]  # of the token in the draft's, 0 the most probable
+    top: list[Chance] | list[list[Chance]]  # the draft's largest probability in its place, at temperature 1
     distinct_4grams: float
     longest_repeat: int
 

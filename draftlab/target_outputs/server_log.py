@@ -1,7 +1,7 @@
 """A server's log: one JSON line per request, with the target's top log-probabilities (docs/formats.md)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -10,8 +10,8 @@ import numpy as np
 from pydantic import ConfigDict, ValidationError
 
 from draftlab.console import note
-from draftlab.errors import UserError
-from draftlab.files import FileModel, validation_text
+from draftlab.errors import UserError, one_line
+from draftlab.reading import FileModel, parse_json, read_lines, validation_text
 from draftlab.servers.adapters import Completion
 from draftlab.target_outputs.outputs import ROUNDING, StoredLogprobs, TargetOutput, with_top
 from draftlab.target_outputs.targets import listed, of_completion
@@ -49,7 +49,7 @@ class ServerLog:
             UserError: no such file, an invalid line, or fewer than two lines with text.
         """
         starts, shortest, empty = [], (top_logprobs, 0), 0
-        for number, start, text in _lines(path):
+        for number, start, text in read_lines(path):
             line = _checked(text, f"{path}:{number}", vocab)
             if not line.ids or len(line.prompt_ids) > seq_len:
                 empty += 1
@@ -88,25 +88,14 @@ class ServerLog:
         )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, first byte and text of every line that is not blank."""
-    start = 0
-    try:
-        with path.open("rb") as stream:
-            for number, text in enumerate(stream, 1):
-                if text.strip():
-                    yield number, start, text
-                start += len(text)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-
-
 def _checked(text: bytes, where: str, vocab: int) -> _Line:
     """Raises UserError: the place and the first error."""
     try:
-        line = _Line.model_validate_json(text)
+        line = _Line.model_validate(parse_json(text))
     except ValidationError as error:
-        raise UserError(f"{where}: {validation_text(error)[:300]}") from None
+        raise UserError(f"{where}: {validation_text(error)}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: {one_line(error)}") from None
     problem = _problem(line, vocab)
     if problem:
         raise UserError(f"{where}: {problem}")

@@ -8,13 +8,13 @@ agree with the list at its place: a shifted or foreign store is detected when it
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -22,8 +22,9 @@ from draftlab import provenance
 from draftlab.config.shared import LossOn
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
-from draftlab.files import FileModel, check_free, validation_text, write_atomic
+from draftlab.files import check_free, write_atomic
 from draftlab.model import checkpoint, saving
+from draftlab.reading import FileModel, read_model, reading_tensors
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.repeats import repeats
@@ -37,8 +38,8 @@ TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of
 
 
 class Shard(FileModel):
-    sequences: int
-    tokens: int
+    sequences: PositiveInt
+    tokens: NonNegativeInt
     sha256: str
 
 
@@ -53,7 +54,7 @@ class Manifest(FileModel):
     target: str
     target_sha256: str | None  # None: the weights were elsewhere
     tokenizer_sha256: str
-    vocab: int  # ids that have a meaning
+    vocab: int = Field(ge=1, le=1 << 24)  # ids that have a meaning
     dtype: str
     batch_size: int  # prompts decoded together, which in half precision affects rounding
     text: Literal["data", "target"]
@@ -65,11 +66,11 @@ class Manifest(FileModel):
     categories: tuple[str, ...] = ("",)
     sampling: SamplingParams | None  # None: the target did not write the text, or nobody knows
     logprobs: Logprobs
-    top_logprobs: int
+    top_logprobs: int = Field(ge=0, le=1 << 24)
     temperatures: tuple[float, ...]
     seq_len: int | None  # of the rows to distil from; None: of the longest sequence
     seed: int
-    planned: int  # sequences of the finished store
+    planned: PositiveInt  # sequences of the finished store
     versions: dict[str, str]
     shards: tuple[Shard, ...] = ()
 
@@ -148,16 +149,11 @@ def write_store(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    try:
-        return Manifest.model_validate_json((directory / MANIFEST).read_text())
-    except OSError:
+    if not (directory / MANIFEST).exists():
         raise UserError(
             f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
-        ) from None
-    except ValidationError as error:
-        raise UserError(
-            f"{directory / MANIFEST} does not describe target outputs: {validation_text(error)[:200]}"
-        ) from None
+        )
+    return read_model(Manifest, directory / MANIFEST)
 
 
 def finished_manifest(directory: Path) -> Manifest:
@@ -193,12 +189,11 @@ def read_texts(directory: Path) -> list[TargetOutput]:
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
     """Raises UserError: the shard is missing, not what the manifest says, or misaligned."""
     file = directory / _shard_name(number)
-    try:
+    with reading_tensors(file):
         if provenance.file_sha256(file) != manifest.shards[number].sha256:
             raise UserError(f"{file} is corrupt: its checksum is not the manifest's; remove the store and build again")
         arrays = load_file(file)
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
+    _check_arrays(arrays, manifest, manifest.shards[number], file)
     if manifest.top_logprobs:
         _check_alignment(arrays, file)
     return _outputs(arrays, manifest)
@@ -330,6 +325,33 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
             )
         )  # fmt: skip
     return outputs
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard, file: Path) -> None:
+    """Raises UserError: the arrays are not those of a shard of this store, which its checksum alone cannot tell."""
+    n, tokens = shard.sequences, shard.tokens
+    sizes = {"number": n, "category": n, "stopped": n, "prompt_offsets": n + 1, "offsets": n + 1, "ids": tokens}
+    sizes |= {"counted": tokens} if "counted" in arrays else {}
+    sizes |= {"logprobs": tokens} if manifest.logprobs != "none" else {}
+    sizes |= {"prompt_ids": len(arrays.get("prompt_ids", ()))}
+    listed = int((arrays["counted"] > 0).sum()) if "counted" in arrays else tokens
+    sizes |= dict.fromkeys(TOP, listed) if manifest.top_logprobs else {}
+    wrong = next((name for name, size in sizes.items() if name not in arrays or len(arrays[name]) != size), None)
+    if wrong is None and manifest.top_logprobs:
+        shapes = {arrays[name].shape for name in ("top_ids", "top_logprobs")}
+        wrong = None if shapes == {(listed, manifest.top_logprobs)} else "top_ids"
+    bounds = (("prompt_offsets", "prompt_ids"), ("offsets", "ids"))
+    for offsets, ids in bounds if wrong is None else ():
+        at = arrays[offsets]
+        if at[0] != 0 or at[-1] != len(arrays[ids]) or (np.diff(at) < 0).any():
+            wrong = offsets
+    if wrong is None and arrays["category"].max(initial=0) >= len(manifest.categories):
+        wrong = "category"
+    if wrong is not None:
+        raise UserError(f"{file}: its {wrong} is missing or does not fit {MANIFEST}; remove the store and build again")
+    for name, values in arrays.items():
+        if values.dtype.kind == "f" and (np.isnan(values) | (values == np.inf)).any():  # -inf: a probability of 0
+            raise UserError(f"{file}: its {name} has values that are not finite (NaN or infinity)")
 
 
 def _check_alignment(arrays: dict[str, np.ndarray], file: Path) -> None:

@@ -40,6 +40,10 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "opt").mkdir()
     (space / "opt/config.json").write_text(json.dumps({"model_type": "opt", "vocab_size": 5, "hidden_size": 4}))
     save_file({"model.decoder.embed_tokens.weight": np.zeros((5, 4), np.float32)}, space / "opt/model.safetensors")
+    for kind, fields in FOREIGN.items():
+        (space / kind).mkdir()
+        (space / kind / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 5} | fields))
+    (space / "empty.jsonl").write_text('\n{"prompt": " "}\n')
     (space / "full").mkdir()
     (space / "full/kept.txt").write_text("keep me")
     (space / "a-file").write_text("text")
@@ -63,7 +67,25 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     return space
 
 
+FOREIGN = {
+    "bert": {"architectures": ["BertForMaskedLM"]},
+    "t5": {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+}
 CASES = [
+    # a model that does not write text, or no model at all
+    (("score", "--draft", "bert"), "bert is an encoder (BertForMaskedLM)"),
+    (("prune", "--source", "t5", "--layers", "2"), "t5 is an encoder and a decoder"),
+    (("init", "--target", "t5", "--force"), "t5 is an encoder and a decoder"),
+    (("distill", "--draft", "draft", "--target", "bert"), "bert is an encoder"),
+    # a suggestion is given for a typing error only
+    (("check", "draft", "--for", "tensorrt"), "no runtime 'tensorrt'; known: "),
+    (("init", "--preset", "llama-3.1-8b", "--force"), "no preset 'llama-3.1-8b'; known: "),
+    # no time, no text, no hub
+    (("search", "--minutes", "0"), "--minutes 0"),
+    (("score", "--draft", "draft", "--prompt-file", "empty.jsonl"), "empty.jsonl:2: the prompt is empty"),
+    (("distill", "--draft", "draft", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),
+    (("prune", "--layers", "2", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),
+    (("train", "--model", "draft", "--data", "hf:nosuch/ds", "--out", "x"), "is on the hub, which cannot be reached"),
     # what a run would only find out later, or never
     (("distill", "--draft", "draft", "--data", "none.jsonl"), "no documents"),
     (("distill", "--draft", "draft", "--lr", "-1"), "--lr -1"),

@@ -133,8 +133,8 @@ def test_heads_of_another_target_are_refused(trained, family_dirs):
     ("file", "content", "message"),
     [
         (medusa.MANIFEST, None, r"no Medusa heads \(medusa.json"),
-        (medusa.MANIFEST, b'{"heads": 0}', "medusa.json: heads"),
-        (medusa.WEIGHTS, b"garbage", "heads.safetensors is broken"),
+        (medusa.MANIFEST, b'{"heads": 0}', "medusa.json is not a manifest: heads"),
+        (medusa.WEIGHTS, b"garbage", "heads.safetensors is not a readable safetensors"),
         (medusa.WEIGHTS, None, "heads.safetensors"),
     ],
 )

@@ -355,7 +355,7 @@ def test_a_manifest_of_something_else_is_refused(tmp_path, manifest):
     with pytest.raises(UserError, match="is not a store"):
         read_store(tmp_path)
     (tmp_path / "manifest.json").write_text(manifest)
-    with pytest.raises(UserError, match="does not describe target outputs"):
+    with pytest.raises(UserError, match="is not a manifest"):
         read_store(tmp_path)
 
 

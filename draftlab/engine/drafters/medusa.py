@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import Field, ValidationError
-from safetensors import SafetensorError
+from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,8 +17,9 @@ from draftlab import provenance
 from draftlab.engine.generate import Draft
 from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
-from draftlab.files import FileModel, validation_text
 from draftlab.model.llama import Cache, Llama
+from draftlab.model.weights import check_weight
+from draftlab.reading import FileModel, read_model, reading_tensors
 from draftlab.sampling import SamplingParams
 
 MANIFEST, WEIGHTS = "medusa.json", "heads.safetensors"
@@ -28,8 +28,8 @@ MANIFEST, WEIGHTS = "medusa.json", "heads.safetensors"
 class Manifest(FileModel):
     """Size of the heads, and the fingerprint of their target."""
 
-    heads: int = Field(ge=1)
-    hidden: int = Field(ge=1)
+    heads: int = Field(ge=1, le=1000)
+    hidden: int = Field(ge=1, le=1 << 24)
     target: str
 
 
@@ -87,21 +87,20 @@ def read(folder: Path, target: Path) -> Tensor:
     Raises:
         UserError: no heads, broken files, or heads of another target.
     """
-    try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    missing = next((name for name in (MANIFEST, WEIGHTS) if not (folder / name).is_file()), None)
+    if missing is not None:
+        raise UserError(f"{folder} has no Medusa heads ({missing} is missing); draftlab medusa trains them")
+    manifest = read_model(Manifest, folder / MANIFEST)
+    with reading_tensors(folder / WEIGHTS):
         weights = load_file(folder / WEIGHTS)
-    except OSError as error:
-        missing = Path(error.filename or folder / WEIGHTS).name
-        raise UserError(f"{folder} has no Medusa heads ({missing} is missing); draftlab medusa trains them") from None
-    except ValidationError as error:
-        raise UserError(f"{folder / MANIFEST}: {validation_text(error)}") from None
-    except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} is broken: {error}") from None
     if manifest.target != provenance.fingerprint(target):
         raise UserError(
             f"{folder} has heads for another target than {target}; heads work with the target of their training"
         )
     shapes = [(manifest.hidden, manifest.hidden)] * manifest.heads
-    if [tuple(w.shape) for w in weights.values()] != shapes:
+    names = [f"{number:02d}" for number in range(1, manifest.heads + 1)]
+    if sorted(weights) != sorted(names) or [tuple(w.shape) for w in weights.values()] != shapes:
         raise UserError(f"{folder / WEIGHTS} does not hold the {manifest.heads} heads of {MANIFEST}")
-    return torch.stack([weights[name] for name in sorted(weights)])
+    for name, tensor in weights.items():
+        check_weight(tensor, name, folder)
+    return torch.stack([weights[name] for name in names])

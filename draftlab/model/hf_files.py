@@ -1,0 +1,123 @@
+"""JSON files of Hugging Face directories, checked before a library builds anything of their numbers. No torch."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from draftlab.errors import UserError
+from draftlab.reading import read_object, validation_text
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert)s?\w*|\w*(hidden|intermediate|embedding)_(size|dim)|head_dim")
+LARGEST = 1 << 24  # of the sizes in a config.json: the largest vocabularies have 2^18 ids
+NOT_CAUSAL = re.compile(
+    r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
+)
+ENCODERS = ("bert", "roberta", "distilbert", "albert", "electra", "xlm-roberta", "deberta", "deberta-v2", "modernbert")
+
+
+def _ids(value: Any) -> Any:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Ids = Annotated[list[Annotated[int, Field(ge=-1, le=LARGEST)]], BeforeValidator(_ids)]  # -1: none, in old checkpoints
+
+
+class Config(BaseModel):
+    """The fields of config.json that decide sizes; null is as good as left out, and others are transformers' affair."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    is_encoder_decoder: bool | None = None
+    is_decoder: bool | None = None
+    vocab_size: Size | None = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    hidden_size: Size | None = None
+    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
+    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tie_word_embeddings: bool | None = None
+    eos_token_id: Ids = []
+    bos_token_id: Ids = []
+    pad_token_id: Ids = []
+    text_config: dict[str, Any] | None = None
+    quantization_config: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_sizes(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if COUNTS.fullmatch(name) and isinstance(value, int) and not 0 <= value <= LARGEST:
+                raise ValueError(f"{name} is {value}")
+        if self.text_config is not None:
+            Config.model_validate(self.text_config)
+        return self
+
+
+class Generation(BaseModel):
+    """The fields of generation_config.json that are used."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    eos_token_id: Ids = []
+
+
+class Tokenizer(BaseModel):
+    """The fields of tokenizer_config.json that its library takes without a check."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+    model_max_length: Annotated[float, Field(gt=0)] | None = None
+    chat_template: str | list[Any] | None = None
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """Return config.json.
+
+    Raises:
+        UserError: it cannot be read, is not an object, or has a size that no model has.
+    """
+    return _checked(Config, directory / CONFIG)
+
+
+def eos_ids(directory: Path) -> set[int]:
+    """Return the eos ids of config.json and generation_config.json. Raises UserError: one is no id."""
+    kinds = {CONFIG: Config, GENERATION: Generation}
+    contents = [_checked(kind, directory / name) for name, kind in kinds.items() if (directory / name).is_file()]
+    return {i for content in contents for i in _ids(content.get("eos_token_id")) if i >= 0}
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Raises UserError: one of the small files of a tokenizer is not a JSON object; its library reads the large one."""
+    if (directory / TOKENIZER).is_file():
+        _checked(Tokenizer, directory / TOKENIZER)
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        if (directory / name).is_file():
+            read_object(directory / name)
+
+
+def check_causal(directory: Path) -> None:
+    """Raises UserError: config.json is of a model that does not write text token by token, by its own words."""
+    config = read_config(directory)
+    kind, names = str(config.get("model_type")), config.get("architectures")
+    named = next((str(name) for name in names if NOT_CAUSAL.search(str(name))), "") if isinstance(names, list) else ""
+    encoder = (named or kind in ENCODERS) and not config.get("is_decoder")
+    if config.get("is_encoder_decoder") or encoder:
+        reads = "an encoder and a decoder" if config.get("is_encoder_decoder") else "an encoder"
+        raise UserError(
+            f"{directory} is {reads} ({named or kind}), and this needs a causal language model (...ForCausalLM)"
+        )
+
+
+def _checked(kind: type[BaseModel], file: Path) -> dict[str, object]:
+    content = read_object(file, infinity=True)
+    try:
+        kind.model_validate(content)
+    except ValidationError as error:
+        raise UserError(f"{file}: {validation_text(error)}") from None
+    return content

@@ -1,0 +1,158 @@
+"""A seeded fuzzer over every reader: PYTHONPATH=tests:tests/results python tests/chaos/fuzz.py --count 2000 --seed 0.
+
+Prints one line per failure, with the number that repeats it (--only), and JSON on its last line. Exit 1 if any failed.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from damage import HUGE_BYTES, Damaged, damage
+from readers import Reader, plain, readers
+
+from draftlab.errors import UserError
+
+MEMORY_BYTES, SECONDS = 2 << 30, 20
+FAILURES = ("traceback", "hang", "memory", "silent", "message")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one damaged file: refused, unchanged, changed to another good one, or one of FAILURES."""
+
+    outcome: str
+    detail: str = ""
+
+
+class Fuzzer:
+    """Good files of every kind, each damaged by the number of an input, the seed, and nothing else."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.seed, self.readers = seed, readers(root)
+        self.good = {reader.name: plain(reader.read(reader.file)) for reader in self.readers}
+
+    def input(self, number: int) -> tuple[Reader, Damaged]:
+        reader, rng = self.readers[number % len(self.readers)], random.Random(f"{self.seed}:{number}")
+        return reader, damage(reader.file.read_bytes(), reader.kind, rng)
+
+    def judge(self, number: int) -> tuple[Reader, Damaged, Verdict]:
+        reader, damaged = self.input(number)
+        return reader, damaged, self.read(reader, damaged)
+
+    def read(self, reader: Reader, damaged: Damaged) -> Verdict:
+        """Read a damaged content in the place of the good one, which is put back."""
+        content = reader.file.read_bytes()
+        reader.file.write_bytes(damaged.content)
+        if damaged.sparse:
+            os.truncate(reader.file, HUGE_BYTES)
+        try:
+            with _limited():
+                value = plain(reader.read(reader.file))
+        except UserError as error:
+            if (peak := peak_bytes()) > MEMORY_BYTES:
+                return Verdict("memory", f"{peak / 1e9:.1f} GB")
+            return _message(str(error))
+        except _Hang:
+            return Verdict("hang", f"more than {SECONDS} s")
+        except MemoryError:
+            return Verdict("memory", f"more than {MEMORY_BYTES / 1e9:.1f} GB")
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = " ".join(str(error).split())[:120]
+            return Verdict("traceback", f"{type(error).__name__} {text} ({Path(frame.filename).name}:{frame.lineno})")
+        finally:
+            reader.file.write_bytes(content)
+        if (peak := peak_bytes()) > MEMORY_BYTES:
+            return Verdict("memory", f"{peak / 1e9:.1f} GB")
+        if value == self.good[reader.name]:
+            return Verdict("unchanged")
+        return Verdict("silent" if damaged.certain or reader.checksum else "changed")
+
+
+class _Hang(BaseException):
+    """Too long; no except clause but the fuzzer's own catches it."""
+
+
+class _limited:
+    """Limits of time and memory of a block, in this process."""
+
+    def __enter__(self) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        self.before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, self.before[1]))
+        signal.signal(signal.SIGALRM, _stop)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, _stop)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of CPU: a test machine may be busy
+        signal.alarm(30 * SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, self.before)
+
+
+def peak_bytes() -> int:
+    """Return the largest resident size of this process since the last input began."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _stop(*_: object) -> None:
+    raise _Hang
+
+
+def _message(text: str) -> Verdict:
+    """Judge a refusal: one line that a terminal shows as it is."""
+    if not text.isprintable() or not 10 < len(text) < 1000:
+        return Verdict("message", repr(text[:200]))
+    return Verdict("refused", text)
+
+
+def run(fuzzer: Fuzzer, numbers: Iterable[int], verbose: bool = False) -> dict[str, object]:
+    """Judge inputs; print failures and return the counts."""
+    counts, started, peak = collections.Counter[str](), time.monotonic(), 0
+    for number in numbers:
+        reader, damaged, verdict = fuzzer.judge(number)
+        counts[verdict.outcome] += 1
+        peak = max(peak, peak_bytes())
+        if verbose or verdict.outcome in FAILURES:
+            print(f"{number}: {reader.name}, {damaged.name}: {verdict.outcome} {verdict.detail}", flush=True)
+    order = ("refused", "unchanged", "changed", *FAILURES)
+    return {
+        "seed": fuzzer.seed, "inputs": counts.total(), **{name: counts[name] for name in order},
+        "peak_gb": round(peak / 1e9, 2), "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Damage every kind of file and read it.")
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--start", type=int, default=0, help="number of the first input")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="number of one input to repeat")
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    numbers = range(args.start, args.start + args.count) if args.only is None else [args.only]
+    with tempfile.TemporaryDirectory() as root:
+        result = run(Fuzzer(Path(root), args.seed), numbers, args.verbose or args.only is not None)
+    print(json.dumps(result))
+    return int(any(result[name] for name in FAILURES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

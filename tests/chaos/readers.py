@@ -1,0 +1,262 @@
+"""Every reader of files from outside, with a good file of its kind: what the fuzzer damages."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from builders import TOKENIZER_TEXT, build
+from pydantic import BaseModel
+from test_report import score
+
+from draftlab import provenance, turns, workspace
+from draftlab.config.prune import PruneConfig
+from draftlab.data.sources import documents
+from draftlab.distill.online import Ledger, Round, read_ledger
+from draftlab.engine.drafters import medusa
+from draftlab.export import gguf as gguf_writer
+from draftlab.importing import gguf
+from draftlab.importing.run import _read_bin
+from draftlab.latency.cost_model import Point, Profile, SteadyPoint, read_profile, write_profile
+from draftlab.latency.roofline import read_device
+from draftlab.model import checkpoint, eagle, hub
+from draftlab.model.families import widths_folder
+from draftlab.model.hf_files import check_causal, eos_ids
+from draftlab.model.shape import Shape, read_shape_file, write_shape_file
+from draftlab.model.tokenizer import train_tokenizer
+from draftlab.model.trimmed_head import read_head_ids, write_head_ids
+from draftlab.model.weights import Weights
+from draftlab.prompts import file_prompts
+from draftlab.prune.importance import Importance, load_scores, save_scores
+from draftlab.recipe import read_recipe
+from draftlab.results.accuracy import Accuracies, Accuracy, AccuracyConditions, ModelAccuracy
+from draftlab.results.compare import read_candidates
+from draftlab.results.score import Latency, TaskResult, read_score
+from draftlab.sampling import SamplingParams
+from draftlab.search.schedule import Rung, Search, Trial, read_search
+from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
+from draftlab.target_outputs.paper_trace import paper_texts
+from draftlab.target_outputs.replay import Replay, ReplayedText, read_replay
+from draftlab.target_outputs.server_log import ServerLog
+from draftlab.target_outputs.store import Manifest, read_store, vocabulary_sha256, write_store
+
+SHAPE = Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=24, vocab=307)
+VOCAB = 307
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One way in which a file is read. kind: of its content, as damage.py has it.
+
+    read: takes the file. checksum: any other content is damage.
+    """
+
+    name: str
+    file: Path
+    kind: str
+    read: Callable[[Path], Any]
+    checksum: bool = False
+
+
+def readers(root: Path) -> list[Reader]:
+    """Write a good file of every kind below root, and return what reads it."""
+    model = _model(root / "model")
+    sharded = root / "sharded"
+    build("llama", num_hidden_layers=2).save_pretrained(sharded, max_shard_size="60KB")
+    _texts(root)
+    _records(root)
+    store = _store(root / "store", model)
+    heads, head = _heads(root, model)
+    gguf_writer.write(model, root / "draft.gguf", "f32")
+    (root / "pickled").mkdir()
+    torch.save({"a.weight": torch.ones(3, 4), "b.weight": torch.ones(2)}, root / "pickled/pytorch_model.bin")
+    importance = Importance(**{name: torch.rand(3, 4) for name in Importance.__slots__})
+    save_scores(importance, root / "importance.safetensors", {"source": "x"})
+    tokenizer = checkpoint.load_tokenizer(model)
+
+    def encoded(file: Path) -> Any:
+        loaded = checkpoint.load_tokenizer(file.parent)
+        return sorted(loaded.get_vocab().items()), loaded(TOKENIZER_TEXT[0])["input_ids"]
+
+    def weights(file: Path) -> Any:
+        checkpoint.check(file.parent)
+        return dict(Weights(file.parent))
+
+    def configured(file: Path) -> Any:
+        check_causal(file.parent)
+        checkpoint.check(file.parent)
+        return checkpoint.read_config(file.parent), checkpoint.vocab_size(file.parent), eos_ids(file.parent)
+
+    def logged(file: Path) -> Any:
+        log = ServerLog.open(file, vocab=VOCAB, seq_len=16, top_logprobs=2)
+        return log.outputs(range(len(log.starts)))
+
+    return [
+        Reader("config.json", model / "config.json", "json", configured),
+        Reader("generation_config.json", model / "generation_config.json", "json", lambda f: eos_ids(f.parent)),
+        Reader("model.safetensors", model / "model.safetensors", "tensors", weights),
+        Reader("index", sharded / hub.INDEX, "json", weights),
+        Reader("shard", next(sharded.glob("*-00001-*")), "tensors", weights),
+        Reader("tokenizer.json", model / "tokenizer.json", "json", encoded),
+        Reader("tokenizer_config.json", model / "tokenizer_config.json", "json", encoded),
+        Reader("head_ids.json", model / "head_ids.json", "json", lambda f: read_head_ids(f.parent, VOCAB)),
+        Reader("EAGLE-3 config", head / "config.json", "json", lambda f: eagle.read(f.parent, model, torch.float32)),
+        Reader("EAGLE-3 head", head / eagle.WEIGHTS, "tensors", lambda f: eagle.read(f.parent, model, torch.float32)),
+        Reader("Medusa manifest", heads / medusa.MANIFEST, "json", lambda f: medusa.read(f.parent, model)),
+        Reader("Medusa heads", heads / medusa.WEIGHTS, "tensors", lambda f: medusa.read(f.parent, model)),
+        Reader("GGUF", root / "draft.gguf", "binary", lambda f: gguf.describe(gguf.read_header(f))),
+        Reader(".bin", root / "pickled/pytorch_model.bin", "binary", lambda f: sorted(_read_bin(f))),
+        Reader("store manifest", store / "manifest.json", "json", lambda f: read_store(f.parent).outputs),
+        Reader("store", store / "shard-00000.safetensors", "tensors", lambda f: read_store(f.parent).outputs, True),
+        Reader("importance", root / "importance.safetensors", "tensors", lambda f: load_scores(f, {"source": "x"})),
+        Reader("draftlab.json", root / "run/draftlab.json", "json", lambda f: provenance.read_record(f.parent)),
+        Reader("score.json", root / "score.json", "json", lambda f: [c.speedup for c in read_candidates([f])]),
+        Reader("score.json again", root / "score.json", "json", read_score),
+        Reader("replay.json", root / "replay.json", "json", lambda f: read_replay(f).chances()),
+        Reader("accuracy.json", root / "accuracy.json", "json", lambda f: Accuracies([f]).models),
+        Reader("search.json", root / "search.json", "json", read_search),
+        Reader("ledger.json", root / "ledger.json", "json", lambda f: read_ledger(f.parent)),
+        Reader("profile", root / "profile.yaml", "yaml", read_profile),
+        Reader("device", root / "device.yaml", "yaml", read_device),
+        Reader("shape", root / "shape.yaml", "yaml", read_shape_file),
+        Reader("recipe", root / "recipe.yaml", "yaml", lambda f: [s.config for s in read_recipe(f)]),
+        Reader("draftlab.yaml", root / "draftlab.yaml", "yaml", lambda f: workspace.load(f.parent)),
+        Reader("--config", root / "config.yaml", "yaml", lambda f: PruneConfig.build(PruneConfig.of_file(f, "prune"))),
+        Reader("prompts", root / "prompts.jsonl", "jsonl", lambda f: file_prompts(f, tokenizer).rows),
+        Reader("text", root / "text.jsonl", "jsonl", lambda f: documents(str(f))),
+        Reader("server log", root / "log.jsonl", "jsonl", logged),
+        Reader("turns", root / "turns.jsonl", "jsonl", turns._read),
+        Reader("paper trace", root / "trace.txt", "text", paper_texts),
+    ]
+
+
+def plain(value: Any) -> Any:
+    """Return what was read as something to compare, of whatever it is made."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.double().numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, BaseModel):
+        return plain(dict(value))
+    if dataclasses.is_dataclass(value):
+        return [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return [(str(key), plain(item)) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))]
+    return [plain(item) for item in value] if isinstance(value, list | tuple | set) else value
+
+
+def _model(folder: Path) -> Path:
+    build("llama", num_hidden_layers=2).save_pretrained(folder)
+    train_tokenizer(TOKENIZER_TEXT, VOCAB, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
+    write_head_ids(folder, [0, 1, 2, 5, 9])
+    return folder
+
+
+def _heads(root: Path, model: Path) -> tuple[Path, Path]:
+    """Write Medusa heads and an EAGLE-3 head for a target of four layers beside it."""
+    (root / "medusa").mkdir()
+    medusa.write(root / "medusa", {str(i): torch.rand(64, 64) for i in range(2)}, model)
+    config = eagle.head_config(model, [0, 1, 2], 40)
+    weights = {name: torch.rand(size) for name, size in config.sizes().items()}
+    head = eagle.Head(config=config, weights=weights, ids=torch.arange(40) * 2, embedding=None)
+    (root / "eagle").mkdir()
+    eagle.write(root / "eagle", head, "native", target=model, k=3)
+    return root / "medusa", root / "eagle"
+
+
+def _store(folder: Path, model: Path) -> Path:
+    rng = np.random.default_rng(0)
+    manifest = Manifest(
+        source="draftlab", target="model", target_sha256=None, tokenizer_sha256=vocabulary_sha256(model), vocab=VOCAB,
+        dtype="float32", batch_size=4, text="target", data="x", data_sha256=None, prompt_tokens=None, sampling=None,
+        logprobs="raw", top_logprobs=3, temperatures=(1.0,), seq_len=None, seed=0, planned=4, versions={},
+    )  # fmt: skip
+
+    def output(number: int) -> TargetOutput:
+        ids = rng.integers(0, VOCAB, 6)
+        top = np.stack([ids, (ids + 1) % VOCAB, (ids + 2) % VOCAB], 1)
+        logprobs = np.log(np.tile([0.5, 0.25, 0.125], (6, 1))).astype(np.float16).astype(np.float32)
+        lists = StoredLogprobs.of_lists(top, logprobs, logprobs[:, 0], ids)
+        return TargetOutput(number=number, prompt=ids[:3], ids=ids, logprobs=logprobs[:, 0], top=lists)
+
+    write_store(folder, manifest, lambda i: [output(4 * i + j) for j in range(4)], tokenizer=model)
+    return folder
+
+
+def _texts(root: Path) -> None:
+    def lines(name: str, *rows: object) -> None:
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    said = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "return"}]
+    lines("prompts.jsonl", {"prompt": "def parse", "category": "code"}, {"turns": ["class", "def"]}, {"text": "if"})
+    lines("text.jsonl", {"text": "def parse(line): return"}, {"messages": said}, {"text": "class Reader: pass"})
+    lines("turns.jsonl", {"category": "", "messages": said}, {"category": "a", "messages": said[:1]})
+    entry = {"prompt_ids": [0, 5], "ids": [7, 9], "top_ids": [[7, 8], [3, 9]], "logprobs": [-0.5, -1.5]}
+    lines("log.jsonl", *[entry | {"top_logprobs": [[-0.5, -2.0], [-0.75, -1.5]]}] * 3)
+    (root / "trace.txt").write_text("tensor([[5, 6, 7, 8, 9, 1]])\ntensor([[4, 3, 2], [9, 8, 7]])\n")
+
+
+def _records(root: Path) -> None:
+    def dump(name: str, value: BaseModel) -> None:
+        (root / name).write_text(value.model_dump_json(indent=1))
+
+    (root / "run").mkdir()
+    provenance.write_record(root / "run", "prune", {"layers": 2}, [], 0.0)
+    dump("score.json", score())
+    text = ReplayedText(
+        number=0, category="", prompt_tokens=5, finish_reason="stop", chances=[0.5, 1.0, 0.0], ranks=[0, 1, 7],
+        top=[0.9, 0.5, 0.25], distinct_4grams=0.8, longest_repeat=2,
+    )  # fmt: skip
+    replay = Replay(
+        draft="d", draft_sha256="0", dtype="float32", target="t", target_sha256=None, outputs_sha256="1",
+        tokenizer_sha256="2", sampling=SamplingParams(max_tokens=8), rule="rejection", draft_temperature=1.0,
+        texts=[text, text], command="draftlab replay", versions={}, created="",
+    )  # fmt: skip
+    dump("replay.json", replay)
+    result = TaskResult(task="t", metric="acc", value=0.5, stderr=0.1, higher_is_better=True, items=[0.0, 1.0])
+    conditions = AccuracyConditions(
+        limit=None, num_fewshot=None, apply_chat_template=False, data="stdlib", dtype="float32", seed=0
+    )
+    models = [ModelAccuracy(name="m", sha256="3", results=[result])]
+    dump("accuracy.json", Accuracy(
+        models=models, conditions=conditions, items={"t": 2}, command="", versions={}, created=""
+    ))  # fmt: skip
+    trial = Trial(
+        name="a", k=2, length=2.0, tokens_per_second=90.0, speedup=1.2, rejection=0.4, draft_ms=1.0, seconds=10,
+        step_seconds=0.1,
+    )  # fmt: skip
+    dump("search.json", Search(
+        target="t", source="s", shapes={"a": SHAPE}, rungs=[Rung(steps=20, names=["a"], trials=[trial])]
+    ))  # fmt: skip
+    judged = Round(
+        version=1, trained_on=("a",), judged_by="b", before=1.5, after=1.6, gain_low=1.0, anchor=1.0, promoted=True,
+        created="",
+    )  # fmt: skip
+    dump("ledger.json", Ledger(live=1, rounds=(judged,)))
+    _profile(root / "profile.yaml")
+    shutil.copyfile(sorted((widths_folder().parent / "profiles").glob("*.yaml"))[0], root / "device.yaml")
+    write_shape_file(SHAPE, root / "shape.yaml", "a shape")
+    (root / "draftlab.yaml").write_text("target: tiny\nsource: tiny\ndata: stdlib\nruns: runs\n")
+    steps = [{"prune": {"layers": 3, "width": 128}}, {"distill": {"draft": "runs/a", "steps": 20, "lr": 0.0003}}]
+    (root / "recipe.yaml").write_text(yaml.safe_dump({"steps": steps}))
+    (root / "config.yaml").write_text(yaml.safe_dump({"source": "tiny", "layers": 3, "width": 128, "untie": False}))
+
+
+def _profile(file: Path) -> None:
+    def latency(width: int) -> Latency:
+        return Latency(width=width, median_ms=1.5 * width, low_ms=width, high_ms=2 * width, n=3)
+
+    forward = [Point(**latency(w).model_dump(), batch=1, context=c) for w in (1, 2) for c in (16, 64)]
+    steady = [SteadyPoint(**p.model_dump(), after=n) for n in (1, 2) for p in forward if p.width == 1]
+    write_profile(Profile(
+        kind="measured", name="m", sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
+        forward=forward, steady=steady, prefill=[latency(16)], host=[latency(1), latency(5)], bandwidth_gbs=10,
+        matmul_tflops={"float32": 0.1}, command="draftlab profile m", versions={}, created="",
+    ), file)  # fmt: skip

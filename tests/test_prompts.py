@@ -78,6 +78,13 @@ def test_a_line_has_the_ids_that_transformers_gives_the_conversation(tmp_path, c
     assert read.rows[0].ids.count(chatty.bos_token_id) == 1  # the tokenizer adds one, and so does the template
 
 
+def test_blank_lines_are_no_prompts(tmp_path, plain):
+    file = tmp_path / "p.jsonl"
+    file.write_text('\n{"prompt": "def f"}\n   \n{"prompt": "class"}\n\n')
+    assert ids_of(file_prompts(file, plain)) == [plain(text)["input_ids"] for text in ("def f", "class")]
+    assert len(file_prompts(file, plain, count=1).rows) == 1
+
+
 def test_the_rendered_text_is_the_templates(tmp_path, chatty):
     (ids,) = ids_of(file_prompts(lines(tmp_path, {"messages": TALK}), chatty, chat="on", system_prompt="return"))
     text = "[system] return\n[user] def parse(line):\n[assistant] return 1\n[user] class Reader:\n[assistant]"

@@ -9,7 +9,7 @@ import torch
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.model import loading
-from draftlab.model.hf_files import check_tokenizer_files, eos_ids, read_config
+from draftlab.model.hf_files import VOCABULARY_FILES, check_tokenizer_files, eos_ids, read_config
 from draftlab.model.hub import checkpoint_name
 from draftlab.model.layouts import other_layout
 from draftlab.model.shape import Shape
@@ -20,7 +20,6 @@ from draftlab.reading import read_by_library, read_object
 if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 UNLIMITED = 1 << 30
 CPU = torch.device("cpu")

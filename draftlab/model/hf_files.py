@@ -8,9 +8,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from typing_extensions import Self
 
 from draftlab.errors import UserError
-from draftlab.reading import read_object, validation_text
+from draftlab.reading import MAX_JSON_BYTES, check_regular, read_object, validation_text
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert)s?\w*|\w*(hidden|intermediate|embedding)_(size|dim)|head_dim")
 LARGEST = 1 << 24  # of the sizes in a config.json: the largest vocabularies have 2^18 ids
 NOT_CAUSAL = re.compile(
@@ -93,7 +94,10 @@ def eos_ids(directory: Path) -> set[int]:
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Raises UserError: one of the small files of a tokenizer is not a JSON object; its library reads the large one."""
+    """Raises UserError: a small file of a tokenizer is not what it should be, or a large one is too large to read."""
+    for name in VOCABULARY_FILES:
+        if (directory / name).exists():
+            check_regular(directory / name, MAX_JSON_BYTES)
     if (directory / TOKENIZER).is_file():
         _checked(Tokenizer, directory / TOKENIZER)
     for name in ("special_tokens_map.json", "added_tokens.json"):

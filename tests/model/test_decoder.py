@@ -60,3 +60,18 @@ def test_an_expanded_cache_repeats_rows_of_any_length(family_dirs):
         alone = model.new_cache(1, 16)
         model.forward(torch.tensor([prompt]), alone, last=1)
         torch.testing.assert_close(model.forward(row.unsqueeze(0), alone, last=1)[0], logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"\x00" * 100, "not a readable safetensors file"),
+        ("head_ids.json", b"[1, 1]", "each once"),
+        ("config.json", b"{", "cannot be read"),
+    ],
+)
+def test_what_is_broken_is_not_left_to_transformers(family_dirs, tmp_path, file, content, message):
+    shutil.copytree(family_dirs["llama"], tmp_path / "m")
+    (tmp_path / "m" / file).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        decoder.load(tmp_path / "m", torch.float32, CPU)

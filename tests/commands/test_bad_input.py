@@ -78,7 +78,7 @@ CASES = [
     (("init", "--target", "t5", "--force"), "t5 is an encoder and a decoder"),
     (("distill", "--draft", "draft", "--target", "bert"), "bert is an encoder"),
     # a suggestion is given for a typing error only
-    (("check", "draft", "--for", "tensorrt"), "no runtime 'tensorrt'; known: "),
+    (("check", "draft", "--for", "tensorrt"), "did you mean 'tensorrt-llm'"),
     (("init", "--preset", "llama-3.1-8b", "--force"), "no preset 'llama-3.1-8b'; known: "),
     # no time, no text, no hub
     (("search", "--minutes", "0"), "--minutes 0"),

@@ -22,7 +22,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.model.weights import check_finite, check_weight
-from draftlab.reading import FileModel, read_by_library, reading_tensors, validation_text
+from draftlab.reading import FileModel, read_by_library, read_object, reading_tensors, validation_text
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -178,10 +178,10 @@ def head_config(
 def is_head(folder: Path) -> bool:
     """Return whether a directory has the configuration of an EAGLE-3 head, sound or not."""
     try:
-        content = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        content = read_object(folder / "config.json", infinity=True)
+    except UserError:
         return False
-    return isinstance(content, dict) and ("draft_vocab_size" in content or "speculators_model_type" in content)
+    return "draft_vocab_size" in content or "speculators_model_type" in content
 
 
 def check(folder: Path, target: Path) -> HeadConfig:

@@ -18,11 +18,11 @@ from draftlab.config.score import ScoreServersConfig
 from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.generate import Clock
 from draftlab.errors import UserError
-from draftlab.files import FileModel, read_model
 from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.prompts import Prompts, load_prompts
+from draftlab.reading import FileModel, read_model
 from draftlab.results.accuracy import Accuracies
 from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.results.score import Conditions, Environment, Model, Prompt, Score

@@ -17,7 +17,7 @@ from draftlab.config.make import ExpandConfig
 from draftlab.console import progress
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, families, hub, saving
-from draftlab.model.llama import MODEL_TYPES
+from draftlab.model.checkpoint import MODEL_TYPES
 from draftlab.model.memory import check_disk
 from draftlab.model.shape import Axis, Shape, check, fewest_kv_heads, format_count, parse_count, round_up, solve_ffn
 from draftlab.model.trimmed_head import HEAD_IDS

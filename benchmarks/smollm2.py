@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "smollm2.yaml"
 DATA = ROOT.parent / "shared" / "data"  # of who has it: prompts of GSM8K, WikiText and Spec-Bench
 TARGET = "models/smollm2-135m-instruct"
+MODELS = ("plain@int8", "parallel@int8")  # of drafters, those that are draft models
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "distill": {"steps": 20},
@@ -38,7 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/smollm2-study"))
     parser.add_argument("--gsm8k", type=Path, default=DATA / "gsm8k_train.jsonl")
-    parser.add_argument("--wikitext", type=Path, default=DATA / "wikitext2_valid.txt")
+    texts = [DATA / "wikitext2_valid.txt", DATA / "wikitext2_test.txt"]
+    parser.add_argument("--wikitext", type=Path, nargs="*", default=texts)
     parser.add_argument("--prompts", type=Path, default=DATA / "specbench_open.jsonl", help="prompts to score on")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's llama-server, to measure beside it")
     parser.add_argument("--vllm", type=Path, help="a Python that has vLLM's CPU build, to measure beside it")
@@ -50,7 +52,7 @@ def main() -> None:
     prepare(options)
     draftlab(options.folder, "run", "recipe.yaml")
     found = result(options.folder)
-    found |= beside_peers(options, found["best_model"].partition("@")[0], found["best_model_k"])
+    found |= beside_peers(options, "plain", found["greedy"]["plain@int8"]["k"])
     print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
 
 
@@ -61,8 +63,12 @@ def prepare(options: argparse.Namespace) -> None:
     if not (folder / "draftlab.yaml").exists():
         draftlab(folder, "init", "--preset", "smollm2")
     if not (folder / "prompts.jsonl").exists():
-        files = [file if file.exists() else None for file in (options.gsm8k, options.wikitext)]
-        smollm2_prompts.write(folder / "prompts.jsonl", *files, seed=0)
+        gsm8k = options.gsm8k if options.gsm8k.exists() else None
+        wikitext = [file for file in options.wikitext if file.exists()]
+        first = smollm2_prompts.prompts(gsm8k, wikitext[:1], seed=0)
+        smollm2_prompts.write(folder / "prompts.jsonl", first)
+        more = smollm2_prompts.more_prompts(first, gsm8k, wikitext, seed=0)
+        smollm2_prompts.write(folder / "more-prompts.jsonl", more)
     if not (folder / "questions.jsonl").exists():
         if not options.prompts.exists():
             raise UserError(f"--prompts {options.prompts}: no such file; name a JSON-lines file of prompts to score on")
@@ -114,10 +120,11 @@ def beside_peers(options: argparse.Namespace, draft: str, k: int) -> dict[str, A
 
 def result(folder: Path) -> dict[str, Any]:
     """Return the goals' figures of a finished recipe."""
-    greedy, wide, sampled = (scores(folder / "runs" / name) for name in ("score", "score-wide", "score-sampled"))
-    models = [score for score in (*greedy, *wide) if score.name == "10@int8"]
-    model, drafter = fastest(models), fastest([*greedy, *wide])
-    records = [provenance.read_record(path.parent) for path in sorted((folder / "runs").rglob("draftlab.json"))]
+    greedy, sampled = (scores(folder / "runs" / name) for name in ("score", "score-sampled"))
+    model = fastest([score for score in greedy if score.name in MODELS])
+    drafter = fastest(greedy)
+    outs = [settings["out"] for step in yaml.safe_load(RECIPE.read_text())["steps"] for settings in step.values()]
+    records = {out: provenance.read_record(folder / out) for out in outs}
     return {
         "best_model": model.name,
         "best_model_k": model.best_k,
@@ -126,9 +133,9 @@ def result(folder: Path) -> dict[str, Any]:
         "best_drafter": drafter.name,
         "best_drafter_speedup": drafter.best_k_speedup.value,
         "best_drafter_speedup_low": drafter.best_k_speedup.low,
-        "recipe_minutes": sum(record.seconds for record in records if record is not None) / 60,
+        "recipe_minutes": sum(record.seconds for record in records.values() if record is not None) / 60,
+        "steps_without_record": [out for out, record in records.items() if record is None],
         "greedy": {score.name: row(score) for score in greedy},
-        "greedy_more_drafted": {score.name: row(score) for score in wide},
         "sampled": {score.name: row(score) for score in sampled},
     }
 

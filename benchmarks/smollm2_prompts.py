@@ -12,10 +12,11 @@ import itertools
 import json
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 COUNTS = {"math": 1200, "instruction": 1700, "question": 700, "translation": 400, "summary": 700, "code": 400}
+MORE = {"math": 3400, "instruction": 2600, "question": 700, "translation": 600, "summary": 1900, "code": 400}
 
 TOPICS = """
 photosynthesis|the water cycle|plate tectonics|black holes|vaccines|the immune system|supply and demand|inflation
@@ -117,9 +118,9 @@ def math(file: Path | None, rng: random.Random) -> Iterator[str]:
     yield from (json.loads(line)["question"] for line in lines)
 
 
-def summaries(file: Path | None, rng: random.Random) -> Iterator[str]:
+def summaries(files: Sequence[Path], rng: random.Random) -> Iterator[str]:
     """Yield paragraphs of WikiText with a task: a summary, or an answer from the text."""
-    text = "" if file is None else file.read_text()
+    text = "".join(file.read_text() for file in files)
     paragraphs = [p.strip() for p in text.splitlines() if 400 < len(p) < 1600 and not p.startswith(" =")]
     rng.shuffle(paragraphs)
     tasks = (
@@ -131,8 +132,10 @@ def summaries(file: Path | None, rng: random.Random) -> Iterator[str]:
     yield from (rng.choice(tasks).format(paragraph.replace(" @-@ ", "-")) for paragraph in paragraphs)
 
 
-def prompts(gsm8k: Path | None, wikitext: Path | None, seed: int) -> list[dict[str, str]]:
-    """Return distinct prompts in a random order."""
+def prompts(
+    gsm8k: Path | None, wikitext: Sequence[Path], seed: int, counts: Mapping[str, int] = COUNTS
+) -> list[dict[str, str]]:
+    """Return distinct prompts in a random order, at most so many of each category."""
     rng = random.Random(seed)
     sources = {
         "math": math(gsm8k, rng), "instruction": instructions(rng), "question": questions(rng),
@@ -140,15 +143,22 @@ def prompts(gsm8k: Path | None, wikitext: Path | None, seed: int) -> list[dict[s
     }  # fmt: skip
     rows = []
     for category, source in sources.items():
-        distinct = dict.fromkeys(itertools.islice(source, 3 * COUNTS[category]))
-        rows += [{"prompt": text, "category": category} for text in itertools.islice(distinct, COUNTS[category])]
+        distinct = dict.fromkeys(itertools.islice(source, 3 * counts[category]))
+        rows += [{"prompt": text, "category": category} for text in itertools.islice(distinct, counts[category])]
     rng.shuffle(rows)
     return rows
 
 
-def write(file: Path, gsm8k: Path | None, wikitext: Path | None, seed: int) -> int:
-    """Write the prompts, one JSON line each; return how many there are."""
-    rows = prompts(gsm8k, wikitext, seed)
+def more_prompts(
+    first: Sequence[Mapping[str, str]], gsm8k: Path | None, wikitext: Sequence[Path], seed: int
+) -> list[dict[str, str]]:
+    """Return prompts that are none of the first."""
+    known = {row["prompt"] for row in first}
+    return [row for row in prompts(gsm8k, wikitext, seed, MORE) if row["prompt"] not in known]
+
+
+def write(file: Path, rows: Sequence[Mapping[str, str]]) -> int:
+    """Write prompts, one JSON line each; return how many there are."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return len(rows)
 
@@ -156,11 +166,11 @@ def write(file: Path, gsm8k: Path | None, wikitext: Path | None, seed: int) -> i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gsm8k", type=Path)
-    parser.add_argument("--wikitext", type=Path)
+    parser.add_argument("--wikitext", type=Path, nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    print(f"{args.out}: {write(args.out, args.gsm8k, args.wikitext, args.seed)} prompts")
+    print(f"{args.out}: {write(args.out, prompts(args.gsm8k, args.wikitext, args.seed))} prompts")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = read_recipe(path)
     made = {str(step.out) for step in steps}
+    if path.stem.startswith("smollm2-"):  # its first line says after which recipe it runs
+        made |= {str(step.out) for step in read_recipe(ROOT / "recipes/smollm2.yaml")}
     assert set(run(recipe=path, plan_only=True).data) == {"steps"}
     assert path.read_text().startswith("# ")
     for step in steps:

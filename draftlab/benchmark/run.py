@@ -26,6 +26,7 @@ from draftlab.config.drafters import DraftModelSpec, WidthsSpec
 from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, note_if_slow, progress
 from draftlab.engine.batch_generate import turn_answers
+from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, drafts_in_parallel, model_drafter
 from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import OtherArchitecture, Quantised, UserError
@@ -282,7 +283,9 @@ def _described(
     described |= {name: _model(run.model, name, None, []) for name, run in runs.items()}
     parallel = [name for name in setup.drafts if drafts_in_parallel(models[name])]
     parallel += [name for name, run in runs.items() if isinstance(run.drafter, ParallelDrafter | ParallelTreeDrafter)]
-    return described | {name: described[name].model_copy(update={"parallel": True}) for name in parallel}
+    described |= {name: described[name].model_copy(update={"parallel": True}) for name in parallel}
+    heads = [name for name, run in runs.items() if isinstance(run.drafter, EagleDrafter | EagleTreeDrafter)]
+    return described | {name: described[name].model_copy(update={"eagle": True}) for name in heads}
 
 
 def _model(decoder: Decoder | None, name: str, path: Path | None, tasks: list[TaskResult]) -> Model:

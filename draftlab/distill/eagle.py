@@ -182,10 +182,11 @@ def new_head(head: HeadConfig, teacher: EagleTeacher, batches: Batches, config: 
             start_linear(student, sample(teacher, texts, advance))
         with torch.no_grad():
             student.lm_head.weight.copy_(teacher.weight[teacher.ids])
-        return {name: weight.numpy() for name, weight in student.state_dict().items()}
+        return {name: weight.numpy() for name, weight in [*student.state_dict().items(), ("scale", student.scale)]}
 
-    start = load_or_make(state / "start.safetensors", find)
-    student.load_state_dict({name: torch.from_numpy(weight) for name, weight in start.items()})
+    start = {n: torch.from_numpy(weight) for n, weight in load_or_make(state / "start.safetensors", find).items()}
+    student.scale.copy_(start.pop("scale"))
+    student.load_state_dict(start)
     return student
 
 
@@ -199,7 +200,7 @@ def _write(
     k: int,
 ) -> None:
     dtype = checkpoint.stored_dtype(target)
-    weights: dict[str, Tensor] = {name: weight.to(dtype) for name, weight in student.state_dict().items()}
+    weights: dict[str, Tensor] = {name: weight.to(dtype) for name, weight in student.weights().items()}
     head = Head(config=student.config, weights=weights, ids=teacher.ids, embedding=None)
     with output.directory() as work:
         eagle.write(work, head, "native", target=target, k=k)

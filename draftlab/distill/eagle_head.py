@@ -107,7 +107,12 @@ class Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The student. Its parameters have the names of speculators; the target's embedding is read, and not trained."""
+    """The student. Its parameters have the names of speculators; the target's embedding is read, and not trained.
+
+    scale: sizes of the target's states, by which fc divides while it learns: some are a thousand times others.
+    """
+
+    scale: Tensor
 
     def __init__(self, config: HeadConfig, embedding: Tensor) -> None:
         """embedding: the target's, [V, E]."""
@@ -118,6 +123,7 @@ class EagleHead(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, bias=False)
         self.embedding = [embedding]  # in a list, so that it is no part of the student
+        self.scale = nn.Buffer(torch.ones(self.fc.in_features), persistent=False)
         self.rotary = LlamaRotaryEmbedding(cast(Any, config.llama_config()))
 
     @classmethod
@@ -136,13 +142,18 @@ class EagleHead(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of a head that reads the states as they are."""
+        tensors = self.state_dict()
+        return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
+
     def forward(self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None) -> list[Tensor]:
         """Return what lm_head reads after each step, [B, T, D] each; the last 1 + l positions of step l mean nothing.
 
         ids: [B, T]. states: the target's, [B, T, A E]. positions: see Batch; the end of each sequence means nothing.
         """
         embedded = F.embedding(ids, self.embedding[0]).to(states)
-        hidden, earlier, outputs = self.fc(states), [], []
+        hidden, earlier, outputs = self.fc(states / self.scale), [], []
         at = self._places(hidden, steps, positions)
         for step in range(steps):
             hidden = self.layers[0](embedded.roll(-1 - step, 1), hidden, at, step, earlier)

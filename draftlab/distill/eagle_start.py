@@ -72,7 +72,8 @@ def start_linear(student: EagleHead, found: Sample) -> None:
     predicted = inputs @ change
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
     attention, own = layer.self_attn, torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
-    student.fc.weight.copy_(fc.T)
+    student.scale.copy_(found.states.pow(2).mean(0).sqrt().clamp_min(c.eps))
+    student.fc.weight.copy_(fc.T * student.scale)
     output = rms_norm(state + predicted @ basis @ basis.T, ones, c.eps)
     student.norm.weight.copy_((output * found.after).sum(0) / output.pow(2).sum(0))
     layer.mlp.down_proj.weight.zero_()

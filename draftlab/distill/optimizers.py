@@ -19,7 +19,8 @@ def optimizers_for(
     al. 2025), so that one learning rate serves both.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    in_blocks = {name for name, _ in named if re.search(r"\.\d+\.", name)}  # model.layers.3.mlp, transformer.h.3.attn
+    # model.layers.3.mlp, transformer.h.3.attn; what joins layers in an EAGLE-3 head
+    in_blocks = {name for name, _ in named if re.search(r"\.\d+\.|^fc\.", name)}
     matrices = [p for name, p in named if p.ndim == 2 and name in in_blocks]
     others = [p for name, p in named if p.ndim > 2 or (p.ndim == 2 and name not in in_blocks)]
     vectors = [p for _, p in named if p.ndim < 2]

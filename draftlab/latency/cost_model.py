@@ -42,7 +42,8 @@ class Profile(FileModel):
     kind: Literal["measured", "analytic", "fitted"]
     name: str
     sha256: str | None  # of the checkpoint; None: random weights, which take as long
-    shape: Shape | None  # None: transformers ran it, because the engine does not support it
+    shape: Shape | None  # None: transformers ran it, because the engine does not support it; or it is a head
+    eagle: bool = False  # an EAGLE-3 head: forward reads the target's states, steady its own
     device: str
     dtype: str
     mode: Mode

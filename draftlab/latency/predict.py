@@ -1,8 +1,9 @@
 """Predict throughput from acceptance and latency: the expected steps of every text, each at its own cost, for every K.
 
 R texts of at most n tokens, C contexts. A parallel draft reads the tokens of the step before and K - 1 mask tokens in
-one pass, up to 2 K wide. Time is counted as the engine counts it: the target's prefill is left out, the
-draft's is part of its first step, and a step that starts at token i has prompt + i cached tokens.
+one pass, up to 2 K wide. An EAGLE-3 head's first pass of a step is over the tokens since the last. Time is counted as
+the engine counts it: the target's prefill is left out, the draft's is part of its first step, and a step that starts at
+token i has prompt + i cached tokens.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ class Steps:
     starts: np.ndarray
     drafted: np.ndarray
     catching_up: np.ndarray  # starts right after a full acceptance, when the draft's cache lacks one token more
-    after: np.ndarray | None = None  # of a parallel draft: starts by the tokens accepted before, [R, n, K + 1]
+    after: np.ndarray | None = None  # if by age: starts by the tokens accepted before, [R, n, K + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +39,16 @@ class StepCosts:
     draft_prefill: np.ndarray  # [R] in addition for the first draft pass of all, over the prompt
     verify: np.ndarray  # [K + 1, C] target pass, by tokens drafted
     host: np.ndarray  # [K + 1] sampling and verification on the host, by tokens drafted
-    wide: np.ndarray  # [2 K, C] pass of a parallel draft, by tokens - 1, with its sampling; else empty
+    wide: (
+        np.ndarray
+    )  # [2 K, C] pass of a parallel draft, by tokens - 1, with its sampling; of a head its first; or empty
     wide_prefill: np.ndarray  # [K + 1, R] its first pass of all, by tokens drafted
+    eagle: bool = False
 
     def drafting(self, k: int, accepted: float, at: int) -> float:
         """Return the time of drafting k tokens at a context, after a step that accepted so many."""
+        if self.eagle:
+            return float(self.wide[round(accepted), at] + (k - 1) * self.draft[at])
         return float(self.wide[k + round(accepted) - 1, at] if len(self.wide) else k * self.draft[at])
 
 
@@ -137,7 +143,8 @@ def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batc
     first = int(work.prompt_tokens.min())
     contexts = np.arange(first, work.longest + k)
     one, two = (draft.forward_ms(width, batch, contexts) for width in (1, 2))
-    widths = range(1, 2 * k + 1 if work.parallel else 1)
+    masks = np.zeros(k + 1, dtype=int) if work.eagle else np.arange(k + 1)  # that the first pass of all has
+    widths = range(1, _widest(work, k) + 1 if work.by_age else 1)
     return StepCosts(
         first=first,
         draft=draft.steady_ms(batch, contexts) + draft.host_ms(1),
@@ -149,7 +156,8 @@ def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batc
         ),
         host=np.array([target.host_ms(j + 1) for j in range(k + 1)]),
         wide=np.array([draft.forward_ms(w, batch, contexts) + draft.host_ms(1) for w in widths]),
-        wide_prefill=batch * draft.prefill_ms(work.prompt_tokens + np.arange(k + 1)[:, None]) + draft.host_ms(1),
+        wide_prefill=batch * draft.prefill_ms(work.prompt_tokens + masks[:, None]) + draft.host_ms(1),
+        eagle=work.eagle,
     )
 
 
@@ -160,7 +168,7 @@ def steps(work: Workload, k: int) -> Steps:
     drafted = np.minimum(k, work.texts.room()) * inside
     starts = visits(chances, drafted) * inside
     catching_up = np.zeros_like(starts)
-    if work.parallel:
+    if work.by_age:
         after = _after(starts, chances, drafted, k)
         return Steps(starts=starts, drafted=drafted, catching_up=catching_up, after=after)
     if 0 < k < n:
@@ -191,7 +199,8 @@ def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> 
     at = np.minimum(prompt_tokens[:, None] - costs.first + np.arange(n), len(costs.draft) - len(costs.host))
     verify, host = (steps.starts * costs.verify[drafted, at]).sum(1), (steps.starts * costs.host[drafted]).sum(1)
     if steps.after is not None:
-        return TimeSplit(draft=_drafting_in_parallel(costs, at, drafted, steps.after), verify=verify, host=host)
+        drafting_time = _drafting_by_head if costs.eagle else _drafting_in_parallel
+        return TimeSplit(draft=drafting_time(costs, at, drafted, steps.after), verify=verify, host=host)
     until = np.concatenate([[0.0], np.cumsum(costs.draft)])
     drafting = steps.starts * (until[at + drafted] - until[at]) + steps.catching_up * costs.catch_up[at]
     for j, extra in enumerate(costs.warmup):
@@ -210,6 +219,27 @@ def _drafting_in_parallel(costs: StepCosts, at: np.ndarray, drafted: np.ndarray,
     later = (after * costs.wide[np.maximum(width - 1, 0), cached] * (drafted > 0)[:, :, None]).sum((1, 2))
     first = costs.wide_prefill[drafted[:, 0], np.arange(len(drafted))]
     return later + first * (drafted[:, 0] > 0)
+
+
+def _drafting_by_head(costs: StepCosts, at: np.ndarray, drafted: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return the time of an EAGLE-3 head's passes over each text, [R].
+
+    After a accepted tokens its first pass reads a + 1 behind those before, and each other pass one more.
+    """
+    fed = np.arange(after.shape[2]) + 1
+    first = (after * costs.wide[fed - 1, np.maximum(at[:, :, None] - fed, 0)] * (drafted > 0)[:, :, None]).sum((1, 2))
+    first += costs.wide_prefill[0] * (drafted[:, 0] > 0)
+    starts, until = after.sum(2), np.concatenate([[0.0], np.cumsum(costs.draft)])
+    starts[:, 0] = 1  # the first step follows no other
+    chain = starts * (until[at + np.maximum(drafted - 1, 0)] - until[at])
+    for j, extra in enumerate(costs.warmup[1:], 1):
+        chain += starts * (drafted > j) * extra[np.minimum(at + j - 1, len(extra) - 1)]
+    return first + chain.sum(1)
+
+
+def _widest(work: Workload, k: int) -> int:
+    """Return the most tokens of a draft's pass, but for its prefill."""
+    return 2 * k if work.parallel else k + 1 if work.eagle else 2
 
 
 def best_k(
@@ -321,7 +351,7 @@ def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: i
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)
-    for cost, width in ((draft, 2 * k if work.parallel else 2), (target, k + 1)):
+    for cost, width in ((draft, _widest(work, k)), (target, k + 1)):
         notes += cost.beyond("width", 1, width) + cost.beyond("context", *contexts)
     kinds = {cost.profile.kind for cost in (draft, target)}
     if "analytic" in kinds:

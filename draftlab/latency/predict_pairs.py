@@ -91,12 +91,22 @@ def _predict(
     tasks: list[TaskResult],
 ) -> DraftPrediction:
     prompts = config.context or [None]
-    grid = []
+    work, grid = _drafted_by(draft, work, config), []
     for batch, prompt in product(config.batch, prompts):
         k, speedup, rate = best_k(draft, target, _at(work, prompt), config.k, batch)
         grid.append(BestK(batch=batch, prompt_tokens=prompt, k=k, speedup=speedup, tokens_per_second=rate))
     prediction = predict(draft, target, _at(work, prompts[0]), config.k, config.batch[0])
     return DraftPrediction(prediction=prediction, best_ks=grid, model=model, tasks=tasks)
+
+
+def _drafted_by(draft: CostModel, work: Workload, config: PredictConfig) -> Workload:
+    """Return acceptance as the draft has it. Raises UserError: it was found for another kind of draft."""
+    if draft.profile.eagle and not (config.replay or config.score):  # assumed, the same for any draft
+        return work.drafted_by_head(max(config.k))
+    if draft.profile.eagle != work.eagle:
+        one, other = ("no EAGLE-3 head", "one") if work.eagle else ("an EAGLE-3 head", "none")
+        raise UserError(f"{draft.profile.name} is {one}, and its acceptance that of {other}")
+    return work
 
 
 def _at(work: Workload, prompt_tokens: int | None) -> Workload:

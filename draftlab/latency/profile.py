@@ -13,16 +13,18 @@ from draftlab.console import heartbeat, note, progress
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
+from draftlab.latency.head_passes import HeadPasses
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.profiler import Grid, measure, weight_bytes
 from draftlab.latency.random_model import random_model
 from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
-from draftlab.model import Mode, checkpoint, llama, memory
+from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory
 from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
+from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.families import locate_shape
 from draftlab.model.llama import Llama
 from draftlab.model.shape import Shape
-from draftlab.model.size import read_size
+from draftlab.model.size import ApproximateSize, read_size
 from draftlab.output import Output
 from draftlab.prune.trial_model import prunable_shape
 
@@ -37,7 +39,7 @@ def profile_models(config: ProfileConfig, output: Output) -> list[Profile]:
     """
     models = _models(config, weights=True)
     for place in models.values():
-        if isinstance(place, Path):
+        if isinstance(place, Path) and not _is_head(place):
             checkpoint.check(place)
     return _profile(config, models, output, config.device_map)
 
@@ -55,7 +57,7 @@ def estimate(config: ProfileConfig) -> Mapping[str, object]:
     """Return what a profile would take, without reading weights."""
     models = _models(config, weights=False)
     check(config, models, config.device_map)
-    facts = {name: (p if isinstance(p, Shape) else read_size(p)).describe() for name, p in models.items()}
+    facts = {name: _size(p, models).describe() for name, p in models.items()}
     passes = (config.k + 1) * len(config.batch) * len(config.context) * config.repeats * len(models)
     needed = sum(needed_bytes(config, models, config.device_map).values())
     return facts | {"passes": passes, "memory": f"{needed / 1e9:.3g} GB"}
@@ -91,7 +93,16 @@ def check(config: GridConfig, models: Models, device_map: str | None = None) -> 
     """
     device, dtype = _device_and_dtype(config)
     paths = [place for place in models.values() if isinstance(place, Path)]
+    heads = list(filter(_is_head, paths))
+    paths = [path for path in paths if path not in heads]
+    for head in heads:
+        if device_map or config.mode == "graphs":
+            raise UserError(
+                f"{head} is an EAGLE-3 head, which runs in modes eager and native on the engine's own models"
+            )
+        llama.check_supported(_target_of(head, models))
     mode = "eager" if device_map else resolve_mode(config.mode, device, dtype, paths)
+    mode = "eager" if heads and mode == "graphs" else mode
     check_mode(mode, device, dtype)
     for path in paths if mode != "eager" else ():
         llama.check_supported(path)
@@ -106,9 +117,7 @@ def needed_bytes(config: GridConfig, models: Models, device_map: str | None = No
     width = _device_and_dtype(config)[1].itemsize
     tokens = (sum(config.batch) + 1) * _grid(config).capacity
     sizes = {
-        name: place if isinstance(place, Shape) else read_size(place)
-        for name, place in models.items()
-        if isinstance(place, Shape) or device_map is None
+        name: _size(place, models) for name, place in models.items() if isinstance(place, Shape) or device_map is None
     }
     needs: dict[str, float] = {f"weights of {name}": size.weight_bytes(width) for name, size in sizes.items()}
     return needs | {"caches": sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())}
@@ -119,6 +128,32 @@ def _models(config: ProfileConfig, weights: bool) -> Models:
     if len(models) < len(config.models):
         raise UserError(f"two models have the same name; rename one: {', '.join(config.models)}")
     return models
+
+
+def _size(place: Path | Shape, models: Models) -> Shape | ApproximateSize:
+    if isinstance(place, Shape):
+        return place
+    if hub.is_eagle_head(place):
+        return eagle.check(place, _target_of(place, models)).shape
+    return read_size(place)
+
+
+def _target_of(head: Path, models: Models) -> Path:
+    """Return the model among those to profile that a head is for.
+
+    Raises:
+        UserError: there is none.
+    """
+    others = [place for place in models.values() if isinstance(place, Path) and not hub.is_eagle_head(place)]
+    reason = "its target is not named"
+    for other in others:
+        try:
+            eagle.check(head, other)
+        except UserError as error:
+            reason = str(error)
+        else:
+            return other
+    raise UserError(f"an EAGLE-3 head is profiled beside its target, and {head} is not: {reason}")
 
 
 def _device_and_dtype(config: GridConfig) -> tuple[torch.device, torch.dtype]:
@@ -141,7 +176,7 @@ def _profile(config: GridConfig, models: Models, output: Output, device_map: str
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     mode, grid = check(config, models, device_map), _grid(config)
-    decoders = _load(config, models, device_map)
+    decoders = _load(config, models, device_map, mode)
     load_average, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load_average > cores:
         note(f"the machine is busy (load {load_average:.1f} on {cores} cores): latencies will be higher and vary more")
@@ -156,9 +191,10 @@ def _profile(config: GridConfig, models: Models, output: Output, device_map: str
         model, curve = decoders[name], curves[name]
         shape = model.shape if isinstance(model, Llama) else None
         weights = int(active_params(shape)) if shape else weight_bytes(model) // dtype.itemsize
+        is_head = isinstance(model, HeadPasses)
         return Profile(
             kind="measured", name=name, sha256=None if isinstance(place, Shape) else provenance.fingerprint(place),
-            shape=shape, device=device_name(device), dtype=checkpoint.dtype_name(dtype), mode=mode,
+            shape=shape, eagle=is_head, device=device_name(device), dtype=checkpoint.dtype_name(dtype), mode=mode,
             threads=torch.get_num_threads() if device.type == "cpu" else None, forward=curve.forward,
             steady=curve.steady, prefill=curve.prefill, host=curve.host,
             bandwidth_gbs=bandwidth_gbs(weights, dtype, device), matmul_tflops=tflops, command=output.command_line,
@@ -173,16 +209,27 @@ def _profile(config: GridConfig, models: Models, output: Output, device_map: str
     return profiles
 
 
-def _load(config: GridConfig, models: Models, device_map: str | None) -> dict[str, Decoder]:
+def _load(config: GridConfig, models: Models, device_map: str | None, mode: Mode) -> dict[str, Decoder]:
     device, dtype = _device_and_dtype(config)
     needed = needed_bytes(config, models, device_map)
     memory.check_fits(needed, device, "--dtype bfloat16, --device-map auto, or fewer --batch")
     note(f"loading {', '.join(models)}")
     grid = _grid(config)
     context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
-    return {
-        name: random_model(place, dtype, device, context)
-        if isinstance(place, Shape)
-        else load(place, dtype, device, device_map)
-        for name, place in models.items()
-    }
+    found: dict[str, Decoder] = {}
+    for name, place in sorted(models.items(), key=lambda item: _is_head(item[1])):  # heads after their targets
+        if isinstance(place, Shape):
+            found[name] = random_model(place, dtype, device, context)
+        elif _is_head(place):
+            path = _target_of(place, models)
+            target = next(found[name] for name, other in models.items() if other == path)
+            assert isinstance(target, Llama)  # by check
+            head = EagleLlama(eagle.read(place, path, dtype, device), target.embed, place)
+            found[name] = HeadPasses(NativeEagle(head) if mode == "native" else head)
+        else:
+            found[name] = load(place, dtype, device, device_map)
+    return {name: found[name] for name in models}
+
+
+def _is_head(place: Path | Shape) -> bool:
+    return isinstance(place, Path) and hub.is_eagle_head(place)

@@ -13,6 +13,7 @@ from torch import Tensor
 from draftlab.engine.generate import Clock, Draft, clock_for, decode, speculative_decode
 from draftlab.engine.timing import Task, memory_sweep, summarize, time_interleaved
 from draftlab.latency.cost_model import Point, SteadyPoint
+from draftlab.latency.head_passes import HeadPasses
 from draftlab.model import Mode
 from draftlab.model.decoder import Decoder, KVCache, with_mode
 from draftlab.model.hf_decoder import HFDecoder
@@ -69,7 +70,9 @@ def measure(
     for name, by_place in passes.items():
         other = _other_work(name, models, passes)
         tasks |= {(name, 0, at): (other, run) for at, run in by_place.items()}
-        ones = [(at, run) for at, run in by_place.items() if at[0] == 1]
+        model = models[name]
+        chained = dict(_passes(model.of_own_states(), grid)) if isinstance(model, HeadPasses) else by_place
+        ones = [(at, run) for at, run in chained.items() if at[0] == 1]
         tasks |= {(name, after, at): (_lead_in(other, run, after), run) for after in AFTER for at, run in ones}
     times = time_interleaved(tasks, repeats=grid.repeats, clock=clock, advance=advance)
     return {
@@ -140,6 +143,8 @@ def weight_bytes(model: Decoder) -> int:
     """Return how much memory a model's weights take."""
     if isinstance(model, Llama):
         return model.shape.weight_bytes(model.embed.itemsize)
+    if isinstance(model, HeadPasses):
+        return model.weight_bytes
     return sum(p.nbytes for p in model.model.parameters()) if isinstance(model, HFDecoder) else 0
 
 

@@ -20,15 +20,29 @@ if TYPE_CHECKING:  # needs torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Texts with their acceptance probabilities, and the length of each prompt, [R]."""
+    """Texts with their acceptance probabilities, and the length of each prompt, [R].
+
+    eagle: an EAGLE-3 head drafts, with probabilities by the age of the step.
+    """
 
     texts: Texts
     prompt_tokens: np.ndarray
+    eagle: bool = False
+
+    @property
+    def by_age(self) -> bool:
+        """Return whether probabilities differ by the age of the step: of a parallel draft or a head."""
+        return self.texts.chances.ndim == 3
 
     @property
     def parallel(self) -> bool:
-        """Return whether a parallel draft drafts, whose probabilities differ by the age of the step."""
-        return self.texts.chances.ndim == 3
+        """Return whether a parallel draft drafts."""
+        return self.by_age and not self.eagle
+
+    def drafted_by_head(self, k: int) -> "Workload":
+        """Return the same texts as if a head had these probabilities in steps of any age, up to K tokens."""
+        chances = np.repeat(self.texts.chances[:, :, None], k, 2)
+        return replace(self.with_chances(chances), eagle=True)
 
     @property
     def longest(self) -> int:
@@ -59,10 +73,9 @@ def workload_of(chances: list[np.ndarray], prompts: Sequence[int], limits: Seque
 
 
 def workload_of_replay(replay: "Replay") -> Workload:
-    """Return the texts of a replay, with the probabilities computed there. Raises UserError: an EAGLE-3 head's."""
-    if replay.eagle:
-        raise UserError(f"{replay.draft} is an EAGLE-3 head, whose passes no profile prices")
-    return Workload(texts=replay.padded(), prompt_tokens=np.array([text.prompt_tokens for text in replay.texts]))
+    """Return the texts of a replay, with the probabilities computed there."""
+    prompts = np.array([text.prompt_tokens for text in replay.texts])
+    return Workload(texts=replay.padded(), prompt_tokens=prompts, eagle=replay.eagle)
 
 
 def workload_of_score(score: Score) -> Workload:
@@ -72,9 +85,11 @@ def workload_of_score(score: Score) -> Workload:
     position of the largest K. Greedily every K decodes the same text, so that one K may know what another does not.
 
     Raises:
-        UserError: servers decoded, which do not report the fate of each token; or a parallel draft drafted, whose
-            tokens have another probability at each offset.
+        UserError: servers decoded, which do not report the fate of each token; or a parallel draft or an EAGLE-3 head
+            drafted, whose tokens have another probability at each offset.
     """
+    if score.draft.eagle:
+        raise UserError(f"{score.name} is an EAGLE-3 head, of which a score does not tell by offset; use a replay")
     if score.draft.parallel:
         raise UserError(f"{score.name} was drafted in parallel, which a score does not tell by offset; use a replay")
     if score.served:

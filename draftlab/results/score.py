@@ -64,6 +64,7 @@ class Model(FileModel):
     tasks: list[TaskResult]
     via_transformers: bool = False  # transformers ran it: draftlab's own decoder does not support its architecture
     parallel: bool = False  # it drafted all tokens of a step in one pass
+    eagle: bool = False  # an EAGLE-3 head
 
 
 class Prompt(FileModel):

@@ -349,15 +349,13 @@ def _offsets(draft: Path, config: ReplayConfig) -> int | None:
     Raises:
         UserError: settings that do not fit how it drafts.
     """
+    if not config.parallel and parallel.pard_token(draft) is None:
+        raise UserError(f"--no-parallel: {draft} is no parallel draft")
     if hub.is_eagle_head(draft):
         if config.confidence is not None:
             raise UserError(f"{draft} is an EAGLE-3 head, which --confidence does not end; leave it out")
         return max(way.k for way in draftings(config))
-    if parallel.pard_token(draft) is None:
-        if not config.parallel:
-            raise UserError(f"--no-parallel: {draft} is no parallel draft")
-        return None
-    if not config.parallel:
+    if parallel.pard_token(draft) is None or not config.parallel:
         return None
     if config.confidence is not None:
         raise UserError(f"{draft} drafts all tokens in one pass: --confidence cannot end it earlier; add --no-parallel")

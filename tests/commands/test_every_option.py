@@ -200,6 +200,22 @@ def _(w: World) -> Settings:
     return few | {"target": str(w.source), "outputs": Path("told")}
 
 
+def head(w: World) -> Path:
+    if not Path("head").exists():
+        COMMANDS["eagle"](**CASES["eagle", "stored outputs"](w), out=Path("head"))
+    return Path("head")
+
+
+@case("replay", "an EAGLE-3 head")
+def _(w: World) -> Settings:
+    return {"draft": [str(head(w))], "directory": Path("told"), "target": str(w.source), "k": "1,2"}
+
+
+@case("profile", "an EAGLE-3 head")
+def _(w: World) -> Settings:
+    return CASES["profile", "native"](w) | {"models": [str(w.source), str(head(w))]}
+
+
 @case("check", "run")
 def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": str(w.source), "data": str(w.text)}

@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders import build, recording
-from plain_eagle import PlainHead
+from plain_eagle import PlainHead, target_and_head
 
+from draftlab.acceptance import expected
+from draftlab.acceptance.chain_logprobs import score_chains
+from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.tree import full_tree
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
@@ -44,6 +48,11 @@ def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llam
 def drafter_of(folder: Path, target: llama.Llama, family_dirs: dict[str, Path]) -> Any:
     head = EagleLlama(eagle.read(folder, family_dirs["llama"], target.embed.dtype), target.embed, folder)
     return recording(EagleDrafter, target, NativeEagle(head) if isinstance(target, NativeLlama) else head)
+
+
+@pytest.fixture(scope="module")
+def near_head(tmp_path_factory) -> tuple[llama.Llama, EagleLlama]:
+    return target_and_head(tmp_path_factory.mktemp("near"))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -147,6 +156,51 @@ def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(folder, target, family
         target.forward(torch.tensor([text]), cache)
         kept = told.layer_states.states[row, :read]
         torch.testing.assert_close(kept, cache.layer_states.states[0, :read], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_replay_expects_what_greedy_decoding_counts(near_head, k):
+    """Chains, and trees by rank; after acceptances of every length."""
+    target, head = near_head
+    sampling = SamplingParams(max_tokens=40)
+    texts = output_tokens(decode(target, PROMPTS, sampling))
+    pairs = [(np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)]
+    scored = score_chains(target, head, pairs, 307, sampling, 5)
+    chances = expected.texts_of([np.exp(each.logprobs)[1:] for each in scored])
+    ranks = expected.padded([each.ranks[1:] for each in scored])
+    widths = [3, 2, 1][: min(3, k)]
+    ways = {
+        EagleDrafter(target, head): (k, expected.chain(chances, k)),
+        EagleTreeDrafter(EagleDrafter(target, head), full_tree(widths), "top"): (
+            len(full_tree(widths)), expected.tree(chances, ranks, widths),
+        ),
+    }  # fmt: skip
+    for drafter, (count, counts) in ways.items():
+        live = list(speculative_decode(target, drafter, PROMPTS, count, sampling))
+        for row in range(len(PROMPTS)):
+            own = [step for step in live if step.row == row][1:]
+            assert len(own) == counts.passes[row]
+            assert sum(step.accepted for step in own) == counts.accepted[row]
+        assert counts.reached[:, min(2, k)].sum() > 0  # what follows the head's own states is accepted, too
+
+
+def test_sampled_replay_expects_what_sampling_counts(near_head):
+    """Over many texts, within five standard errors; a head that never went on from its own states is another one."""
+    target, head = near_head
+    sampling, rows, k = SamplingParams(max_tokens=24, temperature=0.9), 160, 4
+    steps = list(speculative_decode(target, EagleDrafter(target, head), [PROMPTS[0]] * rows, k, sampling))
+    pairs = [(np.array(PROMPTS[0]), np.array(text)) for text in output_tokens(steps)]
+    log_p = [each.logprobs for each in score_tokens(target, pairs, 307, sampling)]
+    log_q = [each.logprobs for each in score_chains(target, head, pairs, 307, sampling, k)]
+    chances = [expected.chances(q, p[:, None])[1:] for q, p in zip(log_q, log_p, strict=True)]
+    live = np.array([sum(step.row == row for step in steps) - 1 for row in range(rows)])
+
+    def error(rows: list[np.ndarray]) -> float:
+        differences = live - expected.chain(expected.texts_of(rows), k).passes
+        return abs(differences.mean()) / (differences.std(ddof=1) / len(rows) ** 0.5)
+
+    assert error(chances) < 5
+    assert error([np.repeat(row[:, :1], k, 1) for row in chances]) > 5
 
 
 def test_modes_without_states_are_refused(folder, family_dirs):

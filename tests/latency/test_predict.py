@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from builders import build
+from plain_eagle import target_and_head
 from test_cost_model import SHAPE, latency
 from typer.testing import CliRunner
 
+from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.cli import app
+from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
 from draftlab.errors import UserError
@@ -22,6 +25,7 @@ from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, 
 from draftlab.latency.predict import best_k, expected_time, predict, required_length, step_costs, steps, verdict
 from draftlab.latency.workload import Workload, constant_workload, workload_of, workload_of_score
 from draftlab.model import llama
+from draftlab.model.eagle_llama import EagleLlama
 from draftlab.results.accuracy import Accuracy, AccuracyConditions, ModelAccuracy
 from draftlab.results.decoding import Generation
 from draftlab.results.score import Conditions, Model, Score, TaskResult
@@ -82,11 +86,14 @@ class Metered(llama.Llama):
     law: Law
 
     def forward(self, ids, cache, last=0):
+        self.pay(ids, cache)
+        return super().forward(ids, cache, last)
+
+    def pay(self, ids, cache):
         self.meter.like = self.meter.like + 1 if self.meter.last is self else 0
         self.meter.last = self
         behind = self.meter.like if ids.shape[1] == 1 else 0
         self.meter.seconds += self.law(ids.shape[1], cache.used[0], behind) / 1e3
-        return super().forward(ids, cache, last)
 
 
 def metered(meter: Meter, of: Law, noise: float, folder: Path) -> Metered:
@@ -151,6 +158,42 @@ def test_predicted_time_of_a_parallel_draft_is_the_engines_on_a_metered_clock(tm
             assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9)
             assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9)
     assert predict(*pair(), work, ks).best.k in ks
+
+
+class MeteredHead(EagleLlama):
+    """As Metered."""
+
+    meter: Meter
+
+    def step(self, ids, states, cache, last, tree=None):
+        Metered.pay(self, ids, cache)
+        return super().step(ids, states, cache, last, tree)
+
+
+def test_predicted_time_of_an_eagle_head_is_the_engines_on_a_metered_clock(tmp_path):
+    """Its first pass of a step reads what was accepted, its others a token each; the prompt's pass comes first."""
+    meter = Meter()
+    target, head = target_and_head(tmp_path)
+    for model, kind, of in ((target, Metered, TARGET), (head, MeteredHead, DRAFT)):
+        model.__class__ = kind
+        model.meter, model.law = meter, of
+    sampling, ks = SamplingParams(max_tokens=NEW), (1, 3, 4)
+    plain = [list(decode(target, [p], sampling, meter)) for p in PROMPTS]
+    texts = [(np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, plain, strict=True)]
+    scored = score_chains(target, head, texts, 307, SamplingParams(), 4)
+    work = workload_of([np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS])
+    work = dataclasses.replace(work, eagle=True)
+    paid = step_costs(*pair(), work, max(ks), 1)
+    for k in ks:
+        spent = expected_time(paid, work.prompt_tokens, steps(work, k))
+        runs = [list(speculative_decode(target, EagleDrafter(target, head), [p], k, sampling, meter)) for p in PROMPTS]
+        assert sum(s.accepted for run in runs for s in run) > 5
+        for i, run in enumerate(runs):
+            assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9)
+            assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9)
+    assumed = constant_workload(0.5, tokens=50, prompt_tokens=9).drafted_by_head(4)
+    for row in predict(*pair(), assumed, ks).rows:
+        assert row.tokens_per_pass.value == pytest.approx(expected_tokens(0.5, row.k), rel=0.05)
 
 
 def test_speedup_is_a_ratio_of_sums_over_texts(ran):

@@ -3,6 +3,8 @@
 B rows, T predicted tokens per row, N of them that count.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -32,10 +34,12 @@ class Constraint(Protocol):
 class Objective(nn.Module):
     """Student and loss in one forward pass, so that the hooks of DDP and FSDP cover both.
 
-    It is called and returns as DistillStep. takes_packed: rows of a batch may hold several sequences.
+    It is called and returns as DistillStep. takes_packed: rows of a batch may hold several sequences. rates: shares of
+    the learning rate, of the student's parameters by name.
     """
 
     takes_packed = False
+    rates: Mapping[str, float] = MappingProxyType({})
     progress = 0.0
 
     def set_progress(self, progress: float) -> None:

@@ -1,6 +1,8 @@
 """AdamW, or Muon for matrices; and the dtype to train in."""
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,14 +13,19 @@ from draftlab.model import checkpoint
 
 
 def optimizers_for(
-    model: nn.Module, config: TrainerSettings, other_groups: list[dict[str, Any]]
+    model: nn.Module,
+    config: TrainerSettings,
+    other_groups: list[dict[str, Any]],
+    shares: Mapping[str, float] = MappingProxyType({}),
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW for everything; or Muon (Jordan et al. 2024) for the matrices of the blocks and AdamW for the rest.
 
-    other_groups: parameter groups with rates of their own, for AdamW. Muon's update is scaled to AdamW's size (Liu et
-    al. 2025), so that one learning rate serves both.
+    other_groups: parameter groups with rates of their own, for AdamW. shares: of the rate, for AdamW, of parameters by
+    name. Muon's update is scaled to AdamW's size (Liu et al. 2025), so that one learning rate serves both.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    slower = [{"params": [p], "lr": shares[name] * config.lr} for name, p in named if name in shares]
+    named, other_groups = [(name, p) for name, p in named if name not in shares], [*other_groups, *slower]
     # model.layers.3.mlp, transformer.h.3.attn; what joins layers in an EAGLE-3 head
     in_blocks = {name for name, _ in named if re.search(r"\.\d+\.|^fc\.", name)}
     matrices = [p for name, p in named if p.ndim == 2 and name in in_blocks]

@@ -166,7 +166,7 @@ class Trainer:
         module = setup.objective or DistillStep(
             student, setup.loss, setup.temperature, vocab, constraint, setup.offsets
         )
-        optimizers = optimizers_for(student, config, constraint.groups() if constraint else [])
+        optimizers = optimizers_for(student, config, constraint.groups() if constraint else [], module.rates)
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)

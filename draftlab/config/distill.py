@@ -7,7 +7,7 @@ from pydantic import field_validator, model_validator
 from typing_extensions import Self
 
 from draftlab.config import shared
-from draftlab.config.base import CHECKPOINTS, SERVER, Config, Numbers, Only, OutputConfig, option
+from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Config, Numbers, Only, OutputConfig, option
 from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettings, TrainingSettings, Vocab
 from draftlab.console import note
 from draftlab.model import hub
@@ -218,6 +218,10 @@ class EagleConfig(OutputConfig, TrainingSettings):
     )
     loss: str = shared.loss()
     temperature: float = shared.loss_temperature()
+    lr: float = option(  # half of what pruned drafts take, by runs on SmolLM2-135M (docs/drafters.md)
+        factory=lambda settings: shared.proven_lr(settings) / 2, help="Peak learning rate.", gt=0,
+        panel=TRAINING, shown_default="0.002; with adamw 0.0005",
+    )  # fmt: skip
     vocab: Vocab = shared.draft_vocab("the text that is trained on; by default a quarter of all")
     layer_ids: Numbers | None = option(
         None, "Layers of the target after which the head reads its states. Default: 2, n / 2, n - 3.", typed=str,

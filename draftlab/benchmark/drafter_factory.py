@@ -288,7 +288,7 @@ class DrafterFactory:
         nodes, parallel = spec.nodes or 0, isinstance(spec, ParallelSpec)
         depth = min(nodes, MAX_DEPTH, trained_offsets(self._draft_path(spec)) or MAX_DEPTH) if parallel else MAX_DEPTH
         share = self._path_shares(spec, model, depth if parallel else None)
-        widths = sorted({1, 2, 4, 8, nodes + 1, *([2 * depth] if parallel else [])})
+        widths = sorted({1, 2, 4, 8, nodes + 1, 2 * depth if parallel else 1})
         ms = self._pass_ms({"draft": model, "target": target}, widths)
 
         def step_ms(levels: int, tokens: int, accepted: float) -> float:

@@ -82,8 +82,11 @@ class Setup:
     @property
     def outputs(self) -> list[Path]:
         """Return the target outputs that drafters learn from."""
-        learners = NgramSpec | FallbackSpec | SearchedTreeSpec | LayerSkipSpec
-        return [Path(spec.outputs) for spec in self.drafters if isinstance(spec, learners) and spec.outputs]
+        return [
+            Path(spec.outputs)
+            for spec in self.drafters
+            if isinstance(spec, NgramSpec | FallbackSpec | SearchedTreeSpec | LayerSkipSpec) and spec.outputs
+        ]
 
     @property
     def inputs(self) -> list[Path]:

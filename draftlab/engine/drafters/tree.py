@@ -128,7 +128,7 @@ def best_tree(share: PathShare, siblings: int, nodes: int, depth: int) -> tuple[
     A path's share is the value of the node at its end, and the best tree consists of the most valuable nodes:
     Sequoia's dynamic program finds the same tree.
     """
-    queue = [(-share((0,)), (0,))]
+    queue: list[tuple[float, tuple[int, ...]]] = [(-share((0,)), (0,))]
     chosen: list[tuple[int, ...]] = []
     tokens = 1.0
     while queue and len(chosen) < nodes:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
-from draftlab.engine.verify import distribution, draw, verify
+from draftlab.engine.verify import check_logits, distribution, draw, verify
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
 from draftlab.model.decoder import Decoder, feed, model_vocab_size
 from draftlab.model.llama import Tree
@@ -121,7 +121,10 @@ class ModelDrafter:
         self.drafted: Tensor | None = None
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        first = self.drafted is None
         logits, sampler = self.last_logits(texts)[:, -1], Sampler(sampling.unlimited(), self.vocab)
+        if first:
+            check_logits(logits, "the draft")
         if isinstance(self.model, CudaGraphLlama):
             self.drafted, q = self.model.draft_chain(logits, self.cache, uniform, sampler)
         else:
@@ -210,6 +213,8 @@ def speculative_decode(
         draft = drafter.propose(rows.texts, count, own, uniform[:, :count]) if drafter and count else None
         drafted_at = clock()
         logits = _target_logits(target, cache, rows.texts, draft)
+        if not prefilled:
+            check_logits(logits, "the target")
         verified_at = clock()
         drafted = [0] * len(room) if draft is None else [min(pair) for pair in zip(draft.counts, room, strict=True)]
         emitted = rows.append(verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft)

@@ -3,10 +3,25 @@
 K drafted tokens, V vocab. Greedy decoding is the same rule with one-hot distributions.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
+
+COLD = 1e-2
+
+
+def check_logits(logits: Tensor, model: str) -> None:
+    """Raises UserError: some are NaN or infinite. -inf is the logit of an id that a head lacks."""
+    if not math.isfinite(float(logits.max())):
+        dtype = str(logits.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{model} computes logits that are not finite (NaN or infinity) in {dtype}: its weights are damaged, or "
+            "overflow there; try --dtype float32"
+        )
 
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -17,7 +32,10 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """
     if params.temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    p = torch.softmax(logits.float() / params.temperature, -1)
+    logits = logits.float()
+    if params.temperature < COLD:
+        logits = logits - logits.amax(-1, keepdim=True)  # else the quotient overflows
+    p = torch.softmax(logits / params.temperature, -1)
     if params.top_k or params.top_p < 1:
         values, ids = p.topk(params.top_k, -1) if 0 < params.top_k < p.shape[-1] else p.sort(-1, descending=True)
         values = values / values.sum(-1, keepdim=True)

@@ -272,7 +272,8 @@ def validation_text(error: ValidationError) -> str:
     for item in error.errors()[:3]:
         where = ".".join(str(part) for part in item["loc"])[:80] or "top level"
         value = "" if item["type"] == "missing" else f" (got {reprlib.repr(item['input'])})"
-        parts.append(f"{where}: {item['msg'].lower()}{value}")
+        complaint = "should be an object" if item["type"].startswith("model_") else item["msg"].lower()
+        parts.append(f"{where}: {complaint}{value}")
     more = f"; and {error.error_count() - 3} more" if error.error_count() > 3 else ""
     return one_line("; ".join(parts)) + more
 

@@ -95,7 +95,7 @@ def _checked(text: bytes, where: str, vocab: int) -> _Line:
     except ValidationError as error:
         raise UserError(f"{where}: {validation_text(error)}") from None
     except ValueError as error:
-        raise UserError(f"{where}: {one_line(error)}") from None
+        raise UserError(f"{where}: not JSON ({one_line(error)})") from None
     problem = _problem(line, vocab)
     if problem:
         raise UserError(f"{where}: {problem}")

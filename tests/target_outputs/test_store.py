@@ -488,7 +488,7 @@ LINE = {"prompt_ids": [0, 5], "ids": [7, 8], "top_ids": [[7, 9], [1, 8]], "logpr
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "invalid json"),
+        ("{", "not JSON"),
         ("[1, 2]", "should be an object"),
         ({k: v for k, v in LINE.items() if k != "ids"}, "ids: field required"),
         (LINE | {"more": 1}, "more: extra inputs"),
@@ -505,7 +505,7 @@ LINE = {"prompt_ids": [0, 5], "ids": [7, 8], "top_ids": [[7, 9], [1, 8]], "logpr
         (LINE | {"top_logprobs": [[-0.5, -1.5], [3.0, -2.0]]}, "place 1: 3.0 is not a log-probability"),
         (
             '{"prompt_ids":[0],"ids":[7],"top_ids":[[7]],"top_logprobs":[[NaN]],"logprobs":[-1]}',
-            "nan is not a log-prob",
+            "NaN is not a number",
         ),
         (LINE | {"top_logprobs": [[-0.5, -0.5], [-0.4, -2.0]]}, "place 0: the listed probabilities sum to 1.213"),
         (LINE | {"logprobs": [-0.5, -1.0]}, "token 8 has log-probability -1.0, and by the list -2.0"),

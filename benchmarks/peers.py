@@ -4,20 +4,16 @@ Greedy, batch 1, one thread, the same prompts and K; plain, with the draft as `e
 text looked up. Each peer in its own process, in turns with the others; CPU seconds. A peer that is not here is skipped.
 """
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import numpy as np
 import psutil
 import torch
@@ -38,11 +34,11 @@ from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import with_mode
 from draftlab.prompts import Prompts, load_prompts
 from draftlab.sampling import SamplingParams
+from draftlab.servers.processes import running
 
 INSIDE = Path(__file__).parent / "inside_peers.py"
 WAYS = ("plain", "draft", "ngram")
 OURS = "draftlab"
-START_SECONDS = 120  # of llama-server
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in one process, so that its CPU seconds are all
@@ -197,8 +193,9 @@ def _ask(peer: str, python: Path, job: Job, way: str) -> Answer:
 
 def _ask_llama_server(peer: str, program: Path, job: Job, way: str) -> Answer:
     """Time llama.cpp's own loop: CPU seconds are the server's, HTTP included; its answers count what was accepted."""
-    counted = [0, 0]
-    with _served(program, job, way) as (client, process):
+    counted, drafted = [0, 0], 0
+    with running(_server_command(program, job, way), os.environ | {"OMP_NUM_THREADS": "1"}) as (server, child):
+        client, process = server.http.client, psutil.Process(child.pid)
 
         def decode(prompt: list[int], new_tokens: int) -> list[int]:
             answer = client.post(
@@ -208,7 +205,9 @@ def _ask_llama_server(peer: str, program: Path, job: Job, way: str) -> Answer:
                     "cache_prompt": False, "return_tokens": True,
                 },
             ).raise_for_status().json()  # fmt: skip
+            nonlocal drafted
             timings = answer["timings"]
+            drafted += timings.get("draft_n", 0)
             counted[0] += timings["predicted_n"] - 1
             counted[1] += timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0)
             return answer["tokens"]
@@ -218,46 +217,30 @@ def _ask_llama_server(peer: str, program: Path, job: Job, way: str) -> Answer:
             return used.user + used.system
 
         found = timed(decode, job.asked, counted, cpu_seconds)
-        version = client.get("/props").json()["build_info"]
-    return Answer(**found, version=version)
+    if way == "ngram":
+        note(f"llama.cpp drafted {drafted} tokens: where the text's last {min(NGRAM, job.k)} came before")
+    return Answer(**found, version=server.version)
 
 
-@contextlib.contextmanager
-def _served(program: Path, job: Job, way: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
-    """Yield a client of a server on a free port, and its process; it ends with the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    one = ["--threads", "1", "--threads-batch", "1", "--spec-draft-threads", "1", "--spec-draft-threads-batch", "1"]
-    size = ["--ctx-size", str(job.asked["context"]), "--parallel", "1", "--cache-ram", "0"]
+def _server_command(program: Path, job: Job, way: str) -> list[object]:
+    """Return llama-server's command.
+
+    ngram-simple drafts nothing shorter than the n-gram that it looks up, which is therefore at most K long.
+    """
+    one = ["--threads", 1, "--threads-batch", 1, "--spec-draft-threads", 1, "--spec-draft-threads-batch", 1]
+    size = ["--ctx-size", job.asked["context"], "--parallel", 1, "--cache-ram", 0]
     speculative = {
         "plain": [],
         "draft": [
-            "--model-draft", str(job.files[1]), "--spec-type", "draft-simple", "--spec-draft-n-max", str(job.k),
-            "--spec-draft-p-min", "0",
+            "--model-draft", job.files[1], "--spec-type", "draft-simple", "--spec-draft-n-max", job.k,
+            "--spec-draft-p-min", 0,
         ],
         "ngram": [
-            "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM),
-            "--spec-ngram-simple-size-m", str(job.k),
+            "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", min(NGRAM, job.k),
+            "--spec-ngram-simple-size-m", job.k,
         ],
     }[way]  # fmt: skip
-    command = [str(program), "--model", str(job.files[0]), "--port", str(port), *one, *size, *speculative]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
-                for _ in range(START_SECONDS):
-                    with contextlib.suppress(httpx.TransportError):
-                        if client.get("/health").status_code == 200:
-                            break
-                    if process.poll() is not None:
-                        log.seek(0)
-                        raise UserError(f"{program} did not start: {log.read().strip()[-600:]}")
-                    time.sleep(1)
-                yield client, psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            process.wait(30)
+    return [program, "--model", job.files[0], *one, *size, *speculative]
 
 
 def _result(found: dict[str, dict[str, Answer]]) -> dict[str, Any]:

@@ -35,14 +35,14 @@ def check_files(folder: Path, target: Path, runtimes: Sequence[str]) -> list[Fin
         return [error("head", str(failure), "train one for this target with draftlab eagle")]
     layers, ids = ", ".join(map(str, config.layer_ids)), f"{config.draft_vocab:,} of {config.vocab:,} ids"
     norm = f"norm_before_residual {str(config.norm_before_residual).lower()}"
-    found = [ok("head", f"reads the states after {layers} layers, predicts {ids}, {norm}")]
+    findings = [ok("head", f"reads the states after {layers} layers, predicts {ids}, {norm}")]
     if (context := checkpoint.max_model_len(target, TARGET_CONTEXT)) > config.context:
         text = f"{config.context:,} tokens, the target's {context:,}: it drafts worse on longer texts"
-        found.append(warning("context", text, "train with a longer --seq-len"))
+        findings.append(warning("context", text, "train with a longer --seq-len"))
     for runtime in runtimes:
         own = [*_stored_as(content, config, runtime), *check_exported(config, target, runtime)]
-        found += own or [ok(runtime, WANTS[runtime])]
-    return found
+        findings += own or [ok(runtime, WANTS[runtime])]
+    return findings
 
 
 def check_exported(config: HeadConfig, target: Path, runtime: str) -> Iterator[Finding]:
@@ -110,10 +110,10 @@ def _medusa(folder: Path, target: Path, runtimes: Sequence[str]) -> list[Finding
         heads = medusa.read(folder, target)
     except UserError as failure:
         return [error("heads", str(failure), "train some for this target with draftlab medusa")]
-    found = [ok("heads", f"{len(heads)}, each {heads.shape[1]} x {heads.shape[2]}")]
+    findings = [ok("heads", f"{len(heads)}, each {heads.shape[1]} x {heads.shape[2]}")]
     text = f"takes them as draftlab export --to vllm writes them, K of {len(heads)}, which draft greedily"
     others = "serve them with vLLM, or train an EAGLE-3 head"
-    return found + [
+    return findings + [
         ok(name, text) if name == "vllm" else warning(name, "serves no Medusa heads", others) for name in runtimes
     ]
 

@@ -60,9 +60,9 @@ class Verification:
 
     def facts(self) -> dict[str, object]:
         """Return it as JSON has it. gap: the runtime's less draftlab's."""
-        ours = self.expected
-        numbers = {"measured": self.measured, "draftlab": ours.value, "low": ours.low, "high": ours.high}
-        gap = self.measured - ours.value
+        expected = self.expected
+        numbers = {"measured": self.measured, "draftlab": expected.value, "low": expected.low, "high": expected.high}
+        gap = self.measured - expected.value
         return {"runtime": self.runtime, "k": self.k, "texts": self.texts, "gap": gap, **numbers}
 
     def line(self) -> str:

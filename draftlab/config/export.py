@@ -83,8 +83,8 @@ class ExportConfig(DraftConfig, OutputConfig):
     k: int | None = option(None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1)
     verify_with: Path | None = option(
         None,
-        "Score the export where it runs: path of vllm; for GGUF of a Python with llama-cpp-python, for heads of "
-        "llama-server.",
+        "Score the export where it runs: path of vllm; for GGUF of llama-server, or for draft models of a Python with "
+        "llama-cpp-python.",
     )
     gpu_memory_utilization: float | None = option(
         None, "Share of the memory that vLLM may take to verify. Default: vLLM's.", gt=0, le=1, advanced=True

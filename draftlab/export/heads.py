@@ -219,6 +219,8 @@ def _check(config: ExportConfig, heads: Heads) -> None:
         llama.check_supported(heads.target)  # draftlab's engine counts what the runtime should accept
         if not config.verify_with.is_file():
             raise UserError(f"--verify-with {config.verify_with}: no such program")
+        if config.is_gguf and not verify.serves(config.verify_with):
+            raise UserError(f"--verify-with {config.verify_with}: heads are verified with llama.cpp's llama-server")
 
 
 def _choose_k(config: ExportConfig, heads: Heads) -> tuple[int, str]:
@@ -249,12 +251,10 @@ def _verify(
             program, target, None if speculators else speculative, config.gpu_memory_utilization
         )
         return prompts, verify.in_vllm(command, texts, steps_of(emitted, texts.tokens))
-    with tempfile.TemporaryDirectory(dir=work.parent) as folder:
-        target = Path(folder) / "target.gguf"
-        gguf.write(heads.target, target, "f32")
-        command = verify.llama_server_command(program, target, work / heads.file(config), texts, "draft-eagle3")
-        lengths = verify.lengths_before_end(texts, ends)
-        return prompts, verify.in_llama_server(command, texts, lengths, steps_of(emitted, lengths, whole=False))
+    return prompts, verify.against_llama_server(
+        program, heads.target, work / heads.file(config), texts, "draft-eagle3",
+        lambda lengths: steps_of(emitted, lengths),
+    )  # fmt: skip
 
 
 def decode_texts(
@@ -272,16 +272,16 @@ def decode_texts(
     return verify.up_to_end(prompts, completions, sampling, k), emitted
 
 
-def steps_of(emitted: Sequence[Sequence[int]], lengths: Sequence[int], whole: bool = True) -> np.ndarray:
-    """Return tokens after the prefill's and steps of each text, [R, 2], cut to its length.
+def steps_of(emitted: Sequence[Sequence[int]], lengths: Sequence[int]) -> np.ndarray:
+    """Return tokens after the prefill's and steps of each text, [R, 2], up to its length; the last step counts whole.
 
-    emitted: see decode_texts. whole: the last step counts with all of its tokens, as vLLM counts it.
+    emitted: see decode_texts.
     """
     counts = []
     for steps, length in zip(emitted, lengths, strict=True):
-        reached = 1 + np.concatenate([[0], np.cumsum(steps)])  # tokens before each step
+        reached = np.concatenate([[1], 1 + np.cumsum(steps)])  # tokens before each step, and after the last
         number = int((reached < length).sum())
-        counts.append((float(reached[number] if whole else length) - 1, float(number)))
+        counts.append((float(reached[number]) - 1, float(number)))
     return np.array(counts)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -138,8 +138,9 @@ def _check(config: ExportConfig, draft: Path, target: Path) -> None:
         known = (*gguf.TYPES, *gguf.K_TYPES)
         if config.outtype not in known:
             raise UserError(f"--outtype {config.outtype}: no such type{did_you_mean(config.outtype, known)}")
-        if config.outtype in gguf.K_TYPES and config.verify_with is None:
-            raise UserError(f"--outtype {config.outtype}: only llama.cpp quantizes to it; name one with --verify-with")
+        if config.outtype in gguf.K_TYPES and (config.verify_with is None or verify.serves(config.verify_with)):
+            wanted = "name a Python with llama-cpp-python with --verify-with"
+            raise UserError(f"--outtype {config.outtype}: only llama.cpp quantizes to it; {wanted}")
 
 
 def _write_gguf(config: ExportConfig, directory: Path, file: Path) -> list[str]:
@@ -187,7 +188,12 @@ def _verify(
             reference = Path(folder)
             hf.write_fake_quantized(directory, reference, config.outtype)
         hits = verify.top1_hits(reference, texts, device)
-    return verify.in_llama_cpp(runtime, file, config.outtype, texts, hits, directory)
+    if not verify.serves(runtime):
+        return verify.in_llama_cpp(runtime, file, config.outtype, texts, hits, directory)
+    return verify.against_llama_server(
+        runtime, target, file, texts, "draft-simple",
+        lambda lengths: verify.count_steps(hits, replace(texts, tokens=lengths)),
+    )  # fmt: skip
 
 
 def answer_turns(config: ExportConfig, target: Path, prompts: Prompts, model: Decoder) -> Prompts:

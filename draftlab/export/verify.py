@@ -6,7 +6,8 @@ The target verifies every token, so a draft that a conversion broke still gives 
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ import torch
 
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.console import note
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError, one_line
+from draftlab.export import gguf
 from draftlab.intervals import Interval, ratio_interval
 from draftlab.model import checkpoint, decoder, parallel
 from draftlab.model.decoder import Decoder
@@ -159,6 +162,33 @@ def in_vllm(command: Sequence[object], texts: TargetTexts, counts: np.ndarray) -
         raise UserError(f"{command[0]} drafted nothing: its /metrics count no speculative steps")
     details = f"{share_of_same(completions, texts):.2%} of its output tokens are the target's"
     return compare(f"vLLM {server.version}", texts.k, counts, counters.acceptance.mean_acceptance_length, details)
+
+
+def serves(program: Path) -> bool:
+    """Return whether a program is llama-server rather than a Python, by its name."""
+    return "llama-server" in program.name
+
+
+def against_llama_server(
+    program: Path,
+    target: Path,
+    draft: Path,
+    texts: TargetTexts,
+    spec_type: str,
+    count: Callable[[list[int]], np.ndarray],
+) -> Verification:
+    """Score a GGUF file of a draft in llama-server, with the target in float32.
+
+    count: returns draftlab's tokens and steps of texts of these lengths, [R, 2]. Raises UserError: see in_llama_server.
+    """
+    with tempfile.TemporaryDirectory(dir=draft.parent) as folder:
+        file = Path(folder) / "target.gguf"
+        note(f"writing {target.name} as GGUF for {program.name}")
+        gguf.write(target, file, "f32")
+        lengths = lengths_before_end(texts, checkpoint.eos_token_ids(target))
+        counts = count(lengths)
+        counts[:, 0] = np.array(lengths) - 1  # its last step drafts no more than fits
+        return in_llama_server(llama_server_command(program, file, draft, texts, spec_type), texts, lengths, counts)
 
 
 def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:

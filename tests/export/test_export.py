@@ -304,6 +304,15 @@ def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
     assert "2 x 64" in text
 
 
+def test_a_record_of_another_version_costs_the_card_its_history_only(space):
+    record = Path("draft/draftlab.json")
+    record.write_text('{"command": "distill", "of": "another version"}')
+    result = CliRunner().invoke(app, ["export", "draft", "--out", "out"])
+    assert result.exit_code == 0, result.output
+    assert "of another version of draftlab" in result.stderr
+    assert "How it was made" not in Path("out/README.md").read_text()
+
+
 def test_a_card_has_every_command_back_to_the_cut(space):
     for name, command, source in (("cut", "prune", "draft"), ("made", "distill", "cut")):
         shutil.copytree("draft", name)

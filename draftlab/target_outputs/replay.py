@@ -232,6 +232,9 @@ def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, comman
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     draft_sampling, offsets = _draft_sampling(sampling, config), _offsets(draft, config)
+    trained = parallel.trained_offsets(draft)
+    if offsets is not None and trained is not None and offsets > trained:
+        note(f"{hub.checkpoint_name(draft)} was trained to draft {trained} tokens, not {offsets}")
     pairs = [(t.prompt, t.ids) for t in store.outputs]
     with progress(f"replay {hub.checkpoint_name(draft)}", len(pairs)) as advance:
 
@@ -359,10 +362,7 @@ def _offsets(draft: Path, config: ReplayConfig) -> int | None:
         return None
     if config.confidence is not None:
         raise UserError(f"{draft} drafts all tokens in one pass: --confidence cannot end it earlier; add --no-parallel")
-    most, trained = max(way.k for way in draftings(config)), parallel.trained_offsets(draft)
-    if trained is not None and most > trained:
-        note(f"{hub.checkpoint_name(draft)} was trained to draft {trained} tokens, not {most}")
-    return most
+    return max(way.k for way in draftings(config))
 
 
 def _target_sampling(store: StoredOutputs) -> SamplingParams:

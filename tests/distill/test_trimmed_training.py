@@ -115,7 +115,7 @@ def test_lost_ids_would_change_the_loss():
     assert optimistic > float(fused(x, "fkl", 1.0, whole(x)).acceptance) + 0.1
 
 
-def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_it_drafts(family_dirs, tmp_path):
+def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_it_drafts(family_dirs, tmp_path, capsys):
     target, text = str(family_dirs["llama_mha"]), tmp_path / "text.txt"
     text.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200)))
     COMMANDS["distill"](
@@ -127,7 +127,10 @@ def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_i
     assert len(ids) == 120
     written = {"target": target, "data": str(text), "num_prompts": 4, "prompt_tokens": 8, "max_new_tokens": 24}
     COMMANDS["outputs build"](use="replay", **written, out=tmp_path / "answers")
-    COMMANDS["replay"](directory=tmp_path / "answers", draft=[str(tmp_path / "draft")], k=[3], out=tmp_path / "replay")
+    COMMANDS["replay"](
+        directory=tmp_path / "answers", draft=[str(tmp_path / "draft")], k=[3, 4], out=tmp_path / "replay"
+    )
+    assert capsys.readouterr().err.count("draft was trained to draft 3 tokens, not 4") == 1
     expected = read_replay(tmp_path / "replay" / "draft").counts(Drafting(k=3))
     models = [load(path, torch.float32, torch.device("cpu")) for path in (Path(target), tmp_path / "draft")]
     for row, output in enumerate(read_store(tmp_path / "answers").outputs):

@@ -99,12 +99,12 @@ def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
         "prune", folder / "24", source=str(target), outputs=runs / "answers", layers=24, vocab="16k",
         calibration_tokens=16384,
     )  # fmt: skip
-    pair = (runs / "depth" / "5x576", runs / "depth" / "12x256")
+    depths = [path for name in ("5x576", "12x256", "8x384") if (path := runs / "depth" / name).is_dir()]
     distilled = sorted(path for path in (runs / "distilled").iterdir() if path.is_dir())
-    trained = pair if all((path / "config.json").is_file() for path in pair) else None
+    trained = (depths[0], depths[1]) if len(depths) > 1 and depths[0].name == "5x576" else None
     questions = shortest_prompts(study / "questions.jsonl", folder / "questions.jsonl", prompts)
     return Study(
-        target=target, drafts=[*distilled, large], trained=trained, to_expand=pair[0] if trained else distilled[0],
+        target=target, drafts=[*distilled, large], trained=trained, to_expand=trained[0] if trained else distilled[0],
         deeper=10 if trained else 20, prompts={"prompt_file": questions, "num_prompts": prompts},
     )  # fmt: skip
 

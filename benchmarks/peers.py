@@ -44,6 +44,7 @@ VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in one process, so that its CPU seconds are all
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "NUMBA_NUM_THREADS": "1",  # numba finds its n-grams, and would set OpenMP's threads to all cores, PyTorch's too
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }

@@ -11,9 +11,8 @@ def check(config: CheckConfig) -> Outcome:
     """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
     from draftlab.export import compatibility, heads
 
-    draft, target = config.draft_directory(), hub.locate(config.target, weights=False)
-    has_heads = heads.are_in(draft)
-    findings = (heads.check if has_heads else compatibility.check_draft)(config, draft, target)
+    draft = config.draft_directory()
+    findings = (heads.check if heads.are_in(draft) else compatibility.check_draft)(config, draft)
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
         [f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"] if errors else []

@@ -82,8 +82,9 @@ class ModelFiles:
         )  # fmt: skip
 
 
-def check_draft(config: CheckConfig, draft: Path, target: Path) -> list[Finding]:
+def check_draft(config: CheckConfig, draft: Path) -> list[Finding]:
     """Return all findings. Raises UserError: a model cannot be read."""
+    target = hub.locate(config.target, weights=False)
     findings = check_files(draft, target, parse_runtimes(config.runtimes))
     if not config.files_only:
         device = checkpoint.resolve_device(config.device)

@@ -4,6 +4,7 @@ R texts.
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from draftlab.export.compatibility import Finding, parse_runtimes, trial_prompts
 from draftlab.export.run import Exported
 from draftlab.export.scripts import DraftKind
 from draftlab.model import checkpoint, eagle, hub, llama
+from draftlab.model.eagle import HeadConfig
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import Llama
 from draftlab.output import Output
@@ -41,15 +43,12 @@ class EagleHead:
 
     folder: Path
     target: Path
+    sizes: HeadConfig
     kind: DraftKind = "EAGLE-3 head"
-
-    def __post_init__(self) -> None:
-        """Raises UserError: it is one of another target, or broken."""
-        eagle.check(self.folder, self.target)
 
     @property
     def layer_ids(self) -> Sequence[int]:
-        return eagle.check(self.folder, self.target).layer_ids
+        return self.sizes.layer_ids
 
     @property
     def most(self) -> int:
@@ -59,8 +58,7 @@ class EagleHead:
         return eagle.read(self.folder, self.target, dtype)
 
     def describe(self) -> str:
-        config = eagle.check(self.folder, self.target)
-        size = sum(int(np.prod(dims)) for dims in config.sizes().values())
+        config, size = self.sizes, sum(math.prod(dims) for dims in self.sizes.sizes().values())
         return (
             f"{size / 1e6:,.4g}M parameters; reads the target's states after {_and(config.layer_ids)} layers; predicts "
             f"{config.draft_vocab:,} of its {config.vocab:,} ids; norm_before_residual "
@@ -142,17 +140,23 @@ Heads = EagleHead | MedusaHeads
 
 def are_in(folder: Path) -> bool:
     """Return whether a directory has heads, sound or not, rather than a draft model."""
-    return (folder / medusa.MANIFEST).is_file() or eagle.is_head(folder)
+    return _are_medusa(folder) or eagle.is_head(folder)
+
+
+def _are_medusa(folder: Path) -> bool:
+    return (folder / medusa.MANIFEST).is_file()
 
 
 def open_heads(folder: Path, target: Path) -> Heads:
     """Raises UserError: heads of another target, or broken."""
-    is_medusa = (folder / medusa.MANIFEST).is_file()
-    return (MedusaHeads if is_medusa else EagleHead)(folder=folder, target=target)
+    if _are_medusa(folder):
+        return MedusaHeads(folder=folder, target=target)
+    return EagleHead(folder=folder, target=target, sizes=eagle.check(folder, target))
 
 
-def check(config: CheckConfig, draft: Path, target: Path) -> list[Finding]:
+def check(config: CheckConfig, draft: Path) -> list[Finding]:
     """Return all findings of heads; without --files-only the target decodes with them."""
+    target = hub.locate(config.target, weights=_are_medusa(draft))  # Medusa heads have their target's hash
     findings = head_checks.check_files(draft, target, parse_runtimes(config.runtimes))
     if config.files_only or findings[0].level == "error":
         return findings
@@ -171,8 +175,9 @@ def export(config: ExportConfig, output: Output) -> Exported:
     Raises:
         UserError: the runtime computes no such heads, is missing, or has another acceptance than draftlab's engine.
     """
-    target = hub.locate(config.target, weights=config.verify_with is not None)
-    heads = open_heads(config.draft_directory(), target)
+    folder = config.draft_directory()
+    target = hub.locate(config.target, weights=config.verify_with is not None or _are_medusa(folder))
+    heads = open_heads(folder, target)
     k, reason = _choose_k(config, heads)
     _check(config, heads)
     prompts = run.load_verification_prompts(config, target, k) if config.verify_with is not None else None
@@ -210,7 +215,7 @@ def _check(config: ExportConfig, heads: Heads) -> None:
         raise UserError(f"{heads.folder} is an EAGLE-3 head, and transformers has no EAGLE-3")
     runtime = {"gguf": "llama.cpp", "speculators": "vllm"}.get(config.to, config.to)
     if isinstance(heads, EagleHead) and runtime != "hf":
-        for finding in head_checks.check_exported(eagle.check(heads.folder, heads.target), heads.target, runtime):
+        for finding in head_checks.check_exported(heads.sizes, heads.target, runtime):
             if finding.level == "error":
                 raise UserError(f"{heads.folder}: {runtime}: {finding.text}; {finding.fix}".removesuffix("; "))
     if config.is_gguf and config.outtype not in gguf.TYPES:

@@ -177,7 +177,7 @@ def test_scripts_serve_a_head_as_a_head(runtime, words):
 def test_steps_are_those_of_live_decoding(target, tmp_path):
     """To a limit as llama.cpp's server keeps it: the last step drafts no more than fits."""
     model = llama.load(target, torch.float32)
-    drafter = heads.EagleHead(folder=written(tmp_path / "head", target), target=target).drafter(model)
+    drafter = heads.open_heads(written(tmp_path / "head", target), target).drafter(model)
     prompts = [np.random.default_rng(i).integers(3, 300, 6).tolist() for i in range(4)]
     texts, emitted = heads.decode_texts(model, drafter, prompts, SamplingParams(max_tokens=12), K)
     counts = heads.steps_of(emitted, [12, 9, 2, 1])
@@ -306,3 +306,9 @@ def test_a_program_that_is_no_server_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="false did not start: it printed no error"), running([shutil.which("false")]):
         pass
+
+
+def test_check_knows_who_takes_medusa_heads(medusa_folder, target):
+    found = levels(medusa_folder, target)
+    assert (found.pop("heads"), found.pop("vllm")) == ("ok", "ok")
+    assert set(found.values()) == {"warning"}

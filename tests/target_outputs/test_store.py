@@ -503,10 +503,7 @@ LINE = {"prompt_ids": [0, 5], "ids": [7, 8], "top_ids": [[7, 9], [1, 8]], "logpr
         (LINE | {"top_ids": [[7, 999], [1, 8]]}, "id 999 is not among"),
         (LINE | {"logprobs": [0.5, -2.0]}, "place 0: 0.5 is not a log-probability"),
         (LINE | {"top_logprobs": [[-0.5, -1.5], [3.0, -2.0]]}, "place 1: 3.0 is not a log-probability"),
-        (
-            '{"prompt_ids":[0],"ids":[7],"top_ids":[[7]],"top_logprobs":[[NaN]],"logprobs":[-1]}',
-            "NaN is not a number",
-        ),
+        ('{"prompt_ids":[0],"ids":[7],"top_ids":[[7]],"top_logprobs":[[NaN]],"logprobs":[-1]}', "NaN is not a number"),
         (LINE | {"top_logprobs": [[-0.5, -0.5], [-0.4, -2.0]]}, "place 0: the listed probabilities sum to 1.213"),
         (LINE | {"logprobs": [-0.5, -1.0]}, "token 8 has log-probability -1.0, and by the list -2.0"),
         (LINE | {"ids": [6, 8]}, "token 6 has log-probability -0.5, and by the list -1.5"),

@@ -21,6 +21,7 @@ from draftlab.config.drafters import (
     ConfidenceStopSpec,
     DrafterSpec,
     DraftModelSpec,
+    DynamicTreeSpec,
     EagleSpec,
     EntropyStopSpec,
     FallbackSpec,
@@ -43,6 +44,7 @@ from draftlab.engine.drafters.cascade import (
     confidence_below,
     entropy_above,
 )
+from draftlab.engine.drafters.dynamic_tree import DynamicTreeDrafter
 from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.engine.drafters.medusa import MedusaDrafter
@@ -102,10 +104,10 @@ def check_rule(spec: DrafterSpec, rule: RuleName) -> None:
         raise UserError(
             f"--rule block verifies chains, and --drafter {spec.text} drafts a tree; use recursive or match"
         )
-    if rule == "k-sequential" and spec.siblings != "sampled":
+    if rule == "k-sequential" and spec.drawn != "sampled":
         raise UserError(
             f"--rule k-sequential needs independently sampled siblings, and those of --drafter {spec.text} are "
-            f"{spec.siblings}; add siblings=sampled, or use recursive"
+            f"{spec.drawn}; add siblings=sampled, or use recursive"
         )
 
 
@@ -139,8 +141,7 @@ class DrafterFactory:
             return self._medusa(spec)
         if isinstance(spec, EagleSpec):
             drafter = self._eagle(spec)
-            ks = [len(drafter.parents)] if isinstance(drafter, TreeDrafter) else self.ks
-            return DrafterRun(drafter=drafter, model=None, ks=ks)
+            return DrafterRun(drafter=drafter, model=None, ks=self._ks(spec, drafter))
         if isinstance(spec, LayerSkipSpec):
             layers = spec.layers or self._fastest_layers(spec)
             model = with_mode(skip_layers(_own_engine(spec, self.target), layers), self.mode)
@@ -152,8 +153,13 @@ class DrafterFactory:
         if isinstance(spec, FallbackSpec) and spec.outputs:
             return self._gated(spec, model)
         drafter = self._with_model(spec, model)
-        ks = [len(drafter.parents)] if isinstance(drafter, TreeDrafter) else self.ks
-        return DrafterRun(drafter=drafter, model=model, ks=ks)
+        return DrafterRun(drafter=drafter, model=model, ks=self._ks(spec, drafter))
+
+    def _ks(self, spec: DrafterSpec, drafter: Drafter) -> list[int]:
+        """Return the numbers of tokens to try: of a tree its own."""
+        if isinstance(spec, DynamicTreeSpec) and spec.topk and spec.nodes:
+            return [spec.nodes]
+        return [len(drafter.parents)] if isinstance(drafter, TreeDrafter) else self.ks
 
     def _medusa(self, spec: MedusaSpec) -> DrafterRun:
         heads = medusa.read(Path(spec.heads), self.target_path)
@@ -167,6 +173,8 @@ class DrafterFactory:
         head = eagle.read(Path(spec.heads), self.target_path, target.embed.dtype, target.device)
         model = EagleLlama(head, target.embed, Path(spec.heads))
         drafter = EagleDrafter(target, NativeEagle(model, self.int8) if self.mode == "native" else model)
+        if spec.topk:
+            return DynamicTreeDrafter(EagleTreeDrafter(drafter, (0,), "top"), spec.topk, spec.depth)
         return EagleTreeDrafter(drafter, full_tree(spec.widths), spec.siblings) if spec.widths else drafter
 
     def _with_model(self, spec: DraftModelSpec, model: Decoder) -> Drafter:
@@ -180,6 +188,9 @@ class DrafterFactory:
                 return ConfidenceStopDrafter(model, self.vocab, confidence_below(spec.threshold))
             case EntropyStopSpec():
                 return ConfidenceStopDrafter(model, self.vocab, entropy_above(spec.threshold))
+            case TreeSpec(topk=int(topk)):
+                reader = TreeDrafter(_own_engine(spec, model), self.vocab, (0,), "top")
+                return DynamicTreeDrafter(reader, topk, spec.depth)
             case TreeSpec():
                 return TreeDrafter(model, self.vocab, self._parents(spec, _own_engine(spec, model)), spec.siblings)
             case ParallelSpec() if spec.drafts_tree:

@@ -170,6 +170,11 @@ class WidthsSpec(DrafterSpec):
     def drafts_tree(self) -> bool:
         return bool(self.widths)
 
+    @property
+    def drawn(self) -> Siblings:
+        """Return how siblings are drawn when sampling."""
+        return self.siblings
+
 
 class SearchedTreeSpec(WidthsSpec, DraftModelSpec):
     """nodes: without widths, the fastest tree of at most that many. outputs: of the target, to find it by."""
@@ -188,14 +193,49 @@ class SearchedTreeSpec(WidthsSpec, DraftModelSpec):
         return self.drafts_tree and not self.widths and not self.outputs
 
 
-class TreeSpec(SearchedTreeSpec):
+class DynamicTreeSpec(WidthsSpec):
+    """A drafter that can draft EAGLE-2's dynamic tree: the nodes tokens of highest probability.
+
+    topk: tokens that are read on each level, and children of each; None: no such tree. depth: its levels.
+    """
+
+    topk: int | None = Field(None, ge=1, le=64)
+    depth: int = Field(5, ge=1, le=16)
+    nodes: int | None = Field(8, ge=1, le=MAX_TREE_TOKENS)
+
+    @model_validator(mode="after")
+    def _is_one_tree(self) -> Self:
+        if self.topk is None:
+            if "depth" in self.model_fields_set:
+                raise ValueError("depth: only with topk")
+            return self
+        if idle := self.model_fields_set & {"widths", "siblings", "outputs"}:
+            raise ValueError(f"{', '.join(sorted(idle))}: not with topk, whose tree is drawn anew for every text")
+        most = self.topk + (self.depth - 1) * self.topk**2
+        if self.nodes is None or self.nodes > most:
+            raise ValueError(f"nodes: topk {self.topk} and depth {self.depth} make at most {most} tokens")
+        return self
+
+    @property
+    def drafts_tree(self) -> bool:
+        return super().drafts_tree or self.topk is not None
+
+    @property
+    def drawn(self) -> Siblings:
+        return super().drawn if self.topk is None else "top"
+
+
+class TreeSpec(DynamicTreeSpec, SearchedTreeSpec):
     kind = "tree"
     own_engine = True
-    nodes: int | None = Field(8, ge=1, le=MAX_TREE_TOKENS)
 
     @property
     def drafts_tree(self) -> bool:
         return True
+
+    @property
+    def reads_data(self) -> bool:
+        return self.topk is None and super().reads_data
 
 
 class ParallelSpec(SearchedTreeSpec):
@@ -214,10 +254,10 @@ class ParallelSpec(SearchedTreeSpec):
         return self
 
 
-class EagleSpec(WidthsSpec):
+class EagleSpec(DynamicTreeSpec):
     """heads: the output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators.
 
-    No widths: a chain.
+    Neither widths nor topk: a chain.
     """
 
     kind = "eagle"
@@ -228,6 +268,8 @@ class EagleSpec(WidthsSpec):
     def _siblings_are_used(self) -> Self:
         if "siblings" in self.model_fields_set and not self.widths:
             raise ValueError("siblings: only with widths")
+        if "nodes" in self.model_fields_set and self.topk is None:
+            raise ValueError("nodes: only with topk")
         return self
 
 

@@ -17,7 +17,7 @@ from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
 from draftlab.engine.verify import check_logits, distribution, draw, verify
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
 from draftlab.model.decoder import Decoder, feed, model_vocab_size
-from draftlab.model.llama import Tree
+from draftlab.model.llama import Parents, Tree
 from draftlab.sampling import SamplingParams
 
 Clock = Callable[[], float]
@@ -46,13 +46,21 @@ class Draft:
 
     ids: [B, K]. q: the distributions they were drawn from, [B, K, V]; None: deterministic, q is one-hot.
     counts: valid tokens of each row, [B]; 0 is no draft. parents: None is a chain; in a token tree the number of each
-    token's parent, counted from 1, or 0 for the last token of the text; parents come before their children.
+    token's parent, counted from 1, or 0 for the last token of the text; parents come before their children; a list has
+    a tree for each row.
     """
 
     ids: Tensor
     q: Tensor | None
     counts: list[int]
-    parents: tuple[int, ...] | None = None
+    parents: Parents | None = None
+
+    def parents_of(self, row: int) -> Sequence[int]:
+        """Return the parents in a row's tree; a range for a chain."""
+        if self.parents is None:
+            return range(self.ids.shape[1])
+        own = self.parents[row] if row < len(self.parents) else 0
+        return own if isinstance(own, tuple) else self.parents  # one for all
 
 
 class Drafter(Protocol):
@@ -253,18 +261,18 @@ def verify_batch(
         uniform: draws in [0, 1): one for each drafted token, then one for the last token, [B, T].
         rule: as in speculative_decode.
     """
-    parents = range(logits.shape[1] - 1) if draft is None or draft.parents is None else draft.parents
+    parents = [range(logits.shape[1] - 1) if draft is None else draft.parents_of(row) for row in range(len(counts))]
     if sampling.temperature == 0:
         best = logits.argmax(-1)
         both = best if draft is None else torch.cat([best, draft.ids], 1)
         width = best.shape[1]
         return [
-            _verify_greedy(row[:width], row[width:], parents, count)
-            for row, count in zip(both.tolist(), counts, strict=True)  # the only wait for the device in a step
+            _verify_greedy(row[:width], row[width:], tree, count)
+            for row, tree, count in zip(both.tolist(), parents, counts, strict=True)  # the only wait for the device
         ]
     p = distribution(logits, sampling)
     return [
-        _verify_sampled(p[row, : count + 1], draft, row, parents[:count], uniform[row], rule)
+        _verify_sampled(p[row, : count + 1], draft, row, parents[row][:count], uniform[row], rule)
         for row, count in enumerate(counts)
     ]
 

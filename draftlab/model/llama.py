@@ -82,16 +82,26 @@ class Cache:
         return Cache(keys, values, [used for used, n in zip(self.used, counts, strict=True) for _ in range(n)])
 
 
+Parents = Sequence[int] | Sequence[tuple[int, ...]]  # of each token of a tree, or of each row's
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A token tree of one pass: the depth of each token, [T], and which tokens each one attends to, [T, T] bool."""
+    """A token tree of one pass: the depth of each token, [T], and which tokens each one attends to, [T, T] bool.
+
+    Or one for each row, [B, T] and [B, T, T].
+    """
 
     depth: Tensor
     mask: Tensor
 
     @classmethod
-    def from_parents(cls, parents: Sequence[int], device: torch.device = checkpoint.CPU) -> "Tree":
+    def from_parents(cls, parents: Parents, device: torch.device = checkpoint.CPU) -> "Tree":
         """Return the tree with root token 0, in which parents[i], an earlier token, is the parent of token i + 1."""
+        rows = [row for row in parents if isinstance(row, tuple)]
+        if rows:
+            trees = [cls.from_parents(row, device) for row in rows]
+            return cls(torch.stack([tree.depth for tree in trees]), torch.stack([tree.mask for tree in trees]))
         mask = torch.eye(len(parents) + 1, dtype=torch.bool)
         for child, parent in enumerate(parents, 1):
             mask[child] |= mask[parent]
@@ -240,9 +250,9 @@ class Llama:
         steps = torch.arange(width, device=used.device)
         depth = steps if tree is None else tree.depth
         mask = torch.ones(width, width, dtype=torch.bool, device=used.device).tril() if tree is None else tree.mask
-        new = torch.arange(end, device=used.device) - used  # [B, S], index of the new token at each position
-        attended = (new >= 0) & (new < width) & mask[:, new.clamp(0, width - 1)]  # [T, B, S]
-        attended = (attended | (new < 0)).transpose(0, 1).unsqueeze(1)
+        new = (torch.arange(end, device=used.device) - used).unsqueeze(1)  # [B, 1, S], the new token at each position
+        among = mask.expand(len(used), width, width).gather(2, new.clamp(0, width - 1).expand(-1, width, -1))
+        attended = (((new >= 0) & (new < width) & among) | (new < 0)).unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
         cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
         return AttentionMetadata(cos, sin, attended, (rows, slice(None), used + steps), end)

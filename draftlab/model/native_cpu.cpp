@@ -428,8 +428,8 @@ struct Model {
 // Caches are [layers, rows, K, capacity, C].
 struct Pass {
     int rows, width, last, capacity;
-    const int64_t *ids, *used, *depth;  // [rows, T]; [rows]; [T] or null: a chain
-    const uint8_t* sees;                // [T, T] or null: a chain
+    const int64_t *ids, *used, *depth;  // [rows, T]; [rows]; [rows, T] or null: a chain
+    const uint8_t* sees;                // [rows, T, T] or null: a chain
     void *keys, *values;
     float* logits;                      // [rows, last, V]
     float* states;                      // of an EAGLE-3 head: what it reads beside the tokens, then its output, [N, D]
@@ -539,7 +539,8 @@ void attend(const Pass& p, int row, int first, int G, int C, const float* q, int
     float totals[Q];
     for (int j = 0; j < Q; j++) {
         const int t = (first + j) / G;
-        totals[j] = softmax(scores + j * room, &memory.weights[j * room], C, used, end, t, p.sees ? p.sees + t * p.width : nullptr);
+        const uint8_t* sees = p.sees ? p.sees + (size_t(row) * p.width + t) * p.width : nullptr;
+        totals[j] = softmax(scores + j * room, &memory.weights[j * room], C, used, end, t, sees);
     }
     constexpr int wide = std::is_same_v<X, float> ? LANES : 2 * LANES, most = std::is_same_v<X, float> ? ROWS : 2;
     int i = 0;
@@ -598,7 +599,7 @@ void run(const Model& m, const Pass& p) {
                 float* v = &qkv[size_t(n) * QKV + head * C];
                 const float* own = head < H ? layer.q_norm : layer.k_norm;
                 if (own) norm(v, own, C, m.eps, v);
-                const int64_t at = p.used[row] + (p.depth ? p.depth[t] : t);
+                const int64_t at = p.used[row] + (p.depth ? p.depth[n] : t);
                 const float *cos = m.cos + at * C, *sin = m.sin + at * C;
                 for (int i = 0; i < C / 2; i++) {
                     const float a = v[i], b = v[i + C / 2];

@@ -89,8 +89,14 @@ class NativeLlama(Llama):
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
         logits = torch.empty(rows, last or width, len(self.head))
         ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
+        if tree is not None:
+            tree = Tree(tree.depth.expand(rows, width).contiguous(), tree.mask.expand(rows, width, width).contiguous())
         tree_data = (None, None) if tree is None else (tree.depth.data_ptr(), tree.mask.data_ptr())
         buffers = (cache.keys.data_ptr(), cache.values.data_ptr(), logits.data_ptr())
+        if cache.layer_states is not None and cache.layer_states.states.shape[1] != cache.capacity:
+            raise ValueError(
+                f"layer states of {cache.layer_states.states.shape[1]} places, and {cache.capacity} cached"
+            )
         kept, layer_at = cache.layer_states, (c_int * (self.shape.layers + 1))(*[-1] * (self.shape.layers + 1))
         for at, layers in enumerate(kept.ids if kept else ()):
             layer_at[layers] = at

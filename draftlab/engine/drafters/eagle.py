@@ -14,7 +14,7 @@ from draftlab.engine.generate import Draft, Sampler
 from draftlab.errors import UserError
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
 from draftlab.model.eagle_llama import EagleLlama
-from draftlab.model.llama import Cache, LayerStates, Llama, Tree
+from draftlab.model.llama import Cache, LayerStates, Llama, Parents, Tree
 from draftlab.sampling import SamplingParams
 
 
@@ -79,6 +79,8 @@ class EagleTreeDrafter(TreeDrafter):
 
     def reset(self, rows: int, capacity: int) -> None:
         self.drafter.reset(rows, capacity)
+        if self.spare:
+            self.drafter.cache = self.head.new_cache(rows, capacity + self.spare)
         self.cache = self.drafter.cache
 
     def attach(self, cache: Cache) -> None:
@@ -90,12 +92,13 @@ class EagleTreeDrafter(TreeDrafter):
         self.states = self.state  # after the text and after each token so far, [B, nodes, D]
         return self.first
 
-    def _read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: tuple[int, ...]) -> Tensor:
+    def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
         """Return the logits after the text and after each token so far, [B, nodes, V]."""
         self.cache.used = [len(text) - 1 for text in texts]
-        rooted = Tree.from_parents(parents[: len(ids)], self.head.device)
-        tree = Tree(rooted.depth[1:] - 1, rooted.mask[1:, 1:].contiguous())  # its root is in the cache
-        beside = self.states[:, list(parents[: len(ids)])]  # of each token's parent
+        rooted = Tree.from_parents(parents, self.head.device)
+        tree = Tree(rooted.depth[..., 1:] - 1, rooted.mask[..., 1:, 1:].contiguous())  # its root is in the cache
+        rows = torch.arange(len(texts), device=self.head.device).unsqueeze(1)
+        beside = self.states[rows, torch.tensor(parents, device=self.head.device)]  # of each token's parent
         logits, states = self.head.step(torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree)
         self.states = torch.cat([self.state, states], 1)
         return torch.cat([self.first, logits], 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftlab.engine.generate import Draft, ModelDrafter, fit_vocab
 from draftlab.engine.verify import distribution, draw
 from draftlab.model.decoder import Decoder
-from draftlab.model.llama import Tree
+from draftlab.model.llama import Parents, Tree
 from draftlab.sampling import SamplingParams
 
 Siblings = Literal["top", "sampled", "distinct"]
@@ -27,8 +27,10 @@ class TreeDrafter(ModelDrafter):
     """A draft model that drafts a tree of fixed shape, one pass per level.
 
     siblings: top, the most probable tokens; sampled, independently; distinct, without replacement. Greedy decoding
-    always takes the most probable ones.
+    always takes the most probable ones. spare: places of its cache beyond those of the text and the tree.
     """
+
+    spare = 0
 
     def __init__(self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings) -> None:
         """Raises ValueError: parents are not sorted by level."""
@@ -38,13 +40,16 @@ class TreeDrafter(ModelDrafter):
             raise ValueError(f"parents are not sorted by level: {parents}")
         super().__init__(model, vocab)
 
+    def reset(self, rows: int, capacity: int) -> None:
+        super().reset(rows, capacity + self.spare)
+
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
         logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes so far, V]
         ids, q = [], []
         for level in range(1, max(levels) + 1):
             if level > 1:
-                logits = self._read(texts, ids, parents)
+                logits = self.read(texts, ids, parents[: len(ids)])
             for token in [i for i, own in enumerate(levels) if own == level]:
                 elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
                 child, drawn_from = self._child(logits[:, parents[token]], elder, sampling, uniform[:, token])
@@ -55,14 +60,14 @@ class TreeDrafter(ModelDrafter):
             ids=torch.stack(ids, 1), q=torch.stack(q, 1) if q else None, counts=[len(ids)] * len(texts), parents=parents
         )
 
-    def _read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: tuple[int, ...]) -> Tensor:
+    def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
         """Return the logits after the text and after each token so far, [B, nodes, V]."""
         last = torch.tensor([text[-1] for text in texts], device=self.model.device)
         fed = torch.stack([last, *ids], 1)
         if self.own_vocab is not None:
             fed = fed.clamp(max=self.own_vocab - 1)
         self.cache.used = [len(text) - 1 for text in texts]
-        tree = Tree.from_parents(parents[: len(ids)], self.model.device)
+        tree = Tree.from_parents(parents, self.model.device)
         return fit_vocab(self.model.forward(fed, self.cache, tree=tree), self.vocab)
 
     def _child(

@@ -1,0 +1,70 @@
+"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): the tokens that the draft itself takes for most probable.
+
+B rows, N drafted tokens, M candidates, V vocab. A token's value is the product of the draft's probabilities on its
+path. On each level the topk most valuable tokens are read, and each has topk children; of all, the N most valuable are
+drafted. A parent is worth at least as much as its child, so these are a tree. It depends on the text alone, and so do
+its tokens: q is one-hot, as of any tree of most probable tokens, and verification is lossless.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftlab.engine.drafters.tree import TreeDrafter
+from draftlab.engine.generate import Draft, TargetCacheReader, fit_vocab
+from draftlab.sampling import SamplingParams
+
+
+class DynamicTreeDrafter:
+    """Drafts such a tree with what a drafter of trees reads, level by level."""
+
+    def __init__(self, reader: TreeDrafter, topk: int, depth: int) -> None:
+        """reader: its own tree is not drafted."""
+        self.reader, self.topk, self.depth = reader, topk, depth
+        reader.spare = topk * (depth - 1)  # more may be read than are drafted
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.reader.reset(rows, capacity)
+
+    def attach(self, cache: Any) -> None:
+        if isinstance(self.reader, TargetCacheReader):
+            self.reader.attach(cache)
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        logits = fit_vocab(self.reader.last_logits(texts), self.reader.vocab)  # [B, tokens read last, V]
+        rows, value = len(texts), logits.new_zeros(len(texts), 1, dtype=torch.float32)
+        number, read = torch.zeros_like(value, dtype=torch.long), torch.zeros_like(value, dtype=torch.long)
+        levels: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, values and parents of candidates, [B, .] each
+        ids: list[Tensor] = []  # those that are read
+        parents = number[:, :0]  # of these, among these
+        for level in range(self.depth):
+            if level:
+                logits = self.reader.read(texts, ids, _rows(parents))[:, -number.shape[1] :]
+            best = logits.float().log_softmax(-1).clamp_max(0).topk(min(self.topk, logits.shape[-1]))
+            values = (value.unsqueeze(-1) + best.values).flatten(1)
+            tokens, children = best.indices.flatten(1), best.values.shape[-1]
+            first = 1 + sum(kept.shape[1] for kept, *_ in levels)
+            levels.append((tokens, values, number.repeat_interleave(children, 1)))
+            value, chosen = values.topk(min(self.topk, values.shape[1]))
+            parents = torch.cat([parents, read.gather(1, chosen // children)], 1)
+            read = (torch.arange(value.shape[1], device=value.device) + len(ids) + 1).expand(rows, -1)
+            number, ids = first + chosen, [*ids, *tokens.gather(1, chosen).unbind(1)]
+        self.reader.cache.used = [len(text) for text in texts]  # the rest of the cache is a tree
+        return _most_valuable(*(torch.cat(part, 1) for part in zip(*levels, strict=True)), count)
+
+
+def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) -> Draft:
+    """Return the draft of the most valuable candidates [B, M]. parents: from 1 on, 0 is the text's last token."""
+    order = values.sort(dim=1, descending=True, stable=True).indices  # of equals parents come first
+    chosen = order[:, :count].sort(1).values
+    place = parents.new_zeros(len(parents), parents.shape[1] + 1)
+    numbers = torch.arange(1, chosen.shape[1] + 1, device=chosen.device).expand_as(chosen)
+    place.scatter_(1, chosen + 1, numbers)
+    kept = place.gather(1, parents.gather(1, chosen))
+    return Draft(ids=tokens.gather(1, chosen), q=None, counts=[chosen.shape[1]] * len(tokens), parents=_rows(kept))
+
+
+def _rows(parents: Tensor) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in parents.tolist()]

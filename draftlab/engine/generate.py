@@ -59,8 +59,8 @@ class Draft:
         """Return the parents in a row's tree; a range for a chain."""
         if self.parents is None:
             return range(self.ids.shape[1])
-        own = self.parents[row] if row < len(self.parents) else 0
-        return own if isinstance(own, tuple) else self.parents  # one for all
+        trees = [tree for tree in self.parents if isinstance(tree, tuple)]
+        return trees[row] if trees else [parent for parent in self.parents if isinstance(parent, int)]
 
 
 class Drafter(Protocol):

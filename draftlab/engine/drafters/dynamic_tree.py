@@ -52,7 +52,8 @@ class DynamicTreeDrafter:
             read = (torch.arange(value.shape[1], device=value.device) + len(ids) + 1).expand(rows, -1)
             number, ids = first + chosen, [*ids, *tokens.gather(1, chosen).unbind(1)]
         self.reader.cache.used = [len(text) for text in texts]  # the rest of the cache is a tree
-        return _most_valuable(*(torch.cat(part, 1) for part in zip(*levels, strict=True)), count)
+        tokens, values, number = (torch.cat(part, 1) for part in zip(*levels, strict=True))
+        return _most_valuable(tokens, values, number, count)
 
 
 def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) -> Draft:

@@ -12,6 +12,7 @@ from test_prompts import TEMPLATE, call, chatty, plain, space  # noqa: F401
 from draftlab.data import loss_on_of, open_batches, open_heldout
 from draftlab.data.conversations import render
 from draftlab.errors import UserError
+from draftlab.model.checkpoint import load_tokenizer
 from draftlab.target_outputs.batches import StoredBatches
 from draftlab.target_outputs.outputs import padded
 from draftlab.target_outputs.store import read_store
@@ -113,6 +114,33 @@ def test_sources_without_conversations_take_no_loss_on(tmp_path, chatty):  # noq
     mixed.write_text((tmp_path / "chat.jsonl").read_text() + (json.dumps({"text": "return 1"}) + "\n") * 30)
     with pytest.raises(UserError, match=r"mixed.jsonl:\d+ has no messages, and other rows have"):
         open_batches(str(mixed), chatty, rows=1, seq_len=9, steps=1, seed=0, loss_on="all")
+
+
+def test_a_head_learns_what_the_assistant_says(space):  # noqa: F811
+    """From a store and from the data: every step counts the masks' tokens, but for the first ones of a conversation."""
+    conversations(space)
+    few = ("--data", "chat.jsonl", "--seq-len", 120)
+    call("outputs", "build", *few, "--num-sequences", 12, "--top-logprobs", 4, "--out", "stored")
+    head = ("--ttt-steps", 2, "--layer-ids", "1,2", "--vocab", 100, "--steps", 2, "--training-dtype", "float32")
+    call("eagle", "--outputs", "stored", *head, "--seq-len", 120, "--batch-size", 12, "--out", "from-store")
+    call("eagle", *few, *head, "--batch-size", 4, "--out", "from-data")
+    call("eagle", *few, *head, "--batch-size", 4, "--loss-on", "all", "--out", "of-all")
+
+    def counted(masks: np.ndarray) -> int:
+        return int(masks[:, 2:].sum())
+
+    def tokens(name: str) -> list[int]:
+        lines = [json.loads(line) for line in (Path(name) / "log.jsonl").read_text().splitlines()]
+        return [line["tokens"] for line in lines if "grad_norm" in line]
+
+    every = counted(padded(read_store(space / "stored").outputs, 120).mask)
+    assert tokens("from-store") == [every, every]
+    tokenizer = load_tokenizer(space / "target")
+    for name, loss_on in (("from-data", "assistant"), ("of-all", "all")):
+        batches = open_batches("chat.jsonl", tokenizer, rows=4, seq_len=120, steps=2, seed=0, loss_on=loss_on)
+        assert tokens(name) == [counted(batches.batch(step).mask) for step in range(2)]
+    assert tokens("of-all")[0] > tokens("from-data")[0]
+    assert "the data has conversations" in call("eagle", *few, *head, "--text", "target", code=1).stderr
 
 
 def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target(space):  # noqa: F811

@@ -209,6 +209,7 @@ class MedusaConfig(OutputConfig, LoopSettings):
 class EagleConfig(OutputConfig, TrainingSettings):
     target: str = shared.target()
     data: str = shared.data()
+    loss_on: shared.LossOn | None = shared.loss_on()
     text: str = option(
         "data", "Train on the data itself, or on text of the target: data, target, or data=0.3,target=0.7."
     )
@@ -239,7 +240,7 @@ class EagleConfig(OutputConfig, TrainingSettings):
     device_map: str | None = shared.device_map()
 
     only = (
-        Only(("data", "text"), lambda c: c.outputs is None, "--outputs brings text"),
+        Only(("data", "text", "loss_on"), lambda c: c.outputs is None, "--outputs brings text"),
         Only(("prompt_tokens", "sample_temperature", "memory"), lambda c: c.generates, "only for --text target"),
     )
 

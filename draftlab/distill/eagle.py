@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.config.distill import EagleConfig
 from draftlab.console import note, progress
-from draftlab.data import HeldOut, open_batches, open_heldout, parse_mixture
+from draftlab.data import HeldOut, loss_on_of, open_batches, open_heldout, parse_mixture
 from draftlab.distill import trackers
 from draftlab.distill.checkpointer import best_weights, process_state, select_device
 from draftlab.distill.distill import check_length
@@ -84,6 +84,8 @@ def checked_head(config: EagleConfig, target: Path) -> HeadConfig:
     check_distributed(optimizer=config.optimizer)
     check_length(target, config.seq_len)
     check_prompt_tokens(config)
+    if config.generates and loss_on_of(config.data, config.loss_on) is not None:
+        raise UserError(f"--text {config.text}: the data has conversations; let the target answer with outputs build")
     if config.seq_len <= config.ttt_steps + 1:
         raise UserError(f"--ttt-steps {config.ttt_steps}: sequences of {config.seq_len} tokens are too short for them")
     vocab = checkpoint.vocab_size(target)
@@ -133,8 +135,9 @@ def _texts(config: EagleConfig, target: Path, state: Path) -> tuple[Batches, Hel
         )
         return stored, _within_chains(heldout, chain)
     tokenizer, shares = checkpoint.load_tokenizer(target), parse_mixture(config.text)
-    data = open_batches(config.data, tokenizer, rows=rows, seq_len=seq_len, steps=config.steps, seed=config.seed)
-    heldout = open_heldout(config.data, tokenizer, rows=rows, seq_len=seq_len, most_rows=HELDOUT_ROWS)
+    sizes: dict[str, Any] = {"rows": rows, "seq_len": seq_len, "loss_on": loss_on_of(config.data, config.loss_on)}
+    data = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
+    heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
     if not config.generates:
         return data, _within_chains(heldout, chain)
     author = Author(target, config, known_ids(target))

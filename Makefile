@@ -1,8 +1,9 @@
-# make demo: the main job on the embedded target.  make test: all checks.  Both install what they need into .venv.
+# make demo: the main job on the embedded target.  make test: all checks.  make chaos: faults, for hours.
+# All install what they need into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint install docs clean
+.PHONY: demo test chaos lint install docs clean
 
 # one thread: two wait for each other as soon as anything else runs, and the score counts CPU seconds
 demo: .venv/ready
@@ -10,6 +11,14 @@ demo: .venv/ready
 
 test: .venv/ready lint
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# stopped, it goes on where it was; docs/reliability.md
+SEED ?= 0
+POINTS ?= 500
+chaos: .venv/ready
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/chaos $(BIN)/python tests/chaos/campaign.py --seed $(SEED) --points $(POINTS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/chaos:tests/results $(BIN)/python tests/chaos/fuzz.py --seed $(SEED)
+	$(BIN)/pytest -q tests/servers tests/test_trust.py tests/benchmark/test_stalls.py tests/engine
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab import files
+from draftlab import atomic
 from draftlab.commands.base import Command
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.config.shared import TrainerSettings
@@ -86,7 +86,7 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, joint: dict[str
 
 def _random(source: Path, shape: Shape, seed: int, out: Path) -> None:
     config = checkpoint.config_for(shape, checkpoint.read_config(source), list(range(shape.layers)))
-    with files.new_directory(out, force=True) as work:
+    with atomic.new_directory(out, force=True) as work:
         weights = saving.model_weights(checkpoint.new_model(config, seed), checkpoint.stored_dtype(source))
         saving.write_checkpoint(work, config, weights, source)
 

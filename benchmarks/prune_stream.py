@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 
 from benchmarks import environment
-from draftlab import files
+from draftlab import atomic
 from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
@@ -69,7 +69,7 @@ def _write_source(out: Path) -> None:
             yield f"model.layers.{layer}.self_attn.rotary_emb.inv_freq", 1e4 ** -(torch.arange(0, 128, 2) / 128)
 
     config = checkpoint.llama_config(LLAMA_7B, context=4096, bos=0, eos=1, pad=2)
-    with files.new_directory(out, force=False) as work:
+    with atomic.new_directory(out, force=False) as work:
         saving.write_checkpoint(work, config, weights(), hub.locate("tiny"))
 
 

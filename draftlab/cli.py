@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, processes
 from draftlab.errors import UsageError, UserError
 from draftlab.recipe import run
+from draftlab.trust import printable
 
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
@@ -79,10 +81,11 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool) -> None:
         outcome = outcome_of()
     except UserError as error:
         if is_main_process():
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_USER_ERROR) from None
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        if is_main_process():
+            print(str(stop) or "interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
     if not is_main_process():
         return
@@ -167,7 +170,15 @@ def main() -> None:
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
+            signal.signal(number, _interrupt)
     app()
+
+
+def _interrupt(number: int, _: object) -> None:
+    """End as Ctrl-C does, so that what is unfinished is removed or saved."""
+    raise KeyboardInterrupt
 
 
 def _print(outcome: Outcome, as_json: bool) -> None:
@@ -176,4 +187,8 @@ def _print(outcome: Outcome, as_json: bool) -> None:
         return
     console = Console(soft_wrap=True)
     for item in outcome.show:
-        console.print(item, highlight=False, markup=False) if isinstance(item, str) else console.print(item)
+        if isinstance(item, str):
+            lines = "\n".join(map(printable, item.split("\n")))
+            console.print(lines, highlight=False, markup=False)
+        else:
+            console.print(item)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from draftlab.trust import printable
+
 Advance = Callable[[int, str], None]
 MAX_SILENT_SECONDS = 20.0
 
@@ -28,7 +30,7 @@ def note(text: str) -> None:
     """Print a line on stderr."""
     if not is_main_process():
         return
-    Console(stderr=True, soft_wrap=True).print(text, style="dim", highlight=False, markup=False)
+    Console(stderr=True, soft_wrap=True).print(printable(text), style="dim", highlight=False, markup=False)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,10 @@ class OtherArchitecture(UserError):
     """A checkpoint that is not LLaMA-like."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM. The message says what is saved, and where the same command goes on."""
+
+
 class Quantised(UserError):
     """A checkpoint whose weights are rounded to few bits."""
 

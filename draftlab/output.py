@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftlab import provenance
+from draftlab.atomic import check_free, check_space, claim_state, locked, new_directory, state_directory
 from draftlab.config.base import Config
-from draftlab.files import check_free, claim_state, new_directory, state_directory
+from draftlab.errors import Interrupted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,34 @@ class Output:
     def check_free(self) -> None:
         """Raises UserError: something finished is there, and force is off."""
         check_free(self.out, force=self.force)
+
+    def check_space(self, needed: int, contents: str) -> None:
+        """Raises UserError: the disk has not so many bytes left for contents; said before the expensive part."""
+        check_space(self.out, needed, contents)
+
+    @contextlib.contextmanager
+    def locked(self, *, resumes: bool = False) -> Iterator[None]:
+        """Keep other processes from making the same output; say after an interruption what is saved.
+
+        resumes: the run continues in its own output.
+
+        Raises:
+            UserError: another process is making it, or nothing can be written there.
+            Interrupted: Ctrl-C or SIGTERM.
+        """
+        with locked(self.out):
+            try:
+                yield
+            except Interrupted:
+                raise
+            except KeyboardInterrupt:
+                raise Interrupted(f"interrupted; {self._after_interruption(resumes)}") from None
+
+    def _after_interruption(self, resumes: bool) -> str:
+        place = self.state if self.state.exists() else self.out
+        if place == self.state or (resumes and place.exists()):
+            return f"the same command goes on with what is saved in {place}"
+        return "nothing unfinished is kept: the same command starts again"
 
     @property
     def state(self) -> Path:

@@ -16,6 +16,7 @@ from time import time
 
 from pydantic import Field
 
+from draftlab.atomic import write_atomic
 from draftlab.errors import UserError
 from draftlab.reading import FileModel, parse_json, read_bytes
 
@@ -58,7 +59,7 @@ def write_record(
         peak_memory_bytes=peak_memory_bytes(),
         notes=notes,
     )
-    (directory / RECORD_FILE).write_text(record.model_dump_json(indent=2))
+    write_atomic(directory / RECORD_FILE, record.model_dump_json(indent=2))
     return record
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import workspace
+from draftlab.atomic import write_atomic
 from draftlab.console import note
 from draftlab.data.conversations import Message, chat_ids, read_messages
 from draftlab.errors import UserError
-from draftlab.files import write_atomic
 from draftlab.prompts import Prompt, Prompts, digest
 from draftlab.reading import read_json_lines
 from draftlab.sampling import SamplingParams

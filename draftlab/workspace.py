@@ -6,6 +6,7 @@ from typing import Literal
 import yaml
 
 from draftlab import provenance
+from draftlab.atomic import write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
 from draftlab.reading import FileModel, read_model
@@ -65,7 +66,8 @@ def load(folder: Path = Path()) -> Workspace:
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
     """Return the newest output of these commands directly under runs; ties go to the first command."""
-    records = {path.parent: record for path in runs.glob("*/draftlab.json") if (record := _record(path.parent))}
+    finished = [path.parent for path in runs.glob("[!.]*/draftlab.json")]
+    records = {path: record for path in finished if (record := _record(path))}
     ages = {
         path: (record.created, -commands.index(record.command))
         for path, record in records.items()
@@ -83,9 +85,12 @@ def _record(output: Path) -> provenance.Record | None:
 
 
 def write(workspace: Workspace, folder: Path = Path(), comment: str | None = None) -> Path:
-    """Write draftlab.yaml; return its path."""
+    """Write draftlab.yaml; return its path. Raises UserError: it cannot be written."""
     file = folder / FILE
     fields = workspace.model_dump(mode="json")
     lines = ["defaults of draftlab's commands", *([comment] if comment else [])]
-    file.write_text("".join(f"# {line}\n" for line in lines) + yaml.safe_dump(fields, sort_keys=False))
+    try:
+        write_atomic(file, "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(fields, sort_keys=False))
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
     return file

@@ -11,8 +11,8 @@ import draftlab
 
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
-    ["errors"],
-    ["console", "reading", "intervals", "files", "sampling"],
+    ["errors", "trust"],
+    ["console", "atomic", "reading", "intervals", "sampling"],
     ["provenance"],
     ["model"],
     ["workspace"],
@@ -41,7 +41,8 @@ NO_TORCH = [
     "console",
     "reading",
     "intervals",
-    "files",
+    "atomic",
+    "trust",
     "sampling",
     "provenance",
     "model.shape",

@@ -1,6 +1,5 @@
 """Measure the accuracy of models by lm-eval: one result per model and task, each kept as soon as it is there."""
 
-import shutil
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from pydantic import TypeAdapter
 
 from draftlab import provenance
+from draftlab.atomic import remove_state, write_atomic
 from draftlab.benchmark.code_tasks import OWN_TASKS
 from draftlab.benchmark.lm_eval_model import BATCH_SIZE, with_whole_head
 from draftlab.benchmark.lm_eval_tasks import (
@@ -24,7 +24,6 @@ from draftlab.config.accuracy import AccuracyConfig
 from draftlab.console import note
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
-from draftlab.files import write_atomic
 from draftlab.model import checkpoint, hub, memory
 from draftlab.model.decoder import Decoder, in_native_mode, load
 from draftlab.model.size import read_size
@@ -74,7 +73,7 @@ def measure_accuracy(config: AccuracyConfig, output: Output) -> Accuracy:
     with output.directory() as work:
         (work / FILE).write_text(result.model_dump_json(indent=1))
         output.record(work, [*paths, *_files(config)])
-    shutil.rmtree(output.state)
+    remove_state(output.state)
     return result
 
 

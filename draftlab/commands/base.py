@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.config.base import Config, OutputConfig
+from draftlab.config.shared import CheckpointSettings
 from draftlab.output import Output
+from draftlab.trust import remote_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +48,22 @@ class Command:
         Raises:
             UserError: the output directory is not free, and what the command raises.
         """
-        config = config.resolved()
+        with remote_code(isinstance(config, CheckpointSettings) and config.trust_remote_code):
+            return self._run(config.resolved(), force=force, dry_run=dry_run)
+
+    def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         if not isinstance(config, OutputConfig):
             return self.function(config)
         out = config.output_directory()
         output = Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
-        if not dry_run and not self.resumes:
+        if dry_run:
+            return self.function(config, output)
+        if not self.resumes:
             output.check_free()
-        return self.function(config, output)
+        with output.locked(resumes=self.resumes):
+            if not self.resumes:
+                output.check_free()  # again: another process may have finished since
+            return self.function(config, output)
 
     @property
     def has_force(self) -> bool:

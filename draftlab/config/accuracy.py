@@ -28,7 +28,7 @@ def accuracy_of(help: str) -> list[Path]:
     return option(factory=list, help=f"Output of draftlab accuracy {help}; repeat for several.")
 
 
-class AccuracyConfig(OutputConfig, TaskSettings):
+class AccuracyConfig(OutputConfig, TaskSettings, shared.CheckpointSettings):
     """Models, and the tasks to measure their accuracy on."""
 
     models: list[str] = option(help="Checkpoints: directories, or hub names with @REVISION.", argument=True)

@@ -17,8 +17,10 @@ from draftlab.errors import UsageError, UserError, did_you_mean, one_line
 from draftlab.model.shape import parse_numbers
 from draftlab.provenance import RECORD_FILE, read_record
 from draftlab.reading import read_yaml
+from draftlab.trust import without_secrets
 
 OUTPUT, SERVER, TRAINING, CHECKPOINTS = "Output", "Server", "Training", "Evaluation and checkpoints"  # panels of --help
+TRUST = "trust_remote_code"
 
 
 def option(
@@ -125,7 +127,7 @@ class Config(BaseModel):
             if record is None or record.command != command:
                 origin = "nothing that draftlab wrote" if record is None else f"made by draftlab {record.command}"
                 raise UserError(f"--config {path}: {origin}; want settings of draftlab {command}")
-            return dict(record.config)
+            return {name: value for name, value in record.config.items() if name != TRUST}
         settings = read_yaml(path, f"--config {path}")
         if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
             raise UserError(f"--config {path}: want settings of draftlab {command}, one NAME: VALUE in a line")
@@ -155,9 +157,13 @@ class Config(BaseModel):
         return self
 
     def settings(self) -> dict[str, Any]:
-        """Return what decides the result, as JSON has it: all settings but those that this mode refuses."""
+        """Return what decides the result, as JSON has it: all settings but those that this mode refuses.
+
+        Trust is not among them: it is given anew each time. Addresses have no secrets.
+        """
         idle = {name for rule in self.only if not rule.when(self) for name in rule.options}
-        return json.loads(self.model_dump_json(exclude=idle))
+        settings = json.loads(self.model_dump_json(exclude=idle | {TRUST}))
+        return {name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()}
 
     @classmethod
     def flag(cls, name: str) -> str:
@@ -175,6 +181,7 @@ class Config(BaseModel):
             if extra(field)["typed"] is str:
                 value = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             for item in value if isinstance(value, list | tuple) else [value]:
+                item = without_secrets(item) if isinstance(item, str) else item
                 if extra(field)["argument"]:
                     arguments.append(str(item))
                 elif isinstance(item, bool):

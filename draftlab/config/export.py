@@ -10,6 +10,7 @@ from draftlab.config.base import Config, Only, OutputConfig, from_workspace, opt
 from draftlab.config.shared import (
     CHAT_RULES,
     ChatMode,
+    CheckpointSettings,
     chat,
     data,
     device,
@@ -26,7 +27,7 @@ MEDUSA = "medusa.json"  # what a directory of Medusa heads has in place of a con
 RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
 
-class DraftConfig(Config):
+class DraftConfig(Config, CheckpointSettings):
     draft: str | None = option(
         None, "Checkpoint of the draft, or EAGLE-3 or Medusa heads. Default: the newest draft.", argument=True
     )

@@ -7,7 +7,17 @@ from typing_extensions import Self
 
 from draftlab.config.accuracy import accuracy_of
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
-from draftlab.config.shared import EngineMode, WeightsDtype, device, device_map, dtype, mode, source, threads
+from draftlab.config.shared import (
+    CheckpointSettings,
+    EngineMode,
+    WeightsDtype,
+    device,
+    device_map,
+    dtype,
+    mode,
+    source,
+    threads,
+)
 
 PROFILE_HELP = (
     "Output of draftlab profile, SHAPE@LAW (output of draftlab law) or SHAPE@DEVICE,MODE[,DTYPE] (constants)."
@@ -28,7 +38,7 @@ class GridConfig(OutputConfig):
     threads: int | None = threads()
 
 
-class ProfileConfig(GridConfig):
+class ProfileConfig(GridConfig, CheckpointSettings):
     """Latency of the passes of some models."""
 
     models: list[str] = option(

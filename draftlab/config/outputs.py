@@ -190,7 +190,7 @@ class OutputsVerifyConfig(shared.ServerSettings, OutputsInfoConfig):
         return self.dtype
 
 
-class ReplayConfig(OutputConfig, AcceptanceSettings):
+class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     """Settings of draftlab replay."""
 
     directory: Path = option(help="Directory of target outputs.", argument=True)

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
 from draftlab.config.shared import (
+    CheckpointSettings,
     TrainingSettings,
     Vocab,
     data,
@@ -39,7 +40,7 @@ class RefitSettings(BaseModel):
     ridge: float = option(0.005, "Pull of the refit toward the cut weights.", ge=1e-8, panel=CALIBRATION, advanced=True)
 
 
-class CutConfig(RefitSettings, OutputConfig):
+class CutConfig(RefitSettings, OutputConfig, CheckpointSettings):
     """The source, the shape to cut from it, and the text to calibrate on."""
 
     layers: int | None = option(None, "Layers to keep.", ge=1, panel=SHAPE)

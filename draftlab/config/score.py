@@ -57,7 +57,7 @@ class ThresholdSettings(BaseModel):
     )
 
 
-class DraftSettings(BaseModel):
+class DraftSettings(shared.CheckpointSettings):
     """Drafts, and the target to measure them with."""
 
     draft: list[str] = option(

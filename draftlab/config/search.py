@@ -12,7 +12,7 @@ from draftlab.model.hub import checkpoint_name
 CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
 
 
-class SearchConfig(OutputConfig):
+class SearchConfig(OutputConfig, shared.CheckpointSettings):
     minutes: float = option(15.0, "Time to spend, approximately.", gt=0)
     layers: Numbers | None = option(
         None, "Depths to try, as 1,2,4. Default: 1 to half of the source's.", typed=str, panel=CANDIDATES

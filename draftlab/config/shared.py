@@ -113,6 +113,14 @@ def newest_draft() -> Path:
     return newest_output("distill", "prune", "prune-masks")
 
 
+class CheckpointSettings(BaseModel):
+    """Settings of commands that load checkpoints."""
+
+    trust_remote_code: bool = option(
+        False, "Run Python code that checkpoints bring along. Only for authors whom you trust.", advanced=True
+    )
+
+
 class ServerConnection(BaseModel):
     """A running server in place of the target's checkpoint."""
 
@@ -121,7 +129,7 @@ class ServerConnection(BaseModel):
     api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
 
 
-class ServerSettings(ServerConnection):
+class ServerSettings(ServerConnection, CheckpointSettings):
     """A server with the tokenizer of what it runs."""
 
     tokenizer: Path | None = option(
@@ -209,7 +217,7 @@ def proven_lr(settings: dict[str, Any]) -> float:
     return 4.0e-3 if settings.get("optimizer") == "muon" else 1.0e-3
 
 
-class LoopSettings(BaseModel):
+class LoopSettings(CheckpointSettings):
     """Settings of every training loop."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

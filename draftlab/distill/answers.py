@@ -35,7 +35,9 @@ def stored_answers(config: DistillConfig, target: Path) -> Path:
             note(f"{out} has the target's answers already")
         else:
             note(f"the target's answers go to {out}; later runs, and --outputs, find them there")
-            build.build(building, Output(command="outputs build", config=building, out=out))
+            output = Output(command="outputs build", config=building, out=out)
+            with output.locked(resumes=True):
+                build.build(building, output)
     return out
 
 

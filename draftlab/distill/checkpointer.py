@@ -2,27 +2,35 @@
 
 import atexit
 import contextlib
+import json
 import math
+import random
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import DistributedType, parse_flag_from_env
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from draftlab.atomic import run_identity, sync
 from draftlab.console import note, processes
+from draftlab.distill import sealed
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import resolve_device
+from draftlab.provenance import file_sha256
+from draftlab.reading import FileModel
+from draftlab.trust import trusts_remote_code
 
-BEST = "best.safetensors"
+BEST, WEIGHTS, RECORD, WRITING = "best.safetensors", "weights.safetensors", "checkpoint.json", "writing"
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
@@ -49,8 +57,16 @@ def _destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+class Counter(Protocol):
+    """State of a run beside tensors, as JSON has it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Best:
-    """The best evaluation of a run, which accelerate saves in every checkpoint."""
+    """The best evaluation of a run, which every checkpoint has."""
 
     def __init__(self) -> None:
         self.metric, self.step, self.evaluations_since = -math.inf, 0, 0
@@ -61,7 +77,10 @@ class Best:
             self.evaluations_since += 1
             return
         self.metric, self.step, self.evaluations_since = metric, step, 0
-        _save_weights(accelerator, module, state / BEST)
+        trained = {name for name, p in accelerator.unwrap_model(module).named_parameters() if p.requires_grad}
+        weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers what is sharded
+        if accelerator.is_main_process:
+            sealed.save(state / BEST, {name: weight for name, weight in weights.items() if name in trained})
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -73,68 +92,221 @@ class Best:
 def best_weights(state: Path, part: str) -> dict[str, Tensor]:
     """Return the trained weights at the best evaluation. part: student or constraint."""
     prefix = part + "."
-    return {n.removeprefix(prefix): w for n, w in load_file(state / BEST).items() if n.startswith(prefix)}
+    return {n.removeprefix(prefix): w for n, w in sealed.load(state / BEST).items() if n.startswith(prefix)}
 
 
-def save(accelerator: Accelerator, state: Path, step: int, limit: int) -> None:
-    """Write step-N under a temporary name, rename it, and remove all but the newest checkpoints.
+class Checkpoint(FileModel):
+    """What a checkpoint says of itself. run: see run_identity. files: sha256 of each.
 
-    limit: checkpoints to keep.
-
-    Raises:
-        UserError: state cannot be written.
+    ended: training is over, and what it leads to is in the best weights: there are none in the checkpoint.
     """
-    work = state / "writing"
+
+    run: str
+    step: int
+    ended: bool
+    processes: int
+    counters: list[dict[str, Any]]
+    optimizers: list[dict[str, Any]]
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a checkpoint is of."""
+
+    accelerator: Accelerator
+    module: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    counters: Sequence[Counter]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether accelerate alone can save it, in a format with pickles."""
+        return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+    def save(self, state: Path, step: int, limit: int, *, ended: bool = False) -> None:
+        """Write step-N under a temporary name, rename it, and remove all but the newest checkpoints.
+
+        limit: checkpoints to keep. ended: see Checkpoint.
+
+        Raises:
+            UserError: state cannot be written.
+        """
+        work, main = state / WRITING, self.accelerator.is_main_process
+        try:
+            if main:
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            groups = [] if ended else self._write(work, run_identity(state))
+            self.accelerator.wait_for_everyone()  # each process writes files of its own
+            if main:
+                self._seal(work, state, step, groups, ended=ended)
+                for checkpoint in _checkpoints(state)[:-limit]:
+                    shutil.rmtree(checkpoint)
+        except (OSError, RuntimeError, SafetensorError, UserError) as error:  # how torch and safetensors report it
+            shutil.rmtree(work, ignore_errors=True)
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"cannot write a checkpoint to {state}: {reason}") from error
+        self.accelerator.wait_for_everyone()
+
+    def restore(self, state: Path) -> Checkpoint | None:
+        """Load the newest checkpoint into what was prepared, and return it; None if there is none.
+
+        Raises:
+            UserError: it is damaged, of another run, or of another version of draftlab or torch.
+        """
+        if self.accelerator.is_main_process:
+            shutil.rmtree(state / WRITING, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        checkpoints = _checkpoints(state)
+        if not checkpoints:
+            return None
+        newest = checkpoints[-1]
+        checkpoint = _checked(newest, state)
+        sealed.load(state / BEST)  # read at the end, and checked now
+        try:
+            for counter, content in zip(self.counters, checkpoint.counters, strict=True):
+                counter.load_state_dict(content)
+            if not checkpoint.ended:
+                self._read(newest, checkpoint)
+        except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"cannot resume from {newest} ({reason}); --force starts again") from error
+        return checkpoint
+
+    def _write(self, work: Path, run: str) -> list[dict[str, Any]]:
+        """Write weights, optimizers and random states; return what optimizers have besides tensors."""
+        sealed.save(work / _random_file(self.accelerator.process_index), _random_states(), run)
+        if self.sharded:
+            self.accelerator.save_state(str(work))
+            return []
+        if not self.accelerator.is_main_process:
+            return []
+        sealed.save(work / WEIGHTS, self._own_weights(), run)
+        groups = []
+        for number, optimizer in enumerate(self.optimizers):
+            tensors, rest = _split(optimizer.state_dict())
+            sealed.save(work / f"optimizer-{number}.safetensors", tensors, run)
+            groups.append(rest)
+        return groups
+
+    def _seal(self, work: Path, state: Path, step: int, groups: list[dict[str, Any]], *, ended: bool) -> None:
+        checkpoint = Checkpoint(
+            run=run_identity(state), step=step, ended=ended, processes=self.accelerator.num_processes,
+            counters=[counter.state_dict() for counter in self.counters], optimizers=groups, files=_hashes(work),
+        )  # fmt: skip
+        (work / RECORD).write_text(json.dumps(checkpoint.model_dump()))  # pydantic's JSON has no infinity
+        sync(work)
+        for file in state.iterdir():
+            if file.is_file():
+                sync(file)  # the log: it must not be behind its checkpoint
+        final = state / f"step-{step:08d}"
+        shutil.rmtree(final, ignore_errors=True)
+        work.rename(final)
+        sync(state)
+
+    def _read(self, folder: Path, checkpoint: Checkpoint) -> None:
+        if self.sharded:
+            if not trusts_remote_code():
+                raise UserError(
+                    f"{folder} is a checkpoint of FSDP or DeepSpeed: these have pickles, which can run code; give "
+                    "--trust-remote-code if it is yours"
+                )
+            self.accelerator.load_state(str(folder))
+        else:
+            self._read_own(folder, checkpoint)
+        if checkpoint.processes == self.accelerator.num_processes:
+            file = folder / _random_file(self.accelerator.process_index)
+            _set_random_states(sealed.load(file, checkpoint.run))
+        else:
+            count = self.accelerator.num_processes
+            note(f"the checkpoint is of {checkpoint.processes} processes, and this run has {count}: it may differ")
+
+    def _read_own(self, folder: Path, checkpoint: Checkpoint) -> None:
+        weights = sealed.load(folder / WEIGHTS, checkpoint.run)
+        if weights.keys() != self._own_weights().keys():
+            raise ValueError("its weights have other names")
+        self.accelerator.unwrap_model(self.module).load_state_dict(weights, strict=False)
+        for number, (optimizer, rest) in enumerate(zip(self.optimizers, checkpoint.optimizers, strict=True)):
+            tensors = sealed.load(folder / f"optimizer-{number}.safetensors", checkpoint.run)
+            optimizer.load_state_dict(_joined(tensors, rest))
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        """Return the parameters that are trained, and the buffers: the others are the inputs' own."""
+        module = self.accelerator.unwrap_model(self.module)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied ones once
+        return {n: value for n, value in module.state_dict().items() if n in trained or n not in parameters}
+
+
+def _split(content: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state, and the rest."""
+    entries = {f"{i}.{name}": value for i, state in content["state"].items() for name, value in state.items()}
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    return tensors, {
+        "numbers": {n: v for n, v in entries.items() if n not in tensors},
+        "groups": content["param_groups"],
+    }
+
+
+def _joined(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
+    states: dict[int, dict[str, Any]] = {}
+    for name, value in [*tensors.items(), *rest["numbers"].items()]:
+        index, _, entry = name.partition(".")
+        states.setdefault(int(index), {})[entry] = value
+    groups = [
+        {name: tuple(v) if isinstance(v, list) and name != "params" else v for name, v in group.items()}
+        for group in rest["groups"]
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Return the states of all generators of this process."""
+    _, words, gauss = random.getstate()
+    state: Any = np.random.get_state(legacy=False)
+    numbers = [state["state"]["pos"], state["has_gauss"], state["gauss"], math.nan if gauss is None else gauss]
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": torch.tensor(words), "numpy": torch.from_numpy(state["state"]["key"].astype(np.int64)),
+        "numbers": torch.tensor(numbers, dtype=torch.float64), "torch": torch.get_rng_state(),
+        **{f"cuda.{i}": value for i, value in enumerate(cuda)},
+    }  # fmt: skip
+
+
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    position, has_gauss, cached, gauss = states["numbers"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), None if math.isnan(gauss) else gauss))
+    keys = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    torch.set_rng_state(states["torch"])
+    for i in range(torch.cuda.device_count()):
+        if f"cuda.{i}" in states:
+            torch.cuda.set_rng_state(states[f"cuda.{i}"], i)
+
+
+def _random_file(process: int) -> str:
+    return f"random-{process}.safetensors"
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {str(f.relative_to(folder)): file_sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def _checked(folder: Path, state: Path) -> Checkpoint:
+    """Return the record of a checkpoint. Raises UserError: it is damaged, or of another run."""
+    advice = f"--force starts again, or remove {state}"
     try:
-        accelerator.save_state(str(work))
-    except (OSError, RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
-        shutil.rmtree(work, ignore_errors=True)
-        raise _unwritable(state, error) from error
-    accelerator.wait_for_everyone()  # each process writes files of its own
-    if accelerator.is_main_process:
-        work.rename(state / f"step-{step:08d}")
-        for checkpoint in _checkpoints(state)[:-limit]:
-            shutil.rmtree(checkpoint)
-    accelerator.wait_for_everyone()
-
-
-def restore(accelerator: Accelerator, state: Path) -> int:
-    """Load the newest checkpoint into what was prepared, and return its step; 0 if there is none.
-
-    Raises:
-        UserError: it is damaged, or of another version of draftlab or torch.
-    """
-    if accelerator.is_main_process:
-        shutil.rmtree(state / "writing", ignore_errors=True)
-    accelerator.wait_for_everyone()
-    checkpoints = _checkpoints(state)
-    if not checkpoints:
-        return 0
-    newest = checkpoints[-1]
-    try:
-        accelerator.load_state(str(newest))
-    except (ValueError, KeyError, RuntimeError, SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"cannot resume from {newest} ({reason}); remove {state} to start again") from error
-    return int(newest.name.removeprefix("step-"))
-
-
-def _save_weights(accelerator: Accelerator, module: nn.Module, file: Path) -> None:
-    trained = {name for name, p in accelerator.unwrap_model(module).named_parameters() if p.requires_grad}
-    weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers what is sharded
-    if not accelerator.is_main_process:
-        return
-    writing = file.with_suffix(".writing")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({n: w.detach().cpu().contiguous() for n, w in weights.items() if n in trained}, writing)
-    except (OSError, SafetensorError) as error:
-        raise _unwritable(file.parent, error) from error
-    writing.rename(file)
-
-
-def _unwritable(state: Path, error: Exception) -> UserError:
-    return UserError(f"cannot write a checkpoint to {state}: {' '.join(str(error).split())[:200]}")
+        checkpoint = Checkpoint.model_validate(json.loads((folder / RECORD).read_bytes()))
+    except (OSError, ValueError):
+        raise UserError(f"{folder} is damaged, or of another version of draftlab; {advice}") from None
+    hashes = {name: digest for name, digest in _hashes(folder).items() if name != RECORD}
+    if different := sorted(dict(hashes.items() ^ checkpoint.files.items())):
+        raise UserError(f"{folder / different[0]} is damaged: its hash is not the stored one; {advice}")
+    if checkpoint.run != run_identity(state):
+        raise UserError(f"{folder} is of another run; {advice}")
+    return checkpoint
 
 
 def _checkpoints(state: Path) -> list[Path]:
@@ -143,7 +315,7 @@ def _checkpoints(state: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Yield a list to which SIGTERM and the first Ctrl-C are added, so that a checkpoint is saved before the end."""
+    """Yield a list to which SIGTERM, SIGHUP and the first Ctrl-C are added, so that a checkpoint is saved first."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -156,7 +328,8 @@ def deferred_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             note("stopping after this step and its checkpoint; Ctrl-C again stops at once")
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield received
     finally:

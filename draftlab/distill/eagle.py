@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftlab.atomic import remove_state
 from draftlab.config.distill import EagleConfig
 from draftlab.console import note, progress
 from draftlab.data import HeldOut, loss_on_of, open_batches, open_heldout, parse_mixture
@@ -209,4 +210,4 @@ def _write(
         eagle.write(work, head, "native", target=target, k=k)
         shutil.copyfile(output.state / LOG, work / LOG)
         output.record(work, inputs, coverage=result.coverage, **result.fitted.as_dict())
-    shutil.rmtree(output.state)
+    remove_state(output.state)

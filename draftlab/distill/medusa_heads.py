@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
+from draftlab.atomic import remove_state
 from draftlab.config.distill import MedusaConfig
 from draftlab.data import Batch, HeldOut, open_batches, open_heldout
 from draftlab.distill.checkpointer import best_weights, select_device
@@ -72,7 +73,7 @@ def train_medusa(config: MedusaConfig, output: Output) -> MedusaResult:
             write(work, {name: weight.to(stored) for name, weight in best.items()}, target)
             shutil.copyfile(state / LOG, work / LOG)
             output.record(work, [target], heads=result.heads, **fitted.as_dict())
-        shutil.rmtree(state)
+        remove_state(state)
     return result
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+import torch
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch, parse_mixture
+from draftlab.distill import sealed
 from draftlab.distill.checkpointer import process_state
 from draftlab.engine.batch_generate import BatchSettings, Completion, generate_batch
 from draftlab.errors import UserError, did_you_mean
@@ -121,8 +122,5 @@ def load_or_make(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[
     """Return the arrays in a file, which one process makes if it is missing: a resumed run reads the same."""
     with process_state().main_process_first():
         if not file.exists():
-            writing = file.with_suffix(".writing")
-            arrays = make().items()
-            save_file({name: np.ascontiguousarray(array) for name, array in arrays}, writing)  # it ignores strides
-            writing.rename(file)
-    return load_file(file)
+            sealed.save(file, {name: torch.from_numpy(array) for name, array in make().items()})
+    return {name: tensor.numpy() for name, tensor in sealed.load(file).items()}

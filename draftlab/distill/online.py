@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from draftlab.atomic import new_directory, write_atomic
 from draftlab.config.distill import OnlineConfig
 from draftlab.config.shared import newest_draft
 from draftlab.data import HeldOut
@@ -26,7 +27,6 @@ from draftlab.distill.run import TrainedModel, claimed_state, fit_and_write
 from draftlab.distill.teachers import StoredTeacher
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.errors import UserError
-from draftlab.files import new_directory, write_atomic
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.reading import FileModel, read_model
@@ -208,7 +208,7 @@ def _settle(folder: Path, ledger: Ledger, candidate: Path, verdict: Round) -> No
 
 def _write(folder: Path, ledger: Ledger) -> None:
     write_atomic(folder / LEDGER, ledger.model_dump_json(indent=1))
-    link = folder / f".{LIVE}.part"
+    link = folder / f".{LIVE}.new"
     link.unlink(missing_ok=True)
     link.symlink_to(version_directory(folder, ledger.live).relative_to(folder))
     link.replace(folder / LIVE)

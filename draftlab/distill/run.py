@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftlab.atomic import append_line, check_space, remove_state, removed_if_unused
 from draftlab.config.shared import TrainerSettings
 from draftlab.console import note, progress
 from draftlab.distill import checkpointer, vocabulary
@@ -19,7 +20,6 @@ from draftlab.distill.lora import merged_weights
 from draftlab.distill.trackers import tracked
 from draftlab.distill.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
 from draftlab.errors import UserError
-from draftlab.files import removed_if_unused
 from draftlab.model import checkpoint, saving
 from draftlab.model.trimmed_head import trimmed_head_of, write_head_ids
 from draftlab.output import Output
@@ -94,8 +94,9 @@ def fit(
     """Train student in place. state: keeps checkpoints, the log and the best weights until the caller removes it.
 
     Raises:
-        UserError: state cannot be written, or training fails.
+        UserError: state cannot be written, the disk is too small for it, or training fails.
     """
+    check_space(state, _checkpoint_bytes(student, config), "checkpoints")
     with progress(what, config.steps) as advance:
         for record in train(student, setup, config, state, constraint):
             _append(state / LOG, record)
@@ -144,26 +145,40 @@ def fit_and_write(
                 notes["draft_vocab"] = len(head.ids)
             shutil.copyfile(output.state / LOG, work / LOG)
             output.record(work, inputs, **notes, **result.as_dict())
-        shutil.rmtree(output.state)
+        remove_state(output.state)
     checkpointer.process_state().wait_for_everyone()
     return result
 
 
+def _checkpoint_bytes(student: PreTrainedModel, config: TrainerSettings) -> int:
+    """Return the bytes of the best weights and of checkpoints, with two moments of an optimizer, all in fp32."""
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    count = min(config.save_total_limit + 1, config.steps // config.save_steps)  # one more while it is written
+    return 4 * trained * (1 + 3 * count)
+
+
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
-    """Return the records of a log, each step once: those that a killed run wrote after its checkpoint are replaced."""
+    """Return the records of a log, each step once: those that a killed run wrote after its checkpoint are replaced.
+
+    The half of a line that a kill may leave at the end is skipped.
+
+    Raises:
+        UserError: another line is damaged, or the evaluation before the first step is missing.
+    """
     latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
-    for line in path.read_text().splitlines():
-        fields = json.loads(line)
-        record = StepRecord(**fields) if "grad_norm" in fields else EvalRecord(**fields)
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+        try:
+            fields = json.loads(line)
+            record = StepRecord(**fields) if "grad_norm" in fields else EvalRecord(**fields)
+        except (ValueError, TypeError):
+            raise UserError(f"{path}:{number} is damaged; --force starts again, or remove {path.parent}") from None
         latest[isinstance(record, EvalRecord), record.step] = record
+    if (True, 0) not in latest:
+        raise UserError(f"{path} lacks its first lines; --force starts again, or remove {path.parent}")
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
 
 def _append(log: Path, record: StepRecord | EvalRecord) -> None:
     if not checkpointer.process_state().is_main_process:
         return
-    try:
-        with log.open("a") as stream:
-            stream.write(json.dumps(asdict(record)) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {log}: {error.strerror}") from None
+    append_line(log, json.dumps(asdict(record)))

@@ -29,7 +29,7 @@ from draftlab.distill.on_policy import Batches
 from draftlab.distill.optimizers import optimizers_for, training_dtype
 from draftlab.distill.parallel import Offsets, expected_tokens
 from draftlab.distill.teachers import ListingTeacher, LocalTeacher, logits_of, moved_to, shard_by_layer
-from draftlab.errors import UserError
+from draftlab.errors import Interrupted, UserError
 
 TeacherModel = PreTrainedModel | ListingTeacher | None
 MAX_GRAD_NORM = 1.0
@@ -118,30 +118,35 @@ def train(
 
     Raises:
         UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
-        KeyboardInterrupt: SIGTERM or Ctrl-C, after a checkpoint was saved.
+        Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
     """
     if setup.loss.needs_teacher and setup.teacher is None:
         raise UserError(f"loss {setup.loss.name!r} compares with a target; name one, or train with --loss ce")
     trainer = Trainer(student, setup, config, state, constraint)
-    start = checkpointer.restore(trainer.accelerator, state)
-    if start == 0:
+    checkpoint = trainer.training.restore(state)
+    if checkpoint is None:
         yield trainer.evaluate(0)
+    elif checkpoint.ended:
+        note(f"all {checkpoint.step} steps are done already")
     else:
-        note(f"resuming from step {start} of {config.steps}")
+        note(f"resuming from step {checkpoint.step} of {config.steps}")
+    start = 0 if checkpoint is None else config.steps if checkpoint.ended else checkpoint.step
     with checkpointer.deferred_signals() as received:
         for index in range(start, config.steps):
             yield trainer.step(index)
             done = index + 1
             if done % config.eval_steps == 0 or done == config.steps:
                 yield trainer.evaluate(done)
-            if done == config.steps or trainer.out_of_patience:
-                break
-            trainer.reweigh(done)
+            ended = done == config.steps or trainer.out_of_patience
+            if not ended:
+                trainer.reweigh(done)
             stopping = trainer.in_any_process(bool(received))
-            if done % config.save_steps == 0 or stopping:
-                checkpointer.save(trainer.accelerator, state, done, config.save_total_limit)
+            if done % config.save_steps == 0 or stopping or ended:
+                trainer.training.save(state, done, config.save_total_limit, ended=ended)
             if stopping:
-                raise KeyboardInterrupt
+                raise Interrupted(f"interrupted after step {done} of {config.steps}; the same command goes on there")
+            if ended:
+                break
     trainer.accelerator.free_memory()
 
 
@@ -175,9 +180,10 @@ class Trainer:
         self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, config.torch_compile)
         self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
         self.best = checkpointer.Best()
-        self.accelerator.register_for_checkpointing(self.best)
-        if isinstance(setup.batches, DynamicBatches):
-            self.accelerator.register_for_checkpointing(setup.batches)
+        self.training = checkpointer.Training(
+            accelerator=self.accelerator, module=self.module, optimizers=self.optimizers,
+            counters=[self.best, *([setup.batches] if isinstance(setup.batches, DynamicBatches) else [])],
+        )  # fmt: skip
 
     @property
     def out_of_patience(self) -> bool:

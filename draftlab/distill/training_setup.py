@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.acceptance.expected import tokens_per_pass
@@ -16,7 +15,7 @@ from draftlab.config.distill import DistillConfig, EagleConfig
 from draftlab.config.shared import LossOn
 from draftlab.console import note, progress
 from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, loss_on_of, open_batches, open_heldout
-from draftlab.distill import evaluate
+from draftlab.distill import evaluate, sealed
 from draftlab.distill.evaluate import LengthComparison, TargetText
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches, GeneratedRows, MixedBatches, StudentBatches, load_or_make, parse_texts
@@ -205,8 +204,8 @@ class TargetTextEvaluator:
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
         """Compare two evaluated steps at every K."""
-        rows = [load_file(self._file(step)) for step in (before, after)]
-        return evaluate.compare_lengths(*([chances[name] for name in sorted(chances)] for chances in rows))
+        rows = [sealed.load(self._file(step)) for step in (before, after)]
+        return evaluate.compare_lengths(*([chances[name].numpy() for name in sorted(chances)] for chances in rows))
 
     def _file(self, step: int) -> Path:
         return self.state / f"acceptance-{step:08d}.safetensors"

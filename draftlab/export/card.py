@@ -1,10 +1,13 @@
 """The model card (README.md) of an exported draft. No torch."""
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftlab.results.score import Score
 from draftlab.results.warnings import score_warnings
+from draftlab.trust import printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +26,11 @@ class Card:
 
     def text(self) -> str:
         tag = self.kind.lower().replace(" ", "-")
-        head = ["---", f"base_model: {self.target}", f"tags: [speculative-decoding, {tag}]", "---"]
+        plain = re.fullmatch(r"[\w./-]*[A-Za-z][\w./-]*", self.target)
+        base_model = self.target if plain else json.dumps(self.target)
+        head = ["---", f"base_model: {base_model}", f"tags: [speculative-decoding, {tag}]", "---"]
         parts = [head, [f"# {self.name}"], self._summary(), self._results(), self._usage(), self._training()]
-        return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+        return "\n\n".join("\n".join(map(printable, part)) for part in parts if part) + "\n"
 
     def _summary(self) -> list[str]:
         article = "An" if self.kind[0] in "AE" else "A" if self.kind[-1] != "s" else ""
@@ -52,7 +57,7 @@ class Card:
         if self.script is None:
             return []
         name, text = self.script
-        return ["## Usage", "", f"`{name}` in this directory:", "", "```", text.rstrip(), "```"]
+        return ["## Usage", "", f"`{name}` in this directory:", "", "```", *text.rstrip().split("\n"), "```"]
 
     def _training(self) -> list[str]:
         return ["## How it was made", "", "```", *self.commands, "```"] if self.commands else []

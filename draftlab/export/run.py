@@ -54,6 +54,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
     target = hub.locate(config.target, weights=config.verify_with is not None)
     draft = config.draft_directory()
     _check(config, draft, target)
+    output.check_space(read_size(draft).weight_bytes(2), "the export")
     scores = _scores(draft, target)
     k, k_reason = _choose_k(config, scores, parallel.trained_offsets(draft))
     in_parallel, facts = parallel.pard_token(draft) is not None, facts_of(draft)

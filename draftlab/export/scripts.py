@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Literal
 
+from draftlab.trust import printable
+
 DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "Medusa heads"]
 VLLM_METHODS: dict[DraftKind, str] = {"EAGLE-3 head": "eagle3", "Medusa heads": "medusa"}
 DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
@@ -18,11 +20,12 @@ def script(
     runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "", kind: DraftKind = "draft model",
     layer_ids: Sequence[int] = (),
 ) -> tuple[str, str]:  # fmt: skip
-    """Return name and text of a script that lies in the draft's directory.
+    """Return name and text of a script that lies in the draft's directory. Control characters become escapes.
 
     gguf: the draft's file, for llama.cpp. A parallel draft drafts in one pass where the runtime can. layer_ids: of an
     EAGLE-3 head, see eagle.HeadConfig.
     """
+    target, k_reason, gguf = printable(target), printable(k_reason), printable(gguf)
     match runtime:
         case "transformers":
             return "assist.py", _transformers(target, k, k_reason)

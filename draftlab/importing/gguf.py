@@ -117,7 +117,9 @@ def load_config(header: Header) -> Any:
     from transformers import AutoConfig
 
     with read_by_library(f"{header.file} ({header.architecture}) is not supported by transformers"):
-        config: Any = AutoConfig.from_pretrained(header.file.parent, gguf_file=header.file.name)
+        config: Any = AutoConfig.from_pretrained(
+            header.file.parent, gguf_file=header.file.name, trust_remote_code=False
+        )
     if header.architecture in COMPLETED:
         config = _completed(config, header)
     elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors:
@@ -141,8 +143,9 @@ def load(header: Header, config: Any, dtype: torch.dtype) -> Any:
     stream = sys.stderr if sys.stderr.isatty() else io.StringIO()  # for the reader's progress bar
     with read_by_library(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True
-        )
+            header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True,
+            trust_remote_code=False,
+        )  # fmt: skip
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -179,7 +182,9 @@ def load_tokenizer(header: Header, context: int | None) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        original: Any = AutoTokenizer.from_pretrained(header.file.parent, gguf_file=header.file.name)
+        original: Any = AutoTokenizer.from_pretrained(
+            header.file.parent, gguf_file=header.file.name, trust_remote_code=False
+        )
     except (ValueError, KeyError, IndexError, NotImplementedError, OSError) as error:
         raise UserError(f"{header.file}: its tokenizer cannot be read: {' '.join(str(error).split())[:200]}") from None
     spec = json.loads(original.backend_tokenizer.to_str())

@@ -59,7 +59,8 @@ def _around_gguf(file: Path, directory: str | None, force: bool) -> Workspace:
         config = ImportConfig(source=str(file), out=out)
         output = Output(command="import", config=config, out=out, force=force)
         output.check_free()
-        run.convert(run.inspect(config), output)
+        with output.locked():
+            run.convert(run.inspect(config), output)
     return Workspace(target=str(out), source=str(out), data="stdlib")
 
 

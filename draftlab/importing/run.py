@@ -87,9 +87,10 @@ def convert(source: ImportSource, output: Output) -> None:
         else:
             directory = source.base or source.layout.path
             config = checkpoint.read_config(directory)
-            model = (checkpoint.load_model if source.base else checkpoint.load_any_files)(directory, source.dtype)
             if source.base is not None:
-                model = _merged(model, source)
+                model = _merged(checkpoint.load_model(directory, source.dtype), source)
+            else:
+                model = checkpoint.load_any_files(directory, source.dtype)
             for folder in dict.fromkeys((directory, source.layout.path)):  # an adapter's own tokenizer comes last
                 saving.copy_tokenizer(folder, work)
         note(f"writing {checkpoint.dtype_name(source.dtype)}")

@@ -16,6 +16,7 @@ from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids, trim_model
 from draftlab.model.weights import BUFFERS, Weights, check_finite, check_tied
 from draftlab.reading import read_by_library, read_object
+from draftlab.trust import trusts_remote_code
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -228,7 +229,7 @@ def load_model(
 def load_any_files(
     directory: Path, dtype: torch.dtype, device_map: str | None = None, weights: Weights | None = None
 ) -> "PreTrainedModel":
-    """Load a model from weights, or from any files that transformers reads, .bin too; see load_model."""
+    """Load a model from weights, or, where these are None, from files, safetensors or .bin; see load_model."""
     places = _parse_device_map(device_map)
     with read_by_library(f"{directory} cannot be loaded"):
         if weights is None:
@@ -331,7 +332,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
         raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
     check_tokenizer_files(directory)
     with read_by_library(f"{directory} has no usable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts_remote_code())
         alone = directory / "tokenizer.model"
         return as_sentencepiece(tokenizer, alone) if alone.is_file() and not _has_fast(directory) else tokenizer
 

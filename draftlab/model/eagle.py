@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from draftlab.errors import UserError
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, loading
 from draftlab.model.shape import Shape
 from draftlab.model.weights import check_finite, check_weight
 from draftlab.reading import FileModel, read_by_library, read_object, reading_tensors, validation_text
@@ -46,11 +46,9 @@ class Target:
     @classmethod
     def of(cls, directory: Path) -> "Target":
         """Read config.json of any decoder. Raises UserError: transformers does not know it."""
-        from transformers import AutoConfig
-
         checkpoint.read_config(directory)
         with read_by_library(f"{directory}/config.json cannot be used"):
-            config: Any = AutoConfig.from_pretrained(directory).get_text_config()
+            config: Any = loading.auto_config(directory).get_text_config()
         return cls(
             name=directory.name, layers=config.num_hidden_layers, hidden=config.hidden_size, vocab=config.vocab_size
         )
@@ -153,9 +151,8 @@ def head_config(
     Raises:
         UserError: a layer that the target lacks, or a draft vocabulary larger than the target's.
     """
-    from transformers import AutoConfig
 
-    sizes, config = Target.of(target), AutoConfig.from_pretrained(target).get_text_config()
+    sizes, config = Target.of(target), loading.auto_config(target).get_text_config()
     heads = int(config.num_attention_heads)
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
     one_rope = isinstance(rope, dict) and "rope_type" in rope

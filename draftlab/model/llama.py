@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.errors import OtherArchitecture, UserError
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, loading
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids
 from draftlab.reading import read_by_library
@@ -310,10 +310,8 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
         raise OtherArchitecture(f"{directory} is a {kind} model; the engine runs {', '.join(checkpoint.MODEL_TYPES)}")
     if config.get("hidden_act") != "silu":
         raise OtherArchitecture(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
-    from transformers import AutoConfig
-
     with read_by_library(f"{directory}/config.json cannot be used"):
-        full = AutoConfig.from_pretrained(directory)
+        full = loading.auto_config(directory)
         eps = {"rms_norm_eps": full.rms_norm_eps}  # with transformers' default
     return shape, config | eps, rotary(full, shape.head_dim, directory)
 

@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftlab.model.weights import Weights
+from draftlab.trust import trusts_remote_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def auto_config(directory: Path) -> Any:
+    """Return transformers' config of a checkpoint. Raises ValueError, OSError: none, or one that needs its own code."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory, trust_remote_code=trusts_remote_code())
 
 
 def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
@@ -21,12 +29,12 @@ def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMod
 
 def from_slices(directory: Path, weights: Weights, dtype: torch.dtype) -> Any:
     """Return a model in memory, and transformers' report of keys; files are read and not mapped."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.models.auto.auto_factory import _get_model_class
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config: Any = AutoConfig.from_pretrained(directory)
+    config: Any = auto_config(directory)
     model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)  # as from_pretrained itself does
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True
@@ -38,9 +46,12 @@ def from_slices(directory: Path, weights: Weights, dtype: torch.dtype) -> Any:
 
 
 def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
-    """Return a model of any files that transformers reads, and its report of keys."""
+    """Return a model of any files that transformers reads, and its report of keys; of pickles the weights only."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device_map, output_loading_info=True)
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, device_map=device_map, output_loading_info=True, weights_only=True,
+        trust_remote_code=trusts_remote_code(),
+    )  # fmt: skip

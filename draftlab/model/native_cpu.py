@@ -5,11 +5,14 @@ per output. A text gets the same bits at every width of a pass and beside any ot
 """
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
+import tempfile
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
@@ -18,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftlab import provenance
+from draftlab.atomic import replacing, write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
@@ -156,31 +161,58 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 def library(tuned: str = TUNED) -> ctypes.CDLL:
     """Return native_cpu.cpp, compiled for this processor on first use. tuned: the compiler's flag for that.
 
+    It is kept in the user's cache, where nobody else can write, and compiled anew if its hash is not the stored one.
+
     Raises:
-        UserError: no compiler, a compiler error, or no writable cache directory.
+        UserError: no compiler, or a compiler error.
     """
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if compiler is None:
         raise UserError("mode native needs a C++ compiler, and there is no c++, g++ or clang++; use --mode eager")
     command = [compiler, *FLAGS, tuned, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[:16]
-    file = Path.home() / ".cache" / "draftlab" / f"native-{key}.so"
     try:
-        if not file.exists():
-            _compile(command, file)
-        return ctypes.CDLL(str(file))
+        return _compiled(command, _private(_cache_folder()) / f"native-{key}.so")
     except OSError as error:
-        raise UserError(f"mode native cannot use {file.parent}: {error}; use --mode eager") from None
+        note(f"compiling {SOURCE.name} for this process alone: {error.strerror} ({error.filename})")
+    with tempfile.TemporaryDirectory(prefix="draftlab-") as folder:
+        return _compiled(command, Path(folder) / f"native-{key}.so")
 
 
-def _compile(command: list[str], file: Path) -> None:
-    note(f"compiling {SOURCE.name}, once per machine")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; use --mode eager")
-    part.rename(file)
+def _cache_folder() -> Path:
+    """Raises OSError: the user has no home directory."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftlab"
+    except RuntimeError as error:
+        raise OSError(errno.ENOENT, str(error), "~") from None
+
+
+def _private(folder: Path) -> Path:
+    """Return the folder, made if it is missing. Raises OSError: it cannot be made, or others can write to it."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _is_own(folder):
+        raise OSError(errno.EPERM, "others can write there", str(folder))
+    return folder
+
+
+def _is_own(path: Path) -> bool:
+    info = path.lstat()
+    return info.st_uid == os.geteuid() and not info.st_mode & 0o022 and not stat.S_ISLNK(info.st_mode)
+
+
+def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
+    """Return the library in file, compiled if it is missing, not the user's own, or not what was compiled."""
+    digest = file.with_suffix(".sha256")
+    known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
+    if not known or digest.read_text() != provenance.file_sha256(file):
+        note(f"compiling {SOURCE.name}, once per machine")
+        with replacing(file) as part:
+            done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; use --mode eager")
+            part.chmod(0o755)
+            write_atomic(digest, provenance.file_sha256(part))
+    return ctypes.CDLL(str(file))
 
 
 def _features() -> str:

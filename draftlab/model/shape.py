@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from draftlab.atomic import write_atomic
 from draftlab.errors import UserError
 from draftlab.reading import read_yaml, validation_text
 
@@ -182,10 +183,17 @@ def read_shape_file(path: Path) -> Shape:
 
 
 def write_shape_file(shape: Shape, path: Path, note: str) -> None:
-    """Write a shape file with a comment on its first line; options that are off are omitted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a shape file with a comment on its first line; options that are off are omitted.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     fields = {name: value for name, value in shape.model_dump().items() if value is not False and value is not None}
-    path.write_text(f"# {note}\n" + yaml.safe_dump(fields, sort_keys=False))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, f"# {note}\n" + yaml.safe_dump(fields, sort_keys=False))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def check(shape: Shape, *, llama: bool = True) -> None:

@@ -1,6 +1,5 @@
 """One prune on disk: select what stays, cut, refit, write."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor
 
 from draftlab import provenance
+from draftlab.atomic import remove_state, removed_if_unused
 from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
 from draftlab.console import is_main_process, note, progress
 from draftlab.data import open_batches, open_heldout
 from draftlab.distill import distributed
 from draftlab.distill.checkpointer import process_state
 from draftlab.errors import UserError
-from draftlab.files import removed_if_unused
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import frequent_ids, read_head_ids, template_ids, write_head_ids
@@ -79,6 +78,7 @@ def prune(config: PruneConfig, output: Output) -> Pruned:
     if config.outputs is None:
         hub.check_data(config.data)
     source, shape = open_source(config)
+    output.check_space(shape.weight_bytes(source.stored_dtype.itemsize), "the draft")
     if config.basis == "pca" and source.shape.tied:
         raise UserError("--basis pca moves the last norm into the head, and this source ties it; add --untie")
     head = _head(config, source, shape)
@@ -103,6 +103,7 @@ def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
     distributed.check(masks=True)
     hub.check_data(config.data)
     source, shape = open_source(config)
+    output.check_space(shape.weight_bytes(source.stored_dtype.itemsize), "the draft")
     head = _head(config, source, shape)
     if shape.with_whole_head() == source.shape.with_whole_head():
         return _copy(config, output, source, shape, head)
@@ -115,7 +116,7 @@ def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
     if not is_main_process():
         return Pruned(source=source.shape, shape=shape, keep=trained.keep, agreement=None, disk_bytes=0)
     pruned = _write_draft(config, output, source, shape, selection, head, chunks, heldout)
-    shutil.rmtree(output.state, ignore_errors=True)
+    remove_state(output.state)
     return pruned
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from draftlab import provenance
 from draftlab.acceptance.expected import chain
+from draftlab.atomic import remove_state
 from draftlab.benchmark import run as benchmark
 from draftlab.config.base import OutputConfig
 from draftlab.config.distill import DistillConfig
@@ -90,7 +91,7 @@ def search(config: SearchConfig, output: Output) -> Search:
             shutil.copytree(output.state / part, directory / part)
         write_search(result, directory)
         output.record(directory, [target, source, *given], total_seconds=result.spent_seconds)
-    shutil.rmtree(output.state)
+    remove_state(output.state)
     return result
 
 

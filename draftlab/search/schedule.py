@@ -10,8 +10,8 @@ from statistics import median
 
 from pydantic import Field
 
+from draftlab.atomic import write_atomic
 from draftlab.errors import UserError
-from draftlab.files import write_atomic
 from draftlab.intervals import Interval
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape

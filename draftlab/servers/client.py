@@ -20,6 +20,7 @@ from draftlab.reading import parse_json, read_bytes
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import ADAPTERS, ROUNDING, Adapter, Answer, Completion, PromptLogprobs, checked_ids
+from draftlab.trust import without_secrets
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
@@ -67,7 +68,8 @@ class HttpClient:
         most_bytes: int = ANSWER_BYTES,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url, self.wait, self.seconds, self.most_bytes = url, wait, seconds, most_bytes
+        self.url, self.wait = without_secrets(url), wait  # the address as it is shown
+        self.seconds, self.most_bytes = seconds, most_bytes
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, follow_redirects=False)
 
@@ -174,29 +176,30 @@ class Server:
         """
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")) or not url.isprintable():
-            raise UserError(f"server {url!r} is not an address; want http://HOST:PORT")
+            raise UserError(f"server {url.rpartition('@')[2]!r} is not an address; want http://HOST:PORT")
         http = HttpClient(base, _read_key(api_key_file), wait)
         listing = http.get("/v1/models", tries=1)
         try:
             cards = {card["id"]: card for card in listing["data"]}
             name = next(iter(cards)) if model is None else model
         except (AttributeError, KeyError, TypeError, StopIteration):
-            raise UserError(f"{base} is not an OpenAI-compatible server: /v1/models lists no model") from None
+            raise UserError(f"{http.url} is not an OpenAI-compatible server: /v1/models lists no model") from None
         if name not in cards:
-            raise UserError(f"{base} serves no model {name!r}{did_you_mean(name, cards)}")
+            raise UserError(f"{http.url} serves no model {name!r}{did_you_mean(name, cards)}")
         if not _is_name(name) or name in (".", ".."):  # it names directories, and stands in scripts and pages
-            raise UserError(f"{base} calls its model {one_line(name, 80)!r}, which is no name")
+            raise UserError(f"{http.url} calls its model {one_line(name, 80)!r}, which is no name")
         owner = cards[name].get("owned_by")
         kind = owner if isinstance(owner, str) and owner in ADAPTERS else "openai"
         page = http.page(ADAPTERS[kind].about_path)
         try:
             version, max_length = ADAPTERS[kind].about(page, cards[name])
         except AttributeError:
-            raise UserError(f"{base}{ADAPTERS[kind].about_path} does not say what {kind} says there") from None
+            raise UserError(f"{http.url}{ADAPTERS[kind].about_path} does not say what {kind} says there") from None
         if not _is_name(version):
-            raise UserError(f"{base} gives {one_line(version, 80)!r} as its version")
+            raise UserError(f"{http.url} gives {one_line(version, 80)!r} as its version")
         if max_length is not None and (type(max_length) is not int or max_length < 1):
-            raise UserError(f"{base} takes {one_line(max_length, 80)!r} tokens at most, which is no number of tokens")
+            shown = one_line(max_length, 80)
+            raise UserError(f"{http.url} takes {shown!r} tokens at most, which is no number of tokens")
         return cls(kind=kind, model=name, version=version, max_length=max_length, http=http, workers=workers)
 
     def describe(self) -> str:

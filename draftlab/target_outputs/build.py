@@ -40,6 +40,9 @@ def build(config: OutputsBuildConfig, output: Output) -> Manifest:
     if sampling is not None and sampling.max_tokens < 1:
         raise UserError(f"--prompt-tokens {config.prompt_length} leaves nothing to write in {config.seq_len} tokens")
     top_logprobs = min(config.listed, _ids(directory, config.server))
+    if not config.answers:  # these end sooner than their limit
+        per_token = _bytes_per_token(config, top_logprobs, 1 if config.server else len(TEMPERATURES))
+        output.check_space(config.num_sequences * config.seq_len * per_token, "the outputs")
     target = open_target(config, directory, sampling, top_logprobs)
     write = _write_answers if config.answers else _write_rows
     manifest = write(config, output.out, target, sampling, top_logprobs)

@@ -7,27 +7,27 @@ agree with the list at its place: a shifted or foreign store is detected when it
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
+from draftlab.atomic import check_free, remove_left_overs, replacing, write_atomic
 from draftlab.config.shared import LossOn
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
-from draftlab.files import check_free, write_atomic
 from draftlab.model import checkpoint, saving
 from draftlab.reading import FileModel, read_model, reading_tensors
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.repeats import repeats
+from draftlab.trust import folder_name
 
 MANIFEST, HELDOUT = "manifest.json", "heldout"
 Logprobs = Literal["sampled", "raw", "none"]
@@ -35,6 +35,9 @@ TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of
     "top_ids": np.uint32, "top_logprobs": np.float16, "rest_logprob": np.float32, "token_logprob": np.float16,
     "normalizers": np.float32,
 }  # fmt: skip
+
+
+FolderName = Annotated[str, AfterValidator(lambda name: folder_name(name, "the target of stored outputs"))]
 
 
 class Shard(FileModel):
@@ -51,7 +54,7 @@ class Manifest(FileModel):
 
     version: Literal[1] = 1
     source: str  # draftlab, the server's kind and version, log, or paper
-    target: str
+    target: FolderName
     target_sha256: str | None  # None: the weights were elsewhere
     tokenizer_sha256: str
     vocab: int = Field(ge=1, le=1 << 24)  # ids that have a meaning
@@ -230,7 +233,8 @@ def vocabulary_sha256(directory: Path) -> str:
 def _claim(out: Path, manifest: Manifest) -> Manifest:
     """Return the manifest of the unfinished store in out, or this one if out is free."""
     if not (out / MANIFEST).exists():
-        check_free(out, force=False)
+        remove_left_overs(out / MANIFEST)  # of a build that was killed at its first write
+        check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)
     new, old = (json.loads(m.model_dump_json(exclude={"shards", "versions"})) for m in (manifest, existing))
@@ -245,12 +249,11 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
 
 def _add_shard(out: Path, manifest: Manifest, outputs: Sequence[TargetOutput]) -> Manifest:
     name = _shard_name(len(manifest.shards))
-    part = out / f".{name}.part"
     out.mkdir(parents=True, exist_ok=True)
     arrays = _arrays(outputs, manifest)
-    save_file(arrays, part)
-    shard = Shard(sequences=len(outputs), tokens=len(arrays["ids"]), sha256=provenance.file_sha256(part))
-    part.replace(out / name)
+    with replacing(out / name) as part:
+        save_file(arrays, part)
+        shard = Shard(sequences=len(outputs), tokens=len(arrays["ids"]), sha256=provenance.file_sha256(part))
     grown = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
     _write_manifest(out, grown)
     return grown
@@ -265,10 +268,10 @@ def _copy_vocabulary(folder: Path, tokenizer: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name in saving.TOKENIZER_FILES:
         if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, folder / name)
+            write_atomic(folder / name, (tokenizer / name).read_bytes())
     # config.json decides the tokenizer's class, and the class adds tokens of its own
     config = checkpoint.read_config(tokenizer) if (tokenizer / "config.json").is_file() else {}
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": logits_of(tokenizer)}))
+    write_atomic(folder / "config.json", json.dumps(config | {"vocab_size": logits_of(tokenizer)}))
 
 
 def logits_of(directory: Path) -> int:

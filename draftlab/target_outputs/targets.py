@@ -29,6 +29,7 @@ from draftlab.servers.adapters import Completion
 from draftlab.servers.client import Probe, Server
 from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, TargetOutput, padded, with_top
 from draftlab.target_outputs.store import Logprobs, logits_of
+from draftlab.trust import folder_name
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
 SEEDS = 256  # between prompts: a server counts the seed up over at most so many that it gets at once
@@ -188,8 +189,9 @@ class ServedTarget:
         return {"kind": self.server.kind, "version": self.server.version, "model": self.server.model}
 
     def info(self) -> TargetInfo:
+        name = folder_name(self.server.model, "the server's model")
         return TargetInfo(
-            source=f"{self.server.kind} {self.server.version}".strip(), target=Path(self.server.model).name,
+            source=f"{self.server.kind} {self.server.version}".strip(), target=name,
             target_sha256=None, vocab=self.vocab, dtype="as served", batch_size=self.server.workers,
             logprobs=LOGPROBS.get(self.probe.logprobs_mode, "none"), temperatures=(1.0,),
         )  # fmt: skip

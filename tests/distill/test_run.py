@@ -108,7 +108,7 @@ def test_a_killed_run_ends_where_the_whole_one_ends(tmp_path):
     assert records[-1].step == 8
 
 
-@pytest.mark.parametrize(("keep", "wanted"), [(1, [9]), (2, [6, 9]), (9, [3, 6, 9])])
+@pytest.mark.parametrize(("keep", "wanted"), [(1, [12]), (2, [9, 12]), (9, [3, 6, 9, 12])])
 def test_the_newest_checkpoints_are_kept(keep, wanted, tmp_path):
     go(tmp_path, altered(SETTINGS, save_total_limit=keep))
     assert sorted(int(p.name[5:]) for p in tmp_path.glob("step-*")) == wanted

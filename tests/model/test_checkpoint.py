@@ -13,7 +13,7 @@ from builders import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from draftlab import files, provenance
+from draftlab import atomic, provenance
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, saving, weights
 from draftlab.model.tokenizer import common_vocabulary, train_tokenizer
@@ -21,7 +21,7 @@ from draftlab.model.tokenizer import common_vocabulary, train_tokenizer
 
 def test_a_failed_write_leaves_nothing(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(TypeError), files.new_directory(out, force=False) as work:
+    with pytest.raises(TypeError), atomic.new_directory(out, force=False) as work:
         (work / "half").write_bytes(b"x" + (work / "half").touch())
     assert list(tmp_path.iterdir()) == []
 
@@ -30,7 +30,7 @@ def test_a_failed_replacement_keeps_the_old(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("x")
-    with pytest.raises(ZeroDivisionError), files.new_directory(out, force=True):
+    with pytest.raises(ZeroDivisionError), atomic.new_directory(out, force=True):
         raise ZeroDivisionError
     assert [p.name for p in out.iterdir()] == ["old"]
 
@@ -38,20 +38,20 @@ def test_a_failed_replacement_keeps_the_old(tmp_path):
 def test_force_replaces_and_without_it_nothing_is_overwritten(tmp_path):
     out = tmp_path / "out"
     for name in ("a", "b"):
-        with files.new_directory(out, force=name == "b") as work:
+        with atomic.new_directory(out, force=name == "b") as work:
             (work / name).write_text("x")
     assert [p.name for p in out.iterdir()] == ["b"]
     with pytest.raises(UserError, match="--force"):
-        files.check_free(out, force=False)
+        atomic.check_free(out, force=False)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_unwritable_place_is_refused_first(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="not a writable directory"):
-        files.check_free(tmp_path / "file" / "out", force=False)
+        atomic.check_free(tmp_path / "file" / "out", force=False)
     with pytest.raises(UserError, match="not a directory"):
-        files.check_free(tmp_path / "file", force=True)
+        atomic.check_free(tmp_path / "file", force=True)
 
 
 def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
@@ -59,13 +59,13 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
     code = f"""
         import resource, signal, torch
         from pathlib import Path
-        from draftlab import files
+        from draftlab import atomic
         from draftlab.model import saving
         from draftlab.errors import UserError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
         try:
-            with files.new_directory(Path({str(tmp_path / "out")!r}), force=False) as work:
+            with atomic.new_directory(Path({str(tmp_path / "out")!r}), force=False) as work:
                 saving.write_checkpoint(work, {{}}, [("w", torch.zeros(100_000))], None)
         except UserError as error:
             print(error)

@@ -1,0 +1,57 @@
+"""Tensors of unfinished runs, with their hash and their run's: damage and other runs' files are noticed."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftlab.atomic import replacing, run_identity
+from draftlab.errors import UserError
+
+
+def save(file: Path, tensors: Mapping[str, Tensor], run: str | None = None) -> None:
+    """Write tensors. run: identity of the run; None: of the one that claimed the folder of the file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    facts = {"sha256": _digest(whole), "run": run_identity(file.parent) if run is None else run}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as part:
+            save_file(whole, part, metadata=facts)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {file}: {' '.join(str(error).split())[:200]}") from error
+
+
+def load(file: Path, run: str | None = None) -> dict[str, Tensor]:
+    """Return the tensors that save wrote.
+
+    Raises:
+        UserError: the file is missing, damaged or another run's.
+    """
+    advice = f"--force starts again, or remove {file.parent}"
+    try:
+        with safe_open(file, framework="pt") as handle:
+            facts = handle.metadata() or {}
+        tensors = load_file(file)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:160]}); {advice}") from None
+    if facts.get("sha256") != _digest(tensors):
+        raise UserError(f"{file} is damaged: its hash is not the stored one; {advice}")
+    if facts.get("run") != (run_identity(file.parent) if run is None else run):
+        raise UserError(f"{file} is of another run; {advice}")
+    return tensors
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,62 @@
+"""What others decide: whether their code runs, and how their names, texts and addresses are written. No torch."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from urllib.parse import urlsplit
+
+from draftlab.errors import UserError
+
+_REMOTE_CODE = ContextVar("trust_remote_code", default=False)  # of the command that runs
+LONGEST_NAME = 200
+
+
+@contextlib.contextmanager
+def remote_code(trusted: bool) -> Iterator[None]:
+    """Let checkpoints run code of their own inside the block, or not."""
+    token = _REMOTE_CODE.set(trusted)
+    try:
+        yield
+    finally:
+        _REMOTE_CODE.reset(token)
+
+
+def trusts_remote_code() -> bool:
+    """Return the trust_remote_code to give to transformers."""
+    return _REMOTE_CODE.get()
+
+
+def printable(text: str) -> str:
+    """Return a text in which control characters, line breaks and marks of direction are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def checked_name(text: object, label: str) -> str:
+    """Return a name or version that a file or server gives. label: what it is, for the error.
+
+    Raises:
+        UserError: not a text, too long, or with characters that a terminal, a path or a script may misread.
+    """
+    if not isinstance(text, str) or not text or len(text) > LONGEST_NAME or not text.isprintable():
+        raise UserError(f"{label} is no name: {printable(repr(text)[:80])}")
+    return text
+
+
+def folder_name(text: str, label: str) -> str:
+    """Return a name as that of a folder: its last part.
+
+    Raises:
+        UserError: it would lead out of the folder.
+    """
+    name = checked_name(text, label).replace("\\", "/").rstrip("/").rpartition("/")[2]
+    if name in ("", ".", ".."):
+        raise UserError(f"{label} cannot name a folder: {text!r}")
+    return name
+
+
+def without_secrets(address: str) -> str:
+    """Return an address of the web without user, password, query and fragment; other texts as they are."""
+    if not address.startswith(("http://", "https://")):
+        return address
+    parts = urlsplit(address)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

@@ -1,0 +1,247 @@
+"""The campaign of faults: PYTHONPATH=tests python tests/chaos/campaign.py --results FOLDER --points 500 --seed 0.
+
+Every command is run whole once; then with a fault at a place that the seed draws, and again until it ends. It must end
+in the same files, leave nothing beside them, and say in one line what is wrong. Each result is a line of
+FOLDER/results.jsonl, and a campaign that was stopped goes on there. The table and JSON come last.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from faults import CRASHED, Fault, Kind, Running, digest, left_overs, run
+
+TEXT = [Path(__file__).parents[2] / "draftlab" / name for name in ("cli.py", "atomic.py", "output.py", "recipe.py")]
+SHORT = ["--steps", "4", "--batch-size", "2", "--seq-len", "32", "--eval-steps", "2", "--save-steps", "2"]
+SMALL = ["--calibration-tokens", "256", "--seq-len", "64"]
+KINDS: tuple[Kind, ...] = ("crash", "torn", "full", "kill", "term")
+MOST_TRIES = 4
+# name -> command and what it reads of the others; out is added. measured: times decide what is written
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "tokenizer": ("tokenizer", "--data", "text", "--vocab", "300", "--megabytes", "0.02"),
+    "prune": ("prune", "--source", "model", "--layers", "2", "--data", "text", *SMALL),
+    "distill": ("distill", "--draft", "made/prune", "--target", "model", "--data", "text", *SHORT),
+    "distill-lora": (
+        "distill", "--draft", "made/prune", "--target", "model", "--data", "text", "--lora-rank", "2", *SHORT
+    ),
+    "distill-target-text": (
+        "distill", "--draft", "made/prune", "--target", "model", "--data", "text", "--text", "target", *SHORT,
+        "--prompt-tokens", "8",
+    ),
+    "train": ("train", "--model", "made/prune", "--data", "text", *SHORT),
+    "outputs": (
+        "outputs build", "--target", "model", "--data", "text", "--num-sequences", "300", "--seq-len", "24",
+        "--top-logprobs", "4",
+    ),
+    "texts": (
+        "outputs build", "--use", "replay", "--target", "model", "--data", "text", "--num-prompts", "40",
+        "--prompt-tokens", "8", "--max-new-tokens", "8",
+    ),
+    "distill-outputs": (
+        "distill", "--draft", "made/prune", "--outputs", "made/outputs", "--steps", "4", "--batch-size", "2",
+        "--save-steps", "2",
+    ),
+    "replay": ("replay", "made/texts", "--draft", "made/prune"),
+    "export": ("export", "made/prune", "--target", "model"),
+    "gguf": ("export", "made/prune", "--target", "model", "--to", "gguf", "--outtype", "f32"),
+    "import": ("import", "made/gguf/prune-f32.gguf"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """verdict: passed, or what was wrong."""
+
+    command: str
+    kind: str
+    n: int
+    limit: int
+    verdict: str
+
+
+class Campaign:
+    """A folder with a model, a text and every command's output, which the faulty runs are compared with."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.folder, self.wholes, self.changes, self.millis = folder, {}, {}, {}
+        (folder / "made").mkdir(parents=True, exist_ok=True)
+        if not (folder / "model").exists():
+            make_model(folder / "model")
+            (folder / "text").mkdir()
+            for file in TEXT:
+                shutil.copyfile(file, folder / "text" / f"{file.stem}.txt")
+        for name in names:
+            self._whole(name)
+
+    def _whole(self, name: str) -> None:
+        running = Running(self.arguments(name, f"made/{name}"), self.folder)
+        ended = running.wait()
+        if ended.code and "exists and is not empty" not in ended.error:
+            raise SystemExit(f"{name} fails without a fault: {ended.error}")
+        if ended.code:  # of a campaign before
+            shutil.rmtree(self.folder / "made" / name)
+            return self._whole(name)
+        self.millis[name] = int(1000 * (time.monotonic() - running.started_at))
+        self.changes[name], self.wholes[name] = ended.changes, digest(self.folder / "made" / name)
+        return None
+
+    def arguments(self, name: str, out: str) -> list[str]:
+        first, *others = COMMANDS[name]
+        return [*first.split(), *others, "--out", out]
+
+    def attempt(self, name: str, fault: Fault) -> str:
+        """Run a command with a fault, and then until it ends; return the verdict."""
+        with self.room() as room:
+            ended = run(self.arguments(name, "out"), room, fault)
+            if verdict := _complaint(ended.code, ended.error, fault):
+                return verdict
+            for _ in range(MOST_TRIES):
+                if ended.code == 0:
+                    break
+                ended = run(self.arguments(name, "out"), room)
+                if ended.code == 1 and "exists and is not empty" in ended.error:
+                    break  # the fault came after the output was in its place
+                if ended.code:
+                    return f"cannot go on: {ended.message[:200]}"
+            if digest(room / "out") != self.wholes[name]:
+                return f"other files: {_differing(digest(room / 'out'), self.wholes[name])}"
+            if ended.code == 0 and (left := left_overs(room)):
+                return f"left over: {left[0]}"
+        return "passed"
+
+    def pair(self, name: str, delay_ms: int) -> str:
+        """Run a command twice at once: one must lose with one line, or come too late."""
+        with self.room() as room:
+            first = Running(self.arguments(name, "out"), room)
+            time.sleep(delay_ms / 1000)
+            second = Running(self.arguments(name, "out"), room)
+            ended = [first.wait(), second.wait()]
+            for one in ended:
+                if "Traceback" in one.error:
+                    return f"traceback: {one.message[:200]}"
+            if all(one.code for one in ended):
+                return f"both lose: {ended[0].message[:100]} / {ended[1].message[:100]}"
+            if digest(room / "out") != self.wholes[name]:
+                return "other files"
+            return f"left over: {left[0]}" if (left := left_overs(room)) else "passed"
+
+    def room(self):
+        """Return a folder with the inputs, as links, that vanishes."""
+        return _Room(self.folder)
+
+
+class _Room:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Path:
+        self.path = Path(tempfile.mkdtemp(prefix="room-", dir=self.folder))
+        for name in ("model", "text", "made"):
+            (self.path / name).symlink_to(self.folder / name)
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path)
+
+
+def make_model(folder: Path) -> None:
+    """Write a random model of five layers with a small tokenizer."""
+    from builders import SIZES, TOKENIZER_TEXT, build
+
+    from draftlab.model.tokenizer import train_tokenizer
+
+    build("llama").save_pretrained(folder)
+    train_tokenizer(TOKENIZER_TEXT, SIZES["vocab_size"], folder)
+
+
+def draw(campaign: Campaign, points: int, seed: int) -> list[tuple[str, Fault | None, int]]:
+    """Return which command gets which fault; None: a pair, with its delay in milliseconds."""
+    rng, plan = random.Random(seed), []
+    names = list(campaign.wholes)
+    for number in range(points):
+        name = names[number % len(names)]
+        kind = rng.choice([*KINDS, "pair"])
+        n = rng.randint(1, max(1, campaign.changes[name]))
+        millis = rng.randint(1, max(2, campaign.millis[name]))
+        limit = rng.choice([0, 1, 100, 5000])
+        if kind == "pair":
+            plan.append((name, None, millis))
+        elif kind in ("kill", "term"):
+            plan.append((name, Fault(kind, millis), millis))
+        else:
+            plan.append((name, Fault(kind, n, limit if kind != "crash" else 0), 0))
+    return plan
+
+
+def go(campaign: Campaign, points: int, seed: int, results: Path) -> list[Result]:
+    """Run what results lacks of a plan, and append each verdict to it."""
+    done = [Result(**json.loads(line)) for line in results.read_text().splitlines()] if results.exists() else []
+    for name, fault, millis in draw(campaign, points, seed)[len(done) :]:
+        try:
+            verdict = campaign.pair(name, millis) if fault is None else campaign.attempt(name, fault)
+        except TimeoutError as error:
+            verdict = f"hangs: {error}"
+        fault = fault or Fault()
+        done.append(
+            Result(name, "pair" if fault.kind == "none" else fault.kind, fault.n or millis, fault.limit, verdict)
+        )
+        with results.open("a") as stream:
+            stream.write(json.dumps(asdict(done[-1])) + "\n")
+    return done
+
+
+def table(results: list[Result]) -> str:
+    tried, passed = Counter(r.kind for r in results), Counter(r.kind for r in results if r.verdict == "passed")
+    lines = ["| fault | tried | passed |", "|---|---:|---:|", *(f"| {k} | {tried[k]} | {passed[k]} |" for k in tried)]
+    failed = [f"{r.command}, {r.kind} {r.n} {r.limit}: {r.verdict}" for r in results if r.verdict != "passed"]
+    return "\n".join([*lines, *failed])
+
+
+def _complaint(code: int, error: str, fault: Fault) -> str:
+    """Return what is wrong with how a faulty run ended; '' if nothing is."""
+    if "Traceback" in error:
+        return f"traceback: {error.strip().splitlines()[-1][:200]}"
+    wanted = {"crash": (CRASHED,), "torn": (-25,), "full": (1,), "kill": (-9,), "term": (130,)}.get(fault.kind, ())
+    if code not in (0, *wanted) and not (fault.kind == "term" and code == -15):  # before Python's handler is there
+        return f"exit {code}: {error.strip()[-200:]}"
+    return ""
+
+
+def _differing(found: dict[str, str], wanted: dict[str, str]) -> str:
+    return ", ".join(sorted({name for name, _ in found.items() ^ wanted.items()})[:4])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Break commands at every point, and look at what they leave.")
+    parser.add_argument("--results", type=Path, default=Path("runs/chaos"))
+    parser.add_argument("--points", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commands", default=",".join(COMMANDS))
+    chosen = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import draftlab.distill.distill
+    import draftlab.export.run
+    import draftlab.target_outputs.build  # noqa: F401
+
+    folder = chosen.results.absolute()
+    campaign = Campaign(folder, chosen.commands.split(","))
+    results = go(campaign, chosen.points, chosen.seed, folder / f"results-{chosen.seed}.jsonl")
+    print(table(results))
+    failed = sum(result.verdict != "passed" for result in results)
+    print(json.dumps({"points": len(results), "failed": failed, "seed": chosen.seed}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""State of an unfinished run: every bit comes back, damage and other runs' checkpoints do not; no pickles."""
+
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from draftlab.atomic import claim_state
+from draftlab.distill import checkpointer, distributed, run, sealed
+from draftlab.distill.checkpointer import BEST, Best, Training
+from draftlab.errors import UserError
+from draftlab.trust import remote_code
+
+
+def training(seed: int = 0) -> Training:
+    """Two optimizers after a step, random generators in the middle of their streams, and a frozen layer."""
+    torch.manual_seed(seed)
+    accelerator = distributed.new_accelerator("float32", 1.0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).requires_grad_(False))
+    optimizers = [torch.optim.AdamW([module[0].weight]), torch.optim.SGD([module[0].bias], momentum=0.9)]
+    prepared, *optimizers = accelerator.prepare(module, *optimizers)
+    return Training(accelerator=accelerator, module=prepared, optimizers=optimizers, counters=[Best()])
+
+
+def step(one: Training) -> list[float]:
+    """Take a step on random input; return what decides the next ones."""
+    one.module(torch.randn(8, 3)).square().sum().backward()
+    for optimizer in one.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [value.double().sum().item() for value in one.module.state_dict().values()]
+    return [*weights, random.random(), np.random.random(), random.gauss(0, 1), np.random.standard_normal()]
+
+
+@pytest.fixture
+def state(tmp_path) -> Path:
+    """A state with a checkpoint after step 1."""
+    state = tmp_path / ".out.state"
+    claim_state(state, {"lr": 1.0})
+    one = training()
+    step(one)
+    best: Any = one.counters[0]
+    best.offer(0.5, 1, one.accelerator, one.module, state)
+    one.save(state, 1, 1)
+    return state
+
+
+def test_what_comes_back_goes_on_in_the_same_bits(tmp_path):
+    state = tmp_path / ".out.state"
+    claim_state(state, {})
+    one = training()
+    step(one)
+    random.gauss(0, 1)  # one of a pair is kept for the next call
+    best: Any = one.counters[0]
+    best.offer(math.pi, 1, one.accelerator, one.module, state)
+    one.save(state, 1, 1)
+    wanted = [step(one), step(one)]
+    other = training(7)
+    random.seed(9)
+    np.random.seed(9)
+    checkpoint = other.restore(state)
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    other.module[2].load_state_dict(one.module[2].state_dict())  # frozen: the inputs' own
+    assert [step(other), step(other)] == wanted
+    assert vars(other.counters[0]) == {"metric": math.pi, "step": 1, "evaluations_since": 0}
+
+
+def test_a_checkpoint_has_no_pickle(state):
+    kinds = {file.suffix for file in state.rglob("*") if file.is_file()}
+    assert kinds == {".safetensors", ".json"}
+    assert not list(state.glob(".*"))
+
+
+def test_every_damaged_byte_is_noticed(state):
+    rng = random.Random(0)
+    files = list(state.rglob("*.safetensors"))
+    for file in files:
+        whole = file.read_bytes()
+        for at in (8, len(whole) - 1, rng.randrange(len(whole))):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+            with pytest.raises(UserError, match=r"--force starts again"):
+                training().restore(state)
+        file.write_bytes(b"")
+        with pytest.raises(UserError, match=r"--force starts again"):
+            training().restore(state)
+        file.write_bytes(whole)
+    assert training().restore(state) is not None
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "random-0.safetensors", "optimizer-1.safetensors"])
+def test_a_missing_file_is_noticed(state, name):
+    (state / "step-00000001" / name).unlink()
+    with pytest.raises(UserError, match=r"is damaged.*--force starts again"):
+        training().restore(state)
+
+
+@pytest.mark.parametrize("moved", ["step-00000001", BEST])
+def test_the_checkpoint_of_another_run_is_not_resumed(state, tmp_path, moved):
+    other = tmp_path / ".other.state"
+    claim_state(other, {"lr": 2.0})
+    one = training()
+    best: Any = one.counters[0]
+    best.offer(0.5, 1, one.accelerator, one.module, other)
+    one.save(other, 1, 1)
+    target = other / moved
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    (state / moved).rename(target)
+    with pytest.raises(UserError, match="is of another run; --force starts again"):
+        training().restore(other)
+
+
+def test_the_end_of_training_needs_no_weights(state):
+    one = training()
+    one.save(state, 2, 1, ended=True)
+    checkpoint = training().restore(state)
+    assert checkpoint is not None
+    assert checkpoint.ended
+    assert [file.name for file in (state / "step-00000002").iterdir()] == ["checkpoint.json"]
+
+
+def test_pickles_of_sharded_training_need_trust(state, monkeypatch):
+    one = training()
+    monkeypatch.setattr(type(one.accelerator), "distributed_type", DistributedType.FSDP)
+    loaded = []
+    monkeypatch.setattr(one.accelerator, "load_state", loaded.append)
+    with pytest.raises(UserError, match="can run code; give --trust-remote-code if it is yours"):
+        one.restore(state)
+    assert not loaded
+    with remote_code(True):
+        one.restore(state)
+    assert loaded == [str(state / "step-00000001")]
+
+
+def test_a_log_is_read_up_to_the_half_line_of_a_kill(tmp_path):
+    log = tmp_path / run.LOG
+    lines = '{"step": 0, "tokens": 1, "loss": 1.0, "cross_entropy": 1.0}\n'
+    log.write_text(lines + '{"step": 1, "lo')
+    assert [record.step for record in run.read_log(log)] == [0]
+    log.write_text(lines + "half\n" + lines)
+    with pytest.raises(UserError, match=r"log.jsonl:2 is damaged; --force starts again"):
+        run.read_log(log)
+    log.write_text("")
+    with pytest.raises(UserError, match="lacks its first lines"):
+        run.read_log(log)
+
+
+def test_tensors_of_every_kind_are_sealed(tmp_path):
+    tensors = {
+        "number": torch.tensor(3.0), "none": torch.empty(0, 4), "ids": torch.tensor([1, 2], dtype=torch.uint32),
+        "half": torch.ones(3, dtype=torch.bfloat16), "flag": torch.tensor([True]), "turned": torch.ones(2, 3).T,
+    }  # fmt: skip
+    sealed.save(tmp_path / "x.safetensors", tensors)
+    found = sealed.load(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_checkpoints_say_what_cannot_be_written(state, monkeypatch):
+    monkeypatch.setattr(sealed, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(UserError, match=r"cannot write a checkpoint to .*No space left"):
+        training().save(state, 2, 1)
+    assert [path.name for path in checkpointer._checkpoints(state)] == ["step-00000001"]
+    assert not (state / "writing").exists()

@@ -1,0 +1,240 @@
+"""Writing: whole or not at all, by one process, never over finished work; states belong to one run."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftlab import atomic, workspace
+from draftlab.errors import UserError
+
+
+def in_child(work) -> int:
+    """Run work in a forked process and return how it ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except UserError:
+            os._exit(1)
+        except BaseException:
+            os._exit(2)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def limited(size: int, *, deadly: bool) -> None:
+    """Let no file grow beyond size bytes: a write beyond it kills, or fails as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL if deadly else signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+@pytest.mark.parametrize("deadly", [True, False])
+def test_a_file_is_the_old_or_the_new_one_and_nothing_is_left(tmp_path, deadly):
+    file = tmp_path / "file.json"
+    atomic.write_atomic(file, "old")
+
+    def torn():
+        limited(10, deadly=deadly)
+        atomic.write_atomic(file, "n" * 1000)
+
+    assert in_child(torn) in (-signal.SIGXFSZ, 2)
+    assert file.read_text() == "old"
+    atomic.write_atomic(file, "new")
+    assert file.read_text() == "new"
+    assert hidden(tmp_path) == []
+
+
+def test_a_kill_between_the_two_renames_of_force_loses_nothing(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with atomic.new_directory(out, force=False) as work:
+        (work / "kept").write_text("old")
+
+    def killed():
+        rename = Path.rename
+
+        def stop(self, target):
+            if self.name == atomic.NEW:
+                os._exit(9)
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "rename", stop)
+        with atomic.new_directory(out, force=True) as work:
+            (work / "kept").write_text("new")
+
+    assert in_child(killed) == 9
+    assert not out.exists()
+    atomic.remove_left_overs(out)
+    assert (out / "kept").read_text() == "old"
+    assert hidden(tmp_path) == []
+
+
+def test_of_two_writers_the_slower_one_loses(tmp_path):
+    out = tmp_path / "out"
+
+    def write(text: str, meanwhile=lambda: None):
+        with atomic.new_directory(out, force=False) as work:
+            (work / "file").write_text(text)
+            meanwhile()
+
+    with pytest.raises(UserError, match="was written by another process meanwhile"):
+        write("slow", lambda: write("fast"))
+    assert (out / "file").read_text() == "fast"
+    assert hidden(tmp_path) == []
+
+
+def test_an_output_is_made_by_one_process_at_a_time(tmp_path):
+    out = tmp_path / "runs" / "out"
+
+    def other():
+        with atomic.locked(out):
+            pass
+
+    with atomic.locked(out):
+        assert in_child(other) == 1
+        with pytest.raises(UserError, match=rf"made by another draftlab \(process {os.getpid()}\); wait for it"):
+            other()
+    assert in_child(other) == 0
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_killed_owner_blocks_nobody(tmp_path):
+    def killed():
+        with atomic.locked(tmp_path / "out"), atomic.new_directory(tmp_path / "out", force=False):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(killed) == -signal.SIGKILL
+    assert len(hidden(tmp_path)) == 2
+    with atomic.locked(tmp_path / "out"):
+        assert hidden(tmp_path) == [".out.lock"]
+    assert hidden(tmp_path) == []
+
+
+def test_the_lock_says_that_nothing_can_be_written(tmp_path):
+    def full():
+        limited(0, deadly=False)
+        with atomic.locked(tmp_path / "out"):
+            pass
+
+    assert in_child(full) == 1
+    assert hidden(tmp_path) == []
+
+
+def test_a_log_has_whole_lines_only(tmp_path):
+    log = tmp_path / "log.jsonl"
+    atomic.append_line(log, '{"step": 1}')
+
+    def full():
+        limited(20, deadly=False)
+        atomic.append_line(log, '{"step": 2}')
+
+    assert in_child(full) == 1
+    assert log.read_text() == '{"step": 1}\n'
+    with log.open("a") as stream:
+        stream.write('{"st')  # what a kill leaves
+    atomic.append_line(log, '{"step": 2}')
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_files_have_the_modes_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with atomic.new_directory(tmp_path / "out", force=False) as work:
+            os.close(os.open(work / "weights", os.O_CREAT | os.O_WRONLY, 0o600))
+        atomic.write_atomic(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    modes = [
+        oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out", tmp_path / "out/weights", tmp_path / "file")
+    ]
+    assert modes == ["0o750", "0o640", "0o640"]
+
+
+def test_a_state_belongs_to_one_run(tmp_path):
+    state = tmp_path / ".out.state"
+    atomic.claim_state(state, {"lr": 1.0})
+    atomic.claim_state(state, {"lr": 2.0})  # nothing was done yet
+    (state / "work").write_text("half")
+    atomic.claim_state(state, {"lr": 2.0})
+    assert (state / "work").exists()
+    with pytest.raises(UserError, match=r"lr = 2\.0, and this run has 1\.0; repeat that command to resume it"):
+        atomic.claim_state(state, {"lr": 1.0})
+    atomic.claim_state(state, {"lr": 1.0}, force=True)
+    assert not (state / "work").exists()
+
+
+@pytest.mark.parametrize("damage", ['{"lr": 1', "", "[]", None])
+def test_a_state_without_a_readable_claim_is_not_resumed(tmp_path, damage):
+    state = tmp_path / ".out.state"
+    atomic.claim_state(state, {"lr": 1.0})
+    (state / "step-1").mkdir()
+    (state / atomic.STATE_RECORD).unlink() if damage is None else (state / atomic.STATE_RECORD).write_text(damage)
+    with pytest.raises(UserError, match="missing or damaged; --force starts again"):
+        atomic.claim_state(state, {"lr": 1.0})
+    atomic.claim_state(state, {"lr": 1.0}, force=True)
+    assert [path.name for path in state.iterdir()] == [atomic.STATE_RECORD]
+
+
+def test_a_state_vanishes_at_once(tmp_path, monkeypatch):
+    state = tmp_path / ".out.state"
+    atomic.claim_state(state, {})
+    (state / "step-1").mkdir()
+
+    def killed():
+        monkeypatch.setattr("draftlab.atomic.shutil.rmtree", lambda *_, **__: os._exit(9))
+        atomic.remove_state(state)
+
+    assert in_child(killed) == 9
+    assert not state.exists()
+    atomic.claim_state(state, {})
+    assert hidden(tmp_path) == [".out.state"]
+
+
+def test_a_full_disk_is_said_before_the_work(tmp_path):
+    with pytest.raises(UserError, match=r"the draft takes 1e\+12 GB, and the disk of .* has .* GB left"):
+        atomic.check_space(tmp_path / "out", 10**21, "the draft")
+    atomic.check_space(tmp_path / "out", 1, "the draft")
+
+
+def test_the_newest_output_is_a_finished_one(tmp_path):
+    record = {
+        "command": "prune", "config": {}, "inputs": {}, "versions": {}, "created": "2026-01-01", "seconds": 1.0,
+        "peak_memory_bytes": 1,
+    }  # fmt: skip
+    for name in ("done", ".half.writing-abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "draftlab.json").write_text(json.dumps(record | {"created": f"2026 {name}"}))
+    assert workspace.newest(tmp_path, ("prune",)) == tmp_path / "done"
+
+
+def test_files_are_put_in_place_in_one_module_only():
+    """os.replace, rename and temporary files beside outputs are atomic.py's; others say where they are not."""
+    package = Path(atomic.__file__).parent
+    ways = ("os.replace", "os.rename", "mkstemp", "mkdtemp", '.part"', '.with_suffix(".writing")')
+    users = {
+        str(file.relative_to(package)): [way for way in ways if way in file.read_text()]
+        for file in package.rglob("*.py")
+    }
+    assert {name for name, found in users.items() if found} == {"atomic.py"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_command_says_what_is_kept_and_leaves_nothing(tmp_path, number):
+    code = (
+        f"import os, signal, sys; from draftlab import cli; from draftlab.model import hub\n"
+        f"hub.check_data = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+        "sys.argv = ['draftlab', *'train --model tiny --data x --out runs/out'.split()]; cli.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 130
+    assert ended.stderr == "interrupted; nothing unfinished is kept: the same command starts again\n"
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,192 @@
+"""Trust: what folders and servers say is no code, leads nowhere, and shows itself as it is."""
+
+import json
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from builders import build
+
+from draftlab.commands import COMMANDS
+from draftlab.config.distill import DistillConfig
+from draftlab.config.score import ScoreServersConfig
+from draftlab.errors import UserError
+from draftlab.export import card, scripts
+from draftlab.model import checkpoint, native_cpu
+from draftlab.target_outputs.store import Manifest
+from draftlab.trust import checked_name, folder_name, printable, remote_code, trusts_remote_code, without_secrets
+
+HOSTILE = "0.32\ntouch X #\x1b]0;owned\x07"
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[2J", "‮gpj", "a" * 201, None, 3, ["x"]])
+def test_names_with_other_meanings_are_refused(name):
+    with pytest.raises(UserError, match="its version is no name"):
+        checked_name(name, "its version")
+
+
+@pytest.mark.parametrize(("name", "folder"), [("meta/Llama-3", "Llama-3"), ("a\\b", "b"), ("x/", "x"), ("/m/q/", "q")])
+def test_a_server_names_one_folder(name, folder):
+    assert folder_name(name, "the model") == folder
+
+
+@pytest.mark.parametrize("name", ["..", "a/..", ".", "/"])
+def test_no_name_leads_out_of_its_folder(name):
+    with pytest.raises(UserError, match="cannot name a folder"):
+        folder_name(name, "the model")
+
+
+def test_a_manifest_cannot_lead_out_of_its_store():
+    field = Manifest.model_fields["target"]
+    with pytest.raises(UserError, match="cannot name a folder"):
+        field.metadata[0].func("..")
+
+
+@pytest.mark.parametrize(
+    "address", ["http://user:SECRET@host:8000/v1", "https://host/x?token=SECRET", "http://host#SECRET"]
+)
+def test_secrets_stay_out_of_what_is_written(address):
+    config = ScoreServersConfig.build({"server": address, "speculative_server": address, "target": "tiny"})
+    written = json.dumps(config.settings()) + config.command_line("score-servers") + without_secrets(address)
+    assert "SECRET" not in written
+    assert "user" not in written
+    assert "host" in written
+
+
+def test_scripts_have_no_line_that_others_wrote():
+    for runtime in ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers"):
+        _, text = scripts.script(
+            runtime, target="a\nid #", k=3, k_reason=f"measured with vllm {HOSTILE}", gguf="x.gguf"
+        )
+        _, plain = scripts.script(runtime, target="a id", k=3, k_reason="measured", gguf="x.gguf")
+        assert len(text.splitlines()) == len(plain.splitlines())
+        assert printable(text.replace("\n", "")) == text.replace("\n", "")
+
+
+def test_a_card_is_yaml_of_two_keys_whatever_the_target_is_called():
+    facts = card.Card(
+        name=f"draft {HOSTILE}", target="a: b\nlicense: mit", kind="draft model", summary="1M", commands=[HOSTILE],
+        heldout=None, scores=[], script=("serve.sh", "one\ntwo"), verified="",
+    )  # fmt: skip
+    text = facts.text()
+    _, head, body = text.split("---\n", 2)
+    assert set(yaml.safe_load(head)) == {"base_model", "tags"}
+    assert "\x1b" not in text
+    assert "one\ntwo" in body
+    assert "base_model: meta-llama/Llama-3.1-8B\n" in replace(facts, target="meta-llama/Llama-3.1-8B").text()
+
+
+def remote_checkpoint(folder: Path, tokenizer_dir: Path) -> Path:
+    """A checkpoint whose configuration names code beside it, which leaves a file."""
+    build("llama").save_pretrained(folder)
+    for file in tokenizer_dir.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": auto_map}))
+    (folder / "code.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w').close()\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig):\n    model_type = 'own'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    return folder
+
+
+def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path, tokenizer_dir, monkeypatch):
+    folder = remote_checkpoint(tmp_path / "own", tokenizer_dir)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for command in ("check", "prune", "distill", "score"):
+        settings = {"draft": {"check": str(folder), "distill": str(folder), "score": [str(folder)]}.get(command)}
+        settings = {"source": str(folder), "layers": 2} if command == "prune" else settings
+        settings |= {} if command == "prune" else {"target": str(folder)}
+        settings |= {} if command == "check" else {"out": tmp_path / "out"}
+        with pytest.raises(UserError):
+            COMMANDS[command](**settings)
+    assert not (folder / "ran").exists()
+
+
+def test_trust_holds_for_one_command_and_is_not_written(tmp_path):
+    assert not trusts_remote_code()
+    with remote_code(True):
+        assert trusts_remote_code()
+    assert not trusts_remote_code()
+    config = DistillConfig.build({"draft": "tiny", "target": "tiny", "trust_remote_code": True})
+    assert "trust_remote_code" not in config.settings()
+    record = {
+        "command": "distill", "config": {"draft": "tiny", "trust_remote_code": True}, "inputs": {}, "versions": {},
+        "created": "", "seconds": 0.0, "peak_memory_bytes": 0,
+    }  # fmt: skip
+    (tmp_path / "draftlab.json").write_text(json.dumps(record))
+    assert DistillConfig.of_file(tmp_path, "distill") == {"draft": "tiny"}
+
+
+class Bomb:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return (Path.touch, (self.file,))
+
+
+def test_pickled_weights_are_not_loaded(tmp_path, tokenizer_dir):
+    folder = tmp_path / "pickled"
+    build("llama").save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Bomb(tmp_path / "ran")}))
+    import torch
+
+    with pytest.raises(UserError):
+        checkpoint.load_model(folder, torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The folder of native builds, in an empty home."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".cache" / "draftlab"
+
+
+def small_build(folder: Path) -> list[str]:
+    """A compiler command for a library of one function."""
+    (folder / "small.cpp").write_text('extern "C" int one() { return 1; }\n')
+    return ["c++", "-shared", "-fPIC", str(folder / "small.cpp")]
+
+
+def test_a_native_build_is_used_only_as_it_was_compiled(cache):
+    compile = small_build(cache.parents[1])
+    file = native_cpu._private(cache) / "native-x.so"
+    native_cpu._compiled(compile, file)
+    whole = file.read_bytes()
+    for damage in (b"", whole[: len(whole) // 2], whole[:-1]):
+        file.write_bytes(damage)
+        native_cpu._compiled(compile, file)
+        assert file.read_bytes() == whole
+
+
+def test_a_folder_that_others_write_to_is_no_cache(cache):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(OSError, match="others can write there"):
+        native_cpu._private(cache)
+    cache.rmdir()
+    cache.symlink_to(cache.parent)
+    with pytest.raises(OSError, match="others can write there"):
+        native_cpu._private(cache)
+
+
+def test_a_home_that_cannot_be_written_costs_a_note(tmp_path, monkeypatch, capsys):
+    small_build(tmp_path)
+    monkeypatch.setattr(native_cpu, "SOURCE", tmp_path / "small.cpp")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", os.devnull)
+    native_cpu.library.cache_clear()
+    try:
+        assert native_cpu.library()
+    finally:
+        native_cpu.library.cache_clear()
+    assert "for this process alone" in capsys.readouterr().err

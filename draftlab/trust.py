@@ -58,5 +58,8 @@ def without_secrets(address: str) -> str:
     """Return an address of the web without user, password, query and fragment; other texts as they are."""
     if not address.startswith(("http://", "https://")):
         return address
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return f"{address.partition('://')[0]}://..."
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

@@ -5,6 +5,7 @@ import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -98,13 +99,16 @@ def remote_checkpoint(folder: Path, tokenizer_dir: Path) -> Path:
 def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path, tokenizer_dir, monkeypatch):
     folder = remote_checkpoint(tmp_path / "own", tokenizer_dir)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for command in ("check", "prune", "distill", "score"):
-        settings = {"draft": {"check": str(folder), "distill": str(folder), "score": [str(folder)]}.get(command)}
-        settings = {"source": str(folder), "layers": 2} if command == "prune" else settings
-        settings |= {} if command == "prune" else {"target": str(folder)}
-        settings |= {} if command == "check" else {"out": tmp_path / "out"}
+    own = str(folder)
+    settings: dict[str, dict[str, Any]] = {
+        "check": {"draft": own, "target": own},
+        "prune": {"source": own, "layers": 2, "out": tmp_path / "out"},
+        "distill": {"draft": own, "target": own, "out": tmp_path / "out"},
+        "score": {"draft": [own], "target": own, "out": tmp_path / "out"},
+    }
+    for command, given in settings.items():
         with pytest.raises(UserError):
-            COMMANDS[command](**settings)
+            COMMANDS[command](**given)
     assert not (folder / "ran").exists()
 
 

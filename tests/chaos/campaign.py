@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from faults import CRASHED, Fault, Kind, Running, digest, left_overs, run
 
@@ -168,7 +169,7 @@ def draw(campaign: Campaign, points: int, seed: int) -> list[tuple[str, Fault | 
     names = list(campaign.wholes)
     for number in range(points):
         name = names[number % len(names)]
-        kind = rng.choice([*KINDS, "pair"])
+        kind: Kind | Literal["pair"] = rng.choice([*KINDS, "pair"])
         n = rng.randint(1, max(1, campaign.changes[name]))
         millis = rng.randint(1, max(2, campaign.millis[name]))
         limit = rng.choice([0, 1, 100, 5000])

@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["none", "crash", "torn", "full", "kill", "term"]
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate", "os.symlink")
@@ -154,7 +154,7 @@ class _Changes:
     def __init__(self, folder: Path, fault: Fault) -> None:
         self.folder, self.fault, self.count, self.armed = str(folder), fault, 0, True
 
-    def __call__(self, event: str, values: tuple[object, ...]) -> None:
+    def __call__(self, event: str, values: tuple[Any, ...]) -> None:
         if not self.armed or not (event in CHANGES or (event == "open" and _writes(values))):
             return
         path = os.fsdecode(values[0]) if isinstance(values[0], str | bytes | os.PathLike) else ""
@@ -169,6 +169,6 @@ class _Changes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.fault.limit, resource.RLIM_INFINITY))
 
 
-def _writes(values: tuple[object, ...]) -> bool:
+def _writes(values: tuple[Any, ...]) -> bool:
     flags = values[2] if len(values) > 2 else 0
     return isinstance(flags, int) and bool(flags & WRITING) and not isinstance(values[0], int)

@@ -85,7 +85,11 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: name a directory to make")
-    if out.exists() and not out.is_dir():
+    try:
+        exists = out.exists()
+    except OSError as error:  # a name that is too long
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    if exists and not out.is_dir():
         raise UserError(f"{out} exists and is not a directory")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
@@ -118,20 +122,17 @@ def locked(out: Path) -> Iterator[None]:
         yield
         return
     file = out.with_name(f".{out.name}.lock")
-    try:
-        with _parents(out):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_parents(out))
             handle = _acquire(file, out)
-            try:
-                for path in (out, state_directory(out)):
-                    remove_left_overs(path)
-                yield
-            finally:
-                file.unlink(missing_ok=True)
-                os.close(handle)
-    except OSError as error:
-        if error.filename != str(file):
-            raise
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
+        except OSError as error:
+            raise UserError(f"cannot write {out}: {error.strerror}") from None
+        stack.callback(os.close, handle)
+        stack.callback(file.unlink, missing_ok=True)
+        for path in (out, state_directory(out)):
+            remove_left_overs(path)
+        yield
 
 
 def state_directory(out: Path) -> Path:
@@ -275,19 +276,15 @@ def _acquire(file: Path, out: Path) -> int:
                 raise
             note(f"{file.parent} has no locks: take care that no other process makes {out.name}")
         if file.exists() and os.path.samestat(os.fstat(handle), file.stat()):  # else its owner just removed it
-            _write_all(handle, str(os.getpid()).encode(), file)
+            try:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, str(os.getpid()).encode(), 0)
+            except OSError:
+                file.unlink(missing_ok=True)
+                os.close(handle)
+                raise
             return handle
         os.close(handle)
-
-
-def _write_all(handle: int, data: bytes, file: Path) -> None:
-    try:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, data, 0)
-    except OSError as error:
-        os.close(handle)
-        file.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(file)) from None
 
 
 def _claim_of(record: Path) -> dict[str, object] | None:

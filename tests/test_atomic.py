@@ -238,3 +238,8 @@ def test_an_interrupted_command_says_what_is_kept_and_leaves_nothing(tmp_path, n
     assert ended.returncode == 130
     assert ended.stderr == "interrupted; nothing unfinished is kept: the same command starts again\n"
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="File name too long"):
+        atomic.check_free(tmp_path / ("x" * 300), force=False)

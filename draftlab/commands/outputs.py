@@ -52,8 +52,9 @@ def verify(config: OutputsVerifyConfig) -> Outcome:
     from draftlab.target_outputs.verify import verify
 
     result = verify(config)
+    shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
     text = (
-        f"{result.shards} shards with their checksums and lists; {result.sequences} sequences scored again: "
+        f"{shards} with checksums and lists; {result.sequences} sequences scored again: "
         f"log-probabilities differ by {result.mean:.4f} on average and by {result.worst:.4f} at most, "
         f"{result.same_top:.2%} of the most probable tokens are the same"
     )

@@ -130,6 +130,8 @@ def check_perplexity(model: decoder.Decoder, prompts: list[list[int]], vocab: in
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
     scored = score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
     logprobs = np.concatenate([s.logprobs for s in scored])
+    if np.isnan(logprobs).any():
+        return error("perplexity", "the draft computes logits that are NaN", "its weights are damaged, or overflow")
     return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)  # a trimmed head lacks some tokens
 
 

@@ -98,9 +98,10 @@ def planned_shape(directory: Path) -> Shape:
 
 def check_unquantised(directory: Path, config: dict[str, object]) -> None:
     """Raises UserError: the weights are quantised, which neither pruning nor the engine reads."""
-    quantization = config.get("quantization_config")
+    quantization = config.get("quantization_config") or config.get("quantization")  # the latter is MLX's
     if quantization is not None:
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        default = "unnamed" if "quantization_config" in config else "mlx"
+        method = quantization.get("quant_method", default) if isinstance(quantization, dict) else quantization
         raise Quantised(f"{directory} is quantised ({method}); name the checkpoint with unquantised weights")
 
 

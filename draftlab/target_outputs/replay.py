@@ -312,6 +312,8 @@ def _row(group: str, counts: Counts, which: np.ndarray, way: Drafting) -> Row:
 
 
 def _replayed(text: TargetOutput, score: TokenLogprobs, loop: Repeats, *, certain: bool) -> ReplayedText:
+    if np.isnan(score.logprobs).any():
+        raise UserError("the draft computes logits that are NaN: its weights are damaged, or overflow in this dtype")
     log_p = np.zeros(len(text.ids)) if certain or text.logprobs is None else text.logprobs
     log_p = log_p if score.logprobs.ndim == 1 else log_p[:, None]
     return ReplayedText(

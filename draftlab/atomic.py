@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from draftlab.console import is_main_process, note
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
+from draftlab.reading import parse_json, read_bytes
 
 STATE_RECORD = "run.json"
 NEW, OLD = "new", "old"  # in a working directory: what is being written, and the finished output that it replaces
@@ -290,8 +291,8 @@ def _acquire(file: Path, out: Path) -> int:
 def _claim_of(record: Path) -> dict[str, object] | None:
     """Return what a run claimed, None where that cannot be read."""
     try:
-        claim = json.loads(record.read_bytes())
-    except (OSError, ValueError):
+        claim = parse_json(read_bytes(record))
+    except (OSError, ValueError, UserError):
         return None
     return claim if isinstance(claim, dict) else None
 
@@ -300,8 +301,9 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
     if before is None:
         return f"{state} holds an unfinished run, and its {STATE_RECORD} is missing or damaged; --force starts again"
     key = min(key for key in before.keys() | this_run.keys() if before.get(key) != this_run.get(key))
+    was, now = (one_line(repr(settings.get(key)), 100) for settings in (before, this_run))
     return (
-        f"{state} holds an unfinished run with {key} = {before.get(key)!r}, and this run has {this_run.get(key)!r}; "
+        f"{state} holds an unfinished run with {one_line(key, 60)} = {was}, and this run has {now}; "
         "repeat that command to resume it, or give --force to start again"
     )
 

@@ -21,7 +21,7 @@ from draftlab import __version__
 from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
-from draftlab.console import is_main_process, processes
+from draftlab.console import is_main_process, print_words, processes
 from draftlab.errors import UsageError, UserError
 from draftlab.recipe import run
 from draftlab.trust import printable
@@ -188,7 +188,7 @@ def _print(outcome: Outcome, as_json: bool) -> None:
     console = Console(soft_wrap=True)
     for item in outcome.show:
         if isinstance(item, str):
-            lines = "\n".join(map(printable, item.split("\n")))
-            console.print(lines, highlight=False, markup=False)
+            for line in item.split("\n"):
+                print_words(console, line)
         else:
             console.print(item)

@@ -30,7 +30,13 @@ def note(text: str) -> None:
     """Print a line on stderr."""
     if not is_main_process():
         return
-    Console(stderr=True, soft_wrap=True).print(printable(text), style="dim", highlight=False, markup=False)
+    print_words(Console(stderr=True), text, "dim")
+
+
+def print_words(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line, on a terminal broken between words; one with a path or a command stays whole, to be copied."""
+    whole = not console.is_terminal or "/" in text or "draftlab " in text
+    console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=whole)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import hashlib
 import json
 import math
 import random
@@ -27,10 +28,11 @@ from draftlab.distill import sealed
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import resolve_device
 from draftlab.provenance import file_sha256
-from draftlab.reading import FileModel
+from draftlab.reading import FileModel, parse_json, read_bytes
 from draftlab.trust import trusts_remote_code
 
-BEST, WEIGHTS, RECORD, WRITING = "best.safetensors", "weights.safetensors", "checkpoint.json", "writing"
+BEST, WEIGHTS, WRITING = "best.safetensors", "weights.safetensors", "writing"
+RECORD, SEAL = "checkpoint.json", "checkpoint.sha256"
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
@@ -196,7 +198,7 @@ class Training:
             run=run_identity(state), step=step, ended=ended, processes=self.accelerator.num_processes,
             counters=[counter.state_dict() for counter in self.counters], optimizers=groups, files=_hashes(work),
         )  # fmt: skip
-        (work / RECORD).write_text(json.dumps(checkpoint.model_dump()))  # pydantic's JSON has no infinity
+        write_record(work, checkpoint)
         sync(work)
         for file in state.iterdir():
             if file.is_file():
@@ -294,14 +296,24 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {str(f.relative_to(folder)): file_sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
+def write_record(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the record of a checkpoint, with its hash."""
+    content = json.dumps(checkpoint.model_dump()).encode()  # pydantic's JSON has no infinity
+    (folder / RECORD).write_bytes(content)
+    (folder / SEAL).write_text(hashlib.sha256(content).hexdigest())
+
+
 def _checked(folder: Path, state: Path) -> Checkpoint:
     """Return the record of a checkpoint. Raises UserError: it is damaged, or of another run."""
     advice = f"--force starts again, or remove {state}"
     try:
-        checkpoint = Checkpoint.model_validate(json.loads((folder / RECORD).read_bytes()))
+        content = read_bytes(folder / RECORD)
+        if hashlib.sha256(content).hexdigest() != (folder / SEAL).read_text("ascii"):
+            raise ValueError
+        checkpoint = Checkpoint.model_validate(parse_json(content, infinity=True))
     except (OSError, ValueError):
         raise UserError(f"{folder} is damaged, or of another version of draftlab; {advice}") from None
-    hashes = {name: digest for name, digest in _hashes(folder).items() if name != RECORD}
+    hashes = {name: digest for name, digest in _hashes(folder).items() if name not in (RECORD, SEAL)}
     if different := sorted(dict(hashes.items() ^ checkpoint.files.items())):
         raise UserError(f"{folder / different[0]} is damaged: its hash is not the stored one; {advice}")
     if checkpoint.run != run_identity(state):

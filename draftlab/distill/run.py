@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,6 +26,7 @@ from draftlab.model.trimmed_head import trimmed_head_of, write_head_ids
 from draftlab.output import Output
 
 LOG = "log.jsonl"
+STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +170,8 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
-            fields = json.loads(line)
-            record = StepRecord(**fields) if "grad_norm" in fields else EvalRecord(**fields)
-        except (ValueError, TypeError):
+            record = (STEPS if '"grad_norm"' in line else EVALUATIONS).validate_json(line)
+        except ValueError:
             raise UserError(f"{path}:{number} is damaged; --force starts again, or remove {path.parent}") from None
         latest[isinstance(record, EvalRecord), record.step] = record
     if (True, 0) not in latest:

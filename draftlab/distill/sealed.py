@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftlab.atomic import replacing, run_identity
 from draftlab.errors import UserError
+from draftlab.reading import reading_tensors
 
 
 def save(file: Path, tensors: Mapping[str, Tensor], run: str | None = None) -> None:
@@ -37,11 +38,12 @@ def load(file: Path, run: str | None = None) -> dict[str, Tensor]:
     """
     advice = f"--force starts again, or remove {file.parent}"
     try:
-        with safe_open(file, framework="pt") as handle:
-            facts = handle.metadata() or {}
-        tensors = load_file(file)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:160]}); {advice}") from None
+        with reading_tensors(file):
+            with safe_open(file, framework="pt") as handle:
+                facts = handle.metadata() or {}
+            tensors = load_file(file)
+    except UserError as error:
+        raise UserError(f"{error}; {advice}") from None
     if facts.get("sha256") != _digest(tensors):
         raise UserError(f"{file} is damaged: its hash is not the stored one; {advice}")
     if facts.get("run") != (run_identity(file.parent) if run is None else run):

@@ -214,7 +214,8 @@ class Trainer:
             optimizer.zero_grad()
         objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
         if not math.isfinite(objective):
-            raise UserError(f"loss is {objective} at step {index}: lower --lr ({self.config.lr:g})")
+            cure = f"lower --lr ({self.config.lr:g})" if index else "a model's logits are NaN, or overflow in its dtype"
+            raise UserError(f"loss is {objective} at step {index}: {cure}")
         return StepRecord(
             step=index + 1, loss=objective, acceptance=None if self.teacher is None else alpha, tokens=tokens,
             grad_norm=math.nan if norm is None else float(norm), lr=rate * self.config.lr,

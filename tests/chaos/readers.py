@@ -16,9 +16,13 @@ from pydantic import BaseModel
 from test_report import score
 
 from draftlab import provenance, turns, workspace
+from draftlab.atomic import STATE_RECORD, claim_state, run_identity
 from draftlab.config.prune import PruneConfig
 from draftlab.data.sources import documents
+from draftlab.distill import sealed
+from draftlab.distill.checkpointer import RECORD, Checkpoint, _checked, write_record
 from draftlab.distill.online import Ledger, Round, read_ledger
+from draftlab.distill.run import read_log
 from draftlab.engine.drafters import medusa
 from draftlab.export import gguf as gguf_writer
 from draftlab.importing import gguf
@@ -48,6 +52,7 @@ from draftlab.target_outputs.store import Manifest, read_store, vocabulary_sha25
 
 SHAPE = Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=24, vocab=307)
 VOCAB = 307
+CLAIM = {"command": "distill", "lr": 0.001, "inputs": ["x"], "steps": 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def readers(root: Path) -> list[Reader]:
     _records(root)
     store = _store(root / "store", model)
     heads, head = _heads(root, model)
+    step = _unfinished(root / ".run.state")
     gguf_writer.write(model, root / "draft.gguf", "f32")
     (root / "pickled").mkdir()
     torch.save({"a.weight": torch.ones(3, 4), "b.weight": torch.ones(2)}, root / "pickled/pytorch_model.bin")
@@ -92,6 +98,9 @@ def readers(root: Path) -> list[Reader]:
         check_causal(file.parent)
         checkpoint.check(file.parent)
         return checkpoint.read_config(file.parent), checkpoint.vocab_size(file.parent), eos_ids(file.parent)
+
+    def claimed(file: Path) -> Any:
+        claim_state(file.parent, CLAIM)
 
     def logged(file: Path) -> Any:
         log = ServerLog.open(file, vocab=VOCAB, seq_len=16, top_logprobs=2)
@@ -132,6 +141,10 @@ def readers(root: Path) -> list[Reader]:
         Reader("text", root / "text.jsonl", "jsonl", lambda f: documents(str(f))),
         Reader("server log", root / "log.jsonl", "jsonl", logged),
         Reader("turns", root / "turns.jsonl", "jsonl", turns._read),
+        Reader("checkpoint", step / "weights.safetensors", "tensors", lambda f: sealed.load(f, "run"), True),
+        Reader("checkpoint record", step / RECORD, "json", lambda f: _checked(f.parent, f.parents[1]), True),
+        Reader("run.json", step.parent / STATE_RECORD, "json", claimed, True),
+        Reader("training log", root / "log2.jsonl", "jsonl", read_log),
         Reader("paper trace", root / "trace.txt", "text", paper_texts),
     ]
 
@@ -190,6 +203,20 @@ def _store(folder: Path, model: Path) -> Path:
     return folder
 
 
+def _unfinished(state: Path) -> Path:
+    """Write the state of an unfinished run with one checkpoint; return the checkpoint."""
+    claim_state(state, CLAIM)
+    step = state / "step-00000002"
+    sealed.save(step / "weights.safetensors", {"a": torch.rand(3, 4), "b": torch.arange(5)}, "run")
+    hashes = {"weights.safetensors": provenance.file_sha256(step / "weights.safetensors")}
+    record = Checkpoint(
+        run=run_identity(state), step=2, ended=False, processes=1, counters=[{"metric": 0.5}], optimizers=[],
+        files=hashes,
+    )  # fmt: skip
+    write_record(step, record)
+    return step
+
+
 def _texts(root: Path) -> None:
     def lines(name: str, *rows: object) -> None:
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -197,6 +224,9 @@ def _texts(root: Path) -> None:
     said = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "return"}]
     lines("prompts.jsonl", {"prompt": "def parse", "category": "code"}, {"turns": ["class", "def"]}, {"text": "if"})
     lines("text.jsonl", {"text": "def parse(line): return"}, {"messages": said}, {"text": "class Reader: pass"})
+    means = {"step": 0, "tokens": 9, "loss": 1.5, "cross_entropy": 2.0, "acceptance": 0.5, "offsets": [0.5, 0.25]}
+    steps = {"step": 1, "loss": 1.25, "acceptance": 0.5, "grad_norm": 0.125, "lr": 0.001, "tokens": 64, "seconds": 0.5}
+    lines("log2.jsonl", means, steps, steps | {"step": 2})
     lines("turns.jsonl", {"category": "", "messages": said}, {"category": "a", "messages": said[:1]})
     entry = {"prompt_ids": [0, 5], "ids": [7, 9], "top_ids": [[7, 8], [3, 9]], "logprobs": [-0.5, -1.5]}
     lines("log.jsonl", *[entry | {"top_logprobs": [[-0.5, -2.0], [-0.75, -1.5]]}] * 3)

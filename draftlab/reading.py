@@ -1,6 +1,7 @@
 """Files from outside, read strictly: within limits of size, depth and values, with errors of one line. No torch."""
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from draftlab.errors import UserError, one_line
 # score.json and replay.json are the largest: about 20 bytes a number, and 100 in memory
 MAX_JSON_BYTES, MAX_YAML_BYTES, MAX_LINE_BYTES = 128 << 20, 2 << 20, 16 << 20
 MAX_JSON_VALUES, MAX_YAML_VALUES, MAX_YAML_DEPTH = 8_000_000, 100_000, 50
-PERHAPS_INFINITE = re.compile(rb"[eE]\+?0*[1-9]\d\d|\d{300}")  # numbers above 1e99, and NaN as JSON must not have it
+PERHAPS_INFINITE = re.compile(rb"[eE]\+?0*[1-9]\d\d|\d{300}")  # where no number is so long, none is beyond all floats
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -88,8 +89,8 @@ def read_object(file: Path, *, infinity: bool = False) -> dict[str, Any]:
     return content
 
 
-def read_lines(file: Path, label: str | None = None) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, first byte and content of every line that is not blank. label: of the file, for errors.
+def read_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number, first byte and content of every line that is not blank.
 
     Raises:
         UserError: no such file, or a line longer than 16 MiB.
@@ -98,17 +99,17 @@ def read_lines(file: Path, label: str | None = None) -> Iterator[tuple[int, int,
     try:
         check_regular(file)
         with file.open("rb") as stream:
-            for number in range(1, 1 << 62):
+            for number in itertools.count(1):
                 line = stream.readline(MAX_LINE_BYTES + 1)
                 if len(line) > MAX_LINE_BYTES:
-                    raise UserError(f"{label or file}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+                    raise UserError(f"{file}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
                 if not line:
                     return
                 if line.strip():
                     yield number, start, line
                 start += len(line)
     except OSError as error:
-        raise UserError(f"{label or file}: {error.strerror}") from None
+        raise UserError(f"{file}: {error.strerror}") from None
 
 
 def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:

@@ -24,6 +24,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.trimmed_head import trimmed_head_of, write_head_ids
 from draftlab.output import Output
+from draftlab.reading import parse_json
 
 LOG = "log.jsonl"
 STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
@@ -170,7 +171,7 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
-            record = (STEPS if '"grad_norm"' in line else EVALUATIONS).validate_json(line)
+            record = (STEPS if '"grad_norm"' in line else EVALUATIONS).validate_python(parse_json(line))
         except ValueError:
             raise UserError(f"{path}:{number} is damaged; --force starts again, or remove {path.parent}") from None
         latest[isinstance(record, EvalRecord), record.step] = record

@@ -64,12 +64,15 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step. loss in nats per token; acceptance is sum min(p, q), None without a teacher."""
+    """One optimizer step. loss in nats per token; acceptance is sum min(p, q), None without a teacher.
+
+    grad_norm: None where it is not finite, or DeepSpeed does not tell it.
+    """
 
     step: int
     loss: float
     acceptance: float | None
-    grad_norm: float
+    grad_norm: float | None
     lr: float
     tokens: int
     seconds: float
@@ -218,7 +221,7 @@ class Trainer:
             raise UserError(f"loss is {objective} at step {index}: {cure}")
         return StepRecord(
             step=index + 1, loss=objective, acceptance=None if self.teacher is None else alpha, tokens=tokens,
-            grad_norm=math.nan if norm is None else float(norm), lr=rate * self.config.lr,
+            grad_norm=None if norm is None or not math.isfinite(norm) else float(norm), lr=rate * self.config.lr,
             seconds=time.perf_counter() - started_at,
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import ValidationError
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
@@ -15,7 +16,7 @@ from draftlab.model.layouts import other_layout
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids, trim_model
 from draftlab.model.weights import BUFFERS, Weights, check_finite, check_tied
-from draftlab.reading import read_by_library, read_object
+from draftlab.reading import read_by_library, read_object, validation_text
 from draftlab.trust import trusts_remote_code
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
@@ -117,21 +118,24 @@ def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     first = "model.layers.0."
-    return Shape(
-        layers=number("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", hidden // heads),
-        ffn=number("intermediate_size"),
-        vocab=number("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", "lm_head.weight" not in names)),
-        qkv_bias=first + "self_attn.q_proj.bias" in names,
-        o_bias=first + "self_attn.o_proj.bias" in names,
-        mlp_bias=first + "mlp.down_proj.bias" in names,
-        qk_norm=first + "self_attn.q_norm.weight" in names,
-        qk_layernorm=first + "self_attn.query_layernorm.weight" in names,
-    )
+    try:
+        return Shape(
+            layers=number("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=number("num_key_value_heads", heads),
+            head_dim=number("head_dim", hidden // max(1, heads)),
+            ffn=number("intermediate_size"),
+            vocab=number("vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", "lm_head.weight" not in names)),
+            qkv_bias=first + "self_attn.q_proj.bias" in names,
+            o_bias=first + "self_attn.o_proj.bias" in names,
+            mlp_bias=first + "mlp.down_proj.bias" in names,
+            qk_norm=first + "self_attn.q_norm.weight" in names,
+            qk_layernorm=first + "self_attn.query_layernorm.weight" in names,
+        )
+    except ValidationError as error:
+        raise UserError(f"config.json of a {config.get('model_type')} model: {validation_text(error)}") from None
 
 
 def config_for(shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None) -> dict[str, object]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import Self
 
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, loading
 from draftlab.model.shape import Shape
 from draftlab.model.weights import check_finite, check_weight
@@ -192,6 +192,8 @@ def check(folder: Path, target: Path) -> HeadConfig:
         config = _from_json(content, sizes, folder)
     except ValidationError as error:
         raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
+    except (AttributeError, KeyError, TypeError) as error:  # of values that are no objects, numbers or lists
+        raise UserError(f"{folder / 'config.json'} is not of an EAGLE-3 head: {one_line(error)}") from None
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
     _check_tensors(config, tensors, folder)
@@ -304,7 +306,7 @@ def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> Head
     odd = [name for name in VARIANTS if content.get(name) or eagle.get(name)]
     odd += [f"{name} {layer[name]!r}" for name, only in _ONLY.items() if layer.get(name, only) not in (only, None)]
     if odd:
-        raise UserError(f"{folder} is an EAGLE-3 head with {odd[0]}, which draftlab does not compute")
+        raise UserError(f"{folder} is an EAGLE-3 head with {one_line(odd[0], 80)}, which draftlab does not compute")
     try:
         llama: Any = LlamaConfig(
             **{name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype")}

@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+import torch
 import typer
 
 from benchmarks import environment
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
-from draftlab.distill.parallel import Offsets
+from draftlab.distill.parallel import Offsets, expected_tokens
 from draftlab.latency.profiler import measure_latency
 from draftlab.latency.random_model import random_model
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
+from draftlab.model.shape import Shape
+from draftlab.prune.trial_model import prunable_shape
 from draftlab.target_outputs.replay import Drafting, read_replay
 
 TEMPERATURES = (0.0, 1.0)
+ACCEPTANCE = (0.5, 0.6, 0.7, 0.8, 0.9)  # to say what could be gained
 OTHERS = ["prompt-lookup", "ngram:tokens=500000"]
 
 
@@ -51,7 +56,15 @@ def main(
     vllm: Annotated[Path | None, typer.Option(help="vllm's program, to compare its counters on tiny.")] = None,
     losses: Annotated[str, typer.Option(help="Losses of the parallel draft, by comma; the first is scored.")] = "fkl",
     quick: Annotated[bool, typer.Option(help="A few steps and prompts.")] = False,
+    costs_of: Annotated[
+        list[str] | None, typer.Option(help="Train nothing: only time passes of these shapes beside --target.")
+    ] = None,
+    target: Annotated[str, typer.Option(help="With --costs-of.")] = "tiny",
 ) -> None:
+    if costs_of:
+        whole = checkpoint.planned_shape(hub.locate(target, weights=False))
+        print(json.dumps({name: costs(whole, prunable_shape(name)[1], k, 30) for name in costs_of} | environment(1)))
+        return
     if quick:
         steps, common, k = min(steps, 24), min(common, 24), min(k, 4)
     pairs = [tiny_pair(folder / "tiny", shape, common, 4 if quick else 16)]
@@ -104,7 +117,7 @@ def measure(pair: Pair, folder: Path, k: int, steps: int, losses: list[str], qui
         "tokens_per_pass": {"plain": best_of["plain"], "parallel": best_of[parallel[0].name]},
         "as_plain_draft_loss": 1 - best_of["parallel as plain"] / best_of["plain"],
         "at_temperature_1": ratio(scores["1.0"], "parallel-" + losses[0], "plain"),
-        "pass_ms_by_head_and_width": pass_ms(pair.start, [1, k + 1, 2 * k], 5 if quick else 30),
+        "costs": costs(*map(checkpoint.planned_shape, (hub.locate(pair.target), pair.start)), k, 5 if quick else 30),
         "replayed": replays,
         "scores": scores,
         "steps": {"plain": steps, "parallel": fewer},
@@ -138,16 +151,29 @@ def scored(
     return [{name: each[name] for name in kept} for each in row if each["best"]]
 
 
-def pass_ms(draft: Path, widths: list[int], passes: int) -> dict[str, dict[int, float]]:
-    """Return the time of a draft's passes by width, with its whole head and with heads of fewer ids."""
-    whole = checkpoint.planned_shape(draft)
-    shapes = {"whole": whole} | {
-        f"1/{part}": whole.model_copy(update={"draft_vocab": whole.vocab // part}) for part in (4, 8)
+def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
+    """Return the time of passes by width, also with heads of fewer ids, and how much faster than an ordinary draft a
+    parallel one could be: if all its offsets were accepted as often as the first, by that acceptance.
+    """
+    shapes = {"target": target, "draft": draft} | {
+        f"draft, 1/{part} of the ids": draft.model_copy(update={"draft_vocab": draft.vocab // part}) for part in (4, 8)
     }
-    dtype = checkpoint.compute_dtype(draft, checkpoint.CPU)
+    dtype = torch.bfloat16 if checkpoint.fast_bfloat16(checkpoint.CPU) else torch.float32
     models = {name: random_model(shape, dtype, checkpoint.CPU, 512) for name, shape in shapes.items()}
-    measured = measure_latency(models, widths=widths, context=128, passes=passes, mode="native")
-    return {name: {latency.width: latency.median_ms for latency in row} for name, row in measured.items()}
+    measured = measure_latency(models, widths=list(range(1, 2 * k + 1)), context=128, passes=passes, mode="native")
+    ms = {name: {latency.width: latency.low_ms for latency in row} for name, row in measured.items()}
+    most = {alpha: ceiling(ms["target"], ms["draft"], alpha, k) for alpha in ACCEPTANCE}
+    return {"dtype": checkpoint.dtype_name(dtype), "pass_ms": ms, "parallel_over_plain_at_most": most}
+
+
+def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: float, k: int) -> float:
+    """Return the speed of drafting in one pass over that in a pass for each token, each at its best K, if every token
+    is accepted with chance alpha. A parallel draft reads the tokens emitted last and a mask token for each but one.
+    """
+    tokens = {n: expected_tokens([alpha] * n) for n in range(1, k + 1)}
+    wide_ms = {n: np.interp(tokens[n] + n - 1, list(draft_ms), list(draft_ms.values())) for n in tokens}
+    plain = max(tokens[n] / (n * draft_ms[1] + target_ms[n + 1]) for n in tokens)
+    return float(max(tokens[n] / (wide_ms[n] + target_ms[n + 1]) for n in tokens) / plain)
 
 
 def ratio(rows: list[dict[str, Any]], one: str, other: str) -> float:

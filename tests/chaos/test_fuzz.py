@@ -49,7 +49,7 @@ OFFENDERS: dict[str, tuple[str, Content, str]] = {
     "weights by GPTQ": ("config.json", lambda good: good | {"quantization_config": {"quant_method": "gptq"}}, "(gptq)"),
     "an encoder": ("config.json", lambda good: good | {"architectures": ["BertForMaskedLM"]}, "is an encoder"),
     "no key heads": ("config.json", lambda good: good | {"num_key_value_heads": 0}, "kv_heads"),
-    "a head's layers as a list": ("EAGLE-3 config", lambda good: good | {"eagle_config": [1]}, "not of an EAGLE-3 head"),
+    "layers as a list": ("EAGLE-3 config", lambda good: good | {"eagle_config": [1]}, "not of an EAGLE-3 head"),
     "a log with NaN": ("training log", b'{"step": 1, "loss": NaN, "grad_norm": 1}\n', "damaged"),
     "NaN in a config": ("config.json", lambda good: good | {"rms_norm_eps": math.nan}, "NaN"),
     "a text as eos": ("generation_config.json", b'{"eos_token_id": "x"}', "eos_token_id"),

@@ -41,6 +41,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _same_numbers(name: str, other: str) -> bool:
-    """Return whether a name may be a typing error of another: 8b is none of 70b, but 3x265 is one of 3x256."""
+    """Return whether a name may be a typing error of another: 8b is none of 70b, but 66b is one of 65b."""
     a, b = ("".join(c for c in text if c.isdigit()) for text in (name, other))
-    return sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)
+    return len(a) == len(b) or a.startswith(b) or b.startswith(a)

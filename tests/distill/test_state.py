@@ -125,7 +125,7 @@ def test_the_end_of_training_needs_no_weights(state):
     checkpoint = training().restore(state)
     assert checkpoint is not None
     assert checkpoint.ended
-    assert [file.name for file in (state / "step-00000002").iterdir()] == ["checkpoint.json"]
+    assert [file.name for file in (state / "step-00000002").iterdir()] == ["checkpoint.json", "checkpoint.sha256"]
 
 
 def test_pickles_of_sharded_training_need_trust(state, monkeypatch):

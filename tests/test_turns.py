@@ -68,13 +68,13 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     monkeypatch.setattr(exporting, "TURN_TOKENS", 20)
     config = exporting.ExportConfig(draft="draft", target="target", to="gguf", verify_with=Path("x"))
     config = config.model_copy(update={"prompt_file": Path("prompts.jsonl")})
-    prompts = exporting._prompts(config, space / "target", 2)
+    prompts = exporting.load_verification_prompts(config, space / "target", 2)
     exported, texts = exporting._target_texts(config, space / "target", prompts, 2)
     assert timed == [asked]
     assert [o.prompt.tolist() for o in stored.outputs] == asked
     assert texts.prompts == [p.ids for p in exported.rows] == asked
     checking = CheckConfig(draft="draft", target="target", prompt_file=Path("prompts.jsonl"))
-    checked = compatibility._prompts(checking, space / "target")
+    checked = compatibility.trial_prompts(checking, space / "target")
     assert checked == [asked[0], asked[3], asked[4]]  # first turns: it has no target to answer them
     score, record = read_score(space / "scored/draft"), read_record(space / "scored")
     wanted = ["writing"] * 3 + ["math"] + ["roleplay"] * 2

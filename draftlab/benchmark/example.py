@@ -42,7 +42,7 @@ def record_example(
     k: int,
     sampling: SamplingParams,
     rule: Rule | None,
-    draft_temperature: float | None,
+    draft_temperature: float | None = None,
 ) -> Example:
     """Decode a prompt and return its steps as text.
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 from faults import CRASHED, Fault, Kind, Running, digest, left_overs, run
 
-TEXT = [Path(__file__).parents[2] / "draftlab" / name for name in ("cli.py", "atomic.py", "output.py", "recipe.py")]
+TEXT = sorted((Path(__file__).parents[2] / "draftlab").glob("[a-w]*/*.py"))[:60]  # enough for some to be held out
 SHORT = ["--steps", "4", "--batch-size", "2", "--seq-len", "32", "--eval-steps", "2", "--save-steps", "2"]
 SMALL = ["--calibration-tokens", "256", "--seq-len", "64"]
 KINDS: tuple[Kind, ...] = ("crash", "torn", "full", "kill", "term")
@@ -78,7 +78,7 @@ class Campaign:
             make_model(folder / "model")
             (folder / "text").mkdir()
             for file in TEXT:
-                shutil.copyfile(file, folder / "text" / f"{file.stem}.txt")
+                shutil.copyfile(file, folder / "text" / f"{file.parent.name}-{file.stem}.txt")
         for name in names:
             self._whole(name)
 

@@ -253,7 +253,7 @@ def test_parse_numbers():
 
 def test_shells_complete_commands():
     script = Path(sys.executable).parent / "draftlab"
-    asked = {"_DRAFTLAB_COMPLETE": "complete_bash", "COMP_WORDS": "draftlab exp", "COMP_CWORD": "1"}
+    asked = {"_DRAFTLAB_COMPLETE": "complete_bash", "COMP_WORDS": "draftlab expo", "COMP_CWORD": "1"}
     out = subprocess.run([script], capture_output=True, text=True, env=os.environ | asked)
     assert out.stdout.split() == ["export"]
 
@@ -342,4 +342,4 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
 def test_a_recorded_command_line_can_be_typed_again():
     settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "tree": None, "rule": "match"}
     line = ReplayConfig.build(settings).command_line("replay")
-    assert line == "draftlab replay --draft a --draft b --k 2,3 --rule match 'runs/a store'"
+    assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"

@@ -89,11 +89,11 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, teacher, damage):
     (checkpoint,) = (tmp_path / "run").glob("step-*")
     settings = SETTINGS
     if damage == "cut off":
-        file = checkpoint / "model.safetensors"
+        file = checkpoint / "weights.safetensors"
         file.write_bytes(file.read_bytes()[:1000])
     else:
         settings = altered(SETTINGS, optimizer="muon" if SETTINGS.optimizer == "adamw" else "adamw")
-    with pytest.raises(UserError, match=rf"{checkpoint}.*remove {tmp_path / 'run'}"):
+    with pytest.raises(UserError, match=rf"{checkpoint}.*--force starts again"):
         run(student(), teacher, tmp_path / "run", settings)
 
 

@@ -230,7 +230,8 @@ def test_files_are_put_in_place_in_one_module_only():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_command_says_what_is_kept_and_leaves_nothing(tmp_path, number):
     code = (
-        f"import os, signal, sys; from draftlab import cli; from draftlab.model import hub\n"
+        f"import os, signal; signal.signal({int(number)}, signal.SIG_DFL)  # nohup ignores SIGHUP\n"
+        "import sys; from draftlab import cli; from draftlab.model import hub\n"
         f"hub.check_data = lambda *_: os.kill(os.getpid(), {int(number)})\n"
         "sys.argv = ['draftlab', *'train --model tiny --data x --out runs/out'.split()]; cli.main()"
     )

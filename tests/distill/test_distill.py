@@ -301,9 +301,17 @@ def test_checkpointing_changes_memory_and_not_the_step(tmp_path, teacher):
     assert all(torch.equal(results[0][name], w) for name, w in results[1].items())
 
 
+@pytest.fixture
+def heard(number):
+    """A shell's background job starts with SIGINT ignored, nohup's with SIGHUP; such a signal is not heard in training."""
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher, number, capsys):
-    before = signal.getsignal(number)  # a shell's background job starts with SIGINT ignored
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher, number, capsys, heard):
+    before = signal.getsignal(number)
     whole, resumed = student(), student()
     run(whole, teacher, tmp_path / "a")
     settings = altered(SETTINGS, save_steps=100)

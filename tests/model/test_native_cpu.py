@@ -205,7 +205,7 @@ def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
     )
 
 
-def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch):
+def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="float32 and bfloat16 on a CPU, not float16 on cpu"):
         NativeLlama(llama.load(family_dirs["llama"], torch.float16))
     model = llama.load(family_dirs["llama"], torch.float32)
@@ -218,5 +218,5 @@ def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch):
     monkeypatch.undo()
     (tmp_path / ".cache").write_text("a file")
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"cannot use .*--mode eager"):
-        NativeLlama(model)
+    NativeLlama(model)
+    assert "for this process alone: Not a directory" in capsys.readouterr().err

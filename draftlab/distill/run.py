@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftlab.atomic import append_line, check_space, remove_state, removed_if_unused
+from draftlab.atomic import append_line, check_space, remove_state, removed_if_unused, write_atomic
 from draftlab.config.shared import TrainerSettings
 from draftlab.console import note, progress
 from draftlab.distill import checkpointer, vocabulary
@@ -113,6 +113,8 @@ def fit(
             advance(record.step, text + alpha)
     checkpointer.process_state().wait_for_everyone()
     records = read_log(state / LOG)
+    if checkpointer.process_state().is_main_process:  # each step once, as a run has it that was not killed
+        write_atomic(state / LOG, "".join(json.dumps(asdict(record)) + "\n" for record in records))
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
     best = max(evals, key=lambda r: r.selection_metric)  # the first of equals, as Best

@@ -7,6 +7,7 @@ FOLDER/results.jsonl, and a campaign that was stopped goes on there. The table a
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -75,7 +76,9 @@ class Campaign:
         self.folder, self.wholes, self.changes, self.millis = folder, {}, {}, {}
         (folder / "made").mkdir(parents=True, exist_ok=True)
         if not (folder / "model").exists():
-            make_model(folder / "model")
+            apart = multiprocessing.get_context("spawn").Process(target=make_model, args=(folder / "model",))
+            apart.start()  # in a process of its own: commands are forked from this one, which must have no threads
+            apart.join()
             (folder / "text").mkdir()
             for file in TEXT:
                 shutil.copyfile(file, folder / "text" / f"{file.parent.name}-{file.stem}.txt")

@@ -21,7 +21,8 @@ CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.tru
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CRASHED = 86
 # of a record, a score or a log: what differs between two equal runs
-VOLATILE = {"seconds", "created", "peak_memory_bytes", "notes", "versions", "inputs", "command_line", "before", "after"}
+TIMES = {"out", "command_line", "seconds", "created", "peak_memory_bytes"}
+VOLATILE = TIMES | {"notes", "versions", "inputs", "before", "after"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,19 @@ def campaign(tmp_path_factory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("chaos"), ["prune", "distill"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["crash", "torn", "full"])
 def test_distill_survives_a_fault_in_its_middle(campaign, kind):
     middle = campaign.changes["distill"] // 2
     assert campaign.attempt("distill", Fault(kind, middle, 100 if kind != "crash" else 0)) == "passed"
 
 
+@pytest.mark.slow
 def test_of_a_pair_one_wins(campaign):
     assert campaign.pair("prune", 10) == "passed"
 
 
+@pytest.mark.slow
 def test_what_is_left_is_seen(campaign, tmp_path, monkeypatch):
     (tmp_path / ".prune.writing-x").mkdir()
     assert left_overs(tmp_path) == [".prune.writing-x"]
@@ -32,6 +35,7 @@ def test_what_is_left_is_seen(campaign, tmp_path, monkeypatch):
         assert left_overs(room)
 
 
+@pytest.mark.slow
 def test_a_fault_that_changes_the_output_is_seen(campaign, monkeypatch):
     monkeypatch.setitem(campaign.wholes, "prune", {})
     assert campaign.attempt("prune", Fault("crash", 1)).startswith("other files: ")

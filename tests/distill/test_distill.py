@@ -303,7 +303,7 @@ def test_checkpointing_changes_memory_and_not_the_step(tmp_path, teacher):
 
 @pytest.fixture
 def heard(number):
-    """A shell's background job starts with SIGINT ignored, nohup's with SIGHUP; such a signal is not heard in training."""
+    """A shell's background job starts with SIGINT ignored, nohup's with SIGHUP; training does not hear them."""
     before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     yield
     signal.signal(number, before)

@@ -112,12 +112,13 @@ def measure(pair: Pair, folder: Path, k: int, steps: int, losses: list[str], qui
     scores = {str(t): scored(folder, pair, drafts, k, t, quick) for t in TEMPERATURES}
     greedy = scores["0.0"]
     best_of = {name: max(by_k.values()) for name, by_k in replays.items()}
+    target, draft = (checkpoint.planned_shape(path) for path in (hub.locate(pair.target), pair.start))
     return {
         "parallel_over_plain_draft": ratio(greedy, "parallel-" + losses[0], "plain"),
         "tokens_per_pass": {"plain": best_of["plain"], "parallel": best_of[parallel[0].name]},
         "as_plain_draft_loss": 1 - best_of["parallel as plain"] / best_of["plain"],
         "at_temperature_1": ratio(scores["1.0"], "parallel-" + losses[0], "plain"),
-        "costs": costs(*map(checkpoint.planned_shape, (hub.locate(pair.target), pair.start)), k, 5 if quick else 30),
+        "costs": costs(target, draft, k, 5 if quick else 30),
         "replayed": replays,
         "scores": scores,
         "steps": {"plain": steps, "parallel": fewer},

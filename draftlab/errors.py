@@ -43,4 +43,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def _same_numbers(name: str, other: str) -> bool:
     """Return whether a name may be a typing error of another: 8b is none of 70b, but 66b is one of 65b."""
     a, b = ("".join(c for c in text if c.isdigit()) for text in (name, other))
-    return len(a) == len(b) or a.startswith(b) or b.startswith(a)
+    one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
+    return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

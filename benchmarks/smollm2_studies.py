@@ -36,8 +36,8 @@ def main(
     depth, losses, pruning = (drafts(runs / name) for name in ("depth", "losses", "pruning"))
     found = {
         "depth": depth and {"drafts": depth, "live": live(runs / "depth" / "score")},
-        "losses": losses and by_seed({name: row for name, row in losses.items() if not name.startswith("texts/")}),
-        "texts": losses and by_seed({name: row for name, row in losses.items() if name.startswith("texts/")}),
+        "losses": None if not losses else by_seed({name: row for name, row in losses.items() if not name.startswith("texts/")}),
+        "texts": None if not losses else by_seed({name: row for name, row in losses.items() if name.startswith("texts/")}),
         "pruning": pruning or None,
         "batches": live(runs / "batch"),
         "accuracy": accuracy(runs / "accuracy", {**depth, **pruning}),

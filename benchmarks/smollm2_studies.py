@@ -36,8 +36,8 @@ def main(
     depth, losses, pruning = (drafts(runs / name) for name in ("depth", "losses", "pruning"))
     found = {
         "depth": depth and {"drafts": depth, "live": live(runs / "depth" / "score")},
-        "losses": None if not losses else by_seed({name: row for name, row in losses.items() if not name.startswith("texts/")}),
-        "texts": None if not losses else by_seed({name: row for name, row in losses.items() if name.startswith("texts/")}),
+        "losses": by_seed({name: row for name, row in losses.items() if not name.startswith("texts/")}) or None,
+        "texts": by_seed({name: row for name, row in losses.items() if name.startswith("texts/")}) or None,
         "pruning": pruning or None,
         "batches": live(runs / "batch"),
         "accuracy": accuracy(runs / "accuracy", {**depth, **pruning}),

@@ -104,9 +104,10 @@ def check_space(out: Path, needed: int, contents: str) -> None:
     parent = _existing_parent(out)
     free = shutil.disk_usage(parent).free
     if needed > free:
+        take = "take" if contents.endswith("s") else "takes"
         raise UserError(
-            f"{contents} {'take' if contents.endswith('s') else 'takes'} {needed / 1e9:.3g} GB, and the disk of "
-            f"{parent} has {free / 1e9:.3g} GB left; free some, or choose another --out"
+            f"not enough disk: {contents} {take} {needed / 1e9:.3g} GB, and the disk of {parent} has "
+            f"{free / 1e9:.3g} GB left; free some, or choose another --out"
         )
 
 

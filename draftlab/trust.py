@@ -1,4 +1,4 @@
-"""What others decide: whether their code runs, and how their names, texts and addresses are written. No torch."""
+"""Trust in others: whether their code runs, and how their names, texts and addresses are written. No torch."""
 
 import contextlib
 from collections.abc import Iterator

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -83,6 +85,15 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
     return model.eval()
+
+
+def logits_by_transformers(directory: Path, ids: Tensor) -> Tensor:
+    """Return a checkpoint's logits in float32, of which transformers misses and needs no tensor."""
+    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.inference_mode():
+        return model(ids).logits
 
 
 def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4.0) -> float:

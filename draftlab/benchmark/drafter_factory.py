@@ -230,8 +230,7 @@ class DrafterFactory:
         )
         named = f"draft={spec.draft}," if spec.draft else ""
         learnt = f"fallback:{named}prompt_lookup_max={longest},min_match={spelled}"
-        lookup = PromptLookupDrafter(longest, gate.min_match)
-        drafter = FallbackDrafter(lookup, model_drafter(model, self.vocab), self.vocab)
+        drafter = self._with_model(spec.model_copy(update={"min_match": list(gate.min_match)}), model)
         return DrafterRun(drafter=drafter, model=model, ks=self.ks, learnt=learnt)
 
     def _without_model(self, spec: DrafterSpec) -> Drafter:

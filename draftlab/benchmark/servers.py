@@ -113,14 +113,12 @@ def score(config: ScoreServersConfig, output: Output) -> Score | PlainAnswers:
     with progress("decode", len(setup.prompts.rows) * config.repeats) as advance:
         answers = measure(setup, lambda done: advance(done, "of each server"))
     plain = stored or _plain_answers(setup, answers[PLAIN])
-    inputs = [
-        path for path in (setup.tokenizer, Path(config.draft), config.plain) if path is not None and path.is_dir()
-    ]
+    places = (setup.tokenizer, Path(config.draft), config.plain)
     scored = config.phase != "plain"
     result = _score(setup, plain, answers[SPECULATIVE], environment, output.command_line) if scored else plain
     with output.directory() as work:
         (work / ("score.json" if scored else PLAIN_FILE)).write_text(result.model_dump_json(indent=1))
-        output.record(work, [path for path in inputs if path.is_dir()])
+        output.record(work, [path for path in places if path is not None and path.is_dir()])
     return result
 
 

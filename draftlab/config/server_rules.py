@@ -1,4 +1,4 @@
-"""How servers accept what a draft proposes, as read in their sources; docs/servers.md says where."""
+"""Acceptance as servers compute it, by their sources; docs/servers.md says where."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ SERVER_RULES: dict[ServerName, Acceptance] = {
 
 
 class AcceptanceSettings(BaseModel):
-    """How drafted tokens are accepted, beside the config's own --rule."""
+    """Settings of acceptance, beside the config's own --rule."""
 
     rule: Any  # what the config allows
     draft_temperature: float | None = option(

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
 
 Message = dict[str, Any]  # role and content, as chat templates take them
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template's own mark of what the assistant says
@@ -54,8 +54,7 @@ def chat_ids(
             list(messages), add_generation_prompt=reply, tokenize=True, return_dict=False
         )
     except (TemplateError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{where}: the chat template does not take it: {reason}") from None
+        raise UserError(f"{where}: the chat template does not take it: {one_line(error, 200)}") from None
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
     return list(ids)

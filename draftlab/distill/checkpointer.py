@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from draftlab.atomic import run_identity, sync
 from draftlab.console import note, processes
 from draftlab.distill import sealed
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import resolve_device
 from draftlab.provenance import file_sha256
 from draftlab.reading import FileModel, parse_json, read_bytes
@@ -98,7 +98,7 @@ def best_weights(state: Path, part: str) -> dict[str, Tensor]:
 
 
 class Checkpoint(FileModel):
-    """What a checkpoint says of itself. run: see run_identity. files: sha256 of each.
+    """The record of a checkpoint. run: see run_identity. files: sha256 of each.
 
     ended: training is over, and what it leads to is in the best weights: there are none in the checkpoint.
     """
@@ -114,7 +114,7 @@ class Checkpoint(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a checkpoint is of."""
+    """A training, to save and to restore."""
 
     accelerator: Accelerator
     module: nn.Module
@@ -123,7 +123,7 @@ class Training:
 
     @property
     def sharded(self) -> bool:
-        """Whether accelerate alone can save it, in a format with pickles."""
+        """Return whether accelerate alone can save it, in a format with pickles."""
         return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     def save(self, state: Path, step: int, limit: int, *, ended: bool = False) -> None:
@@ -148,8 +148,7 @@ class Training:
                     shutil.rmtree(checkpoint)
         except (OSError, RuntimeError, SafetensorError, UserError) as error:  # how torch and safetensors report it
             shutil.rmtree(work, ignore_errors=True)
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"cannot write a checkpoint to {state}: {reason}") from error
+            raise UserError(f"cannot write a checkpoint to {state}: {one_line(error, 200)}") from error
         self.accelerator.wait_for_everyone()
 
     def restore(self, state: Path) -> Checkpoint | None:
@@ -173,8 +172,7 @@ class Training:
             if not checkpoint.ended:
                 self._read(newest, checkpoint)
         except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"cannot resume from {newest} ({reason}); --force starts again") from error
+            raise UserError(f"cannot resume from {newest} ({one_line(error, 200)}); --force starts again") from error
         return checkpoint
 
     def _write(self, work: Path, run: str) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ class TargetPass:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where tokens are: cosines and sines of each step; which positions each sees, [B, 1, T, T], or None: all earlier.
+    """Places of tokens: cosines and sines of each step; which positions each sees, [B, 1, T, T], or None: all earlier.
 
     A mask keeps the sequences apart that share a row.
     """

@@ -1,4 +1,4 @@
-"""Where the training of an EAGLE-3 head starts: at a linear prediction of the target's next state, by least squares.
+"""The start of an EAGLE-3 head's training: a linear prediction of the target's next state, by least squares.
 
 N tokens, D hidden, E hidden of the target (D = E here), A layers read, R rank of the values, C size of a head.
 

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
-from draftlab.atomic import replacing, run_identity
+from draftlab.atomic import run_identity
 from draftlab.errors import UserError
+from draftlab.model.saving import write_tensors
 from draftlab.reading import reading_tensors
 
 
@@ -22,12 +23,7 @@ def save(file: Path, tensors: Mapping[str, Tensor], run: str | None = None) -> N
     """
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     facts = {"sha256": _digest(whole), "run": run_identity(file.parent) if run is None else run}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as part:
-            save_file(whole, part, metadata=facts)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {file}: {' '.join(str(error).split())[:200]}") from error
+    write_tensors(file, whole, facts)
 
 
 def load(file: Path, run: str | None = None) -> dict[str, Tensor]:

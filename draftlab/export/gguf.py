@@ -14,6 +14,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.export.gguf_tokenizer import GGUFTokenizer, read_tokenizer
 from draftlab.model import checkpoint, loading
+from draftlab.model.eagle import HeadConfig
 from draftlab.model.shape import Shape
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -82,7 +83,7 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
     return Written(path=file, tokenizer=tokenizer, unquantized=unquantized(infos, qtype))
 
 
-def write_head(directory: Path, target: Path, layer_ids: Sequence[int], file: Path, qtype: str) -> list[str]:
+def write_head(directory: Path, target: Path, config: HeadConfig, file: Path, qtype: str) -> list[str]:
     """Write an EAGLE-3 head in the native layout as llama.cpp reads it, with the target's tokenizer.
 
     llama.cpp's d2t are the target's ids themselves. Returns: matrices that stay f16.
@@ -90,27 +91,18 @@ def write_head(directory: Path, target: Path, layer_ids: Sequence[int], file: Pa
     Raises:
         UserError: llama.cpp does not know the target's tokenizer or the head's rotary scaling.
     """
-    config, weights = checkpoint.read_config(directory), dict(checkpoint.Weights(directory))
+    weights = dict(checkpoint.Weights(directory))
     weights.pop("t2d", None)
     if "d2t" in weights:
         weights["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    shape = read_shape_of_layer(config)
     infos = [_head_info(source, tuple(tensor.shape), qtype) for source, tensor in weights.items()]
     settings: dict[str, object] = {
-        "target_layers": list(layer_ids), "target_hidden_size": config["target_hidden_size"],
-        "norm_before_residual": config["norm_before_residual"], "norm_before_fc": False,
+        "target_layers": list(config.layer_ids), "target_hidden_size": config.target_hidden,
+        "norm_before_residual": config.norm_before_residual, "norm_before_fc": False,
     }  # fmt: skip
-    _write(directory, file, qtype, (EAGLE3, shape, read_tokenizer(target, shape.vocab)), infos, weights, settings)
+    tokenizer = read_tokenizer(target, config.vocab)
+    _write(directory, file, qtype, (EAGLE3, config.shape, tokenizer), infos, weights, settings)
     return unquantized(infos, qtype)
-
-
-def read_shape_of_layer(config: Mapping[str, Any]) -> Shape:
-    """Return the shape of an EAGLE-3 head's layer from its config.json."""
-    return Shape(
-        layers=1, hidden=config["hidden_size"], heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"], ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
-    )  # fmt: skip
 
 
 def unquantized(infos: Sequence[TensorInfo], qtype: str) -> list[str]:
@@ -263,7 +255,6 @@ def _context(directory: Path, config: dict[str, object]) -> int:
 
 
 def _rope(directory: Path) -> dict[str, Any]:
-
     rope = {"rope_type": "default", **loading.auto_config(directory).rope_parameters}
     if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
         raise UserError(f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export has linear, llama3 and yarn")

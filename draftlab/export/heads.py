@@ -75,7 +75,7 @@ class EagleHead:
             if not config.is_gguf:
                 return []
             file = out / self.file(config)
-            half = gguf.write_head(place, self.target, self.layer_ids, file, config.outtype)
+            half = gguf.write_head(place, self.target, self.sizes, file, config.outtype)
         lines = [f"{len(half)} matrices stay f16: their rows do not divide into blocks"] if half else []
         return [*lines, f"{file.name}: {file.stat().st_size / 1e6:,.4g} MB"]
 
@@ -140,7 +140,7 @@ Heads = EagleHead | MedusaHeads
 
 def are_in(folder: Path) -> bool:
     """Return whether a directory has heads, sound or not, rather than a draft model."""
-    return _are_medusa(folder) or eagle.is_head(folder)
+    return _are_medusa(folder) or hub.is_eagle_head(folder)
 
 
 def _are_medusa(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from draftlab import provenance, turns, workspace
 from draftlab.config.export import ExportConfig
 from draftlab.console import note
 from draftlab.engine.batch_generate import check_context, turn_answers
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.export import card, gguf, hf, scripts, verify
 from draftlab.export.compatibility import PARALLEL_RUNTIMES
 from draftlab.model import checkpoint, decoder, hub, parallel
@@ -120,10 +120,8 @@ def push(directory: Path, repository: str) -> None:
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=directory)
     except Exception as error:  # the hub client has an exception for each reason
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{directory} is written, but not uploaded to {repository} ({type(error).__name__}: {reason})"
-        ) from None
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"
+        raise UserError(f"{directory} is written, but not uploaded to {repository} ({reason})") from None
 
 
 def _check(config: ExportConfig, draft: Path, target: Path) -> None:

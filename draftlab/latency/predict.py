@@ -39,9 +39,7 @@ class StepCosts:
     draft_prefill: np.ndarray  # [R] in addition for the first draft pass of all, over the prompt
     verify: np.ndarray  # [K + 1, C] target pass, by tokens drafted
     host: np.ndarray  # [K + 1] sampling and verification on the host, by tokens drafted
-    wide: (
-        np.ndarray
-    )  # [2 K, C] pass of a parallel draft, by tokens - 1, with its sampling; of a head its first; or empty
+    wide: np.ndarray  # [2 K, C] pass of a parallel draft, or a head's first, by tokens - 1, with sampling; or empty
     wide_prefill: np.ndarray  # [K + 1, R] its first pass of all, by tokens drafted
     eagle: bool = False
 

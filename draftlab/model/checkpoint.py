@@ -26,7 +26,9 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length"
 UNLIMITED = 1 << 30
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # that llama.py runs; their tensors are never renamed
+# Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
+# but scale or gate something.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
 
 

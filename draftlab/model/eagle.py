@@ -22,7 +22,7 @@ from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, loading
 from draftlab.model.shape import Shape
 from draftlab.model.weights import check_finite, check_weight
-from draftlab.reading import FileModel, read_by_library, read_object, reading_tensors, validation_text
+from draftlab.reading import FileModel, read_by_library, reading_tensors, validation_text
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -151,7 +151,6 @@ def head_config(
     Raises:
         UserError: a layer that the target lacks, or a draft vocabulary larger than the target's.
     """
-
     sizes, config = Target.of(target), loading.auto_config(target).get_text_config()
     heads = int(config.num_attention_heads)
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
@@ -170,15 +169,6 @@ def head_config(
         raise UserError(f"EAGLE-3 head for {target}: {validation_text(error)}") from None
     _check_fits(head, sizes, f"EAGLE-3 head for {target}", own_embedding=False)
     return head
-
-
-def is_head(folder: Path) -> bool:
-    """Return whether a directory has the configuration of an EAGLE-3 head, sound or not."""
-    try:
-        content = read_object(folder / "config.json", infinity=True)
-    except UserError:
-        return False
-    return "draft_vocab_size" in content or "speculators_model_type" in content
 
 
 def check(folder: Path, target: Path) -> HeadConfig:

@@ -69,11 +69,12 @@ def checkpoint_name(directory: Path) -> str:
 
 
 def is_eagle_head(name: str | Path) -> bool:
-    """Return whether a directory has the config.json of an EAGLE-3 head."""
+    """Return whether a directory has the config.json of an EAGLE-3 head, sound or not."""
     try:
-        return "draft_vocab_size" in read_object(Path(name) / "config.json")
+        content = read_object(Path(name) / "config.json", infinity=True)
     except UserError:
         return False
+    return "draft_vocab_size" in content or "speculators_model_type" in content
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:

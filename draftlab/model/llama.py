@@ -19,8 +19,6 @@ from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids
 from draftlab.reading import read_by_library
 
-# Families whose forward pass is exactly the one below; others share the layout but scale or gate something.
-
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:

@@ -1,6 +1,5 @@
-"""Free memory and disk, and checks that something fits before it is loaded or written."""
+"""Free memory, and a check that something fits before it is loaded."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,11 +37,3 @@ def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) ->
     if total > free:
         parts = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6)
         raise UserError(f"not enough memory: {parts}, but {free / 1e9:.3g} GB free on {device}; use {advice}")
-
-
-def check_disk(size: float, out: Path) -> None:
-    """Raises UserError: fewer than size bytes are free where out will be written."""
-    parent = next(path for path in out.absolute().parents if path.is_dir())
-    free = shutil.disk_usage(parent).free
-    if size > free:
-        raise UserError(f"not enough disk: {size / 1e9:.3g} GB to write, but {free / 1e9:.3g} GB free in {parent}")

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftlab.atomic import replacing
+from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import dtype_name
 
 TOKENIZER_FILES = (
@@ -25,6 +27,16 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 SHARD_BYTES = 1_000_000_000  # buffered in memory while weights are produced one at a time
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
+    """Write a safetensors file whole or not at all. facts: its metadata. Raises UserError: it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as part:
+            save_file(tensors, part, metadata=facts)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {file}: {one_line(error, 200)}") from error
 
 
 def write_checkpoint(

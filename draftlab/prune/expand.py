@@ -18,7 +18,6 @@ from draftlab.console import progress
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, families, hub, saving
 from draftlab.model.checkpoint import MODEL_TYPES
-from draftlab.model.memory import check_disk
 from draftlab.model.shape import Axis, Shape, check, fewest_kv_heads, format_count, parse_count, round_up, solve_ffn
 from draftlab.model.trimmed_head import HEAD_IDS
 from draftlab.output import Output
@@ -89,7 +88,7 @@ def expand(config: ExpandConfig, output: Output) -> Shape:
     """
     directory, have, shape = plan_expansion(config, weights=True)
     weights = checkpoint.Weights(directory)
-    check_disk(shape.weight_bytes(weights.dtype.itemsize), output.out)
+    output.check_space(shape.weight_bytes(weights.dtype.itemsize), "the expansion")
     with output.directory() as work:
         tensors = _with_progress(Expanded(weights, have, shape, config.seed))
         saving.write_checkpoint(work, config_of(checkpoint.read_config(directory), have, shape), tensors, directory)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from draftlab.atomic import replacing
 from draftlab.errors import UserError
+from draftlab.model.saving import write_tensors
 from draftlab.model.shape import Shape
 from draftlab.model.weights import check_weight
 from draftlab.prune.walk import Walk
@@ -83,12 +82,7 @@ def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[
 def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
     """Write importance to a file. facts: what decided it. Raises UserError: it cannot be written."""
     tensors = {name: getattr(importance, name).contiguous() for name in Importance.__slots__}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as part:
-            save_file(tensors, part, metadata=facts)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--scores-cache {file} cannot be written: {' '.join(str(error).split())}") from None
+    write_tensors(file, tensors, facts)
 
 
 def load_scores(file: Path, facts: dict[str, str]) -> Importance:

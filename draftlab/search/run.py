@@ -225,12 +225,12 @@ class Searcher:
 
     @property
     def _text(self) -> dict[str, Any]:
-        """Where a cut draft's calibration text comes from."""
+        """Return the settings of a cut draft's calibration text."""
         return {"data": self.config.data} if self.config.outputs is None else {"outputs": self.config.outputs}
 
     @property
     def _prompts(self) -> dict[str, Any]:
-        """Where the prompts come from that candidates are replayed and measured on."""
+        """Return the settings of the prompts to replay and to measure candidates on."""
         if self.config.prompt_file is not None:
             return {"prompt_file": self.config.prompt_file}
         return {"data": self.config.data, "prompt_tokens": PROMPT_TOKENS}

@@ -1,18 +1,20 @@
 """An expansion computes the source's function: by transformers alone, and by our decoder in every mode."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import FAMILIES, build
+from builders import FAMILIES, build, logits_by_transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from draftlab import atomic
 from draftlab.commands.make import expand
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, decoder, llama, memory
+from draftlab.model import checkpoint, decoder, llama
 from draftlab.model.shape import Shape, write_shape_file
 from draftlab.model.trimmed_head import write_head_ids
 from draftlab.prune.expand import Expanded
@@ -27,12 +29,7 @@ def expanded(source: Path, out: Path, **settings: Any) -> Path:
     return out
 
 
-def logits(directory: Path) -> torch.Tensor:
-    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    with torch.inference_mode():
-        return model(IDS).logits
+logits = partial(logits_by_transformers, ids=IDS)
 
 
 def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -226,5 +223,5 @@ def test_sizes_beside_a_shape_are_refused(family_dirs, tmp_path):
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(family_dirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     assert "not enough disk" in requested(family_dirs["llama"], tmp_path)

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, build
+from builders import FAMILIES, build, logits_by_transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -64,12 +65,7 @@ def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
     return out
 
 
-def logits(directory: Path) -> torch.Tensor:
-    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    with torch.inference_mode():
-        return model(IDS).logits
+logits = partial(logits_by_transformers, ids=IDS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,6 +16,7 @@ from draftlab.atomic import claim_state
 from draftlab.distill import checkpointer, distributed, run, sealed
 from draftlab.distill.checkpointer import BEST, Best, Training
 from draftlab.errors import UserError
+from draftlab.model import saving
 from draftlab.trust import remote_code
 
 
@@ -166,7 +167,7 @@ def test_tensors_of_every_kind_are_sealed(tmp_path):
 
 
 def test_checkpoints_say_what_cannot_be_written(state, monkeypatch):
-    monkeypatch.setattr(sealed, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(saving, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(UserError, match=r"cannot write a checkpoint to .*No space left"):
         training().save(state, 2, 1)
     assert [path.name for path in checkpointer._checkpoints(state)] == ["step-00000001"]

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -33,6 +34,7 @@ from draftlab.trust import trusts_remote_code
 
 BEST, WEIGHTS, WRITING = "best.safetensors", "weights.safetensors", "writing"
 RECORD, SEAL = "checkpoint.json", "checkpoint.sha256"
+PATIENCE = timedelta(days=1)  # of a process that waits while another writes text; NCCL's own is ten minutes
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
@@ -43,7 +45,8 @@ def process_state(device: torch.device | None = None) -> PartialState:
     forced = parse_flag_from_env("ACCELERATE_USE_CPU") or (device is not None and device.type == "cpu")
     if device is not None and device.type == "cuda" and device.index is not None and processes() == 1:
         torch.cuda.set_device(device)
-    return PartialState(cpu=forced or (processes() > 1 and not torch.accelerator.is_available()))
+    together: dict[str, Any] = {"timeout": PATIENCE} if processes() > 1 else {}
+    return PartialState(cpu=forced or (processes() > 1 and not torch.accelerator.is_available()), **together)
 
 
 def select_device(name: str) -> torch.device:

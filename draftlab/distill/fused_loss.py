@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftlab.distill.losses import Loss, Pair, log_probs, wide
+from draftlab.model.devices import exact_dtype
 from draftlab.model.trimmed_head import TrimmedHead
 
-BUDGET = 128 << 20  # bytes of a chunk's logits, the student's and the teacher's, in fp32
-ROWS = 512  # of a chunk, at most: matrix products gain nothing from more
-CPU_BLOCK, BLOCK = 1 << 19, 1 << 25  # bytes of an fp32 [b, V]; about ten live at once
+CPU_BUDGET, BUDGET = 128 << 20, 1 << 30  # bytes of a chunk's logits, the student's and the teacher's, in fp32
+CPU_ROWS, ROWS = 512, 4096  # of a chunk, at most: matrix products gain nothing from more, and launches cost time
+CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 [b, V]; about ten live at once
 LOST = -80.0  # log-probability of what has none
-SLICE = 512  # rows of the head's gradient that are added to at once where it is wider than the head
+SLICE = 512  # rows of the head's gradient that a CPU adds to at once where it is wider than the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def fused_loss(
     teacher: Teacher,
     loss: Loss,
     temperature: float,
-    budget: int = BUDGET,
+    budget: int | None = None,
     trimmed: TrimmedHead | None = None,
 ) -> Sums:
     """Return weighted sums over tokens of the loss and of the values to report. One backward pass is possible.
@@ -154,7 +155,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor | None, weights: Tensor, chunks: Chunks, with_gradient: bool
     ) -> Tensor:
         student, exact = _cast(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
-        sums = torch.zeros(5, dtype=torch.float64, device=hidden.device)
+        sums = torch.zeros(5, dtype=exact_dtype(hidden.device), device=hidden.device)
         d_hidden = d_head = None
         if with_gradient and ctx.needs_input_grad[0]:
             d_hidden = torch.empty_like(hidden)
@@ -169,7 +170,7 @@ class _Fused(torch.autograd.Function):
                 if d_head.dtype == states.dtype:
                     d_head.addmm_(gradient.T, states)
                 else:
-                    for part in _slices(len(d_head), SLICE):
+                    for part in _slices(len(d_head), SLICE if _on_cpu(d_head) else len(d_head)):
                         d_head[part].add_(gradient[:, part].T @ states)
         ctx.save_for_backward(d_hidden, d_head)
         return sums.to(exact)
@@ -184,9 +185,13 @@ class _Fused(torch.autograd.Function):
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
     """Return the student with its head in autocast's dtype."""
     device = hidden.device.type
-    if head is not None and torch.is_autocast_enabled(device):
+    if head is not None and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         head = head.to(torch.get_autocast_dtype(device))
     return Dense(hidden, head)
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
@@ -194,21 +199,22 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _chunks(
-    student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, objective: "_Objective", budget: int
+    student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, objective: "_Objective", budget: int | None
 ) -> Iterator[Chunk]:
     """Yield rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by its logits [c, V].
 
     Each gradient overwrites the one before.
     """
-    total, on_cpu = len(student.hidden), student.hidden.device.type == "cpu"
-    chunk = max(1, min(ROWS, budget // (2 * 4 * student.vocab)))
+    total, on_cpu = len(student.hidden), _on_cpu(student.hidden)
+    budget = budget or (CPU_BUDGET if on_cpu else BUDGET)
+    chunk = max(1, min(CPU_ROWS if on_cpu else ROWS, budget // (2 * 4 * student.vocab)))
     block = max(1, (CPU_BLOCK if on_cpu else BLOCK) // (4 * student.vocab))
     gradient = student.buffer(min(total, chunk))
     buffer = teacher.buffer(min(total, chunk)) if isinstance(teacher, Dense) else None
     for rows in _slices(total, chunk):
         z = student.logits(rows, gradient)
         y = _teacher_rows(teacher, rows, buffer)
-        values = torch.empty(5, len(z), dtype=torch.float64, device=z.device)
+        values = torch.empty(5, len(z), dtype=exact_dtype(z.device), device=z.device)
         for part in _slices(len(z), block):
             tokens = slice(rows.start + part.start, rows.start + part.stop)
             own = teacher.total(tokens) if isinstance(teacher, Dense) else None

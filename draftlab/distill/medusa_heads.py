@@ -87,7 +87,7 @@ class FrozenTarget:
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the last hidden states, [B, T, D]."""
-        if not torch.equal(self.last_ids, ids):
+        if self.last_ids.device != ids.device or not torch.equal(self.last_ids, ids):
             self.last_ids = ids
             self.last_states = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         return self.last_states

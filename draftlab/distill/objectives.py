@@ -68,6 +68,11 @@ class DistillStep(Objective):
         self.head = OutputHead.of(student, vocab or logits_of(student))
         self.takes_packed = self.head.takes_packed
 
+    @property
+    def _no_split_modules(self) -> set[str] | list[str] | None:
+        """The layers that accelerate shards one by one (FSDP2): the student's."""
+        return self.student._no_split_modules
+
     def set_progress(self, progress: float) -> None:
         super().set_progress(progress)
         if self.constraint is not None:

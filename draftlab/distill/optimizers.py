@@ -38,7 +38,8 @@ def optimizers_for(
             {"params": undecayed, "weight_decay": 0.0},
             *other_groups,
         ]
-        return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95))
+        used, fused = [group for group in groups if group["params"]], torch.cuda.is_available() or None
+        return torch.optim.AdamW(used, lr=config.lr, betas=(0.9, 0.95), fused=fused)
 
     if config.optimizer == "adamw" or not matrices:
         return [adamw(matrices + others, vectors)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.model.devices import exact_dtype
 from draftlab.sampling import SamplingParams
 
 COLD = 1e-2
@@ -53,7 +54,7 @@ def draw(probabilities: Tensor, u: Tensor) -> Tensor:
     Samples follow exactly the distribution given, so q in the verify rule is what the draft sampled from. An id of
     probability 0 is never drawn, even where the cumulative sum falls short of 1 by rounding.
     """
-    cumulative = probabilities.double().cumsum(-1)
+    cumulative = probabilities.to(exact_dtype(probabilities.device)).cumsum(-1)
     total = cumulative[..., -1:]
     edge = torch.minimum(u.to(cumulative).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, edge, right=True).squeeze(-1)

@@ -13,6 +13,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
+from draftlab.model.checkpoint import CPU
+from draftlab.model.devices import exact_dtype, exact_products
 from draftlab.model.saving import write_tensors
 from draftlab.model.shape import Shape
 from draftlab.model.weights import check_weight
@@ -47,9 +49,10 @@ class Importance:
         """Scores with layers by how much they turn their input (block influence, ShortGPT, 2403.03853)."""
         return Scores(layers=self.distance.diagonal(1), hidden=self.hidden, heads=self.heads, ffn=self.ffn)
 
-    def principal(self, count: int) -> tuple[Tensor, float]:
-        """Return the largest principal directions [D, count], and their share of the energy."""
-        energy, directions = torch.linalg.eigh(self.covariance.double())
+    def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
+        """Return the largest principal directions [D, count], and their share of the energy; computed on the device."""
+        covariance = self.covariance.to(device if device.type == "cuda" else "cpu").double()
+        energy, directions = (part.cpu() for part in torch.linalg.eigh(covariance))
         directions = directions.flip(1)[:, :count]
         signs = directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
         return (directions * signs).float(), float(energy.flip(0)[:count].sum() / energy.sum())
@@ -57,25 +60,25 @@ class Importance:
 
 def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]) -> Importance:
     """Run chunks of token ids [1, T] layer by layer. advance: called with the number of layers done."""
-    sums = _Sums(shape)
+    sums = _Sums(shape, walk.device)
     streams = walk.embed(chunks)
     stride = max(1, len(chunks) * chunks[0].shape[1] // SAMPLED_TOKENS)
     samples = [_sample(streams, stride)]
     for index in range(shape.layers):
-        with walk.layer(index) as (layer, run), _hooked(sums.listeners(layer, index)):
+        with walk.layer(index) as (layer, run), _hooked(sums.listeners(layer, index)), exact_products():
             streams = [run(stream) for stream in streams]
             sums.weigh(layer, index)
         samples.append(_sample(streams, stride))
         advance(index + 1)
-    with walk.head() as (model, run), _hooked([(model.get_submodule("model.norm"), sums.norm)]):
+    with walk.head() as (model, run), _hooked([(model.get_submodule("model.norm"), sums.norm)]), exact_products():
         for stream in streams:
             run(stream)
     return Importance(
         distance=_distances(samples),
-        hidden=sums.hidden.sqrt(),
-        heads=sums.heads,
-        ffn=sums.ffn,
-        covariance=sums.covariance.float(),
+        hidden=sums.hidden.sqrt().cpu(),
+        heads=sums.heads.cpu(),
+        ffn=sums.ffn.cpu(),
+        covariance=sums.covariance.float().cpu(),
     )
 
 
@@ -102,11 +105,11 @@ Listener = Callable[[Tensor, Tensor], object]  # called with a module's input an
 
 
 class _Sums:
-    """Running sums over tokens, in float64."""
+    """Running sums over tokens, where the tokens are."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: torch.device) -> None:
         def zeros(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.float64)
+            return torch.zeros(size, dtype=exact_dtype(device), device=device)
 
         self.shape = shape
         self.hidden, self.covariance = zeros(shape.hidden), zeros(shape.hidden, shape.hidden)
@@ -127,14 +130,14 @@ class _Sums:
         self.hidden += _magnitude(y)
         x = x[0].float()  # [T, D]
         x = x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
-        self.covariance += (x.T @ x).cpu()
+        self.covariance += x.T @ x
 
     def weigh(self, layer: nn.Module, index: int) -> None:
         """Multiply the activations of a layer by the norms of the columns that read them."""
         o, down = (layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj"))
-        attention = self.attention[index].sqrt() * o.detach().double().norm(dim=0).cpu()
+        attention = self.attention[index].sqrt() * _column_norms(o)
         self.heads[index] = attention.unflatten(0, (self.shape.heads, self.shape.head_dim)).sum(-1)
-        self.ffn[index] = self.neurons[index].sqrt() * down.detach().double().norm(dim=0).cpu()
+        self.ffn[index] = self.neurons[index].sqrt() * _column_norms(down)
 
 
 @contextlib.contextmanager
@@ -155,7 +158,11 @@ def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
 
 def _magnitude(x: Tensor) -> Tensor:
     """Return the square of the mean magnitude over tokens, [1, T, N] -> [N]."""
-    return x[0].double().abs().mean(0).square().cpu()
+    return x[0].to(exact_dtype(x.device)).abs().mean(0).square()
+
+
+def _column_norms(weight: Tensor) -> Tensor:
+    return weight.detach().to(exact_dtype(weight.device)).norm(dim=0)
 
 
 def _sample(streams: list[Tensor], stride: int) -> Tensor:

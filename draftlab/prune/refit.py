@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.config.prune import RefitSettings
+from draftlab.model.devices import exact_products
 from draftlab.model.trimmed_head import only
 from draftlab.prune.walk import Run, Walk
 
@@ -191,8 +192,9 @@ def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitte
     heldout = []
     for index, (x, error) in enumerate(pairs):
         if index < fitted:
-            gram.addmm_(x.T, x)
-            cross.addmm_(x.T, error)
+            with exact_products():
+                gram.addmm_(x.T, x)
+                cross.addmm_(x.T, error)
         else:
             heldout.append((x, error))
     change = ridge_solve(gram, cross, ridge).to(torch.float32)

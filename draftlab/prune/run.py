@@ -204,7 +204,7 @@ def _most_active(config: PruneConfig, source: Source, shape: Shape, chunks: list
     rotated = config.basis == "pca" or (config.basis == "auto" and not source.shape.tied)
     if not rotated or shape.hidden == source.shape.hidden:
         return Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
-    rotation, _ = importance.principal(shape.hidden)
+    rotation, _ = importance.principal(shape.hidden, source.device)
     keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
     return Selection(keep=keep, basis=rotation, weights=Rotated(source.weights, source.shape, rotation))
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, token_logprobs
+from draftlab.model.attention import AttentionMetadata
 from draftlab.model.eagle_llama import EagleLlama
-from draftlab.model.llama import AttentionMetadata, Cache, LayerStates, Llama
+from draftlab.model.llama import Cache, LayerStates, Llama
 from draftlab.sampling import SamplingParams
 
 

@@ -4,16 +4,18 @@ An arm is plain decoding, or one draft at one K. Every repeat runs all arms on e
 order, so that drift of the machine affects all arms equally. Steps that stalled count as the others of their kind.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftlab.benchmark.stalls import TimedStep, timed_steps, without_stalls
 from draftlab.console import note, note_if_slow
 from draftlab.engine.drafters.parallel import model_drafter
-from draftlab.engine.generate import Clock, Drafter, Step, clock_for, decode, speculative_decode
+from draftlab.engine.generate import Drafter, Step, StepClock, decode, speculative_decode, step_clock_for
 from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import warm_up
+from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 from draftlab.model.decoder import Decoder, model_vocab_size
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
@@ -39,7 +41,7 @@ def measure_throughput(
     sampling: SamplingParams,
     repeats: int,
     advance: Callable[[int], None],
-    clock: Clock | None = None,
+    clock: StepClock | None = None,
     batch: int = 1,
     drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
     rule: Rule | None = None,
@@ -58,9 +60,15 @@ def measure_throughput(
     runs |= dict(drafters or {})
     arms = [PLAIN, *((name, k) for name, (_, counts) in runs.items() for k in counts)]
     by_name = {name: drafter for name, (drafter, _) in runs.items()}
-    decode_arm = _decoder(target, by_name, sampling, clock or clock_for(target.device), rule, draft_temperature)
+    clock = clock or step_clock_for(target.device)
+    decode_arm = _decoder(target, by_name, sampling, clock, rule, draft_temperature)
+    endless = replace(sampling, stop_token_ids=())
+    decode_to_the_end = _decoder(target, by_name, endless, clock, rule, draft_temperature)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     with note_if_slow(f"warming up {len(arms)} ways of decoding; these passes do not count"):
+        for arm in sorted(arms, key=lambda arm: -arm[1]) if isinstance(target, CudaGraphLlama) else []:
+            for group in _first_of_each_length(groups, prompts):  # longest caches first: longer ones replace shorter
+                deque(decode_to_the_end(arm, [prompts[i] for i in group], group), maxlen=0)
         for arm in arms:
             if not warm_up(lambda arm=arm: _pass_seconds(decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))):
                 note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not reach a steady state: its times vary")
@@ -88,7 +96,7 @@ def _decoder(
     target: Decoder,
     drafters: Mapping[str, Drafter],
     sampling: SamplingParams,
-    clock: Clock,
+    clock: StepClock,
     rule: Rule | None,
     draft_temperature: float | None,
 ) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
@@ -106,6 +114,19 @@ def _by_row(steps: Iterator[Step], count: int) -> list[list[Step]]:
     for step in steps:
         rows[step.row].append(step)
     return rows
+
+
+def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
+    """Return groups whose texts need every graph that the others' need: one per bucket of lengths, the longest first.
+
+    Graphs are captured when they are first needed, which must not be in a pass that counts.
+    """
+
+    def longest(group: list[int]) -> int:
+        return max(len(prompts[i]) for i in group)
+
+    by_length = {(len(group), longest(group) // BUCKET): group for group in sorted(groups, key=longest)}
+    return sorted(by_length.values(), key=longest, reverse=True)
 
 
 def _pass_seconds(steps: Iterator[Step]) -> float:

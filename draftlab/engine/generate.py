@@ -17,10 +17,19 @@ from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
 from draftlab.engine.verify import check_logits, distribution, draw, verify
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
 from draftlab.model.decoder import Decoder, feed, model_vocab_size
+from draftlab.model.devices import staged
 from draftlab.model.llama import Parents, Tree
 from draftlab.sampling import SamplingParams
 
+
+class Instant(Protocol):
+    """A point in time; the difference of two is in seconds."""
+
+    def __sub__(self, earlier: Any, /) -> float: ...
+
+
 Clock = Callable[[], float]
+StepClock = Callable[[], Instant]  # read three times a step; differences are taken at its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +181,28 @@ def clock_for(device: torch.device) -> Clock:
     return read
 
 
+class EventTime:
+    """A point in a device's queue, which is not waited for until it is subtracted from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+    def __sub__(self, earlier: "EventTime", /) -> float:
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
+def step_clock_for(device: torch.device) -> StepClock:
+    """Return a clock for the phases of a step, between which the host need not wait for the device."""
+    return time.perf_counter if device.type != "cuda" else lambda: EventTime(device)
+
+
 def decode(
     target: Decoder,
     prompts: Sequence[list[int]],
     sampling: SamplingParams,
-    clock: Clock = time.perf_counter,
+    clock: StepClock = time.perf_counter,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[Step]:
     """Decode one token per row and target pass; otherwise as ``speculative_decode``."""
@@ -189,7 +215,7 @@ def speculative_decode(
     prompts: Sequence[list[int]],
     k: int,
     sampling: SamplingParams,
-    clock: Clock = time.perf_counter,
+    clock: StepClock = time.perf_counter,
     numbers: Sequence[int] | None = None,
     rule: Rule | None = None,
     draft_temperature: float | None = None,
@@ -309,7 +335,7 @@ def _target_logits(target: Decoder, cache: Any, texts: list[list[int]], draft: D
     """Return the target's logits after each text and after each drafted token, [B, T, V]."""
     if draft is None:
         return feed(target, cache, texts)
-    last = torch.tensor([text[-1:] for text in texts], device=draft.ids.device)
+    last = staged([text[-1:] for text in texts], draft.ids.device)
     ids = torch.cat([last, draft.ids], 1)
     if draft.parents is None:
         return target.forward(ids, cache)
@@ -334,7 +360,7 @@ class _Rows:
     def current(self, draws: Tensor) -> Tensor:
         """Return the draws [B, W] of each row's current position, from draws [B, max_tokens, W]."""
         at = [min(len(text) - start, draws.shape[1] - 1) for text, start in zip(self.texts, self.starts, strict=True)]
-        return draws[torch.arange(len(at)), at]
+        return torch.stack([draws[row, i] for row, i in enumerate(at)])  # indices on the host would be copied
 
     def append(
         self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None

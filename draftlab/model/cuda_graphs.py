@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftlab.model.devices import staged
 from draftlab.model.llama import Cache, Llama, Tree
 
 BUCKET = 256  # S is rounded up to a multiple; positions after a row's end are masked
-WIDE = 64  # wider passes are bound by arithmetic, not by launches
+WIDE = 512  # wider passes are bound by arithmetic, not by launches
 
 Sampler = Callable[
     [Tensor, Tensor], tuple[Tensor, Tensor | None]
@@ -23,7 +24,7 @@ Sampler = Callable[
 
 @dataclass(slots=True)
 class _Store:
-    """Memory that one cache at a time uses, so that its graphs can be replayed for the next text."""
+    """Memory that one cache at a time uses, so that its graphs can be replayed for the next text, a shorter one too."""
 
     keys: Tensor
     values: Tensor
@@ -61,15 +62,24 @@ class CudaGraphLlama(Llama):
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         self.check_fits(capacity)
-        size = (self.shape.layers, rows, self.shape.kv_heads, -(-capacity // BUCKET) * BUCKET, self.shape.head_dim)
-        free = (s for s in self._stores if s.keys.shape == size and s.user() is None)
-        store = next(free, None)
+        length = -(-capacity // BUCKET) * BUCKET
+        free = [s for s in self._stores if s.keys.shape[1] == rows and s.user() is None]
+        store = min((s for s in free if s.keys.shape[3] >= length), key=lambda s: s.keys.shape[3], default=None)
         if store is None:
+            self._drop(free)
+            size = (self.shape.layers, rows, self.shape.kv_heads, length, self.shape.head_dim)
             keys, values = self.embed.new_zeros(size), self.embed.new_zeros(size)
             self._stores.append(store := _Store(keys, values, weakref.ref(keys)))
         keys = store.keys.view_as(store.keys)  # collected with the cache that uses it
         store.user = weakref.ref(keys)
         return Cache(keys, store.values)
+
+    def _drop(self, stores: list[_Store]) -> None:
+        """Free stores that are too short, with the graphs on them, before a longer one takes their place."""
+        places = {store.keys.data_ptr() for store in stores}
+        self._stores = [store for store in self._stores if store.keys.data_ptr() not in places]
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in places}
+        self._chains = {key: chain for key, chain in self._chains.items() if key[0] not in places}
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
@@ -82,7 +92,7 @@ class CudaGraphLlama(Llama):
             self._graphs[key] = self._capture(ids, cache, last, end)
         graph = self._graphs[key]
         graph.ids.copy_(ids)
-        graph.used.copy_(torch.tensor(cache.used).unsqueeze(1))
+        graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
         graph.replay()
         cache.used = [used + width for used in cache.used]
         return graph.logits
@@ -103,13 +113,13 @@ class CudaGraphLlama(Llama):
         graph = self._chains[key]
         graph.logits.copy_(logits)
         graph.uniform.copy_(uniform)
-        graph.used.copy_(torch.tensor(cache.used).unsqueeze(1))
+        graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
         graph.replay()
         cache.used = [used + count - 1 for used in cache.used]
         return graph.drafted
 
     def _capture_chain(self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, end: int) -> _Chain:
-        used = torch.tensor(cache.used, device=self.device).unsqueeze(1)
+        used = staged(cache.used, self.device).unsqueeze(1)
         keys, values = cache.keys.detach(), cache.values
         graph = _Chain(logits.clone(), used, uniform.clone(), (used, None), lambda: None)
 
@@ -124,11 +134,11 @@ class CudaGraphLlama(Llama):
 
             graph.drafted = draft_chain(graph.logits, graph.uniform, choose, following)
 
-        graph.replay = capture(run) if self.device.type == "cuda" else run
+        graph.replay = capture(run, self.device) if self.device.type == "cuda" else run
         return graph
 
     def _capture(self, ids: Tensor, cache: Cache, last: int, end: int) -> _Graph:
-        ids, used = ids.clone(), torch.tensor(cache.used, device=self.device).unsqueeze(1)
+        ids, used = ids.clone(), staged(cache.used, self.device).unsqueeze(1)
         keys, values = cache.keys.detach(), cache.values  # the cache may be collected before the graph
         logits = torch.empty(
             *ids.shape[:1], last or ids.shape[1], self.shape.vocab, dtype=keys.dtype, device=self.device
@@ -137,7 +147,7 @@ class CudaGraphLlama(Llama):
         def run() -> None:
             logits.copy_(self.decode(ids, keys, values, self.attention_metadata(used, ids.shape[1], end), last))
 
-        return _Graph(ids, used, logits, capture(run) if self.device.type == "cuda" else run)
+        return _Graph(ids, used, logits, capture(run, self.device) if self.device.type == "cuda" else run)
 
 
 def _end(cache: Cache, width: int) -> int:
@@ -163,19 +173,21 @@ def draft_chain(
     return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 
-def capture(run: Callable[[], object]) -> Callable[[], object]:
-    """Capture run as a CUDA graph; return a function that replays it on the same tensors."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # libraries choose kernels and allocate before a capture
+def capture(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Capture run as a CUDA graph of a device; return a function that replays it on the same tensors."""
+    with torch.cuda.device(device):  # streams and graphs are made on the current one
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # libraries choose kernels and allocate before a capture
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
 
     def replay(alive: Callable[[], object] = run) -> None:  # keeps the tensors that the graph uses alive
-        graph.replay()
+        with torch.cuda.device(device):
+            graph.replay()
 
     return replay

@@ -14,6 +14,7 @@ from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel
 from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.model.devices import staged
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.native_cpu import NativeLlama
 
@@ -75,7 +76,7 @@ def feed(
     width = max(len(text) - min(used, len(text) - last) for text, used in zip(texts, cache.used, strict=True))
     starts = [max(0, len(text) - width) for text in texts]
     rows = [[*text[at : at + width], *[0] * (width - len(text))] for text, at in zip(texts, starts, strict=True)]
-    ids = torch.tensor(rows, device=model.device)  # [B, width]
+    ids = staged(rows, model.device)  # [B, width]
     if known is not None:
         ids.clamp_(max=known - 1)
     at = [min(width, len(text)) - 1 for text in texts]  # index of each text's last token among those fed

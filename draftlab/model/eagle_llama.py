@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftlab.model.attention import AttentionMetadata, pinned_backends
 from draftlab.model.eagle import Head
-from draftlab.model.llama import AttentionMetadata, Cache, Llama, Tree, rms_norm, rotary
+from draftlab.model.llama import Cache, Llama, Tree, rms_norm, rotary
 from draftlab.model.native_cpu import WIDE, NativeLlama
 
 
@@ -65,10 +66,10 @@ class EagleLlama(Llama):
         embedded = rms_norm(F.embedding(ids, self.embed), block.input_norm, self.eps)
         normed = rms_norm(states, self.state_norm, self.eps)
         residual = normed if self.norm_before_residual else states
-        attended = self._attention(block, torch.cat([embedded, normed], -1), cache.keys[0], cache.values[0], metadata)
-        x = residual + attended
-        gate, up = F.linear(rms_norm(x, block.post_norm, self.eps), block.gate_up).chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, block.down)
+        joined = torch.cat([embedded, normed], -1)
+        with pinned_backends(self.device):
+            x = residual + self._attention(block, joined, cache.keys[0], cache.values[0], metadata)
+        x = x + self._mlp(block, rms_norm(x, block.post_norm, self.eps))
         logits = F.linear(rms_norm(x[:, -last:], self.norm, self.eps), self.head)
         return self.expand_logits(logits), x
 

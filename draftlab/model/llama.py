@@ -1,7 +1,7 @@
 """LLaMA-like decoders with a static cache, for inference, built from Hugging Face tensors.
 
-B rows, T new tokens, S cached + new, H query heads, K kv heads, C head_dim, D hidden, V vocab. Each row of a batch has
-a length of its own. Rolling back is lowering ``Cache.used``: later positions are overwritten, never read.
+B rows, T new tokens, S cached + new, H query heads in K groups of G, C head_dim, D hidden, V vocab. Each row of a batch
+has a length of its own. Rolling back is lowering ``Cache.used``: later positions are overwritten, never read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from draftlab.errors import OtherArchitecture, UserError
 from draftlab.model import checkpoint, loading
+from draftlab.model.attention import NARROW, AttentionMetadata, attend, pinned_backends
+from draftlab.model.devices import staged
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids
 from draftlab.reading import read_by_library
@@ -104,17 +107,6 @@ class Tree:
         for child, parent in enumerate(parents, 1):
             mask[child] |= mask[parent]
         return cls((mask.sum(1) - 1).to(device), mask.to(device))
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """Rotary tables, attention mask and cache slots of one pass; rows have one length in common or each its own."""
-
-    cos: Tensor  # [T, C] or [B, 1, T, C]
-    sin: Tensor
-    mask: Tensor | None  # [T, S] or [B, 1, T, S]
-    slots: tuple[slice | Tensor, ...]  # of the new keys and values in [B, K, capacity, C]
-    end: int  # S
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +212,13 @@ class Llama:
     ) -> Tensor:
         """Run the pass itself. hidden_states, layer_states: as in Cache."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
-        for layer, block in enumerate(self.blocks):
-            if layer_states is not None:
-                layer_states.store(layer, x, metadata.slots)
-            normed = rms_norm(x, block.input_norm, self.eps)
-            x = x + self._attention(block, normed, keys[layer], values[layer], metadata)
-            gate, up = F.linear(rms_norm(x, block.post_norm, self.eps), block.gate_up, block.gate_up_bias).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, block.down, block.down_bias)
+        with pinned_backends(self.device):
+            for layer, block in enumerate(self.blocks):
+                if layer_states is not None:
+                    layer_states.store(layer, x, metadata.slots)
+                normed = rms_norm(x, block.input_norm, self.eps)
+                x = x + self._attention(block, normed, keys[layer], values[layer], metadata)
+                x = x + self._mlp(block, rms_norm(x, block.post_norm, self.eps))
         if layer_states is not None:
             layer_states.store(len(self.blocks), x, metadata.slots)
         x = rms_norm(x[:, -last:] if hidden_states is None else x, self.norm, self.eps)
@@ -234,14 +226,23 @@ class Llama:
             hidden_states[metadata.slots[0], metadata.slots[2]] = x
         return self.expand_logits(F.linear(x[:, -last:], self.head))
 
+    def _mlp(self, block: Block, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, block.gate_up, block.gate_up_bias).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, block.down, block.down_bias)
+
     def _metadata(self, cache: Cache, width: int, tree: Tree | None) -> AttentionMetadata:
         end, device = max(cache.used) + width, self.device
-        if tree is None and min(cache.used) == max(cache.used):
-            start = end - width
-            mask = torch.ones(width, end, dtype=torch.bool, device=device).tril(start) if width > 1 else None
-            new = slice(start, end)
-            return AttentionMetadata(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end)
-        return self.attention_metadata(torch.tensor(cache.used, device=device).unsqueeze(1), width, end, tree)
+        if tree is not None or min(cache.used) != max(cache.used):
+            return self.attention_metadata(staged(cache.used, device).unsqueeze(1), width, end, tree)
+        start, folded = end - width, width == 1 or (end - width > 0 and width <= NARROW)
+        mask: Tensor | None = None
+        if width > 1 and folded:
+            attended = torch.ones(width, end, dtype=torch.bool, device=device).tril(start)
+            mask = self._folded_mask(attended[None, None])
+        elif width > 1 and start:
+            mask = causal_lower_right(width, end)
+        new = slice(start, end)
+        return AttentionMetadata(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end, folded)
 
     def attention_metadata(self, used: Tensor, width: int, end: int, tree: Tree | None = None) -> AttentionMetadata:
         """Return the metadata of width tokens after used cached ones of each row, [B, 1]; S is end."""
@@ -253,7 +254,14 @@ class Llama:
         attended = (((new >= 0) & (new < width) & among) | (new < 0)).unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
         cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
-        return AttentionMetadata(cos, sin, attended, (rows, slice(None), used + steps), end)
+        folded = width <= NARROW
+        mask = self._folded_mask(attended) if folded else attended
+        return AttentionMetadata(cos, sin, mask, (rows, slice(None), used + steps), end, folded)
+
+    def _folded_mask(self, attended: Tensor) -> Tensor:
+        """Return what is added to the scores of folded heads, [B, 1, G T, S]; made once for all layers."""
+        bias = torch.zeros(attended.shape, dtype=self.embed.dtype, device=attended.device)
+        return bias.masked_fill_(~attended, -torch.inf).repeat(1, 1, self.shape.heads // self.shape.kv_heads, 1)
 
     def _attention(self, block: Block, x: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
         s = self.shape
@@ -267,13 +275,7 @@ class Llama:
         ragged = not isinstance(metadata.slots[0], slice)  # then the indexed dimensions come first: [B, T, K, C]
         keys[metadata.slots] = k.transpose(1, 2) if ragged else k
         values[metadata.slots] = v.transpose(1, 2) if ragged else v
-        out = F.scaled_dot_product_attention(
-            qk[:, : s.heads],
-            keys[:, :, : metadata.end],
-            values[:, :, : metadata.end],
-            attn_mask=metadata.mask,
-            enable_gqa=s.heads != s.kv_heads,
-        )  # [B, H, T, C]
+        out = attend(qk[:, : s.heads], keys[:, :, : metadata.end], values[:, :, : metadata.end], metadata)
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
 

@@ -5,6 +5,9 @@ import torch
 from test_engine import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from draftlab.benchmark import throughput
+from draftlab.benchmark.stalls import timed_steps
+from draftlab.benchmark.throughput import measure_throughput
 from draftlab.engine.generate import ModelDrafter, Sampler, decode, output_tokens, speculative_decode
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
@@ -55,6 +58,48 @@ def test_after_a_first_text_no_graph_is_captured_for_the_next(family_dirs, devic
             made.append([len(each) for m in (target, draft) for each in (m._graphs, m._chains, m._stores)])
     assert made[1:] == made[:-1]
     assert made[0][2] == made[0][5] == 1
+
+
+@DEVICES
+def test_a_shorter_text_uses_the_memory_and_graphs_of_a_longer_one(family_dirs, device):
+    graphed = CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
+    graphed.context = 3 * BUCKET
+    ids = torch.ones(1, 3, dtype=torch.long, device=device)
+    for capacity, stores in ((BUCKET + 1, 1), (30, 1), (2 * BUCKET + 1, 1)):  # the last one is longer: in its place
+        cache = graphed.new_cache(1, capacity)
+        for _ in range(2):
+            graphed.forward(ids, cache)
+        assert (len(graphed._stores), len(graphed._graphs)) == (stores, 1)
+        del cache
+
+
+@DEVICES
+def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeypatch):
+    """Prompts of several lengths, of which the longest needs a longer cache to speculate than to decode plainly."""
+    model = llama.load(family_dirs["llama"], torch.float32, torch.device(device))
+    model.context = 3 * BUCKET
+    model.cos, model.sin = (table.repeat(3, 1) for table in (model.cos, model.sin))
+    target, draft = CudaGraphLlama(model), CudaGraphLlama(model)
+    prompts, counts = [[5, 6, 7] * n for n in (3, 82, 10, 160, 40)], []
+
+    def decoded(steps):
+        counts.append([len(made) for m in (target, draft) for made in (m._graphs, m._chains)])
+        return timed_steps(steps)
+
+    monkeypatch.setattr(throughput, "timed_steps", decoded)
+    sampling = SamplingParams(max_tokens=8)
+    measure_throughput(target, {"d": draft}, prompts, ks=[4], sampling=sampling, repeats=1, advance=lambda _: None)
+    assert len(counts) == 2 * len(prompts)
+    assert all(count == counts[0] for count in counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second GPU")
+def test_graphs_of_another_device_than_the_current_one(family_dirs):
+    device, sampling = torch.device("cuda:1"), SamplingParams(max_tokens=20)
+    model = llama.load(family_dirs["qwen3"], torch.float32, device)
+    expected = output_tokens(decode(model, RAGGED[:3], sampling))
+    assert output_tokens(decode(CudaGraphLlama(model), RAGGED[:3], sampling)) == expected
 
 
 @DEVICES

@@ -2,9 +2,9 @@
 
 Naive is each loss's textbook formula on fp32 logits, in as few tensor operations as torch has for it. Memory is what a
 forward and backward pass add at most to the resident size before it (CUDA: to torch's allocated bytes), less the
-gradients that all of them return. Times are medians of runs that take turns: CPU seconds, and wall seconds beside them.
-Every loss has a process of its own, so that memory goes back to the system. TRL and Liger are measured where they are
-installed.
+gradients that all of them return. Times are medians of runs that take turns: CPU seconds, and wall seconds beside them,
+which alone count on CUDA (`wall_ratio`). Every loss has a process of its own, so that memory goes back to the system.
+TRL and Liger are measured where they are installed.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from benchmarks import environment
 from draftlab.console import note
-from draftlab.distill.fused_loss import BUDGET, Dense, TopK, fused_loss
+from draftlab.distill.fused_loss import Dense, TopK, fused_loss
 from draftlab.distill.losses import parse_loss
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)")
@@ -49,7 +49,7 @@ class Case:
     vocab: int
     hidden: int
     teacher_hidden: int
-    budget: int
+    budget: int | None
     repeats: int
     threads: int
 
@@ -80,7 +80,7 @@ def main(
     teacher_hidden: Annotated[int, typer.Option(help="Target's hidden size.")] = 2048,
     top_k: Annotated[int, typer.Option(help="Tokens that stored outputs list; 0: no teacher from them.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.")] = 3,
-    budget: Annotated[int, typer.Option(help="Bytes of the fused loss's logits.")] = BUDGET,
+    budget: Annotated[int | None, typer.Option(help="Bytes of the fused loss's logits. Default: the device's.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     case = Case(

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# What one NVIDIA GPU says of drafts for LLaMA-65B; offline, with random weights, each part within ten minutes.
-#   bash benchmarks/gpu.sh [--small] [--out DIR] [PART ...]     PART: ceilings sweep target drafts predict engine loss masks
+# What one NVIDIA GPU says of drafts for LLaMA-65B; offline, with random weights, each part within nine minutes.
+#   bash benchmarks/gpu.sh [--small] [--out DIR] [PART ...]
+#   PART: machine tests ceilings sweep target drafts predict engine loss masks
 # --small: small shapes on whatever device is there, to try the script. Results: DIR/PART.json, benchmarks/results/gpu if
-# left out. The 65B target is extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely holds it.
-set -euo pipefail
+# left out. A part that fails leaves DIR/PART.failed with its last words, and the others run. The 65B target is
+# extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely holds it.
+set -uo pipefail
 
 small= out=benchmarks/results/gpu parts=()
 while [ $# -gt 0 ]; do
@@ -14,7 +16,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(ceilings sweep target drafts predict engine loss masks)
+[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings sweep target drafts predict engine loss masks)
 
 cd "$(dirname "$0")/.."
 python=python3
@@ -37,13 +39,25 @@ else
   text="--context 128 --max-tokens 128" engine= loss= masks=12 gigabytes=1
 fi
 
-part() {  # NAME COMMAND...: its JSON into NAME.json
+part() {  # NAME COMMAND...: its JSON into NAME.json, or the end of what it said into NAME.failed
   local name=$1
   shift
   echo "$name: $*" >&2
-  timeout 600 "$@" > "$out/$name.tmp"
-  mv "$out/$name.tmp" "$out/$name.json"
+  rm -f "$out/$name.failed"
+  if timeout 540 "$@" > "$out/$name.tmp" 2> >(tee "$out/$name.log" >&2); then
+    mv "$out/$name.tmp" "$out/$name.json"
+    rm -f "$out/$name.log"
+  else
+    echo "$name failed with $?" >&2
+    tail -n 40 "$out/$name.log" "$out/$name.tmp" > "$out/$name.failed"
+    rm -f "$out/$name.tmp" "$out/$name.log"
+    failed+=("$name")
+  fi
 }
+
+machine() { part machine $python -m benchmarks.gpu_machine; }
+
+tests() { [ $device = cpu ] || part tests $python -m benchmarks.gpu_machine --tests; }
 
 ceilings() { part ceilings $python -m benchmarks.ceilings --device $device --gigabytes $gigabytes; }
 
@@ -79,5 +93,7 @@ loss() { part loss $python -m benchmarks.distill_loss $loss; }
 
 masks() { part masks $python -m benchmarks.prune_stream --folder runs/gpu/masks --no-seven-b --mask-steps $masks; }
 
+failed=()
 for name in "${parts[@]}"; do $name; done
 ls "$out"
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }

@@ -1,13 +1,15 @@
 """benchmarks/gpu.sh runs every part with small shapes on whatever device there is."""
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = {"ceilings", "sweep", "target", "drafts", "engine", "loss", "masks"}
+PARTS = {"machine", "ceilings", "sweep", "target", "drafts", "engine", "loss", "masks"}
 
 
 def test_the_script_is_sound():
@@ -23,3 +25,18 @@ def test_every_part_writes_its_json(tmp_path):
     assert len(found["sweep"]["rows"]["eager"]) == 3
     for name in lengths:
         assert [p["name"].split(",")[0] for p in found[name]["predictions"]] == ["tiny-3x256", "tiny-12x128"]
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_loses_no_other(tmp_path):
+    """Predictions need the profiles of two other parts, which are not there."""
+    script = tmp_path / "clone" / "benchmarks" / "gpu.sh"
+    script.parent.mkdir(parents=True)
+    script.write_bytes((ROOT / "benchmarks" / "gpu.sh").read_bytes())
+    (tmp_path / "clone" / ".venv").symlink_to(sys.prefix)
+    command = ["bash", str(script), "--small", "--out", str(tmp_path / "out"), "predict", "machine"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert (done.returncode, "failed: predict_2" in done.stderr) == (1, True)
+    assert (tmp_path / "out" / "predict_2.failed").read_text()
+    assert json.loads((tmp_path / "out" / "machine.json").read_text())["benchmark"] == "gpu_machine"

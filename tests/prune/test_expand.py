@@ -20,8 +20,8 @@ from draftlab.model.trimmed_head import write_head_ids
 from draftlab.prune.expand import Expanded
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
-LARGER = {"layers": 7, "width": 96, "heads": 12, "kv_heads": 6, "ffn": 104}
-SAME = {"layers": 5, "width": 64, "heads": 8, "ffn": 88}
+LARGER: dict[str, Any] = {"layers": 7, "width": 96, "heads": 12, "kv_heads": 6, "ffn": 104}
+SAME: dict[str, Any] = {"layers": 5, "width": 64, "heads": 8, "ffn": 88}
 
 
 def expanded(source: Path, out: Path, **settings: Any) -> Path:
@@ -101,7 +101,8 @@ def test_one_wrong_scale_changes_the_logits(wrong, family_dirs, tmp_path):
 def test_bfloat16_writes_the_same_text(family_dirs, tmp_path):
     """Four times the width: all scales are powers of two, and only the order of sums differs."""
     source = tmp_path / "source"
-    build("llama").to(torch.bfloat16).save_pretrained(source)
+    built: Any = build("llama")
+    built.to(torch.bfloat16).save_pretrained(source)
     out = expanded(source, tmp_path / "out", width=256, heads=32, kv_heads=16)
     picks = []
     for path in (source, out):
@@ -190,7 +191,7 @@ def test_kv_heads_that_cannot_repeat_the_sources_are_refused(family_dirs, tmp_pa
     assert "--heads 6 is less" in text
     text = requested(family_dirs["llama"], tmp_path, heads=12, kv_heads=5)
     assert "multiple of kv_heads" in text
-    wide = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    wide: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2}
     build("llama", **wide).save_pretrained(tmp_path / "four-each")
     assert "at least --kv-heads 8" not in requested(tmp_path / "four-each", tmp_path, heads=9, kv_heads=3, width=72)
     assert "--kv-heads 4" in requested(tmp_path / "four-each", tmp_path, heads=9, kv_heads=3, width=72)

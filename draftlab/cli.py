@@ -28,6 +28,7 @@ from draftlab.trust import printable
 
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
+SPLIT = ("score", "profile")  # and these, with a target that is split over them
 GROUPS = {  # name -> help, panel
     "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft"),
     "online": ("Update a draft from served traffic.", "Ship"),
@@ -64,15 +65,25 @@ def typer_function(command: Command) -> Callable[..., None]:
 
 
 def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Outcome:
-    if processes() > 1 and command.name not in LAUNCHED:
-        raise UserError(f"{command.name} runs in one process; launch {', '.join(LAUNCHED)} in several")
     file = wiring.get("config_file")
     settings = command.config.of_file(file, command.name) if file else {}
     try:
         config = command.config.build(settings | typed, f"--config {file}: " if file else "")
     except UsageError as error:
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
+    _check_processes(command.name, config)
     return command.run(config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False))
+
+
+def _check_processes(command: str, config: Config) -> None:
+    """Raises UserError: a launcher started several processes of a command that runs in one."""
+    split = config.settings().get("device_map") == "tensor-parallel"
+    if split and command not in SPLIT:
+        raise UserError(f"--device-map tensor-parallel: {command} does not split the target; {', '.join(SPLIT)} do")
+    if processes() > 1 and not split and command in SPLIT:
+        raise UserError(f"{command} runs in one process, or in several with --device-map tensor-parallel")
+    if processes() > 1 and command not in (*LAUNCHED, *SPLIT):
+        raise UserError(f"{command} runs in one process; launch {', '.join((*LAUNCHED, *SPLIT))} in several")
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool) -> None:

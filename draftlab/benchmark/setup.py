@@ -24,6 +24,7 @@ from draftlab.config.drafters import (
     NgramSpec,
     ParallelSpec,
     SearchedTreeSpec,
+    TreeSpec,
 )
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow
@@ -33,6 +34,7 @@ from draftlab.export.hf import parse_quantized_name, write_fake_quantized
 from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import resolve_mode
+from draftlab.model.loading import TENSOR_PARALLEL
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.prompts import Prompts, load_prompts
@@ -221,9 +223,23 @@ def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models:
     return "eager" if mode == "graphs" and any(isinstance(spec, EagleSpec) for spec in config.drafters) else mode
 
 
+def _check_split(setup: Setup) -> None:
+    """Raises UserError: what the processes of a split target would decide by times or memory of their own."""
+    config = setup.config
+    measuring = [spec.kind for spec in setup.drafters if isinstance(spec, FallbackSpec | TreeSpec | LayerSkipSpec)]
+    if measuring:
+        raise UserError(f"--drafter {measuring[0]} is chosen by times measured here: not with a target that is split")
+    if config.tasks != "none":
+        raise UserError("--tasks: not with a target that is split over processes; use draftlab accuracy")
+    if setup.prompts.requests > len(setup.prompts.rows):
+        raise UserError("prompts of several turns: not with a target that is split over processes")
+
+
 def _check(setup: Setup) -> None:
     config = setup.config
     requests = setup.prompts.requests
+    if config.device_map == TENSOR_PARALLEL:
+        _check_split(setup)
     for batch in config.batch:
         if requests % batch:
             raise UserError(f"{requests} prompts do not fill batches of {batch}; want a multiple of it")

@@ -62,7 +62,8 @@ def mode() -> Any:
 
 
 def device_map() -> Any:
-    return option(None, "Spread the target over devices, memory and disk with accelerate: auto.", advanced=True)
+    text = "Spread the target over devices, memory and disk with accelerate: auto; or over torchrun's processes: "
+    return option(None, text + "tensor-parallel.", advanced=True)
 
 
 def memory() -> Any:

@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
 # but scale or gate something.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda", loading.TENSOR_PARALLEL)
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
@@ -249,7 +249,7 @@ def load_any_files(
             raise UserError(f"{directory} does not fit its config.json: {kind} {names[0]}{_more(names)}")
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:  # offloaded to disk
-            check_finite(parameter.detach(), name, directory)
+            check_finite(loading.local(parameter.detach()), name, directory)
     return model
 
 

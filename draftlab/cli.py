@@ -1,5 +1,6 @@
 """Typer wiring: options from configs, --config, --json, exit codes. The only place that catches UserError."""
 
+import contextlib
 import inspect
 import json
 import logging
@@ -7,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ from draftlab.trust import printable
 
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
-SPLIT = ("score", "profile")  # and these, with a target that is split over them
+SPLIT = ("score", "profile", "outputs build", "outputs verify")  # and these, with a target that is split over them
 GROUPS = {  # name -> help, panel
     "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft"),
     "online": ("Update a draft from served traffic.", "Ship"),
@@ -72,18 +73,35 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
     except UsageError as error:
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
     _check_processes(command.name, config)
-    return command.run(config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False))
+    with _leading(command.name) as leads:
+        if not leads:
+            return Outcome(path=None, show=[], data={})
+        return command.run(config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False))
 
 
 def _check_processes(command: str, config: Config) -> None:
     """Raises UserError: a launcher started several processes of a command that runs in one."""
     split = config.settings().get("device_map") == "tensor-parallel"
-    if split and command not in SPLIT:
-        raise UserError(f"--device-map tensor-parallel: {command} does not split the target; {', '.join(SPLIT)} do")
     if processes() > 1 and not split and command in SPLIT:
         raise UserError(f"{command} runs in one process, or in several with --device-map tensor-parallel")
     if processes() > 1 and command not in (*LAUNCHED, *SPLIT):
         raise UserError(f"{command} runs in one process; launch {', '.join((*LAUNCHED, *SPLIT))} in several")
+
+
+@contextlib.contextmanager
+def _leading(command: str) -> Iterator[bool]:
+    """Yield whether this process runs the command; if others run a split target with it, it leads them."""
+    if processes() == 1 or command not in SPLIT:
+        yield True
+        return
+    from draftlab.model import tensor_parallel  # torch
+
+    if not is_main_process():
+        tensor_parallel.follow()
+        yield False
+        return
+    with tensor_parallel.leading():
+        yield True
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool) -> None:

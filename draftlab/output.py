@@ -1,7 +1,6 @@
 """The output directory of a command, with the record of what made it. No torch."""
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from pathlib import Path
 from draftlab import provenance
 from draftlab.atomic import check_free, check_space, claim_state, locked, new_directory, state_directory
 from draftlab.config.base import Config
-from draftlab.console import is_main_process
 from draftlab.errors import Interrupted
 
 
@@ -81,11 +79,7 @@ class Output:
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:
-        """Yield a temporary directory that becomes out when the block ends well; in other processes it vanishes."""
-        if not is_main_process():
-            with tempfile.TemporaryDirectory() as elsewhere:
-                yield Path(elsewhere)
-            return
+        """Yield a temporary directory that becomes out when the block ends well."""
         with new_directory(self.out, force=self.force) as work:
             yield work
 

@@ -34,7 +34,6 @@ from draftlab.latency.machine_state import device_name, read_environment, steady
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
-from draftlab.model.devices import bind_local_device, wait_for_all
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.model.tokenizer import known_ids
@@ -53,7 +52,6 @@ def score(config: ScoreConfig, output: Output) -> list[Score]:
         UserError: settings that do not fit, too little memory, or task data that cannot be had.
     """
     setup = set_up(config)
-    bind_local_device()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with quantized_drafts(setup) as used:
@@ -63,7 +61,6 @@ def score(config: ScoreConfig, output: Output) -> list[Score]:
             (work / result.name).mkdir()
             (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
         output.record(work, setup.inputs)
-    wait_for_all()
     return scores
 
 

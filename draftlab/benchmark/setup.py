@@ -24,14 +24,13 @@ from draftlab.config.drafters import (
     NgramSpec,
     ParallelSpec,
     SearchedTreeSpec,
-    TreeSpec,
 )
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
-from draftlab.console import note, note_if_slow
+from draftlab.console import note, note_if_slow, processes
 from draftlab.engine.drafters import medusa
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.export.hf import parse_quantized_name, write_fake_quantized
-from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory, parallel
+from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory, parallel, tensor_parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import resolve_mode
 from draftlab.model.loading import TENSOR_PARALLEL
@@ -199,6 +198,9 @@ def check_memory(setup: Setup) -> None:
     tokens = max(config.batch) * (setup.prompts.longest + config.max_tokens + max(config.k))
     pass_tokens = max(max(config.batch) * (max(config.k) + 1), setup.prompts.longest)
     needs: dict[str, float] = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
+    if config.device_map == TENSOR_PARALLEL:  # the processes share the memory of a CPU, and have a GPU each
+        parts = processes() if setup.device.type == "cuda" else 1
+        needs[f"weights of {setup.target}"] = read_size(setup.target).weight_bytes(width) / parts
     needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
     needs["logits"] = 2 * 4 * pass_tokens * checkpoint.vocab_size(setup.target)
     memory.check_fits(needs, setup.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
@@ -223,23 +225,13 @@ def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models:
     return "eager" if mode == "graphs" and any(isinstance(spec, EagleSpec) for spec in config.drafters) else mode
 
 
-def _check_split(setup: Setup) -> None:
-    """Raises UserError: what the processes of a split target would decide by times or memory of their own."""
-    config = setup.config
-    measuring = [spec.kind for spec in setup.drafters if isinstance(spec, FallbackSpec | TreeSpec | LayerSkipSpec)]
-    if measuring:
-        raise UserError(f"--drafter {measuring[0]} is chosen by times measured here: not with a target that is split")
-    if config.tasks != "none":
-        raise UserError("--tasks: not with a target that is split over processes; use draftlab accuracy")
-    if setup.prompts.requests > len(setup.prompts.rows):
-        raise UserError("prompts of several turns: not with a target that is split over processes")
-
-
 def _check(setup: Setup) -> None:
     config = setup.config
     requests = setup.prompts.requests
     if config.device_map == TENSOR_PARALLEL:
-        _check_split(setup)
+        tensor_parallel.check(setup.target)
+        if config.tasks != "none":
+            raise UserError("--tasks: lm-eval runs in one process, not with a target that is split over several")
     for batch in config.batch:
         if requests % batch:
             raise UserError(f"{requests} prompts do not fill batches of {batch}; want a multiple of it")

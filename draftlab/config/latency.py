@@ -8,6 +8,7 @@ from typing_extensions import Self
 from draftlab.config.accuracy import accuracy_of
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import (
+    SPLITS,
     CheckpointSettings,
     EngineMode,
     WeightsDtype,
@@ -44,7 +45,7 @@ class ProfileConfig(GridConfig, CheckpointSettings):
     models: list[str] = option(
         help="Checkpoints; or shape files and names of shapes, which get random weights.", argument=True
     )
-    device_map: str | None = device_map()
+    device_map: str | None = device_map(SPLITS)
 
     only = (
         Only(

@@ -86,7 +86,7 @@ class ScoreConfig(
     mode: shared.EngineMode = shared.mode()
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: str = shared.device()
-    device_map: str | None = shared.device_map()
+    device_map: str | None = shared.device_map(shared.SPLITS)
     draft_int8: bool = option(False, "Round the draft's weights to 8 bits; in mode native.", advanced=True)
     threads: int | None = shared.threads()
 

@@ -61,9 +61,17 @@ def mode() -> Any:
     )
 
 
-def device_map() -> Any:
-    text = "Spread the target over devices, memory and disk with accelerate: auto; or over torchrun's processes: "
-    return option(None, text + "tensor-parallel.", advanced=True)
+def device_map(splits: str = "") -> Any:
+    return option(
+        None, f"Spread the target over devices, memory and disk with accelerate: auto{splits}.", advanced=True
+    )
+
+
+SPLITS = "; or over torchrun's processes: tensor-parallel"
+NOT_SPLIT = Only(
+    ("device_map",), lambda c: c.device_map != "tensor-parallel",
+    "tensor-parallel is for score, profile and outputs; training shards its target by FSDP2",
+)  # fmt: skip
 
 
 def memory() -> Any:

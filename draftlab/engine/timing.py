@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 from draftlab.engine.generate import Clock, clock_for
-from draftlab.model.devices import agreed
 from draftlab.results.score import Latency
 
 WARM_UP_ROUNDS = (3, 12)  # least and most
@@ -45,7 +44,7 @@ def time_interleaved(
 
     last = 0.0
     for number in range(WARM_UP_ROUNDS[1]):
-        total = agreed(sum(run_round(number).values()))
+        total = sum(run_round(number).values())
         if number + 1 >= WARM_UP_ROUNDS[0] and abs(total - last) <= STEADY * last:
             break
         last = total

@@ -11,7 +11,6 @@ import torch
 
 from draftlab.console import note
 from draftlab.engine.generate import Clock, clock_for
-from draftlab.model.devices import agreed
 from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # least and most
@@ -43,11 +42,11 @@ def warn_if_busy(environment: Environment) -> None:
 def warm_up(run: Callable[[], float]) -> bool:
     """Run until two consecutive times are similar; return whether that happened. run: returns its seconds."""
     least, most = WARM_UPS
-    times = [agreed(run()) for _ in range(least)]
+    times = [run() for _ in range(least)]
     while abs(times[-1] - times[-2]) > SIMILAR * min(times[-2:]):
         if len(times) == most:
             return False
-        times.append(agreed(run()))
+        times.append(run())
     return True
 
 

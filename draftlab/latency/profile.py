@@ -20,7 +20,6 @@ from draftlab.latency.random_model import random_model
 from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
 from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory
 from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
-from draftlab.model.devices import bind_local_device, wait_for_all
 from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.families import locate_shape
 from draftlab.model.llama import Llama
@@ -39,7 +38,6 @@ def profile_models(config: ProfileConfig, output: Output) -> list[Profile]:
         UserError: a mode, shape or context that cannot be run, or too little memory.
     """
     models = _models(config, weights=True)
-    bind_local_device()
     for place in models.values():
         if isinstance(place, Path) and not _is_head(place):
             checkpoint.check(place)
@@ -208,7 +206,6 @@ def _profile(config: GridConfig, models: Models, output: Output, device_map: str
         for profile in profiles:
             write_profile(profile, work / f"{profile.name}.yaml")
         output.record(work, [place for place in models.values() if isinstance(place, Path)])
-    wait_for_all()
     return profiles
 
 

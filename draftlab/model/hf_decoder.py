@@ -15,7 +15,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
 
 
-@dataclass(slots=True)
+@dataclass
 class HFCache:
     """transformers' cache, in which all rows have the same length."""
 
@@ -60,9 +60,13 @@ class HFDecoder:
         """
         if tree is not None:
             raise UserError("a model that transformers runs verifies chains, not token trees")
-        used, cached = cache.used[0], int(cache.past.get_seq_length())
         if min(cache.used) != max(cache.used):
             raise UserError("a model that transformers runs speculates one row at a time; use a batch size of 1")
+        return self.run(ids, cache, last)
+
+    def run(self, ids: Tensor, cache: HFCache, last: int) -> Tensor:
+        """Run a pass of rows of one length. Raises UserError: a cache that transformers cannot roll back."""
+        used, cached = cache.used[0], int(cache.past.get_seq_length())
         try:
             if cached > used:
                 cache.past.crop(used - cached)

@@ -1,21 +1,17 @@
 """Models built by transformers: of configs, of tensors that are read and not mapped, and of files."""
 
-import atexit
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from draftlab.console import processes
-from draftlab.errors import UserError
 from draftlab.model.weights import Weights
 from draftlab.trust import trusts_remote_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TENSOR_PARALLEL = "tensor-parallel"  # a device map: over the processes that torchrun started
+TENSOR_PARALLEL = "tensor-parallel"  # a device map: over the processes that torchrun started; see tensor_parallel.py
 
 
 def auto_config(directory: Path) -> Any:
@@ -57,25 +53,15 @@ def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    places = _tensor_parallel() if device_map == TENSOR_PARALLEL else {"device_map": device_map}
+    places: dict[str, Any] = {"device_map": device_map}
+    if device_map == TENSOR_PARALLEL:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        places = {"distributed_config": DistributedConfig(tp_plan="auto")}
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, output_loading_info=True, weights_only=True, trust_remote_code=trusts_remote_code(),
         **places,
     )  # fmt: skip
-
-
-def _tensor_parallel() -> dict[str, Any]:
-    """Return how transformers splits a model over the processes. Raises UserError: there is one process."""
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    if processes() == 1:
-        raise UserError(
-            "--device-map tensor-parallel splits the target over processes; start it with torchrun --nproc-per-node 4 "
-            "-m draftlab and the command"
-        )
-    if not dist.is_initialized():
-        atexit.register(dist.destroy_process_group)  # transformers makes the group
-    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -181,7 +181,7 @@ class DrafterFactory:
         match spec:
             case FallbackSpec():
                 lookup = PromptLookupDrafter(spec.prompt_lookup_max, spec.min_match)
-                return FallbackDrafter(lookup, model_drafter(model, self.vocab), self.vocab)
+                return FallbackDrafter(lookup, model_drafter(model, self.vocab), self.vocab, spec.draft_tokens)
             case CascadeSpec():
                 return CascadeDrafter(model, self.vocab, self._without_model(spec), spec.inner_tokens)
             case ConfidenceStopSpec():
@@ -222,15 +222,17 @@ class DrafterFactory:
         pass_ms, verify_ms = (dict(zip(widths, ms[name], strict=True)) for name in ("draft", "target"))
         draft_ms = {k: pass_ms[parallel_widths[k]] if parallel_widths else k * pass_ms[1] for k in self.ks}
         gate = learn_gate(positions, self.ks, longest, draft_ms.__getitem__, verify_ms.__getitem__)
-        spelled = "x".join(map(str, gate.min_match))
+        spelled, plain_ms = "x".join(map(str, gate.min_match)), ms["target"][0]
+        options = f"min_match={spelled},draft_tokens={gate.draft_tokens}"
         note(
-            f"{spec.text}: min_match={spelled}; predicted at K = {gate.k}: {gate.speed * ms['target'][0]:.2f} times "
-            f"plain decoding; the draft model alone {gate.model_speed * ms['target'][0]:.2f}, with every match copied "
-            f"{gate.ungated_speed * ms['target'][0]:.2f}"
+            f"{spec.text}: {options}; predicted at K = {gate.k}: {gate.speed * plain_ms:.2f} times plain decoding; the "
+            f"draft model alone {gate.model_speed * plain_ms:.2f}, with every match copied "
+            f"{gate.ungated_speed * plain_ms:.2f}"
         )
         named = f"draft={spec.draft}," if spec.draft else ""
-        learnt = f"fallback:{named}prompt_lookup_max={longest},min_match={spelled}"
-        drafter = self._with_model(spec.model_copy(update={"min_match": list(gate.min_match)}), model)
+        learnt = f"fallback:{named}prompt_lookup_max={longest},{options}"
+        known = {"min_match": list(gate.min_match), "draft_tokens": gate.draft_tokens}
+        drafter = self._with_model(spec.model_copy(update=known), model)
         return DrafterRun(drafter=drafter, model=model, ks=self.ks, learnt=learnt)
 
     def _without_model(self, spec: DrafterSpec) -> Drafter:

@@ -19,11 +19,13 @@ ROUNDS = 20  # until the gate and the speed that it is judged by agree
 class Gate:
     """min_match: length from which a match is copied, by MATCH_KINDS; longer than any match: never.
 
-    speeds are tokens per millisecond at K = k: with this gate, with every match copied, and of the draft model alone.
+    draft_tokens: of the draft model, at most the k that are copied. Speeds are tokens per millisecond: with this gate,
+    with every match copied, and of the draft model alone.
     """
 
     min_match: tuple[int, ...]
     k: int
+    draft_tokens: int
     speed: float
     ungated_speed: float
     model_speed: float
@@ -74,34 +76,43 @@ def learn_gate(
     draft_ms: Callable[[int], float],
     verify_ms: Callable[[int], float],
 ) -> Gate:
-    """Return the gate with the most tokens per millisecond, and the K at which it has them.
+    """Return the gate with the most tokens per millisecond, and how many to copy and to draft for them.
 
     draft_ms: of K drafted tokens, by K. verify_ms: of a target pass by its width. A copy is worth it where its tokens
     gain more than the run's speed makes of the time: the fixed point of that speed (Dinkelbach 1967).
     """
-    gates = [_at(positions, k, longest, draft_ms(k), verify_ms(k + 1)) for k in ks]
+    pairs = [(k, drafted) for k in ks for drafted in ks if drafted <= k]
+    gates = [_at(positions, *pair, longest, draft_ms, verify_ms) for pair in pairs]
     return max(gates, key=lambda gate: gate.speed)
 
 
-def _at(positions: Positions, k: int, longest: int, drafting_ms: float, verifying_ms: float) -> Gate:
-    copied, modelled = np.minimum(positions.copied, k), positions.modelled[:, k - 1]
+def _at(
+    positions: Positions,
+    k: int,
+    draft_tokens: int,
+    longest: int,
+    draft_ms: Callable[[int], float],
+    verify_ms: Callable[[int], float],
+) -> Gate:
+    copied, modelled = np.minimum(positions.copied, k), positions.modelled[:, draft_tokens - 1]
+    copying_ms, modelling_ms = verify_ms(k + 1), draft_ms(draft_tokens) + verify_ms(draft_tokens + 1)
 
     def speed(copies: np.ndarray) -> float:
         tokens = 1 + np.where(copies, copied, modelled)
-        return float(tokens.sum() / (verifying_ms + np.where(copies, 0, drafting_ms)).sum())
+        return float(tokens.sum() / np.where(copies, copying_ms, modelling_ms).sum())
 
     never = np.zeros(len(copied), dtype=bool)
     copies, min_match = never, (longest + 1,) * len(MATCH_KINDS)
     for _ in range(ROUNDS):
-        gain = copied - modelled + speed(copies) * drafting_ms
+        gain = copied - modelled + speed(copies) * (modelling_ms - copying_ms)
         better = tuple(_shortest(positions, number, gain, longest) for number in range(len(MATCH_KINDS)))
         if better == min_match:
             break
         min_match = better
         copies = (positions.length > 0) & (positions.length >= np.array(min_match)[positions.kind])
     return Gate(
-        min_match=min_match, k=k, speed=speed(copies), ungated_speed=speed(positions.length > 0),
-        model_speed=speed(never),
+        min_match=min_match, k=k, draft_tokens=draft_tokens, speed=speed(copies),
+        ungated_speed=speed(positions.length > 0), model_speed=speed(never),
     )  # fmt: skip
 
 

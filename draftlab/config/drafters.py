@@ -76,18 +76,20 @@ class FallbackSpec(DraftModelSpec, PromptLookupSpec):
     """Prompt lookup, and the draft model where no match is long enough.
 
     min_match: tokens of a match, where its n-gram occurred once before, several times followed by the same token, or by
-    different ones. outputs: of the target, to learn it from.
+    different ones. draft_tokens: most that the draft model drafts; None: as many as are copied. outputs: of the target,
+    to learn both from.
     """
 
     kind = "fallback"
     prompt_lookup_max: int = Field(FALLBACK_LOOKUP_MAX, ge=1)
     min_match: Annotated[list[int], _split("x")] = [1, 1, 1]
+    draft_tokens: int | None = Field(None, ge=1)
     outputs: str = ""
 
     @model_validator(mode="after")
     def _has_one_gate(self) -> Self:
-        if "min_match" in self.model_fields_set and self.outputs:
-            raise ValueError("min_match, outputs: want one of them")
+        if self.outputs and (given := sorted(self.model_fields_set & {"min_match", "draft_tokens"})):
+            raise ValueError(f"{', '.join(given)}: outputs teach them")
         if len(self.min_match) != MATCH_KINDS or min(self.min_match) < 1:
             raise ValueError(f"min_match: want {MATCH_KINDS} numbers from 1 on, as 3x1x5")
         return self

@@ -35,17 +35,27 @@ def test_no_gate_is_faster(seed):
     positions, verify = Positions(length, kind, copied, modelled), {k + 1: 10 + k for k in range(1, 5)}
     gate = learn_gate(positions, [2, 4], longest, lambda k: 0.4 * k, verify.__getitem__)
 
-    def speed(min_match: tuple[int, ...], k: int) -> float:
+    def speed(min_match: tuple[int, ...], k: int, drafted: int) -> float:
         tokens = milliseconds = 0.0
         for i in range(n):
             copies = length[i] > 0 and length[i] >= min_match[kind[i]]
-            tokens += 1 + (min(copied[i], k) if copies else modelled[i, k - 1])
-            milliseconds += verify[k + 1] + (0 if copies else 0.4 * k)
+            tokens += 1 + (min(copied[i], k) if copies else modelled[i, drafted - 1])
+            milliseconds += verify[k + 1] if copies else verify[drafted + 1] + 0.4 * drafted
         return tokens / milliseconds
 
-    every = {(m, k): speed(m, k) for m in itertools.product(range(1, longest + 2), repeat=3) for k in (2, 4)}
+    gates = itertools.product(itertools.product(range(1, longest + 2), repeat=3), [(2, 2), (4, 2), (4, 4)])
+    every = {(min_match, pair): speed(min_match, *pair) for min_match, pair in gates}
+    found = (gate.k, gate.draft_tokens)
     assert gate.speed == pytest.approx(max(every.values()))
-    assert gate.speed == pytest.approx(every[gate.min_match, gate.k])
-    assert gate.ungated_speed == pytest.approx(every[(1, 1, 1), gate.k])
-    assert gate.model_speed == pytest.approx(every[(4, 4, 4), gate.k])
+    assert gate.speed == pytest.approx(every[gate.min_match, found])
+    assert gate.ungated_speed == pytest.approx(every[(1, 1, 1), found])
+    assert gate.model_speed == pytest.approx(every[(4, 4, 4), found])
     assert gate.speed > max(gate.ungated_speed, gate.model_speed)
+
+
+def test_a_draft_is_shorter_than_a_copy_where_its_tokens_are_seldom_right():
+    """Copies are always right; of drafts only the first token ever is."""
+    length, kind = np.tile([0, 1], 200), np.zeros(400, dtype=int)
+    positions = Positions(length, kind, np.tile([0, 4], 200), np.full((400, 4), 0.9))
+    gate = learn_gate(positions, [1, 2, 4], 1, lambda k: 0.5 * k, lambda width: 10 + width)
+    assert (gate.min_match[0], gate.k, gate.draft_tokens) == (1, 4, 1)

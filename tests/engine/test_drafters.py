@@ -82,7 +82,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "unsure": lambda: ConfidenceStopDrafter(noisy, VOCAB, confidence_below(0.3)),
         "entropy": lambda: ConfidenceStopDrafter(noisy, VOCAB, entropy_above(1.0)),
         "fallback": lambda: FallbackDrafter(PromptLookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
-        "gated": lambda: FallbackDrafter(PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB),
+        "gated": lambda: FallbackDrafter(PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2),
         "staged": lambda: CascadeDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),
@@ -217,6 +217,12 @@ def test_a_model_that_is_asked_now_and_then_knows_what_was_written_meanwhile(mod
         speculative_decode(target, proposing, PROMPTS, 4, SamplingParams(max_tokens=40, temperature=temperature))
     )
     assert all(step.accepted == step.drafted for step in steps if step.drafted > 1)
+
+
+def test_the_second_drafter_drafts_at_most_its_own_number(models):
+    proposing = FallbackDrafter(Now(), ModelDrafter(models["target"], VOCAB), VOCAB, 2)
+    steps = list(speculative_decode(models["target"], proposing, PROMPTS, 4, SamplingParams(max_tokens=40)))
+    assert {step.drafted for step in steps if step.drafted > 1} == {2}
 
 
 class Now:

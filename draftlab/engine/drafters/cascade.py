@@ -55,10 +55,13 @@ class ConfidenceStopDrafter(ModelDrafter):
 
 
 class FallbackDrafter:
-    """Proposes what the first drafter proposes, and where it has no draft what the second does."""
+    """Proposes what the first drafter proposes, and where it has no draft what the second does.
 
-    def __init__(self, first: Drafter, second: Drafter, vocab: int) -> None:
-        self.first, self.second, self.vocab = first, second, vocab
+    second_tokens: most that the second drafts, for its tokens cost more and are right less often than long copies.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter, vocab: int, second_tokens: int | None = None) -> None:
+        self.first, self.second, self.vocab, self.second_tokens = first, second, vocab, second_tokens
 
     def reset(self, rows: int, capacity: int) -> None:
         self.first.reset(rows, capacity)
@@ -68,7 +71,8 @@ class FallbackDrafter:
         first = self.first.propose(texts, count, sampling, uniform)
         if all(first.counts):
             return first
-        second = self.second.propose(texts, count, sampling, uniform)
+        fewer = min(count, self.second_tokens or count)
+        second = self.second.propose(texts, fewer, sampling, uniform[:, :fewer])
         if not any(first.counts):
             return second
         counts = [a or b for a, b in zip(first.counts, second.counts, strict=True)]

@@ -143,7 +143,6 @@ def _row(
     less = {
         "without_turns": replace(paid, warmup=0 * paid.warmup),
         "without_catching_up": replace(paid, catch_up=0 * paid.catch_up),
-        "without_draft_prefill": replace(paid, draft_prefill=0 * paid.draft_prefill),
         "without_host": replace(paid, host=0 * paid.host),
         "without_growth": _at_middle(paid, work),
     }

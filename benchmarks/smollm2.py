@@ -30,8 +30,10 @@ TARGET = "models/smollm2-135m-instruct"
 MODELS = ("plain@int8", "parallel@int8")  # of drafters, those that are draft models
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
-    "distill": {"steps": 20},
-    "score": {"num_prompts": 11, "max_tokens": 48, "repeats": 1},
+    "prune": {"calibration_tokens": 4096},
+    "distill": {"steps": 6},
+    "eagle": {"steps": 6},
+    "score": {"num_prompts": 11, "max_tokens": 48, "k": "2"},
 }
 
 

@@ -156,7 +156,7 @@ def _generation(run: _Run, timed: list[TimedStep]) -> Generation:
         drafted=[s.drafted for s in steps],
         accepted=[s.accepted for s in steps],
         emitted=[len(s.tokens) for s in steps],
-        prefill_seconds=run.prefill.verify_seconds + run.prefill.host_seconds,
+        prefill_seconds=run.prefill.draft_seconds + run.prefill.verify_seconds + run.prefill.host_seconds,
         draft_seconds=sum(s.draft_seconds for s in steps),
         verify_seconds=sum(s.verify_seconds for s in steps),
         host_seconds=sum(s.host_seconds for s in steps),

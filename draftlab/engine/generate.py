@@ -97,6 +97,15 @@ class TargetCacheReader(Protocol):
         ...
 
 
+@runtime_checkable
+class PromptReader(Protocol):
+    """A drafter with a cache of its own, which takes in the prompt before the first draft."""
+
+    def prefill(self, texts: Sequence[list[int]]) -> None:
+        """Read each text: a prompt, and the token that the target's prefill gave."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Samples a draft model's tokens. vocab: the target's, where the draft's head is padded to another size."""
@@ -147,6 +156,10 @@ class ModelDrafter:
         else:
             self.drafted, q = draft_chain(logits, uniform, sampler, self.next_logits)
         return Draft(ids=self.drafted, q=q, counts=[count] * len(texts))
+
+    def prefill(self, texts: Sequence[list[int]]) -> None:
+        """Read all but the last token, which the first draft reads."""
+        self.last_logits([text[:-1] for text in texts])
 
     def next_logits(self, token: Tensor) -> Tensor:
         """Append one token to each row, [B], and return the logits that follow, [B, V]."""
@@ -223,7 +236,8 @@ def speculative_decode(
     """Draft k tokens, verify them in one target pass, emit the accepted ones and one more; lossless.
 
     The first pass is the prefill: it emits one token per row and drafts nothing, as in engines with a separate
-    prefill. After each pass the steps of the rows in it are yielded; a finished row idles until all are finished.
+    prefill; its draft_seconds are those of the drafter's own prefill. After each pass the steps of the rows in it are
+    yielded; a finished row idles until all are finished.
     numbers: one per prompt; with the seed they decide a prompt's random draws, whatever the other rows are. rule: None
     is the rejection rule of Leviathan et al., for token trees the recursive one. With greedy decoding all rules agree.
     draft_temperature: of the drafter, 0 is greedy; None: the target's.
@@ -252,11 +266,14 @@ def speculative_decode(
         verified_at = clock()
         drafted = [0] * len(room) if draft is None else [min(pair) for pair in zip(draft.counts, room, strict=True)]
         emitted = rows.append(verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft)
-        end = clock()
+        end = read_at = clock()
+        if not prefilled and k and rows.live and isinstance(drafter, PromptReader):
+            drafter.prefill(rows.texts)
+            read_at = clock()
         for row, accepted, tokens in emitted:
             yield Step(
                 row=row, drafted=drafted[row], accepted=accepted, tokens=tokens,
-                draft_seconds=(drafted_at - start) / len(emitted),
+                draft_seconds=(drafted_at - start + read_at - end) / len(emitted),
                 verify_seconds=(verified_at - drafted_at) / len(emitted),
                 host_seconds=(end - verified_at) / len(emitted),
             )  # fmt: skip

@@ -2,8 +2,8 @@
 
 R texts of at most n tokens, C contexts. A parallel draft reads the tokens of the step before and K - 1 mask tokens in
 one pass, up to 2 K wide. An EAGLE-3 head's first pass of a step is over the tokens since the last. Time is counted as
-the engine counts it: the target's prefill is left out, the draft's is part of its first step, and a step that starts at
-token i has prompt + i cached tokens.
+the engine counts it: both prefills are left out, and a step that starts at token i has prompt + i cached tokens. The
+first pass after the draft's prefill counts as one after the target's, which is a little too much.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,9 @@ class StepCosts:
     draft: np.ndarray  # [C] one-token draft pass in the steady state, with its sampling
     warmup: np.ndarray  # [N, C] in addition for the first N draft passes of a step, after the target's pass
     catch_up: np.ndarray  # [C] in addition if the first draft pass takes two tokens
-    draft_prefill: np.ndarray  # [R] in addition for the first draft pass of all, over the prompt
     verify: np.ndarray  # [K + 1, C] target pass, by tokens drafted
     host: np.ndarray  # [K + 1] sampling and verification on the host, by tokens drafted
     wide: np.ndarray  # [2 K, C] pass of a parallel draft, or a head's first, by tokens - 1, with sampling; or empty
-    wide_prefill: np.ndarray  # [K + 1, R] its first pass of all, by tokens drafted
     eagle: bool = False
 
     def drafting(self, k: int, accepted: float, at: int) -> float:
@@ -138,23 +136,20 @@ def predict(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[in
 
 def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int) -> StepCosts:
     """Return the costs for every context that occurs."""
-    first = int(work.prompt_tokens.min())
+    first = int(work.prompt_tokens.min()) - work.eagle  # a head reads the prompt's last place again
     contexts = np.arange(first, work.longest + k)
     one, two = (draft.forward_ms(width, batch, contexts) for width in (1, 2))
-    masks = np.zeros(k + 1, dtype=int) if work.eagle else np.arange(k + 1)  # that the first pass of all has
     widths = range(1, _widest(work, k) + 1 if work.by_age else 1)
     return StepCosts(
         first=first,
         draft=draft.steady_ms(batch, contexts) + draft.host_ms(1),
         warmup=draft.warmup_ms(batch, contexts),
         catch_up=np.concatenate([two[:1], two[:-1]]) - one,  # a pass over two tokens starts one token earlier
-        draft_prefill=batch * draft.prefill_ms(work.prompt_tokens + 1) - one[work.prompt_tokens - first],
         verify=np.stack(
             [target.steady_ms(batch, contexts), *(target.forward_ms(j + 1, batch, contexts) for j in range(1, k + 1))]
         ),
         host=np.array([target.host_ms(j + 1) for j in range(k + 1)]),
         wide=np.array([draft.forward_ms(w, batch, contexts) + draft.host_ms(1) for w in widths]),
-        wide_prefill=batch * draft.prefill_ms(work.prompt_tokens + masks[:, None]) + draft.host_ms(1),
         eagle=work.eagle,
     )
 
@@ -178,9 +173,13 @@ def steps(work: Workload, k: int) -> Steps:
 
 
 def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int) -> np.ndarray:
-    """Return the steps that start at each token by the tokens accepted in the step before, [R, n, K + 1]."""
+    """Return the steps that start at each token by the tokens accepted in the step before, [R, n, K + 1].
+
+    The first step follows the prefill, which accepted none.
+    """
     n = starts.shape[1]
     after, alive = np.zeros((*starts.shape, k + 1)), starts
+    after[:, 0, 0] = starts[:, 0]
     for a in range(min(k + 1, n - 1)):  # alive: by where they started, steps that accepted at least a tokens
         chance = np.zeros_like(starts)
         if a < k:
@@ -203,8 +202,7 @@ def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> 
     drafting = steps.starts * (until[at + drafted] - until[at]) + steps.catching_up * costs.catch_up[at]
     for j, extra in enumerate(costs.warmup):
         drafting += steps.starts * (drafted > j) * extra[np.minimum(at + j, len(extra) - 1)]
-    prefill = np.where(drafted[:, 0] > 0, costs.draft_prefill, 0.0)
-    return TimeSplit(draft=drafting.sum(1) + prefill, verify=verify, host=host)
+    return TimeSplit(draft=drafting.sum(1), verify=verify, host=host)
 
 
 def _drafting_in_parallel(costs: StepCosts, at: np.ndarray, drafted: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -214,9 +212,7 @@ def _drafting_in_parallel(costs: StepCosts, at: np.ndarray, drafted: np.ndarray,
     """
     accepted = np.arange(after.shape[2])
     width, cached = drafted[:, :, None] + accepted, np.maximum(at[:, :, None] - accepted, 0)
-    later = (after * costs.wide[np.maximum(width - 1, 0), cached] * (drafted > 0)[:, :, None]).sum((1, 2))
-    first = costs.wide_prefill[drafted[:, 0], np.arange(len(drafted))]
-    return later + first * (drafted[:, 0] > 0)
+    return (after * costs.wide[np.maximum(width - 1, 0), cached] * (drafted > 0)[:, :, None]).sum((1, 2))
 
 
 def _drafting_by_head(costs: StepCosts, at: np.ndarray, drafted: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -226,9 +222,7 @@ def _drafting_by_head(costs: StepCosts, at: np.ndarray, drafted: np.ndarray, aft
     """
     fed = np.arange(after.shape[2]) + 1
     first = (after * costs.wide[fed - 1, np.maximum(at[:, :, None] - fed, 0)] * (drafted > 0)[:, :, None]).sum((1, 2))
-    first += costs.wide_prefill[0] * (drafted[:, 0] > 0)
     starts, until = after.sum(2), np.concatenate([[0.0], np.cumsum(costs.draft)])
-    starts[:, 0] = 1  # the first step follows no other
     chain = starts * (until[at + np.maximum(drafted - 1, 0)] - until[at])
     for j, extra in enumerate(costs.warmup[1:], 1):
         chain += starts * (drafted > j) * extra[np.minimum(at + j - 1, len(extra) - 1)]
@@ -326,7 +320,7 @@ def _row(
 
 def _scaled_drafting(costs: StepCosts, factor: float) -> StepCosts:
     """Return the costs if drafting took this share of its time."""
-    names = ("draft", "warmup", "catch_up", "draft_prefill", "wide")
+    names = ("draft", "warmup", "catch_up", "wide")
     return replace(costs, **{name: factor * getattr(costs, name) for name in names})
 
 

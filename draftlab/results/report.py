@@ -195,6 +195,8 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         **_speedup_columns(entry, k),
         "output_tps": score.output_tps(k),
         "plain_output_tps": score.output_tps(0),
+        "first_token_ms": score.first_token_ms(k),
+        "plain_first_token_ms": score.first_token_ms(0),
         "break_even_length": score.break_even_length(k),
         **{f"{phase}_share": score.time_shares(k).get(phase) for phase in plots.PHASES},
         "accuracy_task": accuracy and accuracy.task,

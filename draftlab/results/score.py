@@ -233,6 +233,14 @@ class Score(FileModel):
         phases = ("draft", "verify", "host") if total else ()
         return {phase: sum(getattr(g, f"{phase}_seconds") for g in runs) / total for phase in phases}
 
+    def first_token_ms(self, k: int) -> float | None:
+        """Return the mean milliseconds of a prompt's prefill, the draft's included; K = 0: plain decoding.
+
+        None where servers decoded.
+        """
+        runs = [g for g in (self.speculative[k] if k else self.plain) if isinstance(g, Generation)]
+        return 1e3 * sum(g.prefill_seconds for g in runs) / len(runs) if runs else None
+
     @property
     def stalls(self) -> tuple[int, int]:
         """Steps that stalled and count as the others of their kind, and all steps; 0 where servers decoded."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from draftlab.results.decoding import median_timings
+from draftlab.results.decoding import Generation, median_timings
 from draftlab.results.score import UNEVEN, Score
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
+LATER = 0.05  # the draft's share of the prefill, in the whole time without it
 MANY_STEPS = 0.1  # share of the steps
 
 
@@ -63,6 +64,15 @@ def _about_conditions(score: Score) -> Iterator[str]:
 
 def _about_timing(score: Score) -> Iterator[str]:
     k, prompts = score.best_k, score.conditions.prompts
+    plain = [g for g in score.plain if isinstance(g, Generation)]
+    if plain:
+        before, after = score.first_token_ms(0) or 0, score.first_token_ms(k) or 0
+        whole = 1e3 * sum(g.prefill_seconds + g.decode_seconds for g in plain) / len(plain)
+        if after - before > LATER * whole:
+            yield (
+                f"the first token comes after {after:.0f} ms, without it after {before:.0f} ms, for it reads the "
+                f"prompt, too; the speed-up is of the tokens after it, {whole - before:.0f} ms without a draft"
+            )
     stalled, steps = score.stalls
     if stalled:
         yield f"{stalled} of {steps} steps stalled, as the machine was busy; they count as the others of their kind"

@@ -482,7 +482,14 @@ def test_a_draft_without_accuracy_is_left_out_of_that_plot_only():
     assert re.findall("</span> ([ab])</span>", figure) == ["a"]
 
 
+def with_a_long_prompt(seconds: float) -> Score:
+    """The draft's own prefill takes as long, beside 0.1 s of the target's and 0.6 s of decoding."""
+    runs = [speculative(i, [4, 2, 0, 3, 1], 4, 0.3) for i in range(PROMPTS)]
+    return change(score(), speculative={4: [g.model_copy(update={"prefill_seconds": 0.1 + seconds}) for g in runs]})
+
+
 FAULTS = [
+    (with_a_long_prompt(0.036), "first token comes after 136 ms, without it after 100 ms"),
     (change(score(), identical=False), "output differs"),
     (change(score(), distinct_4grams=0.49), "49% of the output's 4-grams"),
     (conditioned(score(), prompts=7), "number of prompts: 7"),
@@ -490,7 +497,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("faulty", "text"), FAULTS, ids=["lossy", "loop", "few", "cut"])
+@pytest.mark.parametrize(("faulty", "text"), FAULTS, ids=["prompt", "lossy", "loop", "few", "cut"])
 def test_each_fault_gives_its_own_warning_everywhere(faulty: Score, text: str):
     (found,) = score_warnings([faulty])
     assert found.startswith("wide: ")
@@ -501,8 +508,14 @@ def test_each_fault_gives_its_own_warning_everywhere(faulty: Score, text: str):
 
 @pytest.mark.parametrize(
     "sound",
-    [score(), change(score(), distinct_4grams=0.5), conditioned(score(), prompts=8), with_cuts(4, of=40)],
-    ids=["plain", "4-grams", "prompts", "cuts"],
+    [
+        score(),
+        change(score(), distinct_4grams=0.5),
+        conditioned(score(), prompts=8),
+        with_cuts(4, of=40),
+        with_a_long_prompt(0.034),
+    ],
+    ids=["plain", "4-grams", "prompts", "cuts", "prompt"],
 )
 def test_no_warning_up_to_the_bar(sound: Score):
     assert score_warnings([sound]) == []

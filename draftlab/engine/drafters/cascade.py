@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampler, fit_vocab, verify_batch
+from draftlab.engine.generate import Draft, Drafter, ModelDrafter, PromptReader, Sampler, fit_vocab, verify_batch
 from draftlab.engine.verify import distribution
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
@@ -67,6 +67,11 @@ class FallbackDrafter:
         self.first.reset(rows, capacity)
         self.second.reset(rows, capacity)
 
+    def prefill(self, texts: Sequence[list[int]]) -> None:
+        for drafter in (self.first, self.second):
+            if isinstance(drafter, PromptReader):
+                drafter.prefill(texts)
+
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         first = self.first.propose(texts, count, sampling, uniform)
         if all(first.counts):
@@ -103,6 +108,11 @@ class CascadeDrafter(ModelDrafter):
     def reset(self, rows: int, capacity: int) -> None:
         super().reset(rows, capacity + self.inner_tokens)
         self.inner.reset(rows, capacity + self.inner_tokens)
+
+    def prefill(self, texts: Sequence[list[int]]) -> None:
+        super().prefill(texts)
+        if isinstance(self.inner, PromptReader):
+            self.inner.prefill(texts)
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         tokens: list[list[int]] = [[] for _ in texts]

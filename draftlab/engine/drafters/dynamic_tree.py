@@ -32,6 +32,9 @@ class DynamicTreeDrafter:
         if isinstance(self.reader, TargetCacheReader):
             self.reader.attach(cache)
 
+    def prefill(self, texts: Sequence[list[int]]) -> None:
+        self.reader.prefill(texts)
+
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits = fit_vocab(self.reader.last_logits(texts), self.reader.vocab)  # [B, tokens read last, V]
         rows, value = len(texts), logits.new_zeros(len(texts), 1, dtype=torch.float32)

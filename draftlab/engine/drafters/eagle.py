@@ -37,6 +37,10 @@ class EagleDrafter:
     def attach(self, cache: Cache) -> None:
         cache.layer_states = self.layer_states
 
+    def prefill(self, texts: Sequence[list[int]]) -> None:
+        """Read every place; the first draft reads the last one again."""
+        self.last_logits(texts)
+
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits, state = self.last_logits(texts)
 
@@ -85,6 +89,9 @@ class EagleTreeDrafter(TreeDrafter):
 
     def attach(self, cache: Cache) -> None:
         self.drafter.attach(cache)
+
+    def prefill(self, texts: Sequence[list[int]]) -> None:
+        self.drafter.prefill(texts)
 
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
         logits, self.state = self.drafter.last_logits(texts)

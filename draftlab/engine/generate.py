@@ -273,7 +273,7 @@ def speculative_decode(
         for row, accepted, tokens in emitted:
             yield Step(
                 row=row, drafted=drafted[row], accepted=accepted, tokens=tokens,
-                draft_seconds=(drafted_at - start + read_at - end) / len(emitted),
+                draft_seconds=((drafted_at - start) + (read_at - end)) / len(emitted),
                 verify_seconds=(verified_at - drafted_at) / len(emitted),
                 host_seconds=(end - verified_at) / len(emitted),
             )  # fmt: skip

@@ -25,6 +25,7 @@ from draftlab.config.drafters import (
     EagleSpec,
     EntropyStopSpec,
     FallbackSpec,
+    GateSpec,
     LayerSkipSpec,
     MedusaSpec,
     NgramSpec,
@@ -175,13 +176,17 @@ class DrafterFactory:
         drafter = EagleDrafter(target, NativeEagle(model, self.int8) if self.mode == "native" else model)
         if spec.topk:
             return DynamicTreeDrafter(EagleTreeDrafter(drafter, (0,), "top"), spec.topk, spec.depth)
+        if spec.prompt_lookup_max is not None:
+            return self._behind_lookup(spec, spec.prompt_lookup_max, drafter)
         return EagleTreeDrafter(drafter, full_tree(spec.widths), spec.siblings) if spec.widths else drafter
+
+    def _behind_lookup(self, spec: GateSpec, longest: int, drafter: Drafter) -> Drafter:
+        return FallbackDrafter(PromptLookupDrafter(longest, spec.min_match), drafter, self.vocab, spec.draft_tokens)
 
     def _with_model(self, spec: DraftModelSpec, model: Decoder) -> Drafter:
         match spec:
             case FallbackSpec():
-                lookup = PromptLookupDrafter(spec.prompt_lookup_max, spec.min_match)
-                return FallbackDrafter(lookup, model_drafter(model, self.vocab), self.vocab, spec.draft_tokens)
+                return self._behind_lookup(spec, spec.prompt_lookup_max, model_drafter(model, self.vocab))
             case CascadeSpec():
                 return CascadeDrafter(model, self.vocab, self._without_model(spec), spec.inner_tokens)
             case ConfidenceStopSpec():

@@ -72,26 +72,34 @@ class NgramSpec(DrafterSpec):
         return not self.data and not self.outputs
 
 
-class FallbackSpec(DraftModelSpec, PromptLookupSpec):
-    """Prompt lookup, and the draft model where no match is long enough.
+class GateSpec(DrafterSpec):
+    """Prompt lookup before another drafter, which drafts where no match is long enough.
 
     min_match: tokens of a match, where its n-gram occurred once before, several times followed by the same token, or by
-    different ones. draft_tokens: most that the draft model drafts; None: as many as are copied. outputs: of the target,
-    to learn both from.
+    different ones. draft_tokens: most that the other one drafts; None: as many as are copied.
     """
+
+    min_match: Annotated[list[int], _split("x")] = [1, 1, 1]
+    draft_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _has_a_length_for_each_kind(self) -> Self:
+        if len(self.min_match) != MATCH_KINDS or min(self.min_match) < 1:
+            raise ValueError(f"min_match: want {MATCH_KINDS} numbers from 1 on, as 3x1x5")
+        return self
+
+
+class FallbackSpec(DraftModelSpec, PromptLookupSpec, GateSpec):
+    """Prompt lookup, then the draft model. outputs: of the target, to learn the gate from."""
 
     kind = "fallback"
     prompt_lookup_max: int = Field(FALLBACK_LOOKUP_MAX, ge=1)
-    min_match: Annotated[list[int], _split("x")] = [1, 1, 1]
-    draft_tokens: int | None = Field(None, ge=1)
     outputs: str = ""
 
     @model_validator(mode="after")
     def _has_one_gate(self) -> Self:
         if self.outputs and (given := sorted(self.model_fields_set & {"min_match", "draft_tokens"})):
             raise ValueError(f"{', '.join(given)}: outputs teach them")
-        if len(self.min_match) != MATCH_KINDS or min(self.min_match) < 1:
-            raise ValueError(f"min_match: want {MATCH_KINDS} numbers from 1 on, as 3x1x5")
         return self
 
 
@@ -256,15 +264,16 @@ class ParallelSpec(SearchedTreeSpec):
         return self
 
 
-class EagleSpec(DynamicTreeSpec):
+class EagleSpec(DynamicTreeSpec, GateSpec):
     """heads: the output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators.
 
-    Neither widths nor topk: a chain.
+    Neither widths nor topk: a chain. prompt_lookup_max: prompt lookup comes first.
     """
 
     kind = "eagle"
     own_engine = True
     heads: str
+    prompt_lookup_max: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _siblings_are_used(self) -> Self:
@@ -272,6 +281,10 @@ class EagleSpec(DynamicTreeSpec):
             raise ValueError("siblings: only with widths")
         if "nodes" in self.model_fields_set and self.topk is None:
             raise ValueError("nodes: only with topk")
+        if self.prompt_lookup_max is None and (idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})):
+            raise ValueError(f"{', '.join(idle)}: only with prompt_lookup_max")
+        if self.prompt_lookup_max is not None and self.drafts_tree:
+            raise ValueError("prompt_lookup_max: copies are chains; leave out widths and topk")
         return self
 
 

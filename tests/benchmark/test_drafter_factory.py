@@ -218,6 +218,8 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(shop):
         ("parallel:widths=2x1,nodes=4", "widths decide"),
         ("parallel:outputs=store", "outputs: only with a tree; add nodes"),
         ("eagle:heads=x,siblings=top", "siblings: only with widths"),
+        ("eagle:heads=x,draft_tokens=2", "draft_tokens: only with prompt_lookup_max"),
+        ("eagle:heads=x,prompt_lookup_max=8,widths=2x1", "copies are chains"),
         ("layer-skip:layers=0+0", "layers"),
         ("medusa", "heads"),
         ("eagle", "heads"),

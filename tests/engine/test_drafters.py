@@ -71,7 +71,7 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
 
 DRAFTERS = ["ngram", "lookup", "unsure", "entropy", "fallback", "gated", "staged", "staged model", "skip", "medusa"]
 DRAFTERS += ["tree top", "tree sampled", "tree distinct", "parallel", "offsets sampled", "offsets distinct"]
-DRAFTERS += ["eagle", "eagle tree"]
+DRAFTERS += ["eagle", "eagle tree", "lookup, then eagle"]
 
 
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
@@ -83,6 +83,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "entropy": lambda: ConfidenceStopDrafter(noisy, VOCAB, entropy_above(1.0)),
         "fallback": lambda: FallbackDrafter(PromptLookupDrafter(), ModelDrafter(noisy, VOCAB), VOCAB),
         "gated": lambda: FallbackDrafter(PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2),
+        "lookup, then eagle": lambda: FallbackDrafter(PromptLookupDrafter(), eagle_drafter(models["target"]), VOCAB, 2),
         "staged": lambda: CascadeDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),

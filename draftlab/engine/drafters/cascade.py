@@ -4,12 +4,22 @@ B rows, K drafted, V vocab.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, PromptReader, Sampler, fit_vocab, verify_batch
+from draftlab.engine.generate import (
+    Draft,
+    Drafter,
+    ModelDrafter,
+    PromptReader,
+    Sampler,
+    TargetCacheReader,
+    fit_vocab,
+    verify_batch,
+)
 from draftlab.engine.verify import distribution
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
@@ -66,6 +76,11 @@ class FallbackDrafter:
     def reset(self, rows: int, capacity: int) -> None:
         self.first.reset(rows, capacity)
         self.second.reset(rows, capacity)
+
+    def attach(self, cache: Any) -> None:
+        for drafter in (self.first, self.second):
+            if isinstance(drafter, TargetCacheReader):
+                drafter.attach(cache)
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         for drafter in (self.first, self.second):

@@ -35,17 +35,28 @@ def _rung_table(search: "Search") -> "Table":
     for rung in reversed(search.rungs):
         for trial in rung.best_first():
             gain = measured[trial.name].gain if trial.name in measured else None
+            is_head = trial.name in search.heads
+            params = search.heads[trial.name] if is_head else search.shapes[trial.name].params()
             cells = [
-                trial.name, format_count(search.shapes[trial.name].params()), f"{trial.draft_ms:.3g}", str(rung.steps),
+                trial.name, format_count(params), f"{trial.draft_ms:.3g}", "" if is_head else str(rung.steps),
                 str(trial.k), f"{trial.length:.2f}", f"{trial.speedup:.2f}x",
                 f"{gain.value:.2f}x ({gain.low:.2f} to {gain.high:.2f})" if gain else "",
             ]  # fmt: skip
             shown.setdefault(trial.name, cells)
-    heads = ("shape", "para-\nmeters", "ms per\npass", "steps", "K", "tokens\nper pass", "pre-\ndicted", "measured")
+    columns = (
+        "draft" if search.heads else "shape",
+        "para-\nmeters",
+        "ms per\npass",
+        "steps",
+        "K",
+        "tokens\nper pass",
+        "pre-\ndicted",
+        "measured",
+    )
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}, the fastest marked"
-    table = terminal_table(heads, list(shown.values()), best=list(shown).index(search.winner.name), title=title)
+    table = terminal_table(columns, list(shown.values()), best=list(shown).index(search.winner.name), title=title)
     table.caption = (
-        f"{search.spent_seconds / 60:.1f} minutes. Predicted from a replay and the latency law, at the best K and "
-        "after the steps in the table."
+        f"{search.spent_seconds / 60:.1f} minutes. Predicted from a replay and the latency law"
+        f"{', of a head its profile' if search.heads else ''}, at the best K and after the steps in the table."
     )
     return table

@@ -7,6 +7,8 @@ from typing_extensions import Self
 
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.drafters import EagleSpec, parse_drafter
+from draftlab.errors import UserError
 from draftlab.model.hub import checkpoint_name
 
 CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
@@ -26,6 +28,10 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     vocab: shared.Vocab = shared.draft_vocab("--outputs, or of --data", panel=CANDIDATES)
     against: list[str] = option(
         factory=list, help="Shape file or name of a shape that is kept to the end; repeat for several.",
+        panel=CANDIDATES,
+    )  # fmt: skip
+    drafter: list[str] = option(
+        factory=list, help="EAGLE-3 head that is kept to the end, eagle:heads=DIR; repeat for several.",
         panel=CANDIDATES,
     )  # fmt: skip
     k: Numbers = numbers("1-6", "Numbers of drafted tokens to try.")
@@ -62,6 +68,23 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         if self.parallel and max(self.k) < 2:
             raise ValueError("--parallel drafts several tokens in one pass: give --k more than 1")
         return self
+
+    @model_validator(mode="after")
+    def _drafters_are_heads(self) -> Self:
+        try:
+            list(self.heads)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def heads(self) -> dict[str, Path]:
+        """Return the EAGLE-3 heads by the names of their scores. Raises UserError: another drafter."""
+        specs = [parse_drafter(text) for text in self.drafter]
+        for spec in specs:
+            if not isinstance(spec, EagleSpec) or spec.drafts_tree:
+                raise UserError(f"--drafter {spec.text}: search ranks chains of heads, eagle:heads=DIR; score the rest")
+        return {spec.name: Path(spec.heads) for spec in specs if isinstance(spec, EagleSpec)}
 
     @property
     def offsets(self) -> int:

@@ -62,7 +62,7 @@ def plan_eagle(config: EagleConfig) -> Mapping[str, object]:
     device, dtype = checkpoint.resolve_device(config.device), checkpoint.DTYPES[training_dtype(config.training_dtype)]
     target = hub.locate(config.target, weights=False)
     head, size = checked_head(config, target), read_size(target)
-    weights = sum(math.prod(shape) for shape in head.sizes().values())
+    weights = head.params()
     tokens = config.steps * config.batch_size * config.seq_len
     per_token = size.flops_per_token(config.seq_len // 2) + 6 * weights * config.ttt_steps
     states = config.batch_size * config.seq_len * head.target_hidden * (len(head.layer_ids) + size.layers)

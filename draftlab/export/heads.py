@@ -4,7 +4,6 @@ R texts.
 """
 
 import json
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -58,10 +57,10 @@ class EagleHead:
         return eagle.read(self.folder, self.target, dtype)
 
     def describe(self) -> str:
-        config, size = self.sizes, sum(math.prod(dims) for dims in self.sizes.sizes().values())
+        config = self.sizes
         return (
-            f"{size / 1e6:,.4g}M parameters; reads the target's states after {_and(config.layer_ids)} layers; predicts "
-            f"{config.draft_vocab:,} of its {config.vocab:,} ids; norm_before_residual "
+            f"{config.params() / 1e6:,.4g}M parameters; reads the target's states after {_and(config.layer_ids)} "
+            f"layers; predicts {config.draft_vocab:,} of its {config.vocab:,} ids; norm_before_residual "
             f"{str(config.norm_before_residual).lower()}"
         )
 

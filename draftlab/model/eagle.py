@@ -6,6 +6,7 @@ of the target, V vocab, W draft vocab, A layers of the target that fc reads.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,10 @@ class HeadConfig(FileModel):
             layers=1, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             ffn=self.ffn, vocab=self.vocab,
         )  # fmt: skip
+
+    def params(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(math.prod(size) for size in self.sizes().values())
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the trained tensors by name, in the layout of speculators."""

@@ -32,7 +32,7 @@ from draftlab.latency.predict import best_k
 from draftlab.latency.profile import measure_law, profile_models
 from draftlab.latency.scaling_law import ScalingLaw, read_law
 from draftlab.latency.workload import Workload, workload_of_replay
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, eagle, hub, llama
 from draftlab.model.decoder import check_mode, resolve_mode
 from draftlab.model.families import Budget, family
 from draftlab.model.shape import Shape, parse_count, resolve
@@ -71,20 +71,21 @@ REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
 def search(config: SearchConfig, output: Output) -> Search:
-    """Search, and write the winner's draft, the target's texts, the scores and search.json.
+    """Search, and write the winner's draft or head, the target's texts, the scores and search.json.
 
     Raises:
-        UserError: source and target with different vocabularies, a mode that does not run here, too few cheap shapes.
+        UserError: source and target with different vocabularies, a head of another target, a mode that does not run
+            here, too few cheap shapes.
     """
     target, source = hub.locate(config.target), hub.locate(config.source)
     _check_text(config)
     common_vocabulary(source, target)
     tried, named = shapes(config, _with_head(config, source)), dict(map(prunable_shape, config.against))
-    running = _running(config, [target, source])
-    given = [path for path in (config.outputs, config.prompt_file) if path is not None]
+    heads, running = check_heads(config, target), _running(config, [target, source])
+    given = [path for path in (config.outputs, config.prompt_file, *config.heads.values()) if path is not None]
     output.claim_state([target, source, *given], but=["minutes"])  # a search may resume with another number of minutes
     work = Searcher(config=config, output=output, target=target, source=source, running=running)
-    result = work.measure(work.halve(work.start(tried, named)))
+    result = work.measure(work.halve(work.start(tried, named, heads)))
     with output.directory() as directory:
         shutil.copytree(work.draft(result.winner.name, len(result.rungs) - 1), directory / "draft")
         for part in ("texts", "score"):
@@ -108,7 +109,7 @@ def estimate(config: SearchConfig) -> Mapping[str, object]:
     target, source = (hub.locate(name, weights=False) for name in (config.target, config.source))
     common_vocabulary(source, target)
     have = _with_head(config, source)
-    named = dict(map(prunable_shape, config.against))
+    named = [*dict(map(prunable_shape, config.against)), *check_heads(config, target)]
     tried = ", ".join(f"{shape.layers} x {shape.hidden}" for shape in shapes(config, have))
     return {
         "target": read_size(target).describe(), "source": have.describe(), "try": tried,
@@ -128,6 +129,20 @@ def shapes(config: SearchConfig, source: Shape) -> list[Shape]:
     return members
 
 
+def check_heads(config: SearchConfig, target: Path) -> dict[str, int]:
+    """Return the parameters of each EAGLE-3 head.
+
+    Raises:
+        UserError: two of one name, or a head that the target or the engine does not run.
+    """
+    if config.drafter:
+        llama.check_supported(target)
+    names = [hub.checkpoint_name(path) for path in (target, *config.heads.values())]
+    if len(set(names)) < 1 + len(config.drafter):
+        raise UserError(f"--drafter: two directories have the same name, rename one: {', '.join(names)}")
+    return {name: eagle.check(head, target).params() for name, head in config.heads.items()}
+
+
 def _with_head(config: SearchConfig, source: Path) -> Shape:
     """Return the source's shape with the head that all candidates have.
 
@@ -145,7 +160,10 @@ def _running(config: SearchConfig, models: list[Path]) -> dict[str, Any]:
     """Return how the engine runs in every step."""
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
+    if config.drafter and config.mode == "graphs":
+        raise UserError("--drafter: heads read states of layers, which mode graphs does not keep")
     mode = resolve_mode(config.mode, device, dtype, models)
+    mode = "eager" if config.drafter and mode == "graphs" else mode
     check_mode(mode, device, dtype)
     name = checkpoint.dtype_name(dtype)
     return {"device": config.device, "dtype": name, "mode": mode, "threads": config.threads}
@@ -161,16 +179,18 @@ class Searcher:
     source: Path
     running: dict[str, Any]  # device, dtype, mode, threads
 
-    def start(self, tried: list[Shape], named: dict[str, Shape]) -> Search:
-        """Return the search that an earlier run left, or rung 0 with every candidate."""
+    def start(self, tried: list[Shape], named: dict[str, Shape], heads: dict[str, int]) -> Search:
+        """Return the search that an earlier run left, or rung 0 with every candidate. heads: their parameters."""
         if (self.output.state / FILE).exists():
             return read_search(self.output.state)
         pass_ms, share = (self._wide_ms, MAX_WIDE_SHARE) if self.config.parallel else (self.law.ms, MAX_PASS_SHARE)
         cheap = candidates(checkpoint.planned_shape(self.source), tried, pass_ms, self._target_ms, share)
         renamed = {name: label for name, s in cheap.items() for label, wished in named.items() if s == wished}
         every = {renamed.get(name, name): shape for name, shape in cheap.items()} | named
-        rungs = [Rung(steps=0, names=list(every))]
-        return Search(target=str(self.target), source=str(self.source), shapes=every, named=list(named), rungs=rungs)
+        return Search(
+            target=str(self.target), source=str(self.source), shapes=every, heads=heads, named=[*named, *heads],
+            rungs=[Rung(steps=0, names=[*every, *heads])],
+        )  # fmt: skip
 
     def halve(self, search: Search) -> Search:
         """Distil all candidates for a few steps, since a cut alone says little; then one in three on each rung."""
@@ -191,9 +211,8 @@ class Searcher:
                 steps = REDUCTION * rung.steps
                 if len(advancing) - len(search.named) <= config.finalists:
                     left = (1 - MEASURED_SHARE) * 60 * config.minutes - search.spent_seconds
-                    steps = affordable_steps(
-                        left, advancing, rung.steps, fewest=config.first_steps, most=config.max_steps
-                    )
+                    shapes = [trial for trial in advancing if trial.name not in search.heads]
+                    steps = affordable_steps(left, shapes, rung.steps, fewest=config.first_steps, most=config.max_steps)
             search = search.next_rung(steps, advancing)
             note(f"rung {number + 1}: {len(advancing)} drafts, {steps} steps each")
             write_search(search, self.output.state)
@@ -203,10 +222,10 @@ class Searcher:
         config, last = self.config, search.rungs[-1]
         scores = self._once(
             "score", benchmark.score, ScoreConfig,
-            draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names], target=str(self.target),
-            **self._prompts, k=sorted({trial.k for trial in last.trials}), num_prompts=config.num_prompts,
-            max_tokens=MAX_TOKENS, repeats=1, tasks="none", seed=config.seed + 1,
-            **self.running,
+            draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names if name in search.shapes],
+            drafter=config.drafter, target=str(self.target), **self._prompts, **self.running,
+            k=sorted({trial.k for trial in last.trials}), num_prompts=config.num_prompts, max_tokens=MAX_TOKENS,
+            repeats=1, tasks="none", seed=config.seed + 1,
         )  # fmt: skip
         ranked = rank([candidate_of(read_score(scores / name)) for name in last.names])
         measured = [
@@ -221,7 +240,7 @@ class Searcher:
         return search.model_copy(update={"measured": measured, "spent_seconds": spent})
 
     def draft(self, name: str, rung: int) -> Path:
-        return self.output.state / f"rung-{rung}" / name
+        return self.config.heads.get(name) or self.output.state / f"rung-{rung}" / name
 
     @property
     def _text(self) -> dict[str, Any]:
@@ -258,10 +277,15 @@ class Searcher:
     @cached_property
     def target_cost(self) -> CostModel:
         """Measured latency of the target."""
-        profile = self._once(
-            "profile", profile_models, ProfileConfig, models=[str(self.target)], k=max(self.config.k), **self._grid
+        return self._measured_cost(self.target)
+
+    def _measured_cost(self, model: Path) -> CostModel:
+        """Return the measured latency of the target or of a head."""
+        models = [str(path) for path in (self.target, *self.config.heads.values())]
+        profiles = self._once(
+            "profile", profile_models, ProfileConfig, models=models, k=max(self.config.k), **self._grid
         )
-        return CostModel.of(read_profile(profile), extrapolate=True)
+        return CostModel.of(read_profile(profiles / f"{hub.checkpoint_name(model)}.yaml"), extrapolate=True)
 
     @property
     def _grid(self) -> dict[str, Any]:
@@ -269,16 +293,19 @@ class Searcher:
 
     @property
     def _target_ms(self) -> float:
-        return float(self.target_cost.forward_ms(1, 1, np.array(self.law.context)))
+        return self._pass_ms(self.target_cost)
+
+    def _pass_ms(self, cost: CostModel) -> float:
+        return float(cost.forward_ms(1, 1, np.array(self.law.context)))
 
     def _wide_ms(self, shape: Shape) -> float:
         """Return the time of a parallel draft's pass after a step that accepted half of its tokens."""
         width, contexts = 3 * self.config.offsets // 2, np.array(self.law.context)
-        return float(self._draft_cost(shape, "").forward_ms(width, 1, contexts))
+        return float(self._shape_cost(shape).forward_ms(width, 1, contexts))
 
     def _trial(self, search: Search, name: str) -> Trial:
-        """Make one candidate, replay it, and price it."""
-        number, steps, shape = len(search.rungs) - 1, search.rungs[-1].steps, search.shapes[name]
+        """Make one candidate, replay it, and price it; rung 0 only has heads to do."""
+        number, steps, head = len(search.rungs) - 1, search.rungs[-1].steps, self.config.heads.get(name)
         texts = self._once(
             "texts", build, OutputsBuildConfig, use="replay", target=str(self.target), **self._prompts,
             num_prompts=REPLAYED_TEXTS, max_new_tokens=MAX_TOKENS, seed=self.config.seed,
@@ -286,17 +313,23 @@ class Searcher:
         )  # fmt: skip
         stored = self._stored(steps) if steps else None
         start = time.time()
-        draft = self._cut(name, shape) if stored is None else self._distilled(name, number, steps, stored)
+        drafting: dict[str, Any] = {"k": [self.config.offsets]}
+        if head is not None:
+            draft, drafting = head, {"k": [max(self.config.k)], "target": str(self.target)}
+        elif stored is None:
+            draft = self._cut(name, search.shapes[name])
+        else:
+            draft = self._distilled(name, number, steps, stored)
         self._once(
-            f"replay-{number}/{name}", replay, ReplayConfig, directory=texts, draft=[str(draft)],
-            k=[self.config.offsets], device=self.config.device, dtype=self.running["dtype"],
+            f"replay-{number}/{name}", replay, ReplayConfig, directory=texts, draft=[str(draft)], **drafting,
+            device=self.config.device, dtype=self.running["dtype"],
         )  # fmt: skip
-        work = self._workload(number, name)
-        k, speedup, rate = best_k(self._draft_cost(shape, name), self.target_cost, work, self.config.k, 1)
+        work, cost = self._workload(number, name), self._draft_cost(search, name)
+        k, speedup, rate = best_k(cost, self.target_cost, work, self.config.k, 1)
         inside = np.arange(work.texts.chances.shape[1]) < work.texts.lengths[:, None]
         return Trial(
             name=name, k=k, length=chain(work.texts, k).acceptance().mean_acceptance_length, tokens_per_second=rate,
-            speedup=speedup, rejection=float(1 - work.texts.chances[inside].mean()), draft_ms=self.law.ms(shape),
+            speedup=speedup, rejection=float(1 - work.texts.chances[inside].mean()), draft_ms=self._pass_ms(cost),
             seconds=time.time() - start, step_seconds=_training_seconds(draft) / steps if steps else 0.0,
         )  # fmt: skip
 
@@ -304,13 +337,19 @@ class Searcher:
         """Return tokens per second if this share of a candidate's rejections remains."""
         work = self._workload(len(search.rungs) - 1, name)
         learnt = work.with_chances(1 - remaining * (1 - work.texts.chances))
-        return best_k(self._draft_cost(search.shapes[name], name), self.target_cost, learnt, self.config.k, 1)[2]
+        return best_k(self._draft_cost(search, name), self.target_cost, learnt, self.config.k, 1)[2]
 
     def _workload(self, rung: int, name: str) -> Workload:
-        return workload_of_replay(read_replay(self.output.state / f"replay-{rung}" / name / name))
+        draft = hub.checkpoint_name(self.draft(name, rung))
+        return workload_of_replay(read_replay(self.output.state / f"replay-{rung}" / name / draft))
 
-    def _draft_cost(self, shape: Shape, name: str) -> CostModel:
-        return CostModel.of(self.law.profile(shape, name), extrapolate=True)
+    def _draft_cost(self, search: Search, name: str) -> CostModel:
+        if name in search.heads:
+            return self._measured_cost(self.config.heads[name])
+        return self._shape_cost(search.shapes[name])
+
+    def _shape_cost(self, shape: Shape) -> CostModel:
+        return CostModel.of(self.law.profile(shape, ""), extrapolate=True)
 
     def _cut(self, name: str, shape: Shape) -> Path:
         return self._once(

@@ -32,7 +32,7 @@ class Trial(FileModel):
     tokens_per_second: float
     speedup: float
     rejection: float  # mean probability that a drafted token is rejected
-    draft_ms: float  # one pass, by the law
+    draft_ms: float  # one pass, by the law; of a head, by its profile
     seconds: float  # to make and replay it
     step_seconds: float  # of each distillation step
     promise: float | None = None  # tokens per second, if the next rung lowers rejections as this one did
@@ -76,7 +76,8 @@ class Search(FileModel):
     target: str
     source: str
     shapes: dict[str, Shape]
-    named: list[str] = Field(default_factory=list)  # by the user: they stay to the end
+    heads: dict[str, int] = Field(default_factory=dict)  # parameters of EAGLE-3 heads, which no rung trains
+    named: list[str] = Field(default_factory=list)  # by the user, and all heads: they stay to the end
     spent_seconds: float = 0.0
     rungs: list[Rung] = Field(default_factory=list)
     measured: list[Measured] = Field(default_factory=list)  # fastest first
@@ -97,11 +98,13 @@ class Search(FileModel):
         promise(name, remaining): tokens per second of a candidate if this share of its rejections remains.
         """
         last, remaining = self.rungs[-1], self.remaining_rejections()
-        trials = [t.model_copy(update={"promise": promise(t.name, remaining)}) for t in last.trials]
+        rates = {t.name: t.tokens_per_second for t in last.trials if t.name in self.heads}  # no rung trains these
+        promises = {t.name: promise(t.name, remaining) for t in last.trials if t.name not in rates} | rates
+        trials = [t.model_copy(update={"promise": promises[t.name]}) for t in last.trials]
         return self.model_copy(update={"rungs": [*self.rungs[:-1], last.model_copy(update={"trials": trials})]})
 
     def remaining_rejections(self) -> float:
-        """Return the share of rejections that the last rung left, as a median over its candidates; 1 on rung 0.
+        """Return the share of rejections that the last rung left, as a median over what it trained; 1 on rung 0.
 
         A candidate that has learnt little is judged by what it can learn; without this the cheapest passes win while
         no draft is any good.
@@ -109,7 +112,8 @@ class Search(FileModel):
         if len(self.rungs) < 2:
             return 1.0
         before = {trial.name: trial.rejection for trial in self.rungs[-2].trials}
-        return min(1.0, median(t.rejection / max(before[t.name], 1e-9) for t in self.rungs[-1].trials))
+        trained = [trial for trial in self.rungs[-1].trials if trial.name not in self.heads]
+        return min(1.0, median(t.rejection / max(before[t.name], 1e-9) for t in trained))
 
     def best(self, count: int) -> list[Trial]:
         """Return the top count candidates of the last rung, plus all that the user named."""
@@ -118,7 +122,9 @@ class Search(FileModel):
         return [trial for trial in ranked if trial.name in top or trial.name in self.named]
 
     def next_rung(self, steps: int, advancing: Sequence[Trial]) -> "Search":
-        rung = Rung(steps=steps, names=[trial.name for trial in advancing])
+        """Return the search with one more rung, on which the heads have their trials already."""
+        heads = [trial for trial in advancing if trial.name in self.heads]
+        rung = Rung(steps=steps, names=[trial.name for trial in advancing], trials=heads)
         return self.model_copy(update={"rungs": [*self.rungs, rung]})
 
     def explain(self) -> list[str]:

@@ -5,15 +5,18 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
+from draftlab.commands import COMMANDS
 from draftlab.config.search import SearchConfig
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
+from draftlab.model import eagle
 from draftlab.model.families import presets, shape_name, widths_folder
 from draftlab.model.shape import Shape, check, check_within, resolve
 from draftlab.results.score import read_score
@@ -92,6 +95,18 @@ def test_the_share_of_rejections_that_a_rung_leaves_is_measured_and_ranks_its_ca
     assert [t.promise for t in ranked.rungs[-1].best_first()] == pytest.approx([2.4, 1.6, 0.8])
     worse = rung.with_trial(trial("a", 100, rejection=0.9), 1.0).with_trial(trial("b", 100, rejection=0.9), 1.0)
     assert worse.remaining_rejections() <= 1  # nothing is expected to get worse
+
+
+def test_a_head_stays_to_the_end_and_is_neither_trained_nor_promised_more():
+    found = search_of({"a": 50, "b": 60, "head": 55}, given=("head",)).model_copy(update={"heads": {"head": 1000}})
+    rung = found.next_rung(30, found.rungs[0].best_first())
+    assert rung.rungs[-1].left == ["b", "a"]
+    for name in ("a", "b"):
+        rung = rung.with_trial(trial(name, 100, rejection=0.3), 1.0)
+    assert rung.remaining_rejections() == pytest.approx(0.6)  # of a and b; the head's 1 is no sign of learning
+    promised = {t.name: t.promise for t in rung.with_promises(lambda name, left: 70 / left).rungs[-1].trials}
+    assert promised == pytest.approx({"a": 70 / 0.6, "b": 70 / 0.6, "head": 55})
+    assert [t.name for t in rung.best(1)] == ["a", "head"]
 
 
 @given(
@@ -184,6 +199,26 @@ def test_a_mode_that_does_not_run_here_is_refused_before_anything_is_claimed(spa
     assert not (space / "runs").exists()
 
 
+def test_a_drafter_that_search_does_not_rank_is_refused_before_anything_is_claimed(space, family_dirs):
+    other = family_dirs["llama"]
+    config = eagle.head_config(other, None, 307)
+    weights = {name: torch.zeros(size) for name, size in config.sizes().items()}
+    head = eagle.Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)
+    (space / "head").mkdir()
+    eagle.write(space / "head", head, "native", target=other, k=3)
+    for drafter, said in (
+        ("prompt-lookup", "ranks chains of heads, eagle:heads=DIR"),
+        ("eagle:heads=head,widths=2x1", "ranks chains of heads"),
+        ("eagle:heads=head,topk=2", "ranks chains of heads"),
+        ("eagle:heads=head", "hidden size"),
+        ("eagle:heads=nowhere", "nowhere"),
+    ):
+        result = CliRunner().invoke(app, ["search", "--layers", "1,2", "--drafter", drafter, "--dry-run"])
+        assert result.exit_code == 1
+        assert said in result.output
+    assert not (space / "runs").exists()
+
+
 def test_outputs_that_cannot_be_distilled_from_are_refused_before_anything_is_claimed(space):
     from draftlab.config.outputs import OutputsBuildConfig
     from draftlab.output import Output
@@ -218,7 +253,8 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
         "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --max-steps 3 "
         "--batch-size 2 --num-prompts 2 --finalists 1 --k 1-2 --threads 1 --mode native --out found --json"
     )
-    arguments = words.split()
+    COMMANDS["eagle"](target="tiny", steps=1, batch_size=1, seq_len=32, ttt_steps=1, out=Path("head"))
+    arguments = [*words.split(), "--drafter", "eagle:heads=head"]
     with monkeypatch.context() as patched:
         patched.setattr(Searcher, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert CliRunner().invoke(app, arguments).exit_code == 130
@@ -228,7 +264,10 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = read_search(space / "found")
-    assert {one.name for one in found.measured} >= {"tiny-3x256"}
+    assert {one.name for one in found.measured} >= {"tiny-3x256", "eagle:heads=head"}
+    trials = [trial for rung in found.rungs for trial in rung.trials if trial.name == "eagle:heads=head"]
+    assert len({trial.model_copy(update={"promise": None}) for trial in trials}) == 1  # replayed once, on every rung
+    assert len(trials) == len(found.rungs)
     assert found.measured == sorted(found.measured, key=lambda one: (one.changed, -one.gain.value))
     assert [one.ratio_to_fastest is None for one in found.measured] == [i == 0 for i in range(len(found.measured))]
     assert json.loads(result.stdout)["measured"][0]["name"] == found.winner.name

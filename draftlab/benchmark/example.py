@@ -72,7 +72,7 @@ def _with_lost(recorder: _Recorder, steps: Iterator[Step]) -> Iterator[tuple[Ste
 def _lost(draft: Draft, step: Step) -> list[int]:
     ids = draft.ids[0, : step.drafted].tolist()
     node, path = 0, set()
-    parents = draft.parents or range(len(ids))
+    parents = draft.parents_of(0)
     for token in step.tokens[: step.accepted]:
         node = 1 + next(i for i, id in enumerate(ids) if parents[i] == node and id == token)
         path.add(node - 1)

@@ -87,6 +87,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         "Score the export where it runs: path of vllm; for GGUF of llama-server, or for draft models of a Python with "
         "llama-cpp-python.",
     )
+    temperature: float = option(0.0, "Temperature to verify at.", ge=0, advanced=True)
     gpu_memory_utilization: float | None = option(
         None, "Share of the memory that vLLM may take to verify. Default: vLLM's.", gt=0, le=1, advanced=True
     )
@@ -109,7 +110,11 @@ class ExportConfig(DraftConfig, OutputConfig):
             lambda c: c.to not in ("sglang", "tensorrt-llm", "transformers"),
             "works for vLLM and llama.cpp",
         ),
-        Only(("data", "prompt_file", "prompts", "device"), lambda c: c.verify_with, "belongs to --verify-with"),
+        Only(
+            ("temperature", "data", "prompt_file", "prompts", "device"),
+            lambda c: c.verify_with,
+            "belongs to --verify-with",
+        ),
         Only(
             ("gpu_memory_utilization",), lambda c: c.verify_with and not c.is_gguf, "belongs to --verify-with of vLLM"
         ),

@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.config.export import CheckConfig, ExportConfig
 from draftlab.console import note
 from draftlab.engine.drafters import medusa
@@ -82,12 +84,16 @@ class EagleHead:
         return f"{self.folder.name}-{config.outtype}.gguf" if config.is_gguf else ""
 
     def drafter(self, target: Llama, outtype: str = "f32") -> Drafter:
+        """outtype: see model."""
+        return EagleDrafter(target, self.model(target, outtype))
+
+    def model(self, target: Llama, outtype: str) -> EagleLlama:
         """outtype: the type of GGUF files that matrices are rounded to."""
         head = eagle.read(self.folder, self.target, target.embed.dtype, target.device)
         if outtype != "f32":
             rounded = {n: gguf.fake_quantize(w, outtype) if w.ndim == 2 else w for n, w in head.weights.items()}
             head = replace(head, weights=rounded)
-        return EagleDrafter(target, EagleLlama(head, target.embed, self.folder))
+        return EagleLlama(head, target.embed, self.folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +227,8 @@ def _check(config: ExportConfig, heads: Heads) -> None:
         raise UserError(f"--outtype {config.outtype}: no such type of heads{did_you_mean(config.outtype, gguf.TYPES)}")
     if config.verify_with is not None:
         llama.check_supported(heads.target)  # draftlab's engine counts what the runtime should accept
+        if config.temperature > 0 and isinstance(heads, MedusaHeads):
+            raise UserError("--temperature: Medusa heads are verified greedily")
         if not config.verify_with.is_file():
             raise UserError(f"--verify-with {config.verify_with}: no such program")
         if config.is_gguf and not verify.serves(config.verify_with):
@@ -243,22 +251,28 @@ def _verify(
     program = config.verify_with
     model = llama.load(heads.target, torch.float32, checkpoint.resolve_device(config.device))
     prompts = run.answer_turns(config, heads.target, prompts, model)
-    note(f"decoding {len(prompts.rows)} texts with the heads here, then with {program.name}")
-    drafter = heads.drafter(model, config.outtype if config.is_gguf else "f32")
-    ends = checkpoint.eos_token_ids(heads.target)
-    sampling = SamplingParams(max_tokens=run.NEW_TOKENS, stop_token_ids=ends)
-    texts, emitted = decode_texts(model, drafter, [prompt.ids for prompt in prompts.rows], sampling, k)
+    rows, outtype = [prompt.ids for prompt in prompts.rows], config.outtype if config.is_gguf else "f32"
+    if config.temperature > 0 and isinstance(heads, EagleHead):
+        note(f"sampling {len(rows)} texts with {program.name}, then drafting along them here")
+        texts, count = (
+            verify.to_sample(rows, run.NEW_TOKENS, k),
+            partial(count_chains, model, heads.model(model, outtype)),
+        )
+    else:
+        note(f"decoding {len(rows)} texts with the heads here, then with {program.name}")
+        sampling = SamplingParams(max_tokens=run.NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(heads.target))
+        texts, emitted = decode_texts(model, heads.drafter(model, outtype), rows, sampling, k)
+        count = partial(steps_of, emitted)
     if not config.is_gguf:
         speculators, speculative = config.to == "speculators", scripts.speculative_config(str(work), k, heads.kind)
         target = work if speculators else heads.target
         command = verify.vllm_command(
             program, target, None if speculators else speculative, config.gpu_memory_utilization
         )
-        return prompts, verify.in_vllm(command, texts, steps_of(emitted, texts.tokens))
+        return prompts, verify.in_vllm(command, texts, count, config.temperature)
     return prompts, verify.against_llama_server(
-        program, heads.target, work / heads.file(config), texts, "draft-eagle3",
-        lambda lengths: steps_of(emitted, lengths),
-    )  # fmt: skip
+        program, heads.target, work / heads.file(config), texts, "draft-eagle3", count, config.temperature
+    )
 
 
 def decode_texts(
@@ -276,13 +290,20 @@ def decode_texts(
     return verify.up_to_end(prompts, completions, sampling, k), emitted
 
 
-def steps_of(emitted: Sequence[Sequence[int]], lengths: Sequence[int]) -> np.ndarray:
+def count_chains(target: Llama, head: EagleLlama, texts: verify.TargetTexts) -> np.ndarray:
+    """Return tokens after the prefill's and steps of each text, [R, 2], if a head drafts along it."""
+    pairs = [(np.array(p), np.array(c)) for p, c in zip(texts.prompts, texts.completions, strict=True)]
+    scores = score_chains(target, head, pairs, target.shape.vocab, SamplingParams(), texts.k)
+    return verify.count_steps([scored.ranks == 0 for scored in scores], texts)
+
+
+def steps_of(emitted: Sequence[Sequence[int]], texts: verify.TargetTexts) -> np.ndarray:
     """Return tokens after the prefill's and steps of each text, [R, 2], up to its length; the last step counts whole.
 
     emitted: see decode_texts.
     """
     counts = []
-    for steps, length in zip(emitted, lengths, strict=True):
+    for steps, length in zip(emitted, texts.tokens, strict=True):
         reached = np.concatenate([[1], 1 + np.cumsum(steps)])  # tokens before each step, and after the last
         number = int((reached < length).sum())
         counts.append((float(reached[number]) - 1, float(number)))

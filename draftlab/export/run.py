@@ -3,9 +3,10 @@
 import contextlib
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from draftlab import provenance, turns, workspace
@@ -131,6 +132,8 @@ def _check(config: ExportConfig, draft: Path, target: Path) -> None:
     common_vocabulary(draft, target)
     if config.verify_with is not None and not config.verify_with.is_file():
         raise UserError(f"--verify-with {config.verify_with}: no such program")
+    if config.temperature > 0 and config.is_gguf and config.verify_with and not verify.serves(config.verify_with):
+        raise UserError("--temperature: a Python with llama-cpp-python runs the draft alone; name llama-server")
     if config.is_gguf:
         gguf.library()
         gguf.architecture(draft)
@@ -174,24 +177,29 @@ def _verify(
     config: ExportConfig, runtime: Path, directory: Path, file: Path, target: Path, texts: verify.TargetTexts
 ) -> verify.Verification:
     device = checkpoint.resolve_device(config.device)
-    note(f"scoring the draft here and in {runtime.name}")
+    note(f"scoring the draft in {runtime.name} and here")
     if not config.is_gguf:
         kind = "draft model" if parallel.pard_token(directory) is None else "parallel draft"
         speculative = scripts.speculative_config(str(directory.absolute()), texts.k, kind)
         command = verify.vllm_command(runtime, target, speculative, config.gpu_memory_utilization)
-        hits = verify.drafted_hits(directory, texts, device)
-        return verify.in_vllm(command, texts, verify.count_steps(hits, texts))
-    with tempfile.TemporaryDirectory() as folder:
-        reference = directory
-        if config.outtype in gguf.TYPES and config.outtype != "f32":
-            reference = Path(folder)
-            hf.write_fake_quantized(directory, reference, config.outtype)
-        hits = verify.top1_hits(reference, texts, device)
+        return verify.in_vllm(
+            command, texts, lambda texts: verify.count_steps(verify.drafted_hits(directory, texts, device), texts),
+            config.temperature,
+        )  # fmt: skip
+
+    def hits(texts: verify.TargetTexts) -> list[np.ndarray]:
+        with tempfile.TemporaryDirectory() as folder:
+            reference = directory
+            if config.outtype in gguf.TYPES and config.outtype != "f32":
+                reference = Path(folder)
+                hf.write_fake_quantized(directory, reference, config.outtype)
+            return verify.top1_hits(reference, texts, device)
+
     if not verify.serves(runtime):
-        return verify.in_llama_cpp(runtime, file, config.outtype, texts, hits, directory)
+        return verify.in_llama_cpp(runtime, file, config.outtype, texts, hits(texts), directory)
     return verify.against_llama_server(
-        runtime, target, file, texts, "draft-simple",
-        lambda lengths: verify.count_steps(hits, replace(texts, tokens=lengths)),
+        runtime, target, file, texts, "draft-simple", lambda texts: verify.count_steps(hits(texts), texts),
+        config.temperature,
     )  # fmt: skip
 
 
@@ -205,9 +213,11 @@ def answer_turns(config: ExportConfig, target: Path, prompts: Prompts, model: De
 
 
 def _target_texts(config: ExportConfig, target: Path, prompts: Prompts, k: int) -> tuple[Prompts, verify.TargetTexts]:
-    """Return a prompt for every turn, and the target's greedy answers in float32."""
+    """Return a prompt for every turn, and the target's greedy answers in float32; sampled ones are the server's."""
     model = decoder.load(target, torch.float32, checkpoint.resolve_device(config.device))
     prompts = answer_turns(config, target, prompts, model)
+    if config.temperature > 0:
+        return prompts, verify.to_sample([prompt.ids for prompt in prompts.rows], NEW_TOKENS, k)
     note(f"generating {len(prompts.rows)} texts with the target")
     sampling = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
     return prompts, verify.generate_texts(model, [prompt.ids for prompt in prompts.rows], sampling, k)

@@ -38,7 +38,10 @@ MATCH_BELOW_8_BITS = 0.9  # llama.cpp rounds activations to 8 bits, too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTexts:
-    """Greedy texts of the target. tokens: scored ones of each text, which is k longer: every step drafts k, [R]."""
+    """Texts of the target. tokens: scored ones of each text, [R]; a greedy text is k longer: every step drafts k.
+
+    A sampled text is the server's, and without completions before it has answered.
+    """
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -50,12 +53,16 @@ class TargetTexts:
         return [p + c for p, c in zip(self.prompts, self.completions, strict=True)]
 
 
+Count = Callable[[TargetTexts], np.ndarray]  # returns draftlab's tokens and steps of each text, [R, 2]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """Acceptance length in draftlab, with a 95 % interval over texts, and in the runtime."""
 
     runtime: str
     k: int
+    temperature: float
     texts: int
     expected: Interval
     measured: float
@@ -66,13 +73,20 @@ class Verification:
         expected = self.expected
         numbers = {"measured": self.measured, "draftlab": expected.value, "low": expected.low, "high": expected.high}
         gap = self.measured - expected.value
-        return {"runtime": self.runtime, "k": self.k, "texts": self.texts, "gap": gap, **numbers}
+        asked = {"k": self.k, "temperature": self.temperature, "texts": self.texts}
+        return {"runtime": self.runtime, **asked, "gap": gap, **numbers}
 
     def line(self) -> str:
         return (
             f"{self.runtime}: {self.measured:.3f} tokens per target pass, in draftlab {self.expected.value:.3f} "
-            f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, {self.texts} texts; {self.details}"
+            f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, temperature {self.temperature:g}, "
+            f"{self.texts} texts; {self.details}"
         )
+
+
+def to_sample(prompts: list[list[int]], tokens: int, k: int) -> TargetTexts:
+    """Return texts that the server is yet to write."""
+    return TargetTexts(prompts=prompts, completions=[[] for _ in prompts], tokens=[tokens] * len(prompts), k=k)
 
 
 def generate_texts(model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int) -> TargetTexts:
@@ -109,14 +123,15 @@ def drafted_hits(draft: Path, texts: TargetTexts, device: torch.device) -> list[
 
 
 def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
-    """Return tokens and steps of greedy speculative decoding of one text; the prefill gives the first token.
+    """Return tokens and steps of speculative decoding of one text; the prefill gives the first token.
 
-    hits: [n], or [n, K] by the age of the step.
+    hits: where the draft's most probable token is the text's, [n], or [n, K] by the age of the step. None counts beyond
+    n. Servers let such tokens stand at any temperature, and no other: what replaces a rejected token is another one.
     """
     rows = np.asarray(hits)
     by_age, at, steps = np.broadcast_to(rows if rows.ndim == 2 else rows[:, None], (len(rows), k)), 1, 0
     while at < tokens:
-        accepted = next((i for i in range(k) if not by_age[at + i, i]), k)
+        accepted = next((i for i in range(k) if at + i >= len(rows) or not by_age[at + i, i]), k)
         at, steps = at + accepted + 1, steps + 1
     return at - 1, steps
 
@@ -138,7 +153,7 @@ def in_llama_cpp(
     same = sum(a == b for a, b in zip(answer["ids"], ids, strict=True))
     tokens, steps = count_steps(own, texts).sum(0)
     result = compare(
-        f"llama.cpp ({answer['version']})", texts.k, count_steps(hits, texts), float(tokens / steps),
+        f"llama.cpp ({answer['version']})", texts, 0.0, count_steps(hits, texts), float(tokens / steps),
         f"the same hits for {match:.2%} of tokens; its tokenizer gives the same ids for {same} of {len(PROBES)} "
         "probe texts",
     )  # fmt: skip
@@ -147,21 +162,30 @@ def in_llama_cpp(
     return result
 
 
-def in_vllm(command: Sequence[object], texts: TargetTexts, counts: np.ndarray) -> Verification:
-    """Start a vLLM server of draft and target, and read its counters. counts: of draftlab, [R, 2].
+def in_vllm(command: Sequence[object], texts: TargetTexts, count: Count, temperature: float) -> Verification:
+    """Start a vLLM server of draft and target, and read its counters.
 
     Raises:
         UserError: it does not start, or has another acceptance.
     """
     with running(command, VLLM_ON_CPU | os.environ) as (server, _):
         before = server.metrics()
-        sampling = SamplingParams(max_tokens=max(texts.tokens), temperature=0.0)
+        sampling = SamplingParams(max_tokens=max(texts.tokens), temperature=temperature)
         completions = [completion.ids for completion in server.generate(texts.prompts, sampling)]
         counters = spec_decode_counters(before, server.metrics())
     if counters is None:
         raise UserError(f"{command[0]} drafted nothing: its /metrics count no speculative steps")
-    details = f"{share_of_same(completions, texts):.2%} of its output tokens are the target's"
-    return compare(f"vLLM {server.version}", texts.k, counts, counters.acceptance.mean_acceptance_length, details)
+    texts, details = as_served(texts, completions, temperature)
+    measured = counters.acceptance.mean_acceptance_length
+    return compare(f"vLLM {server.version}", texts, temperature, count(texts), measured, details)
+
+
+def as_served(texts: TargetTexts, completions: Sequence[list[int]], temperature: float) -> tuple[TargetTexts, str]:
+    """Return the texts to count steps of: the target's greedy ones, or what the server sampled; and a remark."""
+    if temperature == 0:
+        return texts, f"{share_of_same(completions, texts):.2%} of its output tokens are the target's"
+    lengths = list(map(len, completions))
+    return replace(texts, completions=list(completions), tokens=lengths), f"{sum(lengths)} sampled tokens"
 
 
 def serves(program: Path) -> bool:
@@ -170,25 +194,20 @@ def serves(program: Path) -> bool:
 
 
 def against_llama_server(
-    program: Path,
-    target: Path,
-    draft: Path,
-    texts: TargetTexts,
-    spec_type: str,
-    count: Callable[[list[int]], np.ndarray],
+    program: Path, target: Path, draft: Path, texts: TargetTexts, spec_type: str, count: Count, temperature: float
 ) -> Verification:
     """Score a GGUF file of a draft in llama-server, with the target in float32.
 
-    count: returns draftlab's tokens and steps of texts of these lengths, [R, 2]. Raises UserError: see in_llama_server.
+    Raises UserError: see in_llama_server.
     """
     with tempfile.TemporaryDirectory(dir=draft.parent) as folder:
         file = Path(folder) / "target.gguf"
         note(f"writing {target.name} as GGUF for {program.name}")
         gguf.write(target, file, "f32")
-        lengths = lengths_before_end(texts, checkpoint.eos_token_ids(target))
-        counts = count(lengths)
-        counts[:, 0] = np.array(lengths) - 1  # its last step drafts no more than fits
-        return in_llama_server(llama_server_command(program, file, draft, texts, spec_type), texts, lengths, counts)
+        command = llama_server_command(program, file, draft, texts, spec_type)
+        if temperature == 0:
+            texts = replace(texts, tokens=lengths_before_end(texts, checkpoint.eos_token_ids(target)))
+        return in_llama_server(command, texts, count, temperature)
 
 
 def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
@@ -197,33 +216,39 @@ def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
     return [length - (ids[length - 1] in ends) for ids, length in pairs]
 
 
-def in_llama_server(
-    command: Sequence[object], texts: TargetTexts, lengths: Sequence[int], counts: np.ndarray
-) -> Verification:
+def in_llama_server(command: Sequence[object], texts: TargetTexts, count: Count, temperature: float) -> Verification:
     """Start llama.cpp's server with target and draft, and read its counters.
-
-    lengths: tokens to generate for each text, [R]. counts: tokens and steps of draftlab for them, [R, 2].
 
     Raises:
         UserError: it does not start, or has another acceptance.
     """
     with running(command, VLLM_ON_CPU | os.environ) as (server, _):
         before = server.metrics()
-        asked = zip(texts.prompts, lengths, strict=True)
-        completions = [server.generate_ids(ids, SamplingParams(max_tokens=n, temperature=0.0))[0] for ids, n in asked]
+        asked = [SamplingParams(max_tokens=n, temperature=temperature, seed=i) for i, n in enumerate(texts.tokens)]
+        completions = [server.generate_ids(*each)[0] for each in zip(texts.prompts, asked, strict=True)]
         counters = spec_decode_counters(before, server.metrics())
     if counters is None:
         raise UserError(f"{command[0]} drafted nothing: its /metrics count no speculative steps")
     tokens = sum(len(ids) - 1 for ids in completions)
     measured = tokens / (tokens - sum(counters.num_accepted_tokens_per_pos))
-    details = f"{share_of_same(completions, texts):.2%} of its output tokens are the target's"
-    return compare(f"llama.cpp {server.version}", texts.k, counts, measured, details)
+    texts, details = as_served(texts, completions, temperature)
+    counts = count(texts)
+    counts[:, 0] = np.array(texts.tokens) - 1  # its last step drafts no more than fits
+    return compare(f"llama.cpp {server.version}", texts, temperature, counts, measured, details)
 
 
 def llama_server_command(program: Path, target: Path, draft: Path, texts: TargetTexts, spec_type: str) -> list[object]:
     """Return the command of a server that computes and caches in float32. target, draft: GGUF files."""
     context = max(map(len, texts.prompts)) + max(texts.tokens) + 2 * texts.k + 2
-    command: list[object] = [program, "--model", target, "--spec-type", spec_type, "--spec-draft-model", draft]
+    command: list[object] = [
+        program.absolute(),
+        "--model",
+        target,
+        "--spec-type",
+        spec_type,
+        "--spec-draft-model",
+        draft,
+    ]
     command += ["--spec-draft-n-max", texts.k, "--spec-draft-p-min", 0, "--ctx-size", max(256, context), "--metrics"]
     command += ["--parallel", 1, "--threads", torch.get_num_threads(), "--cache-ram", 0, "--flash-attn", "off"]
     for cache in ("cache-type", "spec-draft-type"):
@@ -240,7 +265,7 @@ def share_of_same(completions: Sequence[list[int]], texts: TargetTexts) -> float
 def run_llama_cpp(python: Path, job: dict[str, object]) -> dict:
     """Run llama_cpp_worker.py in a Python that has llama-cpp-python. Raises UserError: it fails."""
     try:
-        done = subprocess.run([python, WORKER], input=json.dumps(job), capture_output=True, text=True)
+        done = subprocess.run([python.absolute(), WORKER], input=json.dumps(job), capture_output=True, text=True)
     except OSError as error:
         raise UserError(f"{python} cannot be run: {error.strerror}") from None
     if done.returncode:
@@ -260,7 +285,9 @@ def count_steps(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
     return np.array([greedy_steps(row, texts.k, tokens) for row, tokens in rows], dtype=np.float64)
 
 
-def compare(runtime: str, k: int, counts: np.ndarray, measured: float, details: str) -> Verification:
+def compare(
+    runtime: str, texts: TargetTexts, temperature: float, counts: np.ndarray, measured: float, details: str
+) -> Verification:
     """Compare a runtime's acceptance length with draftlab's. counts: tokens and steps of each text, [R, 2].
 
     Raises:
@@ -268,8 +295,9 @@ def compare(runtime: str, k: int, counts: np.ndarray, measured: float, details: 
     """
     expected = ratio_interval(counts)
     result = Verification(
-        runtime=runtime, k=k, texts=len(counts), expected=expected, measured=measured, details=details
-    )
+        runtime=runtime, k=texts.k, temperature=temperature, texts=len(counts), expected=expected, measured=measured,
+        details=details,
+    )  # fmt: skip
     if not expected.low <= measured <= expected.high:
         raise UserError(f"--verify-with: the export has another acceptance. {result.line()}")
     return result
@@ -279,7 +307,7 @@ def vllm_command(
     program: Path, target: Path | str, speculative: dict[str, object] | None, gpu_memory_utilization: float | None
 ) -> list[object]:
     """Return the command of a float32 server. speculative: None, as the target's own configuration says."""
-    command: list[object] = [program, "serve", target, "--dtype", "float32", "--enforce-eager"]
+    command: list[object] = [program.absolute(), "serve", target, "--dtype", "float32", "--enforce-eager"]
     command += ["--no-enable-prefix-caching"]
     command += [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
     share = gpu_memory_utilization

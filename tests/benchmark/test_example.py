@@ -8,6 +8,7 @@ import torch
 from builders import build
 
 from draftlab.benchmark.example import record_example
+from draftlab.engine.drafters.dynamic_tree import DynamicTreeDrafter
 from draftlab.engine.drafters.ngram import PromptLookupDrafter
 from draftlab.engine.drafters.tree import TreeDrafter, full_tree
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
@@ -40,6 +41,7 @@ DRAFTERS = {
     "model": lambda draft: ModelDrafter(draft, VOCAB),
     "lookup": lambda draft: PromptLookupDrafter(2),
     "tree": lambda draft: TreeDrafter(draft, VOCAB, full_tree([2, 2]), "top"),
+    "dynamic tree": lambda draft: DynamicTreeDrafter(TreeDrafter(draft, VOCAB, (0,), "top"), 3, 3),
 }
 
 
@@ -47,7 +49,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_an_example_is_the_runs_own_text(models, name, sampling):
     target, draft = models
-    prompt, k = [0, 17, 44, 101, 9, 17, 44], 6 if name == "tree" else 3
+    prompt, k = [0, 17, 44, 101, 9, 17, 44], 6 if "tree" in name else 3
     drafter = DRAFTERS[name](draft)
     steps = list(speculative_decode(target, drafter, [prompt], k, sampling, numbers=[2]))
     example = record_example(target, drafter, numbers, prompt, number=2, k=k, sampling=sampling, rule=None)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import gguf as library
 import numpy as np
@@ -22,7 +23,8 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.cli import app
 from draftlab.distill.vocabulary import resize
-from draftlab.engine.generate import ModelDrafter, speculative_decode
+from draftlab.engine.generate import ModelDrafter, output_tokens, speculative_decode
+from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import UserError
 from draftlab.export import gguf, gguf_tokenizer, hf, scripts, verify
 from draftlab.model import checkpoint, llama
@@ -383,6 +385,34 @@ def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
                 accepted.append(step.accepted)
             at += len(step.tokens)
         assert verify.greedy_steps(hit.tolist(), writing.k, writing.tokens[row])[1] == len(accepted)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_a_sampled_text_tells_the_steps_that_made_it(space, rule):
+    """A server that lets the draft's most probable token stand with the target's probability, by either rule."""
+    model: Any = build("llama", 1, num_hidden_layers=2)
+    for folder, scale in (("target", 12), ("draft", 1.2)):
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(scale)
+            model.model.layers[0].mlp.down_proj.weight.mul_(scale)
+        model.save_pretrained(folder)
+    target, draft = (llama.load(Path(folder), torch.float32) for folder in ("target", "draft"))
+    prompts, how = [[0, 17, 44], [0, 5, 250, 31]], SamplingParams(max_tokens=24, temperature=1.0)
+    live = list(
+        speculative_decode(target, ModelDrafter(draft), prompts, 3, how, rule=RULES.get(rule), draft_temperature=0.0)
+    )
+    served, _ = verify.as_served(verify.to_sample(prompts, 24, 3), output_tokens(live), 1.0)
+    counts = verify.count_steps(verify.top1_hits(Path("draft"), served, torch.device("cpu")), served)
+    for row, (tokens, steps) in enumerate(counts):
+        assert steps == len([step for step in live if step.row == row]) - 1
+        assert 23 <= tokens <= 24
+    assert counts[:, 0].sum() > counts[:, 1].sum()
+
+
+def test_the_temperature_is_refused_where_nothing_is_sampled(space):
+    asked = ["--verify-with", sys.executable, "--temperature", "1", "--target", "target"]
+    assert "name llama-server" in export("--to", "gguf", *asked, code=1).stderr
+    assert "belongs to --verify-with" in export("--temperature", "1", code=1).stderr
 
 
 def test_texts_end_at_any_end_of_text_token_with_what_the_last_step_drafts(family_dirs):

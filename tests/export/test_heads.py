@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import contents, neighbours_apart
+from plain_eagle import target_and_head
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 from typer.testing import CliRunner
 
 from draftlab.cli import app
 from draftlab.engine.drafters import medusa
+from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.generate import speculative_decode
+from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import UserError
 from draftlab.export import head_checks, heads, scripts, verify
 from draftlab.export.compatibility import RUNTIME_CHECKS
@@ -180,12 +184,27 @@ def test_steps_are_those_of_live_decoding(target, tmp_path):
     drafter = heads.open_heads(written(tmp_path / "head", target), target).drafter(model)
     prompts = [np.random.default_rng(i).integers(3, 300, 6).tolist() for i in range(4)]
     texts, emitted = heads.decode_texts(model, drafter, prompts, SamplingParams(max_tokens=12), K)
-    counts = heads.steps_of(emitted, [12, 9, 2, 1])
+    counts = heads.steps_of(emitted, replace(texts, tokens=[12, 9, 2, 1]))
     for row, length in enumerate([12, 9, 2, 1]):
         live = list(speculative_decode(model, drafter, [prompts[row]], K, SamplingParams(max_tokens=length)))
         assert counts[row, 1] == len(live) - 1
         assert texts.completions[row][:length] == [token for step in live for token in step.tokens]
         assert counts[row, 0] == sum(emitted[row][: len(live) - 1]) >= length - 1
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_a_sampled_text_tells_the_steps_that_made_it(tmp_path, rule):
+    """A server that lets the head's most probable token stand with the target's probability, by either rule."""
+    target, head = target_and_head(tmp_path / "target")
+    drafter, prompt = EagleDrafter(target, head), [0, 17, 44, 101, 9]
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+    live = list(speculative_decode(target, drafter, [prompt], K, sampling, rule=RULES.get(rule), draft_temperature=0.0))
+    ids = [token for step in live for token in step.tokens]
+    served, _ = verify.as_served(verify.to_sample([prompt], 40, K), [ids], 1.0)
+    tokens, steps = heads.count_chains(target, head, served)[0]
+    assert steps == len(live) - 1
+    assert 39 <= tokens <= 40  # the last step may have had one more
+    assert 1.2 < tokens / steps < K + 1
 
 
 def test_the_end_of_a_text_is_not_asked_of_llama_cpp():

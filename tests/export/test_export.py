@@ -410,7 +410,7 @@ def test_a_sampled_text_tells_the_steps_that_made_it(space, rule):
 
 
 def test_the_temperature_is_refused_where_nothing_is_sampled(space):
-    asked = ["--verify-with", sys.executable, "--temperature", "1", "--target", "target"]
+    asked = ["--verify-with", sys.executable, "--temperature", "1"]
     assert "name llama-server" in export("--to", "gguf", *asked, code=1).stderr
     assert "belongs to --verify-with" in export("--temperature", "1", code=1).stderr
 

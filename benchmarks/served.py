@@ -1,0 +1,60 @@
+"""What servers accept of exported drafts and heads, by export --verify-with: one draft in one server after the other.
+
+gap: the server's tokens per target pass less draftlab's on the same texts. half_width: of draftlab's 95 % interval over
+texts; export fails where the gap leaves the interval. An export that is there already is not made again.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import environment
+from draftlab.commands import COMMANDS
+from draftlab.model.hub import is_eagle_head
+from draftlab.provenance import read_record
+
+
+def main(
+    drafts: Annotated[list[Path], typer.Argument(help="Drafts and heads.")],
+    target: Annotated[str, typer.Option(help="Their target.")],
+    prompt_file: Annotated[Path, typer.Option(help="Prompts to verify with.")],
+    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 8,
+    k: Annotated[int, typer.Option(help="Drafted tokens.")] = 3,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0",
+    folder: Annotated[Path, typer.Option(help="The exports are written here.")] = Path("runs/served"),
+    vllm: Annotated[Path | None, typer.Option(help="vllm's program.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the memory for vLLM.")] = None,
+) -> None:
+    asked: dict[str, Any] = {"target": target, "prompt_file": prompt_file, "prompts": prompts, "k": k}
+    share = {} if gpu_memory_utilization is None else {"gpu_memory_utilization": gpu_memory_utilization}
+    rows = []
+    for temperature in map(float, temperatures.split(",")):
+        for draft in drafts:
+            outtype = {"outtype": "f32"} if is_eagle_head(draft) else {}
+            for to, program, more in (("vllm", vllm, share), ("llama.cpp", llama_server, outtype)):
+                if program is not None:
+                    out = folder / f"{draft.name}-{to}-{temperature:g}"
+                    options = {"to": to, "verify_with": program, "temperature": temperature, **asked, **more}
+                    rows.append(
+                        {"draft": draft.name, "to": to, "temperature": temperature, **served(draft, out, options)}
+                    )
+    print(json.dumps({"benchmark": "served", "target": Path(target).name, "served": rows} | environment(1)))
+
+
+def served(draft: Path, out: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a server accepted of an export, and draftlab of the same texts."""
+    if read_record(out) is None:
+        COMMANDS["export"](draft=str(draft), out=out, **options)
+    record = read_record(out)
+    assert record is not None
+    notes: Any = record.notes
+    acceptance = notes["acceptance"]
+    half_width = (acceptance["high"] - acceptance["low"]) / 2
+    return {**acceptance, "half_width": half_width, "prompts": notes["prompts"]["sha256"], "created": record.created}
+
+
+if __name__ == "__main__":
+    typer.run(main)

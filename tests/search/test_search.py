@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
-from draftlab.commands import COMMANDS
 from draftlab.config.search import SearchConfig
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
-from draftlab.model import eagle
+from draftlab.model import eagle, hub
 from draftlab.model.families import presets, shape_name, widths_folder
 from draftlab.model.shape import Shape, check, check_within, resolve
 from draftlab.results.score import read_score
@@ -199,13 +198,16 @@ def test_a_mode_that_does_not_run_here_is_refused_before_anything_is_claimed(spa
     assert not (space / "runs").exists()
 
 
+def write_head(folder: Path, target: Path, vocab: int) -> None:
+    config = eagle.head_config(target, None, vocab)
+    weights = {name: 0.02 * torch.randn(size) for name, size in config.sizes().items()}
+    folder.mkdir()
+    head = eagle.Head(config=config, weights=weights, ids=torch.arange(vocab), embedding=None)
+    eagle.write(folder, head, "native", target=target, k=3)
+
+
 def test_a_drafter_that_search_does_not_rank_is_refused_before_anything_is_claimed(space, family_dirs):
-    other = family_dirs["llama"]
-    config = eagle.head_config(other, None, 307)
-    weights = {name: torch.zeros(size) for name, size in config.sizes().items()}
-    head = eagle.Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)
-    (space / "head").mkdir()
-    eagle.write(space / "head", head, "native", target=other, k=3)
+    write_head(space / "head", family_dirs["llama"], 307)
     for drafter, said in (
         ("prompt-lookup", "ranks chains of heads, eagle:heads=DIR"),
         ("eagle:heads=head,widths=2x1", "ranks chains of heads"),
@@ -253,7 +255,7 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
         "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --max-steps 3 "
         "--batch-size 2 --num-prompts 2 --finalists 1 --k 1-2 --threads 1 --mode native --out found --json"
     )
-    COMMANDS["eagle"](target="tiny", steps=1, batch_size=1, seq_len=32, ttt_steps=1, out=Path("head"))
+    write_head(space / "head", hub.locate("tiny"), 4096)
     arguments = [*words.split(), "--drafter", "eagle:heads=head"]
     with monkeypatch.context() as patched:
         patched.setattr(Searcher, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

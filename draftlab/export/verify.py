@@ -77,10 +77,11 @@ class Verification:
         return {"runtime": self.runtime, **asked, "gap": gap, **numbers}
 
     def line(self) -> str:
+        sampled = f"temperature {self.temperature:g}, " if self.temperature else ""
         return (
             f"{self.runtime}: {self.measured:.3f} tokens per target pass, in draftlab {self.expected.value:.3f} "
-            f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, temperature {self.temperature:g}, "
-            f"{self.texts} texts; {self.details}"
+            f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, {sampled}{self.texts} texts; "
+            f"{self.details}"
         )
 
 

@@ -36,6 +36,7 @@ from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
+from draftlab.model.size import read_size
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.results.decoding import Example
@@ -254,8 +255,8 @@ def _with_turns(setup: Setup, loaded: LoadedModels) -> Setup:
 def _describe_model(directory: Path) -> str:
     try:
         return llama.check_supported(directory).describe()
-    except (OtherArchitecture, Quantised) as error:
-        return f"{error}; transformers runs it"
+    except (OtherArchitecture, Quantised):
+        return f"{read_size(directory).describe()}; transformers runs it"
 
 
 def _drafter_runs(target: Decoder, loaded: LoadedModels) -> dict[str, DrafterRun]:

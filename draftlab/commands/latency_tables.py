@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from draftlab.latency.cost_model import BYTES, Profile, active_params
+from draftlab.latency.cost_model import Profile, pass_bytes
 from draftlab.latency.predict import Prediction, required_length
 from draftlab.latency.predict_pairs import DraftPrediction
 from draftlab.latency.scaling_law import ScalingLaw
@@ -28,7 +28,7 @@ def profile_table(profile: Profile) -> Table:
     heads = ("batch", "tokens", *(f"context {c}" for c in contexts))
     table = terminal_table(heads, rows, title=f"{profile.describe()}: milliseconds per pass (quartiles)")
     steady_ms = min(profile.steady, key=lambda p: (p.batch, p.context, -p.after)).median_ms
-    weights = active_params(profile.shape) * BYTES[profile.dtype] if profile.shape else 0
+    weights = pass_bytes(profile.shape, profile.dtype) if profile.shape else 0
     reached = f"A steady one-token pass reads weights at {weights / 1e6 / steady_ms:.3g} GB/s; " if weights else ""
     products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)

@@ -19,7 +19,8 @@ from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Latency
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+# of a weight; int4 with a 16-bit scale and a 4-bit zero for 128 weights, as AWQ and GPTQ store it
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": (4 + 20 / 128) / 8}
 
 
 class Point(Latency):
@@ -194,6 +195,12 @@ def active_params(shape: Shape, experts: float = 1) -> float:
     """Return the parameters that a pass reads: without the embedding unless tied, with so many experts per layer."""
     matrices = shape.params() - (0 if shape.tied else shape.vocab * shape.hidden) - shape.idle_head_params()
     return matrices + (experts - 1) * 3 * shape.hidden * shape.ffn * shape.layers
+
+
+def pass_bytes(shape: Shape, dtype: str, experts: float = 1) -> float:
+    """Return the bytes of weights that a pass reads; a head beside 4-bit weights has 16 bits."""
+    head = shape.vocab * shape.hidden - shape.idle_head_params() if dtype == "int4" else 0
+    return (active_params(shape, experts) - head) * BYTES[dtype] + 2 * head
 
 
 def read_profile(path: Path) -> Profile:

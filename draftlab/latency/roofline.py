@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, get_args
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from draftlab.errors import UserError, did_you_mean
-from draftlab.latency.cost_model import BYTES, Point, Profile, SteadyPoint, active_params, read_profile
+from draftlab.latency.cost_model import BYTES, Point, Profile, SteadyPoint, active_params, pass_bytes, read_profile
 from draftlab.model import Mode
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape, read_shape_file
@@ -85,10 +85,10 @@ def roofline_profile(
     for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
         if value not in known:
             raise UserError(f"{device.name} has no constants for {what} {value!r}, only for {', '.join(known)}")
-    weights = active_params(shape, experts.count) + (0 if shape.tied else shape.vocab * shape.hidden)
+    embedding = 0 if shape.tied else shape.vocab * shape.hidden * (2 if dtype == "int4" else BYTES[dtype])
     cached = max(batches) * (max(contexts) + max(widths)) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     what = f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens"
-    _check_fits(what, weights * BYTES[dtype], cached, device)
+    _check_fits(what, pass_bytes(shape, dtype, experts.count) + embedding, cached, device)
 
     def pass_ms(width: int, batch: int, context: int) -> float:
         host = device.modes[mode]
@@ -180,7 +180,7 @@ def _device_ms(
     """Return the slower of reading and computing, for weights and for attention, plus the constant per layer."""
     tokens, count = width * batch, device.count
     bytes_per_ms, flops_per_ms = device.bandwidth_gbs * 1e6 * count, device.tflops[dtype] * 1e9 * count
-    weights = active_params(shape, experts.expected_active(tokens)) * BYTES[dtype]
+    weights = pass_bytes(shape, dtype, experts.expected_active(tokens))
     products = 2 * tokens * active_params(shape, experts.active)
     cached = batch * (context + width) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     attention = 4 * tokens * (context + width) * shape.layers * shape.sizes["q"]

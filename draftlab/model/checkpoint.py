@@ -13,6 +13,7 @@ from draftlab.model import loading
 from draftlab.model.hf_files import VOCABULARY_FILES, check_tokenizer_files, eos_ids, read_config
 from draftlab.model.hub import checkpoint_name
 from draftlab.model.layouts import other_layout
+from draftlab.model.quantization import check_quantised_runs, check_unquantised, is_quantised
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import read_head_ids, trim_model
 from draftlab.model.weights import BUFFERS, Weights, check_finite, check_tied
@@ -65,8 +66,9 @@ def check(directory: Path) -> None:
         UserError: broken files, quantised weights, or tensors that disagree with config.json.
     """
     config = read_config(directory)
-    if "quantization_config" in config and torch.cuda.is_available():
-        return  # transformers may load it there
+    if is_quantised(config):
+        check_quantised_runs(directory, config)
+        return
     try:
         read_shape(directory)
     except OtherArchitecture:
@@ -97,15 +99,6 @@ def planned_shape(directory: Path) -> Shape:
     shape = shape_of(config, frozenset(sizes))
     _check_tensors(directory, config, shape, sizes)
     return shape
-
-
-def check_unquantised(directory: Path, config: dict[str, object]) -> None:
-    """Raises UserError: the weights are quantised, which neither pruning nor the engine reads."""
-    quantization = config.get("quantization_config") or config.get("quantization")  # the latter is MLX's
-    if quantization is not None:
-        default = "unnamed" if "quantization_config" in config else "mlx"
-        method = quantization.get("quant_method", default) if isinstance(quantization, dict) else quantization
-        raise Quantised(f"{directory} is quantised ({method}); name the checkpoint with unquantised weights")
 
 
 def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
@@ -217,27 +210,29 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load a checkpoint with transformers, all weights accounted for.
 
-    device_map: accelerate's, as ``auto``, to spread the model over devices, memory and disk instead.
+    device_map: accelerate's, as ``auto``, to spread the model over devices, memory and disk instead. Quantised weights
+    cannot be moved: without a device_map they are loaded on the device, or on the current GPU.
 
     Raises:
         UserError: it cannot be built, or weights are missing or unused.
     """
     config = read_config(directory)
-    if device.type == "cpu" and device_map is None:
+    weights, places = Weights(directory), _parse_device_map(device_map)  # checks all files
+    if is_quantised(config):
+        check_quantised_runs(directory, config)
+        places = places or {"": device if device.type == "cuda" else torch.cuda.current_device()}
+    else:
         check_unquantised(directory, config)
-    weights = Weights(directory)  # checks all files
-    plain = device_map is None and "quantization_config" not in config
-    model: Any = load_any_files(directory, dtype, device_map, weights if plain else None)
+    model: Any = load_any_files(directory, dtype, places, None if places else weights)
     if (ids := read_head_ids(directory, vocab_size(directory))) is not None:
         trim_model(model, ids)
-    return model if device_map else model.to(device)
+    return model if places else model.to(device)
 
 
 def load_any_files(
-    directory: Path, dtype: torch.dtype, device_map: str | None = None, weights: Weights | None = None
+    directory: Path, dtype: torch.dtype, places: Any = None, weights: Weights | None = None
 ) -> "PreTrainedModel":
-    """Load a model from weights, or, where these are None, from files, safetensors or .bin; see load_model."""
-    places = _parse_device_map(device_map)
+    """Load a model from weights, or, where these are None, from files, safetensors or .bin, to accelerate's places."""
     with read_by_library(f"{directory} cannot be loaded"):
         if weights is None:
             model, info = loading.from_files(directory, dtype, places)
@@ -287,8 +282,14 @@ def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of most weights; configs name it in two ways or not at all."""
-    return Weights(directory).dtype
+    """Return the dtype of most weights, or of the products of quantised ones; configs name it in two ways, or not."""
+    try:
+        return Weights(directory).dtype
+    except Quantised:
+        config = read_config(directory)
+        if not is_quantised(config):
+            raise
+        return DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
 
 
 @functools.cache

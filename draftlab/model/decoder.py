@@ -58,8 +58,10 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: 
         return HFDecoder(checkpoint.load_model(directory, dtype, device, device_map).eval())
     try:
         llama.check_supported(directory)
-    except (OtherArchitecture, Quantised) as error:
+    except OtherArchitecture as error:
         note(f"{error}; transformers runs it instead")
+    except Quantised:
+        note(f"{directory} is quantised: transformers runs it, slower than a server does (draftlab score-servers)")
     else:
         model = llama.load(directory, dtype, device)
         model.pard_token = parallel.pard_token(directory)

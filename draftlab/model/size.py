@@ -5,28 +5,34 @@ from pathlib import Path
 
 import torch
 
-from draftlab.errors import OtherArchitecture
+from draftlab.errors import OtherArchitecture, Quantised
 from draftlab.model import checkpoint
+from draftlab.model.quantization import quantization_method
 from draftlab.model.shape import Shape, format_count
 
 
 @dataclass(frozen=True, slots=True)
 class ApproximateSize:
-    """Sizes of a model that is not LLaMA-like, by the module that transformers builds; partly upper bounds."""
+    """Sizes of a model that transformers runs, by the module that it builds; partly upper bounds.
+
+    stored_bytes: of quantised weights, None where they are not.
+    """
 
     kind: str
     count: int
     layers: int
     hidden: int
+    stored_bytes: int | None = None
 
     def describe(self) -> str:
-        return f"{self.kind}, {format_count(self.count)} parameters"
+        size = "" if self.stored_bytes is None else f", {self.stored_bytes / 1e9:.3g} GB"
+        return f"{self.kind}, {format_count(self.count)} parameters{size}"
 
     def params(self) -> int:
         return self.count
 
     def weight_bytes(self, bytes_per_weight: int = 2) -> int:
-        return self.count * bytes_per_weight
+        return self.count * bytes_per_weight if self.stored_bytes is None else self.stored_bytes
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
         """Return an upper bound: KV heads as wide as the hidden size."""
@@ -38,18 +44,22 @@ class ApproximateSize:
 
 
 def read_size(directory: Path) -> Shape | ApproximateSize:
-    """Return the shape of a checkpoint, or its approximate size if it is not LLaMA-like.
+    """Return the shape of a checkpoint, or its approximate size if it is not LLaMA-like, or quantised.
 
     Raises:
         UserError: config or tensors cannot be read or contradict each other, or transformers cannot build it.
     """
     try:
         return checkpoint.planned_shape(directory)
-    except OtherArchitecture:
+    except (OtherArchitecture, Quantised):
         config = checkpoint.read_config(directory)
-        model = checkpoint.meta_model(config, torch.float32)
+        method = quantization_method(config)
+        plain = {name: value for name, value in config.items() if name != "quantization_config"}
+        model = checkpoint.meta_model(plain, torch.float32)
         text, count = model.config.get_text_config(), sum(p.numel() for p in model.parameters())
-        return ApproximateSize(str(config.get("model_type")), count, text.num_hidden_layers, text.hidden_size)
+        kind = " ".join(filter(None, (method, str(config.get("model_type")))))
+        stored = sum(file.stat().st_size for file in directory.glob("*.safetensors")) if method else 0
+        return ApproximateSize(kind, count, text.num_hidden_layers, text.hidden_size, stored or None)
 
 
 def training_cost(

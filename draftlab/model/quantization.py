@@ -40,7 +40,7 @@ def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
 
 def check_quantizer(directory: Path, config: dict[str, object]) -> None:
     """Raises UserError: what transformers lacks to load quantised weights on a GPU, as a library."""
-    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     with read_by_library(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):
         quantizer: Any = AutoHfQuantizer.from_config(cast(Any, config["quantization_config"]), pre_quantized=True)

@@ -1,7 +1,7 @@
 """The paper's studies on SmolLM2, collected: python -m benchmarks.smollm2_studies FOLDER
 
 FOLDER is that of python -m benchmarks.smollm2, after `draftlab run` of recipes/smollm2-depth.yaml, -losses.yaml,
--pruning.yaml and -batch.yaml there; what was not run is null.
+-pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml there; what was not run is null.
 The last line is one JSON object; --figures writes the figures.
 """
 
@@ -17,10 +17,12 @@ import typer
 from benchmarks import environment
 from benchmarks.accuracy_study import correlation, panel
 from draftlab.intervals import ratio_interval
+from draftlab.latency.cost_model import read_profile
 from draftlab.provenance import read_record
 from draftlab.results.accuracy import Accuracies
 from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Score, read_score
+from draftlab.search.schedule import read_search
 from draftlab.target_outputs.replay import Drafting, read_replay
 
 Rows = dict[str, dict[str, Any]]
@@ -35,11 +37,18 @@ def main(
     runs = folder / "runs"
     depth, losses, pruning = (drafts(runs / name) for name in ("depth", "losses", "pruning"))
     found = {
-        "depth": depth and {"drafts": depth, "live": live(runs / "depth" / "score")},
+        "depth": depth
+        and {
+            "drafts": depth,
+            "live": live(runs / "depth" / "score"),
+            "passes": {mode: passes(runs / "depth" / mode) for mode in ("eager", "native")},
+        },
         "losses": by_seed({name: row for name, row in losses.items() if not name.startswith("texts/")}) or None,
         "texts": by_seed({name: row for name, row in losses.items() if name.startswith("texts/")}) or None,
         "pruning": pruning or None,
+        "search": {kind: searched(runs / "search" / kind) for kind in ("plain", "parallel")},
         "batches": live(runs / "batch"),
+        "passes": passes(runs / "cache"),
         "accuracy": accuracy(runs / "accuracy", {**depth, **pruning}),
     }
     if figures is not None:
@@ -78,8 +87,35 @@ def interval(pairs: np.ndarray) -> list[float]:
 
 def live(folder: Path) -> Rows | None:
     """Return speed-ups with intervals and the latency of a pass, by draft."""
-    scores = [read_score(file) for file in sorted(folder.glob("*/score.json"))]
-    return {score.name: timed(score) for score in scores} or None
+    files = sorted(folder.glob("*/score.json"))
+    return {file.parent.name: timed(read_score(file)) for file in files} or None
+
+
+def passes(folder: Path) -> Rows | None:
+    """Return the milliseconds of passes over one token, by model, then by batch and context."""
+    profiles = [read_profile(file) for file in sorted(folder.glob("*.yaml"))]
+    return {
+        p.name: {
+            "layers": p.shape.layers if p.shape else None,
+            "kv_bytes_per_token": p.shape.kv_bytes_per_token() if p.shape else None,
+            "ms": {f"{at.batch} x {at.context}": at.median_ms for at in p.forward if at.width == 1},
+        }
+        for p in profiles
+    } or None
+
+
+def searched(folder: Path) -> dict[str, Any] | None:
+    """Return what a search tried on its last rung, best first, and what it measured."""
+    if not (folder / "search.json").exists():
+        return None
+    search = read_search(folder)
+    return {
+        "seconds": search.spent_seconds,
+        "rungs": [
+            {"steps": rung.steps, "trials": [t.model_dump() for t in rung.best_first()]} for rung in search.rungs
+        ],
+        "measured": [each.model_dump() for each in search.measured],
+    }
 
 
 def timed(score: Score) -> dict[str, Any]:
@@ -153,11 +189,30 @@ def draw(folder: Path, found: dict[str, Any]) -> None:
             for label, value in y.items()
         ]  # fmt: skip
         save_figure(folder / "smollm2-depth.svg", panels)
+    rates(folder / "smollm2-losses.svg", found["losses"], "rate of Muon")
+    if found["pruning"]:
+        names = found["pruning"]
+        points = {n: [(row["acceptance_before"], row["acceptance"])] for n, row in names.items()}
+        save_figure(
+            folder / "smollm2-pruning.svg",
+            [Panel(x="held-out acceptance after the cut", y="after distillation", series=points)],
+        )
     if found["accuracy"]:
         rows = list(found["accuracy"]["drafts"].values())
         columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         panels = [panel(columns, metric, LENGTH) for metric in found["accuracy"]["correlations"]]
         save_figure(folder / "smollm2-accuracy.svg", panels)
+
+
+def rates(path: Path, rows: Rows | None, x: str) -> None:
+    """Draw the acceptance of each loss by its rate. rows: by LOSS-RATE."""
+    if not rows:
+        return
+    series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, row in rows.items():
+        loss, _, rate = name.rpartition("-")
+        series[loss].append((float(rate), row["acceptance"]["mean"]))
+    save_figure(path, [Panel(x=x, y="held-out acceptance", series={k: sorted(v) for k, v in series.items()})])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What servers accept of exported drafts and heads, by export --verify-with: one draft in one server after the other.
 
 gap: the server's tokens per target pass less draftlab's on the same texts. half_width: of draftlab's 95 % interval over
-texts; export fails where the gap leaves the interval. An export that is there already is not made again.
+texts; export fails where the gap leaves the interval. An export with the same settings is not made again.
 """
 
 import json
@@ -46,9 +46,10 @@ def main(
 
 def served(draft: Path, out: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Return what a server accepted of an export, and draftlab of the same texts."""
-    if read_record(out) is None:
-        COMMANDS["export"](draft=str(draft), out=out, **options)
     record = read_record(out)
+    if record is None or any(str(record.config[name]) != str(options[name]) for name in record.config.keys() & options):
+        COMMANDS["export"](draft=str(draft), out=out, force=True, **options)
+        record = read_record(out)
     assert record is not None
     notes: Any = record.notes
     acceptance = notes["acceptance"]

@@ -28,7 +28,7 @@ from draftlab.console import note
 from draftlab.data import Batch, HeldOut
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.trainer import StepRecord, TrainingSetup, train
-from draftlab.engine.generate import clock_for
+from draftlab.engine.clocks import clock_for
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape
 from draftlab.prune.masks.hard_concrete import Masks

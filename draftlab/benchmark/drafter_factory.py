@@ -37,6 +37,7 @@ from draftlab.config.drafters import (
 )
 from draftlab.config.score import RuleName
 from draftlab.console import note
+from draftlab.engine.clocks import Clock
 from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.cascade import (
     CascadeDrafter,
@@ -52,7 +53,7 @@ from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter, contexts_fit
 from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, mask_token, model_drafter
 from draftlab.engine.drafters.tree import PathShare, TreeDrafter, fastest_tree, full_tree, independent, observed
-from draftlab.engine.generate import Clock, Drafter, ModelDrafter, decode, output_tokens
+from draftlab.engine.generate import Drafter, ModelDrafter, decode, output_tokens
 from draftlab.errors import UserError
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import Mode, checkpoint, eagle, hub

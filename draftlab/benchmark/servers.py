@@ -16,7 +16,7 @@ from draftlab import provenance, turns
 from draftlab.benchmark.setup import shared_conditions
 from draftlab.config.score import ScoreServersConfig
 from draftlab.console import note, note_if_slow, progress
-from draftlab.engine.generate import Clock
+from draftlab.engine.clocks import Clock
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
 from draftlab.model import checkpoint, hub

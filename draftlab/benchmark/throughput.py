@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from draftlab.benchmark.stalls import TimedStep, timed_steps, without_stalls
 from draftlab.console import note, note_if_slow
+from draftlab.engine.clocks import StepClock, step_clock_for
 from draftlab.engine.drafters.parallel import model_drafter
-from draftlab.engine.generate import Drafter, Step, StepClock, decode, speculative_decode, step_clock_for
+from draftlab.engine.generate import Drafter, Step, decode, speculative_decode
 from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import warm_up

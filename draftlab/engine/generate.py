@@ -5,7 +5,7 @@ every cache: it holds each row's tokens except the last one, which is fed first 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.engine.clocks import StepClock
 from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
 from draftlab.engine.verify import check_logits, distribution, draw, verify
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
@@ -20,16 +21,6 @@ from draftlab.model.decoder import Decoder, feed, model_vocab_size
 from draftlab.model.devices import staged
 from draftlab.model.llama import Parents, Tree
 from draftlab.sampling import SamplingParams
-
-
-class Instant(Protocol):
-    """A point in time; the difference of two is in seconds."""
-
-    def __sub__(self, earlier: Any, /) -> float: ...
-
-
-Clock = Callable[[], float]
-StepClock = Callable[[], Instant]  # read three times a step; differences are taken at its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,35 +171,6 @@ class ModelDrafter:
                 agreed -= 1
             self.cache.used[row] = agreed
         self.cached, self.drafted = [list(text) for text in texts], None
-
-
-def clock_for(device: torch.device) -> Clock:
-    """Return a clock in seconds that waits for the work queued on the device."""
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def read() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return read
-
-
-class EventTime:
-    """A point in a device's queue, which is not waited for until it is subtracted from."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(torch.cuda.current_stream(device))
-
-    def __sub__(self, earlier: "EventTime", /) -> float:
-        self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1e3
-
-
-def step_clock_for(device: torch.device) -> StepClock:
-    """Return a clock for the phases of a step, between which the host need not wait for the device."""
-    return time.perf_counter if device.type != "cuda" else lambda: EventTime(device)
 
 
 def decode(

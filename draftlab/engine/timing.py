@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch.nn import functional as F
 
-from draftlab.engine.generate import Clock, clock_for
+from draftlab.engine.clocks import Clock, clock_for
 from draftlab.results.score import Latency
 
 WARM_UP_ROUNDS = (3, 12)  # least and most

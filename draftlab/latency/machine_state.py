@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from draftlab.console import note
-from draftlab.engine.generate import Clock, clock_for
+from draftlab.engine.clocks import Clock, clock_for
 from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # least and most

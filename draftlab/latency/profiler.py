@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Clock, Draft, clock_for, decode, speculative_decode
+from draftlab.engine.clocks import Clock, clock_for
+from draftlab.engine.generate import Draft, decode, speculative_decode
 from draftlab.engine.timing import Task, memory_sweep, summarize, time_interleaved
 from draftlab.latency.cost_model import Point, SteadyPoint
 from draftlab.latency.head_passes import HeadPasses

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
-from draftlab.engine.generate import clock_for
+from draftlab.engine.clocks import clock_for
 from draftlab.engine.timing import WARM_UP_ROUNDS, bandwidth_gbs, matmul_tflops, time_interleaved
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.profiler import AFTER, Grid, host_times, measure

@@ -10,7 +10,8 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from draftlab.engine import generate
-from draftlab.engine.generate import ModelDrafter, speculative_decode, step_clock_for
+from draftlab.engine.clocks import step_clock_for
+from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.model import llama
 from draftlab.model.attention import NARROW
 from draftlab.model.llama import Tree

@@ -1,0 +1,46 @@
+"""Clocks: of the host, of work queued on a device, and of the phases of a step."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Instant(Protocol):
+    """A point in time; the difference of two is in seconds."""
+
+    def __sub__(self, earlier: Any, /) -> float: ...
+
+
+Clock = Callable[[], float]
+StepClock = Callable[[], Instant]  # read three times a step; differences are taken at its end
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return a clock in seconds that waits for the work queued on the device."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read
+
+
+class EventTime:
+    """A point in a device's queue, which is not waited for until it is subtracted from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+    def __sub__(self, earlier: "EventTime", /) -> float:
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
+def step_clock_for(device: torch.device) -> StepClock:
+    """Return a clock for the phases of a step, between which the host need not wait for the device."""
+    return time.perf_counter if device.type != "cuda" else lambda: EventTime(device)

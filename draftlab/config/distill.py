@@ -215,6 +215,9 @@ class EagleConfig(OutputConfig, TrainingSettings):
         "data", "Train on the data itself, or on text of the target: data, target, or data=0.3,target=0.7."
     )
     outputs: Path | None = option(None, "Stored target outputs to train on, instead of --data: what the target wrote.")
+    heads: Path | None = option(
+        None, "Head to train on, in place of a new one: draftlab eagle's, or SpecForge's, SafeAILab's, speculators'."
+    )
     ttt_steps: int = option(
         4, "Steps of training-time test: tokens in a row that the head learns to draft.", ge=1, le=16
     )
@@ -244,6 +247,7 @@ class EagleConfig(OutputConfig, TrainingSettings):
         shared.NOT_SPLIT,
         Only(("data", "text", "loss_on"), lambda c: c.outputs is None, "--outputs brings text"),
         Only(("prompt_tokens", "sample_temperature", "memory"), lambda c: c.generates, "only for --text target"),
+        Only(("vocab", "layer_ids", "norm_before_residual"), lambda c: c.heads is None, "--heads brings its own"),
     )
 
     @field_validator("text")

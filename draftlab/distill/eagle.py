@@ -21,7 +21,7 @@ from draftlab.distill.distill import check_length
 from draftlab.distill.distributed import check as check_distributed
 from draftlab.distill.eagle_data import ChainBatches, open_texts, within_chains
 from draftlab.distill.eagle_head import EagleHead, EagleObjective
-from draftlab.distill.eagle_start import sample, start_linear
+from draftlab.distill.eagle_start import sample, start_again, start_linear
 from draftlab.distill.eagle_teacher import EagleTeacher
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches, MixedBatches, load_or_make
@@ -89,6 +89,8 @@ def checked_head(config: EagleConfig, target: Path) -> HeadConfig:
         raise UserError(f"--text {config.text}: the data has conversations; let the target answer with outputs build")
     if config.seq_len <= config.ttt_steps + 1:
         raise UserError(f"--ttt-steps {config.ttt_steps}: sequences of {config.seq_len} tokens are too short for them")
+    if config.heads is not None:
+        return eagle.check(config.heads, target)
     vocab = checkpoint.vocab_size(target)
     size = config.vocab or min(LARGEST_DEFAULT, max(1, vocab // 4))
     return eagle.head_config(target, config.layer_ids, size, config.norm_before_residual)
@@ -103,16 +105,17 @@ def train_eagle(config: EagleConfig, output: Output) -> EagleResult:
     loss, target = parse_loss(config.loss), hub.locate(config.target)
     head = checked_head(config, target)
     checkpoint.check(target)
-    inputs = [target, *([config.outputs] if config.outputs else [])]
+    inputs = [target, *(path for path in (config.outputs, config.heads) if path)]
     device = select_device(config.device)
+    begun = None if config.heads is None else eagle.read(config.heads, target, torch.float32)
     with claimed_state(output, inputs) as state:
         batches, heldout = _texts(config, target, state)
-        ids, coverage = _draft_ids(head, batches, config.steps, target, state)
+        ids, coverage = _draft_ids(head, begun, batches, config.steps, target, state)
         note(f"{len(ids):,} draft ids are {coverage:.2%} of tokens")
         dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
         model = checkpoint.load_model(target, dtype, device, config.device_map)
         teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), config.temperature)
-        student = new_head(head, teacher, batches, config, state).to(device)
+        student = start_head(head, begun, teacher, batches, config, state).to(device)
         objective = EagleObjective(student, teacher.ids, loss, config.temperature, config.ttt_steps)
         setup = TrainingSetup(
             teacher=cast(Any, teacher), batches=ChainBatches(batches, config.ttt_steps), heldout=heldout,
@@ -123,7 +126,7 @@ def train_eagle(config: EagleConfig, output: Output) -> EagleResult:
         student.load_state_dict(best_weights(state, "student"))
         result = EagleResult(fitted, coverage)
         if process_state().is_main_process:
-            _write(output, target, inputs, student, teacher, result, config.ttt_steps)
+            _write(output, target, inputs, student, begun, teacher, result, config.ttt_steps)
     return result
 
 
@@ -155,8 +158,12 @@ def _within_chains(heldout: HeldOut, steps: int) -> HeldOut:
     return HeldOut([within_chains(batch, steps) for batch in heldout.batches], heldout.bytes_per_token)
 
 
-def _draft_ids(head: HeadConfig, batches: Batches, steps: int, target: Path, state: Path) -> tuple[np.ndarray, float]:
+def _draft_ids(
+    head: HeadConfig, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
+) -> tuple[np.ndarray, float]:
     """Return the most frequent ids that are trained on, and the share of tokens that they cover; found once.
+
+    A head that was begun keeps its ids.
 
     Raises:
         UserError: too few ids for the special tokens.
@@ -166,6 +173,9 @@ def _draft_ids(head: HeadConfig, batches: Batches, steps: int, target: Path, sta
         if head.draft_vocab == head.vocab:
             return {"ids": np.arange(head.vocab), "coverage": np.ones(1)}
         texts = [batch.ids[:, 1:][batch.mask > 0] for batch in map(batches.batch, range(steps))]
+        if begun is not None:
+            ids = begun.ids.numpy()
+            return {"ids": ids, "coverage": np.isin(np.concatenate(texts), ids).mean(keepdims=True)}
         stays = template_ids(checkpoint.load_tokenizer(target)) | set(checkpoint.eos_token_ids(target))
         ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, stays)
         return {"ids": np.array(ids), "coverage": np.array([coverage])}
@@ -174,18 +184,23 @@ def _draft_ids(head: HeadConfig, batches: Batches, steps: int, target: Path, sta
     return found["ids"], float(found["coverage"][0])
 
 
-def new_head(head: HeadConfig, teacher: EagleTeacher, batches: Batches, config: EagleConfig, state: Path) -> EagleHead:
-    """Return a head to train, which starts from least squares on a little of the text; found once."""
+def start_head(
+    head: HeadConfig, begun: Head | None, teacher: EagleTeacher, batches: Batches, config: EagleConfig, state: Path
+) -> EagleHead:
+    """Return a head to train: the one that was begun, or one from least squares on a little of the text; found once."""
     torch.manual_seed(config.seed)
-    student = EagleHead(head, teacher.embedding)
+    student = EagleHead(head, teacher.embedding) if begun is None else EagleHead.of(begun, teacher.embedding)
 
     def find() -> dict[str, np.ndarray]:
         count = min(config.steps, math.ceil(FITTED_TOKENS / (config.batch_size * config.seq_len)))
-        with progress("least squares for the head's start", count) as advance:
-            texts = (batches.batch(step) for step in range(count))
-            start_linear(student, sample(teacher, texts, advance))
-        with torch.no_grad():
-            student.lm_head.weight.copy_(teacher.weight[teacher.ids])
+        with progress("least squares for the head's start" if begun is None else "sizes of states", count) as advance:
+            found = sample(teacher, (batches.batch(step) for step in range(count)), advance)
+        if begun is not None:
+            start_again(student, found)
+        else:
+            start_linear(student, found)
+            with torch.no_grad():
+                student.lm_head.weight.copy_(teacher.weight[teacher.ids])
         return {name: weight.numpy() for name, weight in [*student.state_dict().items(), ("scale", student.scale)]}
 
     start = {n: torch.from_numpy(weight) for n, weight in load_or_make(state / "start.safetensors", find).items()}
@@ -199,13 +214,14 @@ def _write(
     target: Path,
     inputs: list[Path],
     student: EagleHead,
+    begun: Head | None,
     teacher: EagleTeacher,
     result: EagleResult,
     k: int,
 ) -> None:
     dtype = checkpoint.stored_dtype(target)
     weights: dict[str, Tensor] = {name: weight.to(dtype) for name, weight in student.weights().items()}
-    head = Head(config=student.config, weights=weights, ids=teacher.ids, embedding=None)
+    head = Head(config=student.config, weights=weights, ids=teacher.ids, embedding=begun and begun.embedding)
     with output.directory() as work:
         eagle.write(work, head, "native", target=target, k=k)
         shutil.copyfile(output.state / LOG, work / LOG)

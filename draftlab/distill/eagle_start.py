@@ -72,7 +72,7 @@ def start_linear(student: EagleHead, found: Sample) -> None:
     predicted = inputs @ change
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
     attention, own = layer.self_attn, torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
-    student.scale.copy_(found.states.pow(2).mean(0).sqrt().clamp_min(c.eps))
+    _measure_scale(student, found)
     student.fc.weight.copy_(fc.T * student.scale)
     output = rms_norm(state + predicted @ basis @ basis.T, ones, c.eps)
     student.norm.weight.copy_((output * found.after).sum(0) / output.pow(2).sum(0))
@@ -82,6 +82,17 @@ def start_linear(student: EagleHead, found: Sample) -> None:
     padded = torch.nn.functional.pad(basis, (0, values - basis.shape[1]))
     out[:, own] = padded.unflatten(1, (c.kv_heads, c.head_dim))
     _look_at_own_position(attention.q_proj.weight, attention.k_proj.weight, own, embedded, c.head_dim)
+
+
+@torch.no_grad()
+def start_again(student: EagleHead, found: Sample) -> None:
+    """Let fc of a student with another head's weights read states in units of their own sizes; it computes the same."""
+    _measure_scale(student, found)
+    student.fc.weight.mul_(student.scale)
+
+
+def _measure_scale(student: EagleHead, found: Sample) -> None:
+    student.scale.copy_(found.states.pow(2).mean(0).sqrt().clamp_min(student.config.eps))
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:

@@ -200,6 +200,12 @@ def _(w: World) -> Settings:
     return few | {"target": str(w.source), "outputs": Path("told")}
 
 
+@case("eagle", "a head to train on")
+def _(w: World) -> Settings:
+    few = {name: value for name, value in CASES["eagle", "stored outputs"](w).items() if name != "layer_ids"}
+    return few | {"heads": head(w)}
+
+
 def head(w: World) -> Path:
     if not Path("head").exists():
         COMMANDS["eagle"](**CASES["eagle", "stored outputs"](w), out=Path("head"))

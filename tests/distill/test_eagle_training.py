@@ -239,6 +239,23 @@ def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_pa
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
+def test_training_goes_on_with_a_head_as_it_was_written(trained, words, tmp_path):
+    """Its ids and its held-out acceptances are where it ended, wherever it comes from."""
+    given = {name: value for name, value in words.items() if name != "vocab"} | {"lr": 2e-4, "steps": 12}
+    for source in (trained, tmp_path / "exported"):
+        if not source.exists():
+            COMMANDS["export"](draft=str(trained), target=words["target"], to="speculators", out=source)
+        out = tmp_path / f"on-{source.name}"
+        outcome = COMMANDS["eagle"](**given, heads=source, out=out)
+        began, ended = (json.loads((trained / "draftlab.json").read_text())["notes"][at] for at in ("before", "after"))
+        found = cast(Any, outcome.data)
+        assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-5)
+        assert found["before"]["loss"] == pytest.approx(ended["loss"], rel=1e-5)
+        assert found["after"]["loss"] <= found["before"]["loss"] < 0.99 * began["loss"]
+        ids = [eagle.read(folder, Path(words["target"]), torch.float32).ids for folder in (trained, out)]
+        assert torch.equal(*ids)
+
+
 def test_a_head_learns_from_what_the_target_writes(words, tmp_path):
     outcome = COMMANDS["eagle"](**words, text="data=0.5,target=0.5", prompt_tokens=8, out=tmp_path / "head")
     assert cast(Any, outcome.data)["after"]["tokens"] > 0
@@ -256,6 +273,7 @@ def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"heads": "x"}, "--heads brings its own"),
         ({"layer_ids": "1,9"}, "reads the layers 1, 9, and llama has 5"),
         ({"vocab": 400}, "a draft vocabulary of 400 ids is larger than the target's, 307"),
         ({"text": "draft"}, "the target's own"),

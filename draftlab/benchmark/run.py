@@ -30,7 +30,7 @@ from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, drafts_in_parallel, model_drafter
 from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
+from draftlab.latency.machine_state import device_name, read_environment, steady_clock, steady_step_clock, warn_if_busy
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
@@ -178,7 +178,7 @@ class Measurement:
                 batch=batch, drafters={name: (run.drafter, run.ks) for name, run in self.runs.items()},
                 rule=RULES.get(config.acceptance.rule), draft_temperature=config.acceptance.draft_temperature,
                 advance=lambda done: advance(done, f"{arms} ways each"),
-                clock=steady_clock(setup.device),
+                clock=steady_step_clock(setup.device),
             )  # fmt: skip
 
     def _score(self, name: str, models: Mapping[str, Model], measured: Measured, batch: int) -> Score:

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from draftlab.console import note
-from draftlab.engine.clocks import Clock, clock_for
+from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
 from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # least and most
@@ -52,7 +52,12 @@ def warm_up(run: Callable[[], float]) -> bool:
 
 def steady_clock(device: torch.device) -> Clock:
     """Return CPU seconds on one CPU thread, which other work on the machine affects less, else the device's clock."""
-    return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else clock_for(device)
+    return time.process_time if _one_cpu_thread(device) else clock_for(device)
+
+
+def steady_step_clock(device: torch.device) -> StepClock:
+    """Return a clock of phases as steady_clock's, but without waits between them."""
+    return time.process_time if _one_cpu_thread(device) else step_clock_for(device)
 
 
 def device_name(device: torch.device) -> str:
@@ -61,6 +66,10 @@ def device_name(device: torch.device) -> str:
     lines = _text("/proc/cpuinfo").splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _one_cpu_thread(device: torch.device) -> bool:
+    return device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def _text(path: str) -> str:

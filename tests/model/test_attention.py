@@ -98,7 +98,7 @@ class FakeEvent:
         self.counts["waited"] += 1
 
     def elapsed_time(self, later: "FakeEvent") -> float:
-        return 2.0
+        return 0.0 if later is self else 2.0
 
 
 def test_phases_are_timed_by_events_that_are_waited_for_when_the_step_is_over(model, monkeypatch):
@@ -117,6 +117,7 @@ def test_phases_are_timed_by_events_that_are_waited_for_when_the_step_is_over(mo
     steps = list(
         speculative_decode(model, ModelDrafter(model), [IDS[0, :9].tolist()], 3, SamplingParams(max_tokens=9), clock)
     )
-    assert all((s.draft_seconds, s.verify_seconds, s.host_seconds) == (0.002, 0.002, 0.002) for s in steps)
-    assert FakeEvent.counts["recorded"] == 4 * len(steps)
-    assert waits == [3 * step for step in range(len(steps))]  # none between the start of a step and its verification
+    assert all((s.draft_seconds, s.verify_seconds, s.host_seconds) == (0.002, 0.002, 0.002) for s in steps[1:])
+    assert steps[0].draft_seconds == 0.004  # the draft reads the prompt
+    assert FakeEvent.counts["recorded"] == 4 * len(steps) + 1
+    assert waits == [4 * step for step in range(len(steps))]  # none between the start of a step and its verification

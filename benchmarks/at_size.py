@@ -5,7 +5,8 @@ target of 10 and 22 times its size. Profiles of the expansions and replays of th
 taken first, each by itself; predict combines them, and score then times the same prompts live. Wide against deep is
 measured twice: on drafts of equal blocks that were trained alike, and on one draft expanded in both ways to equal
 parameters, which write the same text and differ in latency alone. Drafts come from the folder of benchmarks.smollm2,
-which runs (--quick) if it is not there. --quick: the embedded target and untrained drafts, in a few minutes.
+which runs (--quick) if it is not there. --quick: the embedded target and untrained drafts, in a few minutes. A run
+that was killed goes on in its folder; one with other settings has its own.
 """
 
 import json
@@ -35,6 +36,7 @@ from draftlab.results.score import read_score
 from draftlab.target_outputs.store import read_store
 
 ROOT = Path(__file__).parents[1]
+COST = "about 25 minutes on one quiet core, 7 GB of memory, 9 GB of disk for a while; --quick takes a few minutes"
 LONGEST = 300  # characters of a prompt: a prefill of 3B parameters takes seconds here
 SIZES: dict[str, dict[str, Any]] = {  # four times the source's width: all scales are powers of two, exact in bf16
     "1.3b": {"layers": 30, "width": 2304, "params": "1.3b"},
@@ -68,7 +70,10 @@ def main(
     quick: Annotated[bool, typer.Option(help="The embedded target and untrained drafts.")] = False,
 ) -> None:
     torch.set_num_threads(threads)
+    folder /= f"{'quick' if quick else 'full'}-{prompts}-{new_tokens}-{k}-{threads}"
     folder.mkdir(parents=True, exist_ok=True)
+    if not quick:
+        note(f"{folder}: {COST}")
     try:
         models = of_tiny(folder, min(prompts, 2)) if quick else of_smollm2(folder, study, prompts)
     except UserError as error:

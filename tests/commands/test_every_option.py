@@ -655,6 +655,17 @@ def test_every_option_is_read_or_refused(name: str, mode: str, world: World, tmp
     assert unread(COMMANDS[name], CASES[name, mode](world)) == set()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("name", "mode"), [key for key in CASES if "device" in COMMANDS[key[0]].config.model_fields])
+def test_every_mode_runs_on_a_gpu(name: str, mode: str, world: World, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = CASES[name, mode](world)
+    if settings.get("mode") == "native" or settings.get("draft_int8"):
+        pytest.skip("for CPUs")
+    COMMANDS[name](**settings | {"device": "cuda"})
+
+
 def test_every_command_has_a_case() -> None:
     without = {"env"}  # has no settings
     assert {name for name, _ in CASES} | without == set(COMMANDS)

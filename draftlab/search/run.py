@@ -219,7 +219,7 @@ class Searcher:
 
     def measure(self, search: Search) -> Search:
         """Score the leaders together, and rank them by their measured speed."""
-        config, last = self.config, search.rungs[-1]
+        config, last, start = self.config, search.rungs[-1], time.time()
         scores = self._once(
             "score", benchmark.score, ScoreConfig,
             draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names if name in search.shapes],
@@ -236,7 +236,7 @@ class Searcher:
             )
             for r in ranked
         ]  # fmt: skip
-        spent = search.spent_seconds + time.time() - self.output.started_at
+        spent = search.spent_seconds + time.time() - start
         return search.model_copy(update={"measured": measured, "spent_seconds": spent})
 
     def draft(self, name: str, rung: int) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,7 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     )
     write_head(space / "head", hub.locate("tiny"), 4096)
     arguments = [*words.split(), "--drafter", "eagle:heads=head"]
+    start = time.time()
     with monkeypatch.context() as patched:
         patched.setattr(Searcher, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert CliRunner().invoke(app, arguments).exit_code == 130
@@ -275,4 +277,5 @@ def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
     assert json.loads(result.stdout)["measured"][0]["name"] == found.winner.name
     assert (space / "found" / "draft" / "config.json").exists()
     assert {read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")} == {"native"}
+    assert 0 < found.spent_seconds < time.time() - start
     assert not state.exists()

@@ -31,13 +31,18 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def checked_name(text: object, label: str) -> str:
+def is_name(text: object) -> bool:
+    """Return whether it is a text of at most LONGEST_NAME characters that paths, scripts and terminals read alike."""
+    return isinstance(text, str) and 0 < len(text) <= LONGEST_NAME and text.isprintable()
+
+
+def checked_name(text: str, label: str) -> str:
     """Return a name or version that a file or server gives. label: what it is, for the error.
 
     Raises:
-        UserError: not a text, too long, or with characters that a terminal, a path or a script may misread.
+        UserError: it is no name.
     """
-    if not isinstance(text, str) or not text or len(text) > LONGEST_NAME or not text.isprintable():
+    if not is_name(text):
         raise UserError(f"{label} is no name: {printable(repr(text)[:80])}")
     return text
 

@@ -20,7 +20,7 @@ from draftlab.reading import parse_json, read_bytes
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import ADAPTERS, ROUNDING, Adapter, Answer, Completion, PromptLogprobs, checked_ids
-from draftlab.trust import without_secrets
+from draftlab.trust import is_name, without_secrets
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
@@ -28,7 +28,6 @@ MAX_WAIT_SECONDS = 30.0  # between attempts
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0  # for one answer as a whole
 ANSWER_BYTES = 64 << 20  # 4,096 tokens with the 100 most probable ones are about 40 MB
 KEY_BYTES = 1 << 16
-MAX_NAME = 200  # characters of a model's name or a version
 BUSY = (429, 503)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 PROBE_TOP_K = 5
@@ -186,7 +185,7 @@ class Server:
             raise UserError(f"{http.url} is not an OpenAI-compatible server: /v1/models lists no model") from None
         if name not in cards:
             raise UserError(f"{http.url} serves no model {name!r}{did_you_mean(name, cards)}")
-        if not _is_name(name) or name in (".", ".."):  # it names directories, and stands in scripts and pages
+        if not is_name(name) or name in (".", ".."):  # it names directories, and stands in scripts and pages
             raise UserError(f"{http.url} calls its model {one_line(name, 80)!r}, which is no name")
         owner = cards[name].get("owned_by")
         kind = owner if isinstance(owner, str) and owner in ADAPTERS else "openai"
@@ -195,7 +194,7 @@ class Server:
             version, max_length = ADAPTERS[kind].about(page, cards[name])
         except AttributeError:
             raise UserError(f"{http.url}{ADAPTERS[kind].about_path} does not say what {kind} says there") from None
-        if not _is_name(version):
+        if not is_name(version):
             raise UserError(f"{http.url} gives {one_line(version, 80)!r} as its version")
         if max_length is not None and (type(max_length) is not int or max_length < 1):
             shown = one_line(max_length, 80)
@@ -374,10 +373,6 @@ def _message(answer: httpx.Response) -> str:
 def _retry_after_seconds(answer: httpx.Response) -> float:
     value = answer.headers.get("retry-after", "")
     return float(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 0.0
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
 
 
 def _plain_headers(answer: httpx.Response) -> list[tuple[bytes, bytes]]:

@@ -154,8 +154,7 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
     except UserError as error:
         if not isinstance(error.__cause__, pickle.UnpicklingError):
             raise
-        reason = str(error.__cause__).splitlines()[0][:160]
-        raise UserError(f"{file} has more than weights, and code in pickles is not run: {reason}") from None
+        raise UserError(f"{file} is damaged or has more than weights; code in pickles is not run") from None
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise UserError(f"{file} is not a mapping from names to tensors")
     return tensors
@@ -206,7 +205,9 @@ def _merged(model: Any, source: ImportSource) -> Any:
     except (ValueError, RuntimeError, KeyError, NotImplementedError, OSError) as error:
         raise UserError(f"{problem}: {' '.join(str(error).split())[:300]}") from None
     except pickle.UnpicklingError:
-        raise UserError(f"{source.layout.path} has more than weights, and code in pickles is not run") from None
+        raise UserError(
+            f"{source.layout.path} is damaged or has more than weights; code in pickles is not run"
+        ) from None
 
 
 def _not_importable(source: Path) -> str:

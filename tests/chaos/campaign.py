@@ -1,8 +1,9 @@
-"""The campaign of faults: PYTHONPATH=tests python tests/chaos/campaign.py --results FOLDER --points 500 --seed 0.
+"""The campaign of faults: PYTHONPATH=tests:tests/chaos python tests/chaos/campaign.py --points 500 --inputs 2000.
 
 Every command is run whole once; then with a fault at a place that the seed draws, and again until it ends. It must end
-in the same files, leave nothing beside them, and say in one line what is wrong. Each result is a line of
-FOLDER/results.jsonl, and a campaign that was stopped goes on there. The table and JSON come last.
+in the same files, leave nothing beside them, and say in one line what is wrong. Damaged files of every kind follow
+(fuzz.py), and the tests of what else may go wrong. Each result is a line of RESULTS/results-SEED.jsonl, and a campaign
+that was stopped goes on there. One table and JSON come last.
 """
 
 import argparse
@@ -10,23 +11,30 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from faults import CRASHED, Fault, Kind, Running, digest, left_overs, run
+from faults import CRASHED, Fault, Kind, Running, digest, left_overs, names, run
 
-TEXT = sorted((Path(__file__).parents[2] / "draftlab").glob("[a-w]*/*.py"))[:60]  # enough for some to be held out
+ROOT = Path(__file__).parents[2]
+TEXT = sorted((ROOT / "draftlab").glob("[a-w]*/*.py"))[:60]  # enough for some to be held out
 SHORT = ["--steps", "4", "--batch-size", "2", "--seq-len", "32", "--eval-steps", "2", "--save-steps", "2"]
 SMALL = ["--calibration-tokens", "256", "--seq-len", "64"]
+TIMED = ["--repeats", "3", "--mode", "eager"]
 KINDS: tuple[Kind, ...] = ("crash", "torn", "full", "kill", "term")
 MOST_TRIES = 4
-# name -> command and what it reads of the others; out is added. measured: times decide what is written
+INPUTS = 250  # of the fuzzer, at a time
+TESTS = ("servers", "test_trust.py", "benchmark/test_stalls.py", "engine")
+MEASURED = ("law", "score", "search")  # times are written, and decide: the names of files are compared
+# name -> command and what it reads of the others; out is added
 COMMANDS: dict[str, tuple[str, ...]] = {
     "tokenizer": ("tokenizer", "--data", "text", "--vocab", "300", "--megabytes", "0.02"),
     "prune": ("prune", "--source", "model", "--layers", "2", "--data", "text", *SMALL),
@@ -55,18 +63,38 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "export": ("export", "made/prune", "--target", "model"),
     "gguf": ("export", "made/prune", "--target", "model", "--to", "gguf", "--outtype", "f32"),
     "import": ("import", "made/gguf/prune-f32.gguf"),
+    "prune-masks": ("prune-masks", "--source", "model", "--layers", "2", "--data", "text", *SMALL[:2], *SHORT),
+    "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
+    "medusa": ("medusa", "--target", "model", "--data", "text", "--heads", "2", *SHORT),
+    "expand": ("expand", "model", "--layers", "20"),
+    "law": ("law", "--source", "made/expand", "--layers", "1-3", "--widths", "32,64", "--context", "16,64", *TIMED),
+    "score": (
+        "score", "--target", "model", "--draft", "made/prune", "--drafter", "prompt-lookup", "--data", "text", "--k",
+        "2", "--num-prompts", "3", "--prompt-tokens", "8", "--max-tokens", "8", *TIMED,
+    ),
+    "report": ("report", "made/score"),
+    "search": (
+        "search", "--target", "made/expand", "--source", "made/expand", "--data", "text", "--law", "made/law", "--k",
+        "1-2", "--layers", "1,2", "--widths", "64", "--minutes", "0.01", "--first-steps", "1", "--max-steps", "1",
+        "--batch-size", "1", "--num-prompts", "2", "--mode", "eager",
+    ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """verdict: passed, or what was wrong."""
+    """verdict: passed, or what was wrong, in lines. tried: faults, inputs or tests."""
 
     command: str
     kind: str
     n: int
     limit: int
     verdict: str
+    tried: int = 1
+
+    @property
+    def failures(self) -> int:
+        return 0 if self.verdict == "passed" else len(self.verdict.splitlines())
 
 
 class Campaign:
@@ -94,8 +122,12 @@ class Campaign:
             shutil.rmtree(self.folder / "made" / name)
             return self._whole(name)
         self.millis[name] = int(1000 * (time.monotonic() - running.started_at))
-        self.changes[name], self.wholes[name] = ended.changes, digest(self.folder / "made" / name)
+        self.changes[name], self.wholes[name] = ended.changes, self.files(name, self.folder / "made" / name)
         return None
+
+    def files(self, name: str, out: Path) -> dict[str, str]:
+        """Return what two runs of a command must have in common."""
+        return names(out) if name in MEASURED else digest(out)
 
     def arguments(self, name: str, out: str) -> list[str]:
         first, *others = COMMANDS[name]
@@ -115,8 +147,8 @@ class Campaign:
                     break  # the fault came after the output was in its place
                 if ended.code:
                     return f"cannot go on: {ended.message[:200]}"
-            if digest(room / "out") != self.wholes[name]:
-                return f"other files: {_differing(digest(room / 'out'), self.wholes[name])}"
+            if (files := self.files(name, room / "out")) != self.wholes[name]:
+                return f"other files: {_differing(files, self.wholes[name])}"
             if ended.code == 0 and (left := left_overs(room)):
                 return f"left over: {left[0]}"
         return "passed"
@@ -133,7 +165,7 @@ class Campaign:
                     return f"traceback: {one.message[:200]}"
             if all(one.code for one in ended):
                 return f"both lose: {ended[0].message[:100]} / {ended[1].message[:100]}"
-            if digest(room / "out") != self.wholes[name]:
+            if self.files(name, room / "out") != self.wholes[name]:
                 return "other files"
             return f"left over: {left[0]}" if (left := left_overs(room)) else "passed"
 
@@ -166,47 +198,74 @@ def make_model(folder: Path) -> None:
     train_tokenizer(TOKENIZER_TEXT, SIZES["vocab_size"], folder)
 
 
-def draw(campaign: Campaign, points: int, seed: int) -> list[tuple[str, Fault | None, int]]:
+def draw(campaign: Campaign, number: int, seed: int) -> tuple[str, Fault | None, int]:
     """Return which command gets which fault; None: a pair, with its delay in milliseconds."""
-    rng, plan = random.Random(seed), []
-    names = list(campaign.wholes)
-    for number in range(points):
-        name = names[number % len(names)]
-        kind: Kind | Literal["pair"] = rng.choice([*KINDS, "pair"])
-        n = rng.randint(1, max(1, campaign.changes[name]))
-        millis = rng.randint(1, max(2, campaign.millis[name]))
-        limit = rng.choice([0, 1, 100, 5000])
-        if kind == "pair":
-            plan.append((name, None, millis))
-        elif kind in ("kill", "term"):
-            plan.append((name, Fault(kind, millis), millis))
-        else:
-            plan.append((name, Fault(kind, n, limit if kind != "crash" else 0), 0))
-    return plan
+    rng, commands = random.Random(f"{seed}:{number}"), list(campaign.wholes)
+    name = commands[number % len(commands)]
+    kind: Kind | Literal["pair"] = rng.choice([*KINDS, "pair"])
+    n = rng.randint(1, max(1, campaign.changes[name]))
+    millis = rng.randint(1, max(2, campaign.millis[name]))
+    limit = rng.choice([0, 1, 100, 5000])
+    if kind == "pair":
+        return name, None, millis
+    if kind in ("kill", "term"):
+        return name, Fault(kind, millis), millis
+    return name, Fault(kind, n, limit if kind != "crash" else 0), 0
 
 
-def go(campaign: Campaign, points: int, seed: int, results: Path) -> list[Result]:
+def tried(campaign: Campaign, number: int, seed: int) -> Result:
+    """Run a command with the fault that a number draws."""
+    name, fault, millis = draw(campaign, number, seed)
+    try:
+        verdict = campaign.pair(name, millis) if fault is None else campaign.attempt(name, fault)
+    except TimeoutError as error:
+        verdict = f"hangs: {error}"
+    fault = fault or Fault()
+    return Result(name, "pair" if fault.kind == "none" else fault.kind, fault.n or millis, fault.limit, verdict)
+
+
+def fuzzed(start: int, count: int, seed: int) -> Result:
+    """Read so many damaged files."""
+    words = ["tests/chaos/fuzz.py", "--seed", str(seed), "--start", str(start), "--count", str(count)]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    return Result("readers", "damaged file", start, count, _verdict(done, lines[:-1] or [done.stderr[-300:]]), count)
+
+
+def tested(files: str) -> Result:
+    """Run tests: misbehaving servers, hostile names and code, stalling clocks, the laws of decoding."""
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{files}"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return Result(files, "test", 0, 0, _verdict(done, failed), len(failed) + int(passed[1] if passed else 0))
+
+
+def go(campaign: Campaign, points: int, inputs: int, seed: int, results: Path) -> list[Result]:
     """Run what results lacks of a plan, and append each verdict to it."""
     done = [Result(**json.loads(line)) for line in results.read_text().splitlines()] if results.exists() else []
-    for name, fault, millis in draw(campaign, points, seed)[len(done) :]:
-        try:
-            verdict = campaign.pair(name, millis) if fault is None else campaign.attempt(name, fault)
-        except TimeoutError as error:
-            verdict = f"hangs: {error}"
-        fault = fault or Fault()
-        done.append(
-            Result(name, "pair" if fault.kind == "none" else fault.kind, fault.n or millis, fault.limit, verdict)
-        )
+    plan = [partial(tried, campaign, number, seed) for number in range(points)]
+    plan += [partial(fuzzed, start, min(INPUTS, inputs - start), seed) for start in range(0, inputs, INPUTS)]
+    plan += [partial(tested, files) for files in TESTS] if inputs else []
+    for one in plan[len(done) :]:
+        done.append(one())
         with results.open("a") as stream:
             stream.write(json.dumps(asdict(done[-1])) + "\n")
     return done
 
 
 def table(results: list[Result]) -> str:
-    tried, passed = Counter(r.kind for r in results), Counter(r.kind for r in results if r.verdict == "passed")
-    lines = ["| fault | tried | passed |", "|---|---:|---:|", *(f"| {k} | {tried[k]} | {passed[k]} |" for k in tried)]
-    failed = [f"{r.command}, {r.kind} {r.n} {r.limit}: {r.verdict}" for r in results if r.verdict != "passed"]
+    """Return one row per kind of fault, and a line per failure."""
+    lines = ["| fault | tried | failed |", "|---|---:|---:|"]
+    for kind in dict.fromkeys(r.kind for r in results):
+        rows = [r for r in results if r.kind == kind]
+        lines.append(f"| {kind} | {sum(r.tried for r in rows)} | {sum(r.failures for r in rows)} |")
+    failed = [f"{r.command}, {r.kind} {r.n} {r.limit}: {r.verdict}" for r in results if r.failures]
     return "\n".join([*lines, *failed])
+
+
+def _verdict(done: subprocess.CompletedProcess[str], failures: list[str]) -> str:
+    return "passed" if done.returncode == 0 else "\n".join(failures) or done.stderr[-300:]
 
 
 def _complaint(code: int, error: str, fault: Fault) -> str:
@@ -227,6 +286,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Break commands at every point, and look at what they leave.")
     parser.add_argument("--results", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--points", type=int, default=500)
+    parser.add_argument("--inputs", type=int, default=2000, help="damaged files; 0: neither these nor tests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commands", default=",".join(COMMANDS))
     chosen = parser.parse_args()
@@ -240,10 +300,10 @@ def main() -> int:
 
     folder = chosen.results.absolute()
     campaign = Campaign(folder, chosen.commands.split(","))
-    results = go(campaign, chosen.points, chosen.seed, folder / f"results-{chosen.seed}.jsonl")
+    results = go(campaign, chosen.points, chosen.inputs, chosen.seed, folder / f"results-{chosen.seed}.jsonl")
     print(table(results))
-    failed = sum(result.verdict != "passed" for result in results)
-    print(json.dumps({"points": len(results), "failed": failed, "seed": chosen.seed}))
+    failed = sum(result.failures for result in results)
+    print(json.dumps({"tried": sum(result.tried for result in results), "failed": failed, "seed": chosen.seed}))
     return 1 if failed else 0
 
 

@@ -98,6 +98,15 @@ def digest(out: Path) -> dict[str, str]:
     return {str(file.relative_to(out)): hashlib.sha256(_lasting(file)).hexdigest() for file in files}
 
 
+def names(out: Path) -> dict[str, str]:
+    """Return the names of every file of an output, of JSON with the names of its values."""
+    files = sorted(file for file in out.rglob("*") if file.is_file())
+    return {
+        str(f.relative_to(out)): " ".join(_keys(json.loads(f.read_text()))) if f.suffix == ".json" else ""
+        for f in files
+    }
+
+
 def left_overs(folder: Path) -> list[str]:
     """Return the hidden entries beside outputs: all that a run may make there and must remove."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob(".*") if "/." not in str(path.parent))
@@ -114,6 +123,11 @@ def _without(value: object) -> object:
     if isinstance(value, dict):
         return {name: _without(part) for name, part in value.items() if name not in VOLATILE}
     return [_without(part) for part in value] if isinstance(value, list) else value
+
+
+def _keys(value: object) -> list[str]:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return sorted({*(value if isinstance(value, dict) else ()), *(name for part in parts for name in _keys(part))})
 
 
 def _child(arguments: list[str], folder: Path, fault: Fault, writer: int, counted: int) -> None:

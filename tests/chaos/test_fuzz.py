@@ -73,6 +73,7 @@ OFFENDERS: dict[str, tuple[str, Content, str]] = {
     "an index with escapes": ("index", b'{"weight_map": {"a": "\\u001b[31m"}}', "no file name"),
     "a longest text in words": ("tokenizer_config.json", b'{"model_max_length": "long"}', "model_max_length"),
     "turns of nobody": ("turns", b"", "damaged"),
+    "a pickle of code": (".bin", b"\x80\x02cos\nsystem\nX\x01\x00\x00\x00xR.", "code in pickles is not run"),
 }  # fmt: skip
 
 

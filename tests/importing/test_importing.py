@@ -304,7 +304,7 @@ def test_code_in_a_pickle_is_not_run(bins, tmp_path):
 
     with (bins / "a.bin").open("wb") as stream:
         pickle.dump({"a": Harm()}, stream)
-    assert "a.bin has more than weights" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
+    assert "a.bin is damaged or has more than weights" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
 
 
 def _rewrite_index(bins: Path, file: str) -> None:

@@ -3,7 +3,8 @@
 A quiet reference first, then --runs scores, each beside a process that keeps every core busy for random stretches. The
 drafts are prompt lookup, one cut from the embedded target, and the target itself, which cannot be faster than none.
 relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that hold the
-reference; false_faster: scores that call a draft faster which is not. The last line is one JSON object.
+reference; false_faster: scores that call a draft faster which is not; cannot_tell: scores that call none, and
+reference_in_doubt: drafts of which the reference does not. The last line is one JSON object.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from draftlab.console import note
 from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
+TEXT = ("--data", "stdlib")
 
 
 def main() -> None:
@@ -34,9 +36,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1, help="with more than one, seconds are the wall clock's")
     options = parser.parse_args()
+    if options.runs < 2:
+        parser.error("a spread needs --runs 2 or more")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        draftlab(work, "prune", "--source", "tiny", "--layers", "3", "--width", "128", "--out", "draft")
+        draftlab(work, "prune", "--source", "tiny", "--layers", "3", "--width", "128", *TEXT, "--out", "draft")
         quiet = score(work, "quiet", options)
         noisy = []
         for number in range(options.runs):
@@ -55,7 +59,7 @@ def score(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Sco
     draftlab(
         folder, "score", "--target", "tiny", "--draft", "draft", "--draft", "tiny", "--drafter", "prompt-lookup",
         "--k", "2-3", "--num-prompts", str(options.prompts), "--max-tokens", "64", "--tasks", "none",
-        "--threads", str(options.threads), "--out", name,
+        "--threads", str(options.threads), *TEXT, "--out", name,
     )  # fmt: skip
     scores = [read_score(file) for file in sorted((folder / name).rglob("score.json"))]
     return {score.name: score for score in scores}
@@ -96,10 +100,11 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
     return {
         "relative_spread": stdev(best) / mean(best),
         "coverage": mean(covered),
-        "false_faster": sum(value <= 1 and score.verdict().startswith("Faster") for value, score in found),
+        "false_faster": sum(value <= 1 and "Faster:" in score.verdict() for value, score in found),
         "cannot_tell": sum(score.doubt is not None for _, score in found),
         "scores": len(found),
         "reference": truth,
+        "reference_in_doubt": [name for name, score in quiet.items() if score.doubt is not None],
         "best": best,
         "stalled_steps": sum(score.stalls[0] for _, score in found) / sum(score.stalls[1] for _, score in found),
     }

@@ -25,6 +25,7 @@ from draftlab.distill.trainer import DistillStep, EvalRecord, train
 from draftlab.model.shape import Shape
 from draftlab.prune.masks.hard_concrete import Masks
 from draftlab.prune.masks.masked_model import masked
+from draftlab.trust import remote_code
 
 HAVE = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
 
@@ -53,8 +54,11 @@ def distilled(out: Path) -> dict[str, Tensor]:
     )  # fmt: skip
     learnt, state = setup(build("llama", seed=2), Rows(), [Rows().batch(9)]), out.with_suffix(".state")
     for stop in (3, 5) if process_state().num_processes > 1 else (5,):
-        steps = takewhile(lambda r, stop=stop: r.step < stop, train(build("llama", seed=1), learnt, settings, state))
-        metrics = [record.selection_metric for record in steps if isinstance(record, EvalRecord)]
+        with remote_code(True):  # DeepSpeed's checkpoints have pickles
+            steps = takewhile(
+                lambda r, stop=stop: r.step < stop, train(build("llama", seed=1), learnt, settings, state)
+            )
+            metrics = [record.selection_metric for record in steps if isinstance(record, EvalRecord)]
     assert metrics.index(max(metrics)) == len(metrics) - 1
     process_state().wait_for_everyone()
     return best_weights(state, "student")

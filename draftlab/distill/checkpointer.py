@@ -35,6 +35,7 @@ from draftlab.trust import trusts_remote_code
 BEST, WEIGHTS, WRITING = "best.safetensors", "weights.safetensors", "writing"
 RECORD, SEAL = "checkpoint.json", "checkpoint.sha256"
 PATIENCE = timedelta(days=1)  # of a process that waits while another writes text; NCCL's own is ten minutes
+WITHOUT_PICKLES = (".safetensors", ".json", ".sha256")  # files of checkpoints that are not sharded
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
@@ -211,11 +212,7 @@ class Training:
 
     def _read(self, folder: Path, checkpoint: Checkpoint) -> None:
         if self.sharded:
-            if not trusts_remote_code():
-                raise UserError(
-                    f"{folder} is a checkpoint of FSDP or DeepSpeed: these have pickles, which can run code; give "
-                    "--trust-remote-code if it is yours"
-                )
+            _check_trusted(folder)
             self.accelerator.load_state(str(folder))
         else:
             self._read_own(folder, checkpoint)
@@ -320,6 +317,21 @@ def _checked(folder: Path, state: Path) -> Checkpoint:
     if checkpoint.run != run_identity(state):
         raise UserError(f"{folder} is of another run; {advice}")
     return checkpoint
+
+
+def check_resumable(state: Path) -> None:
+    """Raises UserError: the newest checkpoint has pickles, and nobody trusts them; said before models are loaded."""
+    for checkpoint in _checkpoints(state)[-1:]:
+        if any(file.is_file() and file.suffix not in WITHOUT_PICKLES for file in checkpoint.rglob("*")):
+            _check_trusted(checkpoint)
+
+
+def _check_trusted(folder: Path) -> None:
+    if not trusts_remote_code():
+        raise UserError(
+            f"{folder} is a checkpoint of FSDP or DeepSpeed: these have pickles, which can run code; give "
+            "--trust-remote-code if it is yours"
+        )
 
 
 def _checkpoints(state: Path) -> list[Path]:

@@ -76,11 +76,12 @@ def claimed_state(output: Output, inputs: Sequence[Path]) -> Iterator[Path]:
     """Yield the state directory of a run, in every process; remove it afterwards if nothing was made in it.
 
     Raises:
-        UserError: it belongs to another run and force is off, or cannot be written.
+        UserError: it belongs to another run and force is off, cannot be written, or has a checkpoint with pickles.
     """
     with removed_if_unused(output.state):
         with checkpointer.process_state().main_process_first():
             output.claim_state(inputs)
+        checkpointer.check_resumable(output.state)
         yield output.state
 
 

@@ -15,7 +15,7 @@ from fuzz import FAILURES, Fuzzer, run
 from draftlab.errors import UserError
 from draftlab.reading import read_json, read_lines, read_yaml
 
-INPUTS = 115
+INPUTS = 150
 
 Content = bytes | None | Callable[[Any], Any]
 

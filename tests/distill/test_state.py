@@ -1,6 +1,7 @@
 """State of an unfinished run: every bit comes back, damage and other runs' checkpoints do not; no pickles."""
 
 import math
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -14,9 +15,10 @@ from torch import nn
 
 from draftlab.atomic import claim_state
 from draftlab.distill import checkpointer, distributed, run, sealed
-from draftlab.distill.checkpointer import BEST, Best, Training
+from draftlab.distill.checkpointer import BEST, RECORD, Best, Training, write_record
 from draftlab.errors import UserError
 from draftlab.model import saving
+from draftlab.provenance import file_sha256
 from draftlab.trust import remote_code
 
 
@@ -141,6 +143,31 @@ def test_pickles_of_sharded_training_need_trust(state, monkeypatch):
     with remote_code(True):
         one.restore(state)
     assert loaded == [str(state / "step-00000001")]
+
+
+class Bomb:
+    """A pickle that leaves a file where it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return (Path.touch, (self.file,))
+
+
+@pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "optimizer.bin", "pytorch_model_fsdp_0/x.distcp"])
+def test_a_pickle_beside_a_checkpoint_is_refused_before_models_are_loaded_and_never_read(state, name):
+    newest, ran = state / "step-00000001", state.parent / "ran"
+    checkpointer.check_resumable(state)
+    (newest / name).parent.mkdir(exist_ok=True)
+    (newest / name).write_bytes(pickle.dumps(Bomb(ran)))
+    checkpoint = checkpointer.Checkpoint.model_validate_json((newest / RECORD).read_bytes())
+    files = {**checkpoint.files, name: file_sha256(newest / name)}
+    write_record(newest, checkpoint.model_copy(update={"files": files}))  # sealed, as whoever can write there would
+    with pytest.raises(UserError, match="give --trust-remote-code if it is yours"):
+        checkpointer.check_resumable(state)
+    assert training().restore(state) is not None
+    assert not ran.exists()
 
 
 def test_a_log_is_read_up_to_the_half_line_of_a_kill(tmp_path):

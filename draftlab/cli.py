@@ -27,6 +27,7 @@ from draftlab.errors import UsageError, UserError
 from draftlab.recipe import run
 from draftlab.trust import printable
 
+BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
 SPLIT = ("score", "profile", "outputs build", "outputs verify")  # and these, with a target that is split over them
@@ -58,7 +59,7 @@ def typer_function(command: Command) -> Callable[..., None]:
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters += [_parameter(command.config, name, field) for name, field in command.config.model_fields.items()]
-    parameters += _wiring(command)
+    parameters += [*_flags_of_arguments(command.config), *_wiring(command)]
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__doc__ = command.function.__doc__
@@ -68,6 +69,11 @@ def typer_function(command: Command) -> Callable[..., None]:
 def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Outcome:
     file = wiring.get("config_file")
     settings = command.config.of_file(file, command.name) if file else {}
+    for name in command.config.model_fields:
+        if (value := wiring.get(name + BY_FLAG)) is not None:
+            if name in typed:
+                raise UsageError(f"{name.upper()} is given twice: {typed[name]} and {value}")
+            typed[name] = value
     try:
         config = command.config.build(settings | typed, f"--config {file}: " if file else "")
     except UsageError as error:
@@ -143,6 +149,18 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     optional = kind if default is not None else kind | None
     annotation = Annotated[optional, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
+    """Return the options that stand for an argument, where other commands have an option of its name."""
+    flags = {name: extra(field) for name, field in config.model_fields.items()}
+    return [
+        inspect.Parameter(
+            name + BY_FLAG, inspect.Parameter.KEYWORD_ONLY, default=None,
+            annotation=Annotated[str | None, Option(details["flag"], hidden=True)],
+        )
+        for name, details in flags.items() if details["argument"] and details["flag"]
+    ]  # fmt: skip
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:

@@ -96,19 +96,26 @@ def _shown(directory: Path, manifest: "Manifest", facts: dict[str, object] | Non
 
 
 def _table(replayed: "Replay", rows: "list[Row]") -> list[object]:
-    from rich.table import Table
+    from draftlab.results.tables import terminal_table
 
-    title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
-    table = Table(title=title, title_justify="left")
     deepest = max(row.drafting.k for row in rows)
-    columns = ("texts of", "n", "K", "acceptance length", "acceptance rate")
-    for name in (*columns, *(f"at {i}" for i in range(1, deepest + 1))):
-        table.add_column(name, justify="left" if name == columns[0] else "right")
-    for row in rows:
-        shares = [f"{c.value:.2f}" for c in row.conditional]
-        table.add_row(
-            row.group, str(row.texts), row.drafting.describe(), _spread(row.length), _spread(row.rate), *shares
-        )
+    heads = [
+        "texts\nof",
+        "n",
+        "K",
+        "acceptance\nlength",
+        "acceptance\nrate",
+        *(f"at\n{i}" for i in range(1, deepest + 1)),
+    ]
+    table = terminal_table(
+        heads,
+        [
+            [row.group, str(row.texts), row.drafting.describe(), _spread(row.length), _spread(row.rate),
+             *(f"{c.value:.2f}" for c in row.conditional)]
+            for row in rows
+        ],
+        title=f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}",
+    )  # fmt: skip
     notes = [
         "acceptance length: tokens per target pass, with the target's own; rate: accepted over drafted tokens; at i: "
         "share accepted of the tokens drafted there; 95 % intervals over texts"

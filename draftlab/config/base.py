@@ -42,8 +42,8 @@ def option(
 
     default: left out, the option is required. factory: computes the default when a config is built, perhaps of the
     fields above it. flag: spelled otherwise than the field. advanced: accepted but not listed in --help;
-    docs/configuration.md lists it. argument: positional. shown_default: what --help says in place of the default.
-    typed: type on the command line, if another.
+    docs/configuration.md lists it. argument: positional, or by flag where there is one. shown_default: what --help
+    says in place of the default. typed: type on the command line, if another.
     """
     extra = {
         "flag": flag,

@@ -29,8 +29,9 @@ RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
 class DraftConfig(Config, CheckpointSettings):
     draft: str | None = option(
-        None, "Checkpoint of the draft, or EAGLE-3 or Medusa heads. Default: the newest draft.", argument=True
-    )
+        None, "Checkpoint of the draft, or EAGLE-3 or Medusa heads. Default: the newest draft.", argument=True,
+        flag="--draft",
+    )  # fmt: skip
 
     def resolved(self) -> Self:
         if self.draft is not None:

@@ -1,6 +1,7 @@
 """One export on disk: a directory or GGUF file, its card, a script that serves it, and its verification."""
 
 import contextlib
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -261,7 +262,16 @@ def _commands(draft: Path) -> list[str]:
     if record is None:
         return []
     before = [line for path in record.inputs for line in _commands(Path(path))]
-    return [*before, str(record.notes.get("command_line", f"draftlab {record.command}"))]
+    return [*before, _typed(record)]
+
+
+def _typed(record: provenance.Record) -> str:
+    """Return the command of a record, with what draftlab.yaml named: a reader of the card has another workspace."""
+    line, named = str(record.notes.get("command_line", f"draftlab {record.command}")), {}
+    for name in ("source", "target", "data"):
+        if (value := record.config.get(name)) is not None and f" --{name} " not in line:
+            named[f"--{name}"] = str(value)
+    return " ".join([line, *(f"{flag} {shlex.quote(value)}" for flag, value in named.items())])
 
 
 def _heldout(draft: Path) -> tuple[float, float] | None:

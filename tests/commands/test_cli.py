@@ -244,6 +244,28 @@ def test_every_parameter_has_help():
             assert line
 
 
+def test_k_is_drafted_tokens_and_width_hidden_dimensions_in_every_command():
+    words = {"k": "rafted tokens", "width": "Hidden dimensions", "batch": "atch sizes|decoded at once"}
+    assert not any("rows" in command.config.model_fields for command in COMMANDS.values())
+    for name, command in COMMANDS.items():
+        for setting, meaning in words.items():
+            if setting in command.config.model_fields:
+                assert re.search(meaning, command.config.model_fields[setting].description or ""), (name, setting)
+
+
+def test_a_draft_goes_by_its_place_or_by_its_name(space):
+    call(*PRUNE, "--out", "cut")
+    for typed in (["cut"], ["--draft", "cut"]):
+        assert "cut" in call("check", *typed, "--files-only").output
+    assert refused("export", "--draft", "none") == refused("export", "none")
+    assert "DRAFT is given twice: a and b" in CliRunner().invoke(app, ["check", "a", "--draft", "b"]).stderr
+
+
+def test_tables_have_one_look():
+    modules = Path(data.__file__).parents[1].rglob("*.py")
+    assert [file.name for file in modules if re.search(r"\bTable\(", file.read_text())] == ["tables.py"]
+
+
 def test_parse_numbers():
     assert parse_numbers("1-3,8") == [1, 2, 3, 8]
     for bad in ("", "a", "3-", "-2", "0", "2-1"):

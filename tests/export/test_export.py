@@ -327,6 +327,16 @@ def test_a_card_has_every_command_back_to_the_cut(space):
     ]  # fmt: skip
 
 
+def test_a_card_names_source_target_and_text_that_the_workspace_named(space):
+    shutil.copytree("draft", "made")
+    settings: dict[str, object] = {"draft": "cut", "target": "a target", "data": "stdlib", "steps": 60, "outputs": None}
+    typed = "draftlab distill --data stdlib --steps 60"
+    provenance.write_record(Path("made"), "distill", settings, [], 0.0, command_line=typed)
+    assert CliRunner().invoke(app, ["export", "made", "--out", "out"]).exit_code == 0
+    made = Path("out/README.md").read_text().partition("## How it was made")[2]
+    assert "draftlab distill --data stdlib --steps 60 --target 'a target'\n" in made
+
+
 def test_an_upload_that_fails_leaves_what_was_written(space, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

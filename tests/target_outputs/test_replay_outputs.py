@@ -636,6 +636,7 @@ def test_build_info_and_replay_as_typed(space, models, prompt_file):
     replay = ("replay", "runs/outputs-replay-target", "--draft", models["draft"])
     found = call(*replay, "--k", "1-3")
     assert "acceptance length" in found.stdout
+    assert not set("┏━┃│") & set(found.stdout)
     assert "code" in found.stdout
     assert (space / "runs/replay-target/draft/replay.json").is_file()
     assert "--force" in call(*replay, code=1).stderr

@@ -100,7 +100,7 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
     return {
         "relative_spread": stdev(best) / mean(best),
         "coverage": mean(covered),
-        "false_faster": sum(value <= 1 and "Faster:" in score.verdict() for value, score in found),
+        "false_faster": sum(value <= 1 and "Faster:" in score.headline() for value, score in found),
         "cannot_tell": sum(score.doubt is not None for _, score in found),
         "scores": len(found),
         "reference": truth,

@@ -64,11 +64,10 @@ class Card:
 
 
 def _score_lines(score: Score) -> list[str]:
-    k, c, speedup = score.best_k, score.conditions, score.best_k_speedup
+    k, c = score.best_k, score.conditions
     return [
-        f"* {score.tokens_per_pass(k):.2f} tokens per target pass, "
-        f"{score.acceptance(k).draft_acceptance_rate:.0%} of drafted tokens accepted, {speedup.value:.2f}x speed-up "
-        f"({speedup.low:.2f} to {speedup.high:.2f}) at K = {k}: {c.prompts} prompts of {c.data}, {c.decoding}, "
-        f"{c.dtype}, {c.mode}, {c.device}, {score.created[:10]}.",
+        f"* {score.headline()}{score.implied_text(k)}. {score.tokens_per_pass(k):.2f} tokens per target pass, "
+        f"{score.acceptance(k).draft_acceptance_rate:.0%} of drafted tokens accepted at K = {k}: {c.prompts} prompts "
+        f"of {c.data}, {c.decoding}, {c.dtype}, {c.mode}, {c.device}, {score.created[:10]}.",
         f"  `{score.command}`",
     ]

@@ -237,7 +237,10 @@ def _choose_k(config: ExportConfig, scores: list[Score], trained: int | None) ->
     if config.k is not None:
         return config.k, "set by --k"
     if scores:
-        return scores[0].best_k, f"the fastest that draftlab score measured on {scores[0].conditions.device}"
+        headline = scores[0].headline()
+        if not headline.startswith("Faster"):
+            note(f"{scores[0].name}: {headline}")
+        return scores[0].best_k, f"the best that draftlab score measured on {scores[0].conditions.device}. {headline}"
     if trained is not None:
         return trained, "as many as the draft learnt to draft in one pass; draftlab score measures the fastest"
     return DEFAULT_K, "a default; draftlab score measures the fastest"

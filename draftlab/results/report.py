@@ -33,8 +33,8 @@ BOARD_HEADS = (
     "KV bytes per token",
 )  # fmt: skip
 K_HEADS = (
-    "K", "speed-up\n(95% interval)", "tokens\nper\ntarget\npass", "break\neven", "acceptance\nrate",
-    "draft/\nverify/\nhost, %", "steps", "accepted\nat least\n1, 2, ... K",
+    "K", "speed-up\n(95% interval)", "implied\nspeed-up", "tokens\nper\ntarget\npass", "break\neven",
+    "acceptance\nrate", "draft/\nverify/\nhost, %", "steps", "accepted\nat least\n1, 2, ... K",
 )  # fmt: skip
 
 
@@ -168,6 +168,7 @@ def _k_row(score: Score, k: int, speedup: str) -> list[str]:
     return [
         str(k),
         speedup,
+        optional(score.implied_speedup(k), ".2f"),
         f"{score.tokens_per_pass(k):.2f}",
         f"{score.break_even_length(k):.2f}",
         f"{acceptance.draft_acceptance_rate:.1%}",
@@ -193,6 +194,7 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         **score.acceptance(k).model_dump(),
         "tokens_per_target_pass": score.tokens_per_pass(k),
         **_speedup_columns(entry, k),
+        "implied_speedup": score.implied_speedup(k),
         "output_tps": score.output_tps(k),
         "plain_output_tps": score.output_tps(0),
         "first_token_ms": score.first_token_ms(k),

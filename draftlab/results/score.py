@@ -298,6 +298,11 @@ class Score(FileModel):
         drafting_ms = self._parallel_pass_ms(k) if self.draft.parallel else k * self.draft_ms
         return self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
 
+    def implied_text(self, k: int) -> str:
+        """Return the implied speed-up as what stands beside the measured one; '' where nothing implies one."""
+        implied = self.implied_speedup(k)
+        return "" if implied is None else f" (latencies and acceptance imply {implied:.2f}x)"
+
     def _parallel_pass_ms(self, k: int) -> float:
         """Return the time of a pass over what the last step emitted and k - 1 mask tokens, as it lies on a line through
         the passes of the next widths.
@@ -325,19 +330,23 @@ class Score(FileModel):
             return f"{stalled} of {steps} steps stalled"
         return None
 
-    def verdict(self) -> str:
-        """Return in words what the draft gains, and what limits it most."""
-        k, gain, doubt = self.best_k, self.best_k_speedup, self.doubt
+    def headline(self) -> str:
+        """Return in words whether the draft is faster than none, and its speed-up."""
+        gain, doubt = self.best_k_speedup, self.doubt
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:
             opening = "No clear difference"
         if doubt is not None:
             opening = f"Cannot tell, because {doubt}; measure again on a quiet machine. Measured"
+        changed = "The output is not the target's own. " if self.output_differs else ""
+        return f"{changed}{opening}: {gain.as_speedup()}"
+
+    def verdict(self) -> str:
+        """Return in words what the draft gains, and what limits it most."""
+        k = self.best_k
         return (
-            ("The output is not the target's own. " if self.output_differs else "")
-            + f"{opening}: {gain.as_speedup()} at K = {k}, with {self.tokens_per_pass(k):.2f} tokens per target pass "
-            + f"(break-even: {self.break_even_length(k):.2f})."
-            + self._limit(k)
+            f"{self.headline()} at K = {k}{self.implied_text(k)}, with {self.tokens_per_pass(k):.2f} tokens per target "
+            f"pass (break-even: {self.break_even_length(k):.2f}).{self._limit(k)}"
         )
 
     def _limit(self, k: int) -> str:

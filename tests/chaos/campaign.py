@@ -3,7 +3,7 @@
 Every command is run whole once; then with a fault at a place that the seed draws, and again until it ends. It must end
 in the same files, leave nothing beside them, and say in one line what is wrong. Damaged files of every kind follow
 (fuzz.py), and the tests of what else may go wrong. Each result is a line of RESULTS/results-SEED.jsonl, and a campaign
-that was stopped goes on there. One table and JSON come last.
+that was stopped goes on there; of another state of the tree, remove RESULTS first. One table and JSON come last.
 """
 
 import argparse
@@ -114,16 +114,16 @@ class Campaign:
             self._whole(name)
 
     def _whole(self, name: str) -> None:
-        running = Running(self.arguments(name, f"made/{name}"), self.folder)
-        ended = running.wait()
-        if ended.code and "exists and is not empty" not in ended.error:
-            raise SystemExit(f"{name} fails without a fault: {ended.error}")
-        if ended.code:  # of a campaign before
-            shutil.rmtree(self.folder / "made" / name)
-            return self._whole(name)
-        self.millis[name] = int(1000 * (time.monotonic() - running.started_at))
-        self.changes[name], self.wholes[name] = ended.changes, self.files(name, self.folder / "made" / name)
-        return None
+        out, facts = self.folder / "made" / name, self.folder / f"{name}.json"
+        if not (out.exists() and facts.exists()):
+            shutil.rmtree(out, ignore_errors=True)
+            running = Running(self.arguments(name, f"made/{name}"), self.folder)
+            ended = running.wait()
+            if ended.code:
+                raise SystemExit(f"{name} fails without a fault: {ended.error}")
+            facts.write_text(json.dumps([ended.changes, int(1000 * (time.monotonic() - running.started_at))]))
+        self.changes[name], self.millis[name] = json.loads(facts.read_text())
+        self.wholes[name] = self.files(name, out)
 
     def files(self, name: str, out: Path) -> dict[str, str]:
         """Return what two runs of a command must have in common."""

@@ -64,7 +64,7 @@ class Running:
         os.close(writer)
         os.close(counted)
 
-    def wait(self, seconds: float = 600.0) -> Ended:
+    def wait(self, seconds: float = 3600.0) -> Ended:
         """Read stderr to its end, with the kill on its time. Raises TimeoutError: it hangs (and is killed)."""
         text, due = b"", self.started_at + self.fault.n / 1000
         while True:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftlab.errors import UserError
+from draftlab.export.card import Card
 from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
 from draftlab.results.decoding import Example, ExampleStep, Generation
@@ -252,6 +253,39 @@ def test_answer_claims_nothing_from_a_busy_machine():
     text = markdown([change(score(), environment=busy)])
     assert text.startswith("The best draft for target here is wide. Cannot tell, because other work kept 1.5")
     assert "speed-up, in doubt" in html([change(score(), environment=busy)], command="")
+
+
+def implying(ms: float) -> Score:
+    """The score, whose target was timed over K + 1 = 5 tokens, too: 3 tokens x 20 ms / (4 x 2.5 ms + ms)."""
+    base = score()
+    latency = [*base.target.latency, Latency(width=5, median_ms=ms, low_ms=ms, high_ms=ms, n=30)]
+    return change(base, target=base.target.model_copy(update={"latency": latency}))
+
+
+def test_the_implied_speedup_stands_beside_the_measured_one_everywhere():
+    sound = implying(20.0)
+    assert sound.implied_speedup(4) == pytest.approx(3 * 20 / (4 * 2.5 + 20))
+    for text in (sound.verdict(), html([sound], "c"), "\n".join(card_of(sound))):
+        assert "2.00x" in text
+        assert "latencies and acceptance imply 2.00x" in text
+    rows = {row["num_speculative_tokens"]: row for row in json_rows([sound])}
+    assert rows[4]["implied_speedup"] == pytest.approx(2)
+    assert rows[1]["implied_speedup"] is None  # its pass over two tokens was not timed
+
+
+def test_nobody_can_tell_where_implied_and_measured_part():
+    torn = implying(60.0)
+    assert torn.headline().startswith("Cannot tell, because latencies and acceptance imply 0.86x at K = 4, and 2.00x")
+    assert "Cannot tell" in "\n".join(card_of(torn))
+
+
+def card_of(one: Score) -> list[str]:
+    """What a card says of a score."""
+    facts = Card(
+        name="d", target="t", kind="draft model", summary="", commands=[], heldout=None, scores=[one], script=None,
+        verified="",
+    )  # fmt: skip
+    return facts.text().splitlines()
 
 
 def test_answer_tells_drafts_apart_only_where_intervals_part():

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
@@ -172,6 +172,7 @@ def plot_accuracy(entries: list[Entry]) -> Markup | None:
             ax.errorbar(accuracy.value, entry.tokens_per_pass, xerr=error, color=entry.colour, marker=entry.marker)
         ax.margins(0.2)
         ax.set(xlabel=f"accuracy of the draft, {scored[0][1].task}", ylabel="tokens per target pass")
+        ax.set_ylim(0, 1.15 * max(entry.tokens_per_pass for entry, _ in scored))
 
     return _svg(draw, "Tokens per target pass against accuracy of the draft") if scored else None
 
@@ -240,6 +241,7 @@ def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
     """Scale from zero, which shows proportions, or logarithmically where a large target would squeeze the drafts."""
     ax.margins(0.2)
     if max(xs) <= 8 * min(xs) and max(ys) <= 8 * min(ys):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # layers
         ax.set(xlim=(0, 1.15 * max(xs)), ylim=(0, 1.15 * max(ys)))
         return
     ax.set(xscale="log", yscale="log")

@@ -6,6 +6,9 @@ from html import escape, unescape
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +16,7 @@ from draftlab.errors import UserError
 from draftlab.export.card import Card
 from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
+from draftlab.results import plots
 from draftlab.results.decoding import Example, ExampleStep, Generation
 from draftlab.results.report import html, json_rows, markdown
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
@@ -469,6 +473,39 @@ def luminance(colour: str) -> float:
     parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    """The figures of the pages that a test makes."""
+    figures: list[Figure] = []
+
+    class Kept(Figure):
+        def __init__(self, *arguments, **options) -> None:
+            super().__init__(*arguments, **options)
+            figures.append(self)
+
+    monkeypatch.setattr(plots, "Figure", Kept)
+    return figures
+
+
+def test_no_label_is_clipped_and_no_axis_exaggerates(drawn):
+    long = "distilled-on-more-answers-3x256"
+    html([score(long, speed=1.5), score("b", layers=3, speed=0.5)], "c")
+    html([score("one", tasks=(ACC,))], "c")
+    for figure in drawn:
+        FigureCanvasAgg(figure).draw()
+        page = figure.bbox.padded(1)
+        for text in figure.findobj(Text):
+            if text.get_visible() and text.get_text().strip() and text.get_figure() is figure:
+                box = text.get_window_extent()
+                assert page.x0 <= box.x0 <= box.x1 <= page.x1, text.get_text()
+                assert page.y0 <= box.y0 <= box.y1 <= page.y1, text.get_text()
+        for ax in figure.axes:
+            if ax.get_xlabel() == "layers":
+                assert all(tick == int(tick) for tick in ax.get_xticks())
+            if ax.get_ylabel() == "tokens per target pass":
+                assert ax.get_ylim()[0] == 0
 
 
 def test_colours_stand_out_from_light_dark_and_paper():

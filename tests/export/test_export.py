@@ -337,6 +337,17 @@ def test_a_card_names_source_target_and_text_that_the_workspace_named(space):
     assert "draftlab distill --data stdlib --steps 60 --target 'a target'\n" in made
 
 
+def test_a_gguf_file_is_the_same_bytes_each_time(space):
+    for out in ("a", "b"):
+        assert (
+            CliRunner().invoke(app, ["export", "draft", "--to", "gguf", "--outtype", "f32", "--out", out]).exit_code
+            == 0
+        )
+    (one,), (other,) = (list(Path(out).glob("*.gguf")) for out in ("a", "b"))
+    assert one.read_bytes() == other.read_bytes()
+    assert b"draft-f32" in one.read_bytes()[:4096]  # its name is not that of a temporary folder
+
+
 def test_an_upload_that_fails_leaves_what_was_written(space, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 from rich.table import Table
 
@@ -496,7 +497,7 @@ def test_no_label_is_clipped_and_no_axis_exaggerates(drawn):
         FigureCanvasAgg(figure).draw()
         page = figure.bbox.padded(1)
         for ax in figure.axes:
-            for text in [*ax.texts, ax.xaxis.label, ax.yaxis.label]:
+            for text in filter(Text.get_text, [*ax.texts, ax.xaxis.label, ax.yaxis.label]):
                 box = text.get_window_extent()
                 assert page.x0 <= box.x0 <= box.x1 <= page.x1, text.get_text()
                 assert page.y0 <= box.y0 <= box.y1 <= page.y1, text.get_text()

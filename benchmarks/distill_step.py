@@ -59,7 +59,8 @@ def main(
     setup = TrainingSetup(
         teacher=_target(settings), batches=text, heldout=HeldOut([text.batch(0)], 1.0), loss=parse_loss(loss)
     )
-    cached = stored_setup(_cache(folder, BATCHES * rows, seq_len), small, loss=loss, batch_size=rows, temperature=1.0)
+    stored = _cache(folder, BATCHES * rows, seq_len)
+    cached = stored_setup(stored, small, loss=loss, batch_size=rows, temperature=1.0, seed=0)
     seconds = _taking_turns({"cached": _ours(small, cached, settings), "local": _ours(small, setup, settings)}, steps)
     report: dict[str, object] = {"cached_over_local": _ratio(seconds, "cached", "local")}
     if importlib.util.find_spec("trl"):

@@ -119,8 +119,9 @@ def _setup(
 ) -> TrainingSetup:
     if config.outputs is not None:
         setup = stored_setup(
-            config.outputs, pair.draft, loss=config.loss, batch_size=config.batch_size, temperature=config.temperature
-        )
+            config.outputs, pair.draft, loss=config.loss, batch_size=config.batch_size,
+            temperature=config.temperature, seed=config.seed,
+        )  # fmt: skip
     else:
         served = None
         if config.server is not None:

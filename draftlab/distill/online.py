@@ -171,7 +171,7 @@ def traffic_setup(config: OnlineConfig, older: list[Path], draft: Path) -> Train
     for stored in (config.outputs, *older):
         if read_manifest(stored).text == "data":
             raise UserError(f"{stored} is of text that the target did not write; store outputs with --text target")
-    sizes = {"batch_size": config.batch_size, "temperature": config.temperature}
+    sizes = {"batch_size": config.batch_size, "temperature": config.temperature, "seed": config.seed}
     base, base_heldout = open_stored(config.outputs, draft, **sizes)
     opened = {path.name: open_stored(path, draft, **sizes) for path in older}
     if other := next((n for n, (b, _) in opened.items() if b.manifest.vocab != base.manifest.vocab), None):

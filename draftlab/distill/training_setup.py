@@ -41,14 +41,16 @@ HELDOUT_ROWS = 64
 CPU_OPERATIONS = 7e11  # of the texts of an evaluation on a CPU, some four seconds: fewer texts where they need more
 
 
-def stored_setup(outputs: Path, draft: Path, *, loss: str, batch_size: int, temperature: float) -> TrainingSetup:
+def stored_setup(
+    outputs: Path, draft: Path, *, loss: str, batch_size: int, temperature: float, seed: int
+) -> TrainingSetup:
     """Return a setup from stored target outputs.
 
     Raises:
         UserError: another vocabulary, unfinished or corrupt outputs, or a temperature that they do not hold.
     """
     check_embeds(draft)
-    batches, heldout = open_stored(outputs, draft, batch_size=batch_size, temperature=temperature)
+    batches, heldout = open_stored(outputs, draft, batch_size=batch_size, temperature=temperature, seed=seed)
     teacher, parsed = StoredTeacher(batches.manifest.vocab), parse_loss(loss)
     return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=parsed, temperature=temperature)
 

@@ -1,6 +1,7 @@
 """Stored target outputs as batches to distil from."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,18 @@ from draftlab.model import checkpoint
 from draftlab.target_outputs.outputs import StoredLogprobs, padded
 from draftlab.target_outputs.store import HELDOUT, MANIFEST, check_tokenizer, finished_manifest, read_shard
 
-SHARDS_IN_MEMORY = 2  # rows are read in their order
+SHARDS_IN_MEMORY = 2  # rows of a shard follow each other
 
 
 def open_stored(
-    directory: Path, draft: Path, *, batch_size: int, temperature: float
+    directory: Path, draft: Path, *, batch_size: int, temperature: float, seed: int | None = None
 ) -> "tuple[StoredBatches, HeldOut]":
     """Return training batches and the held-out text of a store, for a draft.
 
     Raises:
         UserError: another vocabulary, or outputs that cannot be distilled from (see StoredBatches).
     """
-    batches = StoredBatches(directory, batch_size, temperature)
+    batches = StoredBatches(directory, batch_size, temperature, seed)
     check_tokenizer(batches.manifest, draft)
     if not (directory / HELDOUT / MANIFEST).exists():
         raise UserError(f"{directory} has no held-out text; build it with draftlab outputs build --use distill")
@@ -35,14 +36,16 @@ def open_stored(
 
 
 class StoredBatches:
-    """Rows of a finished store with the target's top log-probabilities; step t is a pure function of t.
+    """Rows of a finished store with the target's top log-probabilities; step t is a pure function of (seed, t).
+
+    seed: of the order, new in each epoch, of the shards and of the rows in each; None: as they are stored.
 
     Raises:
         UserError: an unfinished store, one without top log-probabilities or without this temperature, or a shard that
             is corrupt, missing or misaligned.
     """
 
-    def __init__(self, directory: Path, batch_size: int, temperature: float = 1.0) -> None:
+    def __init__(self, directory: Path, batch_size: int, temperature: float = 1.0, seed: int | None = None) -> None:
         manifest = finished_manifest(directory)
         if not manifest.top_logprobs:
             raise UserError(f"{directory} has no top log-probabilities to distil from; build it with --top-logprobs 64")
@@ -53,12 +56,12 @@ class StoredBatches:
         for number in range(len(manifest.shards)):  # checked before the expensive part, and not kept in memory
             longest = max(longest, *map(len, read_shard(directory, manifest, number)))
         self.seq_len = manifest.seq_len or longest - 1
-        self._where = [(s, r) for s, shard in enumerate(manifest.shards) for r in range(shard.sequences)]
+        self._order = functools.lru_cache(2)(functools.partial(_order, [s.sequences for s in manifest.shards], seed))
         self._shard = functools.lru_cache(SHARDS_IN_MEMORY)(lambda number: read_shard(directory, manifest, number))
 
     def batch(self, step: int) -> Batch:
-        places = (self._where[(step * self.batch_size + i) % len(self._where)] for i in range(self.batch_size))
-        outputs = [self._shard(s)[r] for s, r in places]
+        places = (divmod(step * self.batch_size + i, self.manifest.sequences) for i in range(self.batch_size))
+        outputs = [self._shard(s)[r] for s, r in (self._order(epoch)[place] for epoch, place in places)]
         batch = padded(outputs, min(self.seq_len, max(map(len, outputs)) - 1))
         fits = [int(n) for n in batch.mask.sum(1)]
         top = StoredLogprobs.joined([o.top[:n] for o, n in zip(outputs, fits, strict=True) if o.top is not None])
@@ -66,6 +69,15 @@ class StoredBatches:
         columns = (top.ids.astype(np.int64), logprobs.astype(np.float32), rest)
         top_logprobs = TopLogprobs(*(_spread(column, batch.mask > 0) for column in columns))
         return Batch(batch.ids, batch.mask, top_logprobs)
+
+
+def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple[int, int]]:
+    """Return all rows of a store, of shards with so many sequences, as (shard, row) in an epoch's order."""
+    if seed is None:
+        return [(shard, row) for shard, count in enumerate(sequences) for row in range(count)]
+    rng = np.random.default_rng((seed, epoch))
+    shards = rng.permutation(len(sequences)).tolist()
+    return [(shard, row) for shard in shards for row in rng.permutation(sequences[shard]).tolist()]
 
 
 def _spread(flat: np.ndarray, counted: np.ndarray) -> np.ndarray:

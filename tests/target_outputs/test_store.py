@@ -94,6 +94,21 @@ def test_rows_are_those_of_the_text_in_turn(made):
     assert np.array_equal(batches.batch(7).ids, StoredBatches(made, 6).batch(7).ids)
 
 
+def test_a_seed_orders_the_rows_anew_in_each_epoch(made):
+    """Every row comes once an epoch, and a step does not depend on those before it."""
+    stored = sorted(map(tuple, padded(read_store(made).outputs).ids.tolist()))
+    orders = {}
+    for seed in (0, 1):
+        batches = StoredBatches(made, 4, seed=seed)
+        seen = [tuple(row) for step in range(10) for row in batches.batch(step).ids.tolist()]
+        epochs = [seen[:20], seen[20:]]
+        assert [sorted(epoch) for epoch in epochs] == [stored, stored]
+        assert epochs[0] != epochs[1]
+        assert [tuple(row) for row in StoredBatches(made, 4, seed=seed).batch(7).ids.tolist()] == seen[28:32]
+        orders[seed] = seen
+    assert orders[0] != orders[1]
+
+
 def test_a_killed_build_resumes_to_the_same_bytes(family_dirs, text, made, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "DISTILL_SHARD", 8)
     target = family_dirs["llama"]

@@ -20,6 +20,7 @@ from draftlab.console import Advance
 from draftlab.data import Batch
 from draftlab.distill.eagle_head import EagleHead, Layer
 from draftlab.distill.eagle_teacher import EagleTeacher
+from draftlab.model.devices import exact
 from draftlab.model.llama import rms_norm
 
 RIDGE = 1e-2  # of the mean square of a feature
@@ -112,7 +113,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
     """Return the map [I, O] from x [N, I] to y [N, O] with the least squares, in fp64."""
-    x, wanted = x.double(), y.double()
+    x, wanted = exact(x), exact(y)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())
     return torch.linalg.solve(gram, x.T @ wanted).to(y)

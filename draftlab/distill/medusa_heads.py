@@ -30,6 +30,7 @@ from draftlab.distill.teachers import logits_of
 from draftlab.distill.trainer import DistillStep, TrainingSetup
 from draftlab.engine.drafters.medusa import apply_heads, write
 from draftlab.model import checkpoint, hub, llama
+from draftlab.model.devices import exact
 from draftlab.output import Output
 
 LOSS = parse_loss("fkl")  # to the target's own distribution at the token that a head predicts
@@ -186,6 +187,6 @@ def evaluate_heads(student: Heads, weights: Mapping[str, Tensor], setup: Trainin
         for k in range(count):
             mask = batch.mask * (np.arange(len(batch.mask)) % count == k)[:, None]
             ids, counted = torch.from_numpy(batch.ids).to(student.device), torch.from_numpy(mask).to(student.device)
-            sums[k] += step(ids, counted, teacher.distributions(Batch(batch.ids, mask)))[0].double().cpu()
+            sums[k] += exact(step(ids, counted, teacher.distributions(Batch(batch.ids, mask)))[0]).cpu()
             tokens[k] += float(mask.sum())
     return [{"acceptance": float(s[2] / n), "agreement": float(s[4] / n)} for s, n in zip(sums, tokens, strict=True)]

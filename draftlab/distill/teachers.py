@@ -136,6 +136,7 @@ class LocalTeacher:
 
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
         self.model, self.head, self.device = model, OutputHead.of(model, vocab), device
+        self._weight: Tensor | None = None  # of a head that is elsewhere, once here: it does not learn
 
     @property
     def takes_packed(self) -> bool:
@@ -148,7 +149,11 @@ class LocalTeacher:
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
         hidden, weight = self.head.hidden_and_weight(self.model, ids, counted, positions)
-        return Dense(hidden.to(self.device), None if weight is None else weight.detach().to(self.device))
+        weight = None if weight is None else weight.detach()
+        if weight is not None and weight.device != self.device:
+            self._weight = weight.to(self.device) if self._weight is None else self._weight
+            weight = self._weight
+        return Dense(hidden.to(self.device), weight)
 
 
 @dataclass(frozen=True, slots=True)

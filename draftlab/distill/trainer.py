@@ -30,6 +30,7 @@ from draftlab.distill.optimizers import optimizers_for, training_dtype
 from draftlab.distill.parallel import Offsets, expected_tokens
 from draftlab.distill.teachers import ListingTeacher, LocalTeacher, logits_of, moved_to, shard_by_layer
 from draftlab.errors import Interrupted, UserError
+from draftlab.model.devices import exact
 
 TeacherModel = PreTrainedModel | ListingTeacher | None
 MAX_GRAD_NORM = 1.0
@@ -260,7 +261,7 @@ class Trainer:
                 sums = self._sums(self.teacher, part)[0]
                 # DDP averages over processes; the token count is that of the whole step, so scale back
                 accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
-            totals += sums.detach().double().cpu()
+            totals += exact(sums.detach()).cpu()
         return totals
 
     def _heldout(self, batches: list[Batch], teacher: LocalTeacher | ListingTeacher | None, step: int) -> EvalRecord:
@@ -269,7 +270,7 @@ class Trainer:
         with torch.no_grad():
             for i, batch in enumerate(batches):  # split by rows: FSDP wants every process in every forward pass
                 part = self._packed(batch, -1 - i).shard(self.accelerator.process_index, self.accelerator.num_processes)
-                sums = self._sums(teacher, part).double().cpu()
+                sums = exact(self._sums(teacher, part)).cpu()
                 totals = totals + sums
                 tokens = tokens + torch.from_numpy(part.predictions_by_offset(len(sums)))
         self.module.train()

@@ -59,6 +59,8 @@ class CudaGraphLlama(Llama):
         self._stores: list[_Store] = []
         self._graphs: dict[tuple[int, ...], _Graph] = {}
         self._chains: dict[tuple[object, ...], _Chain] = {}
+        # the graphs of passes share one, as their logits are outside; a chain's tokens are inside its own
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         self.check_fits(capacity)
@@ -147,7 +149,7 @@ class CudaGraphLlama(Llama):
         def run() -> None:
             logits.copy_(self.decode(ids, keys, values, self.attention_metadata(used, ids.shape[1], end), last))
 
-        return _Graph(ids, used, logits, capture(run, self.device) if self.device.type == "cuda" else run)
+        return _Graph(ids, used, logits, capture(run, self.device, self._pool) if self.device.type == "cuda" else run)
 
 
 def _end(cache: Cache, width: int) -> int:
@@ -173,8 +175,13 @@ def draft_chain(
     return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 
-def capture(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Capture run as a CUDA graph of a device; return a function that replays it on the same tensors."""
+def capture(
+    run: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
+) -> Callable[[], object]:
+    """Capture run as a CUDA graph of a device; return a function that replays it on the same tensors.
+
+    pool: memory that graphs share; for those whose results are not in what they allocate.
+    """
     with torch.cuda.device(device):  # streams and graphs are made on the current one
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -183,7 +190,7 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             run()
 
     def replay(alive: Callable[[], object] = run) -> None:  # keeps the tensors that the graph uses alive

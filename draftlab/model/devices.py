@@ -16,6 +16,11 @@ def exact_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def exact(values: torch.Tensor) -> torch.Tensor:
+    """Return values in float64, on the CPU if their device has none."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
     """Keep float32 products from TF32, whatever the image of a vendor set: normal equations square its error."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.config.prune import RefitSettings
-from draftlab.model.devices import exact_products
+from draftlab.model.devices import exact, exact_products
 from draftlab.model.trimmed_head import only
 from draftlab.prune.walk import Run, Walk
 
@@ -197,7 +197,7 @@ def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitte
                 cross.addmm_(x.T, error)
         else:
             heldout.append((x, error))
-    change = ridge_solve(gram, cross, ridge).to(torch.float32)
+    change = ridge_solve(gram, cross, ridge).to(weight.device, torch.float32)
     before = sum(float(error.square().sum()) for _, error in heldout)
     after = sum(float((error - x @ change).square().sum()) for x, error in heldout)
     if after < before:
@@ -206,12 +206,12 @@ def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitte
 
 def ridge_solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     """Return (X'X + ridge mean(diag X'X) I)^-1 X'E in fp64; zeros if X is zero. gram: [N, N]. cross: [N, M]."""
-    gram = gram.double()
+    gram = exact(gram)
     energy = float(gram.diagonal().mean())
     if energy == 0:
         return torch.zeros_like(cross)
     gram.diagonal().add_(ridge * energy)
-    return torch.cholesky_solve(cross.double(), torch.linalg.cholesky(gram))
+    return torch.cholesky_solve(exact(cross), torch.linalg.cholesky(gram))
 
 
 def _rms(x: Tensor) -> Tensor:

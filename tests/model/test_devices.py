@@ -1,7 +1,10 @@
 """Arithmetic stays on the accelerator it is for, in dtypes that it has, in few launches: by fake tensors of devices."""
 
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -11,13 +14,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import draftlab
+from draftlab.data import Batch
 from draftlab.distill import fused_loss as fused
 from draftlab.distill.fused_loss import Dense, fused_loss
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.medusa_heads import FrozenTarget
 from draftlab.distill.objectives import DistillStep
+from draftlab.distill.teachers import LocalTeacher
 from draftlab.engine import verify
-from draftlab.model.devices import exact_dtype, exact_products
+from draftlab.model.devices import exact, exact_dtype, exact_products
 from draftlab.model.shape import Shape
 from draftlab.prune.importance import _Sums
 
@@ -104,6 +110,28 @@ def test_apples_gpus_have_no_float64(monkeypatch):
         labels, weights = torch.zeros(4, dtype=torch.long), torch.ones(4)
         fused.fused_loss(torch.randn(4, 9), None, labels, weights, None, parse_loss("ce"), 1.0)
     assert torch.float64 not in watch.dtypes
+
+
+def test_no_module_asks_a_device_for_float64_itself():
+    """devices.py knows which has none; weights.py names stored dtypes, and what starts as zeros is on the CPU."""
+    asks = re.compile(r"\.double\(\)|dtype=torch\.float64, device|to\(torch\.float64")
+    own = {path.name for path in Path(draftlab.__file__).parent.rglob("*.py") if asks.search(path.read_text())}
+    assert own == {"devices.py", "importance.py"}  # the latter on a CPU or CUDA, by its own choice
+
+
+def test_exact_values_are_computed_where_there_is_float64():
+    assert exact(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float64
+    on_gpu = exact(torch.empty(2, device=META))
+    assert (on_gpu.dtype, on_gpu.device) == (torch.float64, META)
+
+
+def test_the_head_of_a_spread_teacher_is_copied_once():
+    teacher = LocalTeacher(build("llama"), 300, META)
+    batch = Batch(np.arange(3, 13, dtype=np.int64)[None], np.ones((1, 9)))
+    first, again = teacher.distributions(batch), teacher.distributions(batch)
+    assert first.head is again.head
+    assert first.head is not None
+    assert first.head.device == META
 
 
 def test_products_of_normal_equations_are_no_tf32():

@@ -7,6 +7,7 @@ S; the rows' lengths are data. On a CPU the same static tensors are used without
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,9 +176,7 @@ def draft_chain(
     return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 
-def capture(
-    run: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
-) -> Callable[[], object]:
+def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:
     """Capture run as a CUDA graph of a device; return a function that replays it on the same tensors.
 
     pool: memory that graphs share; for those whose results are not in what they allocate.

@@ -151,8 +151,9 @@ def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = Fa
     Raises:
         UserError: it belongs to another run or is damaged, and force is off; or it cannot be written.
     """
-    remove_left_overs(state)
     record, this_run = state / STATE_RECORD, json.loads(json.dumps(identity, default=str))
+    for path in (state, record):
+        remove_left_overs(path)
     before = _claim_of(record)
     if before == this_run:
         return

@@ -184,6 +184,15 @@ def test_a_state_without_a_readable_claim_is_not_resumed(tmp_path, damage):
     assert [path.name for path in state.iterdir()] == [atomic.STATE_RECORD]
 
 
+def test_a_claim_whose_writing_was_killed_belongs_to_nobody(tmp_path):
+    state = tmp_path / ".out.state"
+    work = state / f".{atomic.STATE_RECORD}.writing-x"
+    work.mkdir(parents=True)
+    (work / "new").write_text('{"lr"')
+    atomic.claim_state(state, {"lr": 1.0})
+    assert [path.name for path in state.iterdir()] == [atomic.STATE_RECORD]
+
+
 def test_a_state_vanishes_at_once(tmp_path, monkeypatch):
     state = tmp_path / ".out.state"
     atomic.claim_state(state, {})

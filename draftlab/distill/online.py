@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from draftlab.atomic import new_directory, write_atomic
+from draftlab.atomic import new_directory, remove_state, write_atomic
 from draftlab.config.distill import OnlineConfig
 from draftlab.config.shared import newest_draft
 from draftlab.data import HeldOut
@@ -194,7 +194,7 @@ def _settle(folder: Path, ledger: Ledger, candidate: Path, verdict: Round) -> No
     """Promote or drop the candidate. live is moved last, so that it always names a whole version."""
     rounds = (*ledger.rounds, verdict)
     if not verdict.promoted:
-        shutil.rmtree(candidate)
+        remove_state(candidate)  # at once: half of one would be judged by the next run
         _write(folder, ledger.model_copy(update={"rounds": rounds}))
         return
     promoted, live = version_directory(folder, verdict.version), version_directory(folder, ledger.live)

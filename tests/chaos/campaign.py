@@ -117,10 +117,12 @@ class Campaign:
         out, facts = self.folder / "made" / name, self.folder / f"{name}.json"
         if not (out.exists() and facts.exists()):
             shutil.rmtree(out, ignore_errors=True)
-            running = Running(self.arguments(name, f"made/{name}"), self.folder)
-            ended = running.wait()
-            if ended.code:
-                raise SystemExit(f"{name} fails without a fault: {ended.error}")
+            with self.room() as room:  # where the faulty ones run, too: cards and pages have the command line
+                running = Running(self.arguments(name), room)
+                ended = running.wait()
+                if ended.code:
+                    raise SystemExit(f"{name} fails without a fault: {ended.error}")
+                (room / "out").rename(out)
             facts.write_text(json.dumps([ended.changes, int(1000 * (time.monotonic() - running.started_at))]))
         self.changes[name], self.millis[name] = json.loads(facts.read_text())
         self.wholes[name] = self.files(name, out)
@@ -129,20 +131,20 @@ class Campaign:
         """Return what two runs of a command must have in common."""
         return names(out) if name in MEASURED else digest(out)
 
-    def arguments(self, name: str, out: str) -> list[str]:
+    def arguments(self, name: str) -> list[str]:
         first, *others = COMMANDS[name]
-        return [*first.split(), *others, "--out", out]
+        return [*first.split(), *others, "--out", "out"]
 
     def attempt(self, name: str, fault: Fault) -> str:
         """Run a command with a fault, and then until it ends; return the verdict."""
         with self.room() as room:
-            ended = run(self.arguments(name, "out"), room, fault)
+            ended = run(self.arguments(name), room, fault)
             if verdict := _complaint(ended.code, ended.error, fault):
                 return verdict
             for _ in range(MOST_TRIES):
                 if ended.code == 0:
                     break
-                ended = run(self.arguments(name, "out"), room)
+                ended = run(self.arguments(name), room)
                 if ended.code == 1 and "exists and is not empty" in ended.error:
                     break  # the fault came after the output was in its place
                 if ended.code:
@@ -156,9 +158,9 @@ class Campaign:
     def pair(self, name: str, delay_ms: int) -> str:
         """Run a command twice at once: one must lose with one line, or come too late."""
         with self.room() as room:
-            first = Running(self.arguments(name, "out"), room)
+            first = Running(self.arguments(name), room)
             time.sleep(delay_ms / 1000)
-            second = Running(self.arguments(name, "out"), room)
+            second = Running(self.arguments(name), room)
             ended = [first.wait(), second.wait()]
             for one in ended:
                 if "Traceback" in one.error:

@@ -30,7 +30,7 @@ def test_what_is_left_is_seen(campaign, tmp_path, monkeypatch):
     (tmp_path / ".prune.writing-x").mkdir()
     assert left_overs(tmp_path) == [".prune.writing-x"]
     with campaign.room() as room:
-        ended = run(campaign.arguments("prune", "out"), room, Fault("crash", campaign.changes["prune"] - 2))
+        ended = run(campaign.arguments("prune"), room, Fault("crash", campaign.changes["prune"] - 2))
         assert ended.code == CRASHED
         assert left_overs(room)
 

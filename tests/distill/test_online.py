@@ -90,12 +90,21 @@ def test_a_draft_that_gains_on_unseen_traffic_is_promoted_and_can_be_taken_back(
         rollback(folder=live)
 
 
-def test_a_draft_that_loses_is_not_promoted(world, draft, tmp_path):
+def test_a_draft_that_loses_is_not_promoted_and_vanishes_at_once(world, draft, tmp_path, monkeypatch):
     bad = tmp_path / "bad"
     shutil.copytree(world, bad)
     spoil(bad / "traffic" / "day1")
+    remove, removed = shutil.rmtree, []
+
+    def seen(path, *given, **options):
+        removed.append(Path(path).name)
+        remove(path, *given, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", seen)
     outcome = follow(bad, tmp_path / "live", draft, replay=0.0, steps=60, eval_steps=60)
     assert not outcome.data["promoted"]
+    assert removed
+    assert not any(name.startswith("candidate") for name in removed)  # a kill would leave half of one to be judged
     assert (tmp_path / "live" / "live").resolve().name == "0000"
     assert [p.name for p in (tmp_path / "live" / "versions").iterdir()] == ["0000"]
     assert [r.judged_by for r in online.read_ledger(tmp_path / "live").rounds] == ["day2"]

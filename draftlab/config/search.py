@@ -82,7 +82,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         """Return the EAGLE-3 heads by the names of their scores. Raises UserError: another drafter."""
         specs = [parse_drafter(text) for text in self.drafter]
         for spec in specs:
-            if not isinstance(spec, EagleSpec) or spec.drafts_tree:
+            if not isinstance(spec, EagleSpec) or spec.drafts_tree or spec.prompt_lookup_max:
                 raise UserError(f"--drafter {spec.text}: search ranks chains of heads, eagle:heads=DIR; score the rest")
         return {spec.name: Path(spec.heads) for spec in specs if isinstance(spec, EagleSpec)}
 

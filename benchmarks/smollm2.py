@@ -21,6 +21,7 @@ from benchmarks import drafting_row, environment, smollm2_prompts
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
+from draftlab.results.decoding import Generation, ServedGeneration
 from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,7 @@ RECIPE = ROOT / "recipes" / "smollm2.yaml"
 DATA = ROOT.parent / "shared" / "data"  # of who has it: prompts of GSM8K, WikiText and Spec-Bench
 TARGET = "models/smollm2-135m-instruct"
 MODELS = ("plain@int8", "parallel@int8")  # of drafters, those that are draft models
+PHASES = ("draft", "verify", "host")
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "prune": {"calibration_tokens": 4096},
@@ -154,10 +156,30 @@ def row(score: Score) -> dict[str, Any]:
     return drafting_row(score) | {
         "acceptance_length": {k: score.acceptance(k).mean_acceptance_length for k in sorted(score.speculative)},
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
+        "target_latency_ms": {latency.width: latency.median_ms for latency in score.target.latency},
+        "step_ms": step_ms(score),
+        "plain_request_ms": request_ms(score.plain),
+        "request_ms": request_ms(score.speculative[score.best_k]),
+        "plain_first_token_ms": score.first_token_ms(0),
+        "first_token_ms": score.first_token_ms(score.best_k),
         "by_category": {
             name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()
         },
     }
+
+
+def step_ms(score: Score) -> dict[str, float]:
+    """Return the mean milliseconds of a step's phases at the best K."""
+    runs = score.generations(score.best_k)
+    steps = sum(len(run.drafted) for run in runs)
+    return {phase: 1e3 * sum(getattr(run, f"{phase}_seconds") for run in runs) / steps for phase in PHASES}
+
+
+def request_ms(runs: Sequence[Generation | ServedGeneration]) -> float:
+    """Return the mean milliseconds of a whole request, its prefill included."""
+    return (
+        1e3 * sum(run.prefill_seconds + run.decode_seconds for run in runs if isinstance(run, Generation)) / len(runs)
+    )
 
 
 def category(score: Score, prompts: int) -> dict[str, Any]:

@@ -177,9 +177,8 @@ def step_ms(score: Score) -> dict[str, float]:
 
 def request_ms(runs: Sequence[Generation | ServedGeneration]) -> float:
     """Return the mean milliseconds of a whole request, its prefill included."""
-    return (
-        1e3 * sum(run.prefill_seconds + run.decode_seconds for run in runs if isinstance(run, Generation)) / len(runs)
-    )
+    whole = [run.prefill_seconds + run.decode_seconds for run in runs if isinstance(run, Generation)]
+    return 1e3 * sum(whole) / len(whole)
 
 
 def category(score: Score, prompts: int) -> dict[str, Any]:

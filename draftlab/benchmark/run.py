@@ -255,8 +255,10 @@ def _with_turns(setup: Setup, loaded: LoadedModels) -> Setup:
 def _describe_model(directory: Path) -> str:
     try:
         return llama.check_supported(directory).describe()
-    except (OtherArchitecture, Quantised):
-        return f"{read_size(directory).describe()}; transformers runs it"
+    except OtherArchitecture as error:
+        return f"{read_size(directory).describe()}; {error}; transformers runs it"
+    except Quantised:
+        return f"{read_size(directory).describe()}; quantised; transformers runs it"
 
 
 def _drafter_runs(target: Decoder, loaded: LoadedModels) -> dict[str, DrafterRun]:

@@ -8,6 +8,7 @@ from draftlab.results.score import UNEVEN, Score
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
 LATER = 0.05  # the draft's share of the prefill, in the whole time without it
+RARE = 1e-3  # share of the steps whose stalls cannot move a result
 MANY_STEPS = 0.1  # share of the steps
 
 
@@ -74,7 +75,7 @@ def _about_timing(score: Score) -> Iterator[str]:
                 f"prompt, too; the speed-up is of the tokens after it, {whole - before:.0f} ms without a draft"
             )
     stalled, steps = score.stalls
-    if stalled:
+    if stalled > RARE * steps:
         yield f"{stalled} of {steps} steps stalled, as the machine was busy; they count as the others of their kind"
     uneven, worst = score.uneven_prompts
     if uneven:

@@ -235,6 +235,17 @@ def test_stalls_and_a_busy_machine_are_said_on_the_page():
     assert any("other work kept 1.5 of 2 cores busy" in t for t in score_warnings([change(base, environment=busy)]))
 
 
+def test_stalls_are_said_from_one_in_a_thousand_steps_on():
+    base = at("draft", [0.2] * PROMPTS)
+    for stalled, said in ((0, False), (1, True)):
+        first, *others = base.plain
+        runs = [first.model_copy(update={"stalled_steps": stalled}), *others]
+        assert any("steps stalled" in text for text in score_warnings([change(base, plain=runs)])) == said
+    many = [first, *others] * (1000 // sum(len(g.drafted) for g in base.plain) + 1)
+    rare = change(base, plain=[many[0].model_copy(update={"stalled_steps": 1}), *many[1:]])
+    assert not any("steps stalled" in text for text in score_warnings([rare]))
+
+
 def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_mask_tokens():
     base = at("draft", [0.2] * PROMPTS)
     k = base.best_k

@@ -1,6 +1,7 @@
 """The output directory of a command, with the record of what made it. No torch."""
 
 import contextlib
+import errno
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from pathlib import Path
 from draftlab import provenance
 from draftlab.atomic import check_free, check_space, claim_state, locked, new_directory, state_directory
 from draftlab.config.base import Config
-from draftlab.errors import Interrupted
+from draftlab.errors import Interrupted, UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Output:
         resumes: the run continues in its own output.
 
         Raises:
-            UserError: another process is making it, or nothing can be written there.
+            UserError: another process is making it, nothing can be written there, or the disk filled up.
             Interrupted: Ctrl-C or SIGTERM.
         """
         with locked(self.out):
@@ -55,6 +58,11 @@ class Output:
                 raise
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; {self._after_interruption(resumes)}") from None
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                after = self._after_interruption(resumes)
+                raise UserError(f"cannot write {self.out}: {error.strerror}; {after}") from error
 
     def _after_interruption(self, resumes: bool) -> str:
         place = self.state if self.state.exists() else self.out

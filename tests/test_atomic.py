@@ -1,5 +1,6 @@
 """Writing: whole or not at all, by one process, never over finished work; states belong to one run."""
 
+import errno
 import json
 import os
 import resource
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from draftlab import atomic, workspace
+from draftlab.config.results import ReportConfig
 from draftlab.errors import UserError
+from draftlab.output import Output
 
 
 def in_child(work) -> int:
@@ -234,6 +237,16 @@ def test_files_are_put_in_place_in_one_module_only():
         for file in package.rglob("*.py")
     }
     assert {name for name, found in users.items() if found} == {"atomic.py"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_that_fills_up_is_said_with_what_is_kept(tmp_path, number):
+    output = Output(command="report", config=ReportConfig(), out=tmp_path / "out")
+    said = rf"cannot write .*out: {os.strerror(number)}; nothing unfinished is kept"
+    with pytest.raises(UserError, match=said), output.locked():
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(ZeroDivisionError), output.locked():
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -10,7 +10,7 @@ from pathlib import Path
 from draftlab import provenance
 from draftlab.atomic import check_free, check_space, claim_state, locked, new_directory, state_directory
 from draftlab.config.base import Config
-from draftlab.errors import Interrupted, UserError
+from draftlab.errors import Interrupted, UserError, one_line
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file
 
@@ -58,11 +58,11 @@ class Output:
                 raise
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; {self._after_interruption(resumes)}") from None
-            except OSError as error:
-                if error.errno not in FULL:
+            except Exception as error:
+                if not _is_full_disk(error):
                     raise
-                after = self._after_interruption(resumes)
-                raise UserError(f"cannot write {self.out}: {error.strerror}; {after}") from error
+                reason, after = str(error).rpartition("] ")[2], self._after_interruption(resumes)
+                raise UserError(f"cannot write {self.out}: {one_line(reason, 200)}; {after}") from error
 
     def _after_interruption(self, resumes: bool) -> str:
         place = self.state if self.state.exists() else self.out
@@ -95,3 +95,11 @@ class Output:
         """Write draftlab.json into directory: the settings, hashes of the inputs, versions, time and memory."""
         notes |= {"command_line": self.command_line}
         provenance.write_record(directory, self.command, self.config.settings(), inputs, self.started_at, **notes)
+
+
+def _is_full_disk(error: Exception) -> bool:
+    from safetensors import SafetensorError  # heavy, for a command that only shows its plan
+
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return isinstance(error, SafetensorError) and "I/O error" in str(error)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from draftlab import atomic, workspace
 from draftlab.config.results import ReportConfig
@@ -239,12 +241,17 @@ def test_files_are_put_in_place_in_one_module_only():
     assert {name for name, found in users.items() if found} == {"atomic.py"}
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_disk_that_fills_up_is_said_with_what_is_kept(tmp_path, number):
+TORN = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(n, os.strerror(n)) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)] + [TORN]
+)
+def test_a_disk_that_fills_up_is_said_with_what_is_kept(tmp_path, error):
     output = Output(command="report", config=ReportConfig(), out=tmp_path / "out")
-    said = rf"cannot write .*out: {os.strerror(number)}; nothing unfinished is kept"
-    with pytest.raises(UserError, match=said), output.locked():
-        raise OSError(number, os.strerror(number))
+    reason = error.strerror if isinstance(error, OSError) else re.escape(str(error))
+    with pytest.raises(UserError, match=rf"cannot write .*out: {reason}; nothing unfinished is kept"), output.locked():
+        raise error
     with pytest.raises(ZeroDivisionError), output.locked():
         raise ZeroDivisionError
 

@@ -29,7 +29,7 @@ if [ $small ]; then
   sweep="--params 4.5m --source tiny-16x256 --layers 3,4,6 --passes 3"
   target=tiny-16x256 target_law="--layers 1,2,3,4,5,6 --widths 64 --context 8,64 --repeats 3 --threads 1"
   drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-tokens 16"
-  engine="--prompts 1 --new-tokens 8" loss="--tokens 64 --vocab 256 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1"
+  engine="--prompts 1 --new-tokens 8" loss="--tokens 64 --vocab 256 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1 --losses fkl"
   masks=1 gigabytes=0.02
 else
   device=cuda mode=graphs

@@ -65,6 +65,7 @@ def drafts(folder: Path) -> Rows:
         record = read_record(place)
         assert record is not None
         notes: Any = record.notes
+        cut = read_record(folder / "cut" / place.name)
         counts = {k: replay.counts(Drafting(k=k)) for k in DRAFTED}
         pairs = {k: np.stack([c.tokens, c.passes], 1) for k, c in counts.items()}
         rows[str(place.relative_to(folder.parent)).removeprefix(f"{folder.name}/")] = {
@@ -72,6 +73,7 @@ def drafts(folder: Path) -> Rows:
             "acceptance": notes["after"]["acceptance"],
             "tokens": notes["tokens"],
             "seconds": notes["seconds"],
+            "cut_seconds": cut and cut.seconds,
             "tokens_per_pass": {k: interval(each) for k, each in pairs.items()},
             "by_category": {
                 name: interval(pairs[K][replay.categories == name]) for name in sorted(set(replay.categories))

@@ -27,6 +27,7 @@ from draftlab.target_outputs.replay import Drafting, read_replay
 
 Rows = dict[str, dict[str, Any]]
 DRAFTED = range(1, 7)
+DRAWN = ("next_sentence acc_norm", "which_article acc", "local_gsm8k_answer bits_per_byte")
 K, LENGTH = 3, "tokens per target pass"  # beside accuracy
 
 
@@ -192,17 +193,10 @@ def draw(folder: Path, found: dict[str, Any]) -> None:
         ]  # fmt: skip
         save_figure(folder / "smollm2-depth.svg", panels)
     rates(folder / "smollm2-losses.svg", found["losses"], "rate of Muon")
-    if found["pruning"]:
-        names = found["pruning"]
-        points = {n: [(row["acceptance_before"], row["acceptance"])] for n, row in names.items()}
-        save_figure(
-            folder / "smollm2-pruning.svg",
-            [Panel(x="held-out acceptance after the cut", y="after distillation", series=points)],
-        )
     if found["accuracy"]:
         rows = list(found["accuracy"]["drafts"].values())
         columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-        panels = [panel(columns, metric, LENGTH) for metric in found["accuracy"]["correlations"]]
+        panels = [panel(columns, metric, LENGTH) for metric in DRAWN]
         save_figure(folder / "smollm2-accuracy.svg", panels)
 
 

@@ -70,7 +70,7 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
                 ax.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle="", label=name)
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
             ax.set(xlabel=panel.x, ylabel=panel.y)
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
             if len(panel.series) > 1:
                 ax.legend(frameon=False)
     return figure

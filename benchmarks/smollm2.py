@@ -21,7 +21,6 @@ from benchmarks import drafting_row, environment, smollm2_prompts
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.results.decoding import Generation, ServedGeneration
 from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
@@ -158,8 +157,8 @@ def row(score: Score) -> dict[str, Any]:
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
         "target_latency_ms": {latency.width: latency.median_ms for latency in score.target.latency},
         "step_ms": step_ms(score),
-        "plain_request_ms": request_ms(score.plain),
-        "request_ms": request_ms(score.speculative[score.best_k]),
+        "plain_request_ms": score.request_ms(0),
+        "request_ms": score.request_ms(score.best_k),
         "plain_first_token_ms": score.first_token_ms(0),
         "first_token_ms": score.first_token_ms(score.best_k),
         "by_category": {
@@ -173,12 +172,6 @@ def step_ms(score: Score) -> dict[str, float]:
     runs = score.generations(score.best_k)
     steps = sum(len(run.drafted) for run in runs)
     return {phase: 1e3 * sum(getattr(run, f"{phase}_seconds") for run in runs) / steps for phase in PHASES}
-
-
-def request_ms(runs: Sequence[Generation | ServedGeneration]) -> float:
-    """Return the mean milliseconds of a whole request, its prefill included."""
-    whole = [run.prefill_seconds + run.decode_seconds for run in runs if isinstance(run, Generation)]
-    return 1e3 * sum(whole) / len(whole)
 
 
 def category(score: Score, prompts: int) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def draw(folder: Path, found: dict[str, Any]) -> None:
             for label, value in y.items()
         ]  # fmt: skip
         save_figure(folder / "smollm2-depth.svg", panels)
-    rates(folder / "smollm2-losses.svg", found["losses"], "rate of Muon")
+    rates(folder / "smollm2-losses.svg", found["losses"])
     if found["accuracy"]:
         rows = list(found["accuracy"]["drafts"].values())
         columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
@@ -200,7 +200,7 @@ def draw(folder: Path, found: dict[str, Any]) -> None:
         save_figure(folder / "smollm2-accuracy.svg", panels)
 
 
-def rates(path: Path, rows: Rows | None, x: str) -> None:
+def rates(path: Path, rows: Rows | None) -> None:
     """Draw the acceptance of each loss by its rate. rows: by LOSS-RATE."""
     if not rows:
         return
@@ -208,7 +208,9 @@ def rates(path: Path, rows: Rows | None, x: str) -> None:
     for name, row in rows.items():
         loss, _, rate = name.rpartition("-")
         series[loss].append((float(rate), row["acceptance"]["mean"]))
-    save_figure(path, [Panel(x=x, y="held-out acceptance", series={k: sorted(v) for k, v in series.items()})])
+    save_figure(
+        path, [Panel(x="rate of Muon", y="held-out acceptance", series={k: sorted(v) for k, v in series.items()})]
+    )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, print_words, processes
 from draftlab.errors import UsageError, UserError
+from draftlab.model import TENSOR_PARALLEL
 from draftlab.recipe import run
 from draftlab.trust import printable
 
@@ -87,9 +88,9 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
 
 def _check_processes(command: str, config: Config) -> None:
     """Raises UserError: a launcher started several processes of a command that runs in one."""
-    split = config.settings().get("device_map") == "tensor-parallel"
+    split = config.settings().get("device_map") == TENSOR_PARALLEL
     if processes() > 1 and not split and command in SPLIT:
-        raise UserError(f"{command} runs in one process, or in several with --device-map tensor-parallel")
+        raise UserError(f"{command} runs in one process, or in several with --device-map {TENSOR_PARALLEL}")
     if processes() > 1 and command not in (*LAUNCHED, *SPLIT):
         raise UserError(f"{command} runs in one process; launch {', '.join((*LAUNCHED, *SPLIT))} in several")
 

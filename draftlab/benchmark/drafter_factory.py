@@ -56,9 +56,9 @@ from draftlab.engine.drafters.tree import PathShare, TreeDrafter, fastest_tree, 
 from draftlab.engine.generate import Drafter, ModelDrafter, decode, output_tokens
 from draftlab.errors import UserError
 from draftlab.latency.profiler import measure_latency
-from draftlab.model import Mode, checkpoint, eagle, hub
+from draftlab.model import Mode, checkpoint, eagle_llama, hub
 from draftlab.model.decoder import Decoder, with_mode
-from draftlab.model.eagle_llama import EagleLlama, NativeEagle
+from draftlab.model.eagle_llama import NativeEagle
 from draftlab.model.llama import Llama
 from draftlab.model.parallel import trained_offsets
 from draftlab.sampling import SamplingParams
@@ -172,8 +172,7 @@ class DrafterFactory:
 
     def _eagle(self, spec: EagleSpec) -> Drafter:
         target = _own_engine(spec, self.target)
-        head = eagle.read(Path(spec.heads), self.target_path, target.embed.dtype, target.device)
-        model = EagleLlama(head, target.embed, Path(spec.heads))
+        model = eagle_llama.load(Path(spec.heads), self.target_path, target)
         drafter = EagleDrafter(target, NativeEagle(model, self.int8) if self.mode == "native" else model)
         if spec.topk:
             return DynamicTreeDrafter(EagleTreeDrafter(drafter, (0,), "top"), spec.topk, spec.depth)

@@ -30,10 +30,9 @@ from draftlab.console import note, note_if_slow, processes
 from draftlab.engine.drafters import medusa
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.export.hf import parse_quantized_name, write_fake_quantized
-from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory, parallel, tensor_parallel
+from draftlab.model import TENSOR_PARALLEL, Mode, checkpoint, eagle, hub, llama, memory, parallel, tensor_parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import resolve_mode
-from draftlab.model.loading import TENSOR_PARALLEL
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.prompts import Prompts, load_prompts

@@ -44,15 +44,9 @@ def _rung_table(search: "Search") -> "Table":
             ]  # fmt: skip
             shown.setdefault(trial.name, cells)
     columns = (
-        "draft" if search.heads else "shape",
-        "para-\nmeters",
-        "ms per\npass",
-        "steps",
-        "K",
-        "tokens\nper pass",
-        "pre-\ndicted",
-        "measured",
-    )
+        "draft" if search.heads else "shape", "para-\nmeters", "ms per\npass", "steps", "K", "tokens\nper pass",
+        "pre-\ndicted", "measured",
+    )  # fmt: skip
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}, the fastest marked"
     table = terminal_table(columns, list(shown.values()), best=list(shown).index(search.winner.name), title=title)
     table.caption = (

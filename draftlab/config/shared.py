@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from draftlab import workspace
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, from_workspace, option
 from draftlab.errors import UserError
+from draftlab.model import TENSOR_PARALLEL
 from draftlab.model.shape import parse_vocab
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -67,10 +68,10 @@ def device_map(splits: str = "") -> Any:
     )
 
 
-SPLITS = "; or over torchrun's processes: tensor-parallel"
+SPLITS = f"; or over torchrun's processes: {TENSOR_PARALLEL}"
 NOT_SPLIT = Only(
-    ("device_map",), lambda c: c.device_map != "tensor-parallel",
-    "tensor-parallel is for score, profile and outputs; training shards its target by FSDP2",
+    ("device_map",), lambda c: c.device_map != TENSOR_PARALLEL,
+    f"{TENSOR_PARALLEL} is for score, profile and outputs; training shards its target by FSDP2",
 )  # fmt: skip
 
 

@@ -254,10 +254,8 @@ def _verify(
     rows, outtype = [prompt.ids for prompt in prompts.rows], config.outtype if config.is_gguf else "f32"
     if config.temperature > 0 and isinstance(heads, EagleHead):
         note(f"sampling {len(rows)} texts with {program.name}, then drafting along them here")
-        texts, count = (
-            verify.to_sample(rows, run.NEW_TOKENS, k),
-            partial(count_chains, model, heads.model(model, outtype)),
-        )
+        texts = verify.to_sample(rows, run.NEW_TOKENS, k)
+        count = partial(count_chains, model, heads.model(model, outtype))
     else:
         note(f"decoding {len(rows)} texts with the heads here, then with {program.name}")
         sampling = SamplingParams(max_tokens=run.NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(heads.target))

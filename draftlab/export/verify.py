@@ -241,15 +241,8 @@ def in_llama_server(command: Sequence[object], texts: TargetTexts, count: Count,
 def llama_server_command(program: Path, target: Path, draft: Path, texts: TargetTexts, spec_type: str) -> list[object]:
     """Return the command of a server that computes and caches in float32. target, draft: GGUF files."""
     context = max(map(len, texts.prompts)) + max(texts.tokens) + 2 * texts.k + 2
-    command: list[object] = [
-        program.absolute(),
-        "--model",
-        target,
-        "--spec-type",
-        spec_type,
-        "--spec-draft-model",
-        draft,
-    ]
+    command: list[object] = [program.absolute(), "--model", target]
+    command += ["--spec-type", spec_type, "--spec-draft-model", draft]
     command += ["--spec-draft-n-max", texts.k, "--spec-draft-p-min", 0, "--ctx-size", max(256, context), "--metrics"]
     command += ["--parallel", 1, "--threads", torch.get_num_threads(), "--cache-ram", 0, "--flash-attn", "off"]
     for cache in ("cache-type", "spec-draft-type"):

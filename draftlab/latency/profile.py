@@ -18,9 +18,9 @@ from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.profiler import Grid, measure, weight_bytes
 from draftlab.latency.random_model import random_model
 from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
-from draftlab.model import Mode, checkpoint, eagle, hub, llama, memory
+from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory
 from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
-from draftlab.model.eagle_llama import EagleLlama, NativeEagle
+from draftlab.model.eagle_llama import NativeEagle
 from draftlab.model.families import locate_shape
 from draftlab.model.llama import Llama
 from draftlab.model.shape import Shape
@@ -224,7 +224,7 @@ def _load(config: GridConfig, models: Models, device_map: str | None, mode: Mode
             path = _target_of(place, models)
             target = next(found[name] for name, other in models.items() if other == path)
             assert isinstance(target, Llama)  # by check
-            head = EagleLlama(eagle.read(place, path, dtype, device), target.embed, place)
+            head = eagle_llama.load(place, path, target)
             found[name] = HeadPasses(NativeEagle(head) if mode == "native" else head)
         else:
             found[name] = load(place, dtype, device, device_map)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.model import loading
+from draftlab.model import TENSOR_PARALLEL, loading
 from draftlab.model.hf_files import VOCABULARY_FILES, check_tokenizer_files, eos_ids, read_config
 from draftlab.model.hub import checkpoint_name
 from draftlab.model.layouts import other_layout
@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
 # but scale or gate something.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda", loading.TENSOR_PARALLEL)
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda", TENSOR_PARALLEL)
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:

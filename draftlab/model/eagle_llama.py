@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftlab.model import eagle
 from draftlab.model.attention import AttentionMetadata, pinned_backends
 from draftlab.model.eagle import Head
 from draftlab.model.llama import Cache, Llama, Tree, rms_norm, rotary
@@ -90,3 +91,9 @@ class NativeEagle(EagleLlama, NativeLlama):
             return super().step(ids, states.to(self.embed), cache, last, tree)
         states = states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         return self.narrow_pass(ids, cache, last, tree, states), states
+
+
+def load(folder: Path, target_path: Path, target: Llama) -> EagleLlama:
+    """Load a head beside its target, in the target's dtype and on its device. Raises UserError: see eagle.read."""
+    head = eagle.read(folder, target_path, target.embed.dtype, target.device)
+    return EagleLlama(head, target.embed, folder)

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from draftlab.model import TENSOR_PARALLEL
 from draftlab.model.weights import Weights
 from draftlab.trust import trusts_remote_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-TENSOR_PARALLEL = "tensor-parallel"  # a device map: over the processes that torchrun started; see tensor_parallel.py
 
 
 def auto_config(directory: Path) -> Any:

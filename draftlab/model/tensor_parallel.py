@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftlab.console import processes
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, loading
+from draftlab.model import TENSOR_PARALLEL, checkpoint
 from draftlab.model.hf_decoder import HFCache, HFDecoder
 from draftlab.model.llama import Tree
 from draftlab.model.trimmed_head import read_head_ids
@@ -178,7 +178,7 @@ def _load(directory: Path, dtype: torch.dtype) -> Any:
     """Load the part of this process. Raises UserError: in every process, if one of them cannot."""
     problem, model = None, None
     try:
-        model = checkpoint.load_model(directory, dtype, device_map=loading.TENSOR_PARALLEL).eval()
+        model = checkpoint.load_model(directory, dtype, device_map=TENSOR_PARALLEL).eval()
     except UserError as error:
         problem = str(error)
     problems: list[Any] = [None] * processes()

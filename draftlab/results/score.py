@@ -3,7 +3,7 @@
 K drafted tokens per step; a step is one target pass after the prefill, and the drafting before it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -196,15 +196,18 @@ class Score(FileModel):
 
     def output_tps(self, k: int) -> float:
         """Return tokens per second after the prefill, or including it where servers decoded; K = 0: plain decoding."""
-        return intervals.tokens_per_second(median_timings(self.speculative[k] if k else self.plain))
+        return intervals.tokens_per_second(median_timings(self._runs(k)))
 
     def timings(self, ks: Collection[int]) -> Timings:
         """Return the timings of prompts at each of ks, and without a draft."""
         return [median_timings(self.speculative[k]) for k in ks], median_timings(self.plain)
 
+    def _runs(self, k: int) -> Sequence[Generation | ServedGeneration]:
+        return self.speculative[k] if k else self.plain
+
     def generations(self, k: int) -> list[Generation]:
-        """Return the generations whose steps are known; [] where servers decoded."""
-        return [g for g in self.speculative[k] if isinstance(g, Generation)]
+        """Return the generations whose steps are known; [] where servers decoded. K = 0: plain decoding."""
+        return [g for g in self._runs(k) if isinstance(g, Generation)]
 
     def acceptance(self, k: int) -> Acceptance:
         return self.counters[k].acceptance if k in self.counters else count_acceptance(self.generations(k), k)
@@ -228,7 +231,7 @@ class Score(FileModel):
 
     def time_shares(self, k: int) -> dict[str, float]:
         """Return the shares of decoding time: drafting, verifying, host (sampling, bookkeeping); {} where unknown."""
-        runs = [g for g in (self.speculative[k] if k else self.plain) if isinstance(g, Generation)]
+        runs = self.generations(k)
         total = sum(g.decode_seconds for g in runs)
         phases = ("draft", "verify", "host") if total else ()
         return {phase: sum(getattr(g, f"{phase}_seconds") for g in runs) / total for phase in phases}
@@ -238,13 +241,18 @@ class Score(FileModel):
 
         None where servers decoded.
         """
-        runs = [g for g in (self.speculative[k] if k else self.plain) if isinstance(g, Generation)]
+        runs = self.generations(k)
         return 1e3 * sum(g.prefill_seconds for g in runs) / len(runs) if runs else None
+
+    def request_ms(self, k: int) -> float | None:
+        """Return the mean milliseconds of a whole request, prefills included; K and None as in first_token_ms."""
+        runs = self.generations(k)
+        return 1e3 * sum(g.prefill_seconds + g.decode_seconds for g in runs) / len(runs) if runs else None
 
     @property
     def stalls(self) -> tuple[int, int]:
         """Steps that stalled and count as the others of their kind, and all steps; 0 where servers decoded."""
-        runs = [g for arm in (self.plain, *self.speculative.values()) for g in arm if isinstance(g, Generation)]
+        runs = [g for k in (0, *self.speculative) for g in self.generations(k)]
         return sum(g.stalled_steps for g in runs), sum(len(g.drafted) for g in runs)
 
     @property

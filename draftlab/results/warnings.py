@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from draftlab.results.decoding import Generation, median_timings
+from draftlab.results.decoding import median_timings
 from draftlab.results.score import UNEVEN, Score
 
 FEW_PROMPTS = 8
@@ -65,15 +65,12 @@ def _about_conditions(score: Score) -> Iterator[str]:
 
 def _about_timing(score: Score) -> Iterator[str]:
     k, prompts = score.best_k, score.conditions.prompts
-    plain = [g for g in score.plain if isinstance(g, Generation)]
-    if plain:
-        before, after = score.first_token_ms(0) or 0, score.first_token_ms(k) or 0
-        whole = 1e3 * sum(g.prefill_seconds + g.decode_seconds for g in plain) / len(plain)
-        if after - before > LATER * whole:
-            yield (
-                f"the first token comes after {after:.0f} ms, without it after {before:.0f} ms, for it reads the "
-                f"prompt, too; the speed-up is of the tokens after it, {whole - before:.0f} ms without a draft"
-            )
+    before, after, whole = (ms or 0.0 for ms in (score.first_token_ms(0), score.first_token_ms(k), score.request_ms(0)))
+    if after - before > LATER * whole:
+        yield (
+            f"the first token comes after {after:.0f} ms, without it after {before:.0f} ms, for it reads the prompt, "
+            f"too; the speed-up is of the tokens after it, {whole - before:.0f} ms without a draft"
+        )
     stalled, steps = score.stalls
     if stalled > RARE * steps:
         yield f"{stalled} of {steps} steps stalled, as the machine was busy; they count as the others of their kind"

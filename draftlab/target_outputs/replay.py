@@ -26,7 +26,7 @@ from draftlab.engine.batch_generate import FinishReason
 from draftlab.engine.drafters.parallel import mask_token
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, ratio_intervals
-from draftlab.model import checkpoint, decoder, eagle, hub, llama, parallel
+from draftlab.model import checkpoint, decoder, eagle, eagle_llama, hub, llama, parallel
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import Llama
 from draftlab.model.tokenizer import common_vocabulary
@@ -345,7 +345,7 @@ def _target_and_head(
 ) -> tuple[Llama, EagleLlama]:
     path = hub.locate(config.target)
     target = llama.load(path, dtype, device)
-    return target, EagleLlama(eagle.read(draft, path, dtype, device), target.embed, draft)
+    return target, eagle_llama.load(draft, path, target)
 
 
 def _offsets(draft: Path, config: ReplayConfig) -> int | None:

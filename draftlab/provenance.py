@@ -12,15 +12,18 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import mean
 from time import time
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from draftlab.atomic import write_atomic
+from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.reading import FileModel, parse_json, read_bytes
+from draftlab.reading import FileModel, parse_json, read_bytes, read_json_lines
 
-RECORD_FILE = "draftlab.json"
+RECORD_FILE, LOG_FILE = "draftlab.json", "log.jsonl"
+CURVE_POINTS = 100
 
 
 class Record(FileModel):
@@ -36,6 +39,15 @@ class Record(FileModel):
     notes: dict[str, object] = Field(default_factory=dict)
 
 
+class CurvePoint(FileModel, extra="ignore"):
+    """A point of a training curve: the mean of some steps up to this one, or an evaluation on held-out text."""
+
+    step: NonNegativeInt
+    loss: float  # nats per token
+    acceptance: float | None  # on held-out text, per token; None without a target
+    heldout: bool
+
+
 class Stage(FileModel):
     """One of the commands that made a draft. tokens: read or written by it; None where its record does not say."""
 
@@ -43,6 +55,7 @@ class Stage(FileModel):
     output: str  # name of its directory
     seconds: float
     tokens: int | None
+    curve: list[CurvePoint] = Field(default=[])  # of training
 
 
 def write_record(
@@ -99,7 +112,28 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
         output=directory.name,
         seconds=max(record.seconds, trained_seconds if isinstance(trained_seconds, float) else 0.0),
         tokens=tokens if isinstance(tokens, int) else None,
+        curve=_curve(directory / LOG_FILE),
     )
+
+
+def _curve(log: Path) -> list[CurvePoint]:
+    """Return the points of a run's log, at most CURVE_POINTS of its steps and of its evaluations; [] if it has none."""
+    if not log.exists():
+        return []
+    try:
+        lines = [line for _, line in read_json_lines(log)]
+        points = [CurvePoint.model_validate(line | {"heldout": "grad_norm" not in line}) for line in lines]
+    except (TypeError, ValueError, UserError):
+        note(f"{log} is damaged, so that reports will lack this run's curve")
+        return []
+    steps, evals = ([p for p in points if p.heldout is heldout] for heldout in (False, True))
+    size, every = (-(-len(kind) // CURVE_POINTS) or 1 for kind in (steps, evals))
+    parts = [steps[start : start + size] for start in range(0, len(steps), size)]
+    means = [
+        CurvePoint(step=part[-1].step, loss=mean(p.loss for p in part), acceptance=None, heldout=False)
+        for part in parts
+    ]
+    return means + evals[:1] + evals[:0:-every][::-1]
 
 
 def plain(settings: dict[str, object]) -> dict[str, object]:

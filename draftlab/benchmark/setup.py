@@ -41,6 +41,8 @@ from draftlab.results.score import SAMPLING
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.store import check_tokenizer, finished_manifest
 
+ReadsOutputs = NgramSpec | FallbackSpec | SearchedTreeSpec | LayerSkipSpec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -67,12 +69,16 @@ class Setup:
     def made(self, name: str) -> list[Stage] | None:
         """Return the commands that made a draft, or what a drafter reads; [] if it reads nothing, None if not known."""
         spec = next((spec for spec in self.drafters if spec.name == name), None)
-        path = self.drafts.get(name)
+        paths = [self.drafts.get(name)]
         if isinstance(spec, DraftModelSpec):
-            path = hub.locate(spec.draft) if spec.draft else self.default_draft
-        elif isinstance(spec, MedusaSpec):
-            path = Path(spec.heads)
-        return [] if path is None else lineage(path, self.target)
+            paths.append(hub.locate(spec.draft) if spec.draft else self.default_draft)
+        if isinstance(spec, MedusaSpec | EagleSpec):
+            paths.append(Path(spec.heads))
+        if isinstance(spec, ReadsOutputs) and spec.outputs:
+            paths.append(Path(spec.outputs))
+        known = [lineage(path, self.target) for path in paths if path is not None]
+        stages = [stage for chain in known for stage in chain or []]
+        return None if None in known else [s for i, s in enumerate(stages) if s not in stages[:i]]
 
     @property
     def turns(self) -> Path | None:
@@ -82,11 +88,7 @@ class Setup:
     @property
     def outputs(self) -> list[Path]:
         """Return the target outputs that drafters learn from."""
-        return [
-            Path(spec.outputs)
-            for spec in self.drafters
-            if isinstance(spec, NgramSpec | FallbackSpec | SearchedTreeSpec | LayerSkipSpec) and spec.outputs
-        ]
+        return [Path(spec.outputs) for spec in self.drafters if isinstance(spec, ReadsOutputs) and spec.outputs]
 
     @property
     def inputs(self) -> list[Path]:

@@ -26,7 +26,7 @@ from draftlab.distill.eagle_teacher import EagleTeacher
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches, MixedBatches, load_or_make
 from draftlab.distill.optimizers import training_dtype
-from draftlab.distill.run import LOG, TrainingResult, claimed_state, fit
+from draftlab.distill.run import TrainingResult, claimed_state, fit
 from draftlab.distill.trackers import tracked
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.distill.training_setup import Author, check_prompt_tokens, continued, target_text
@@ -39,6 +39,7 @@ from draftlab.model.size import read_size
 from draftlab.model.tokenizer import known_ids
 from draftlab.model.trimmed_head import frequent_ids, template_ids
 from draftlab.output import Output
+from draftlab.provenance import LOG_FILE
 
 HELDOUT_ROWS = 64
 FITTED_TOKENS = 16_384  # of the text, from which a head starts
@@ -224,6 +225,6 @@ def _write(
     head = Head(config=student.config, weights=weights, ids=teacher.ids, embedding=begun and begun.embedding)
     with output.directory() as work:
         eagle.write(work, head, "native", target=target, k=k)
-        shutil.copyfile(output.state / LOG, work / LOG)
+        shutil.copyfile(output.state / LOG_FILE, work / LOG_FILE)
         output.record(work, inputs, coverage=result.coverage, **result.fitted.as_dict())
     remove_state(output.state)

@@ -25,13 +25,14 @@ from draftlab.distill.fused_loss import Dense
 from draftlab.distill.losses import parse_loss
 from draftlab.distill.on_policy import Batches
 from draftlab.distill.optimizers import training_dtype
-from draftlab.distill.run import LOG, TrainingResult, claimed_state, fit
+from draftlab.distill.run import TrainingResult, claimed_state, fit
 from draftlab.distill.teachers import logits_of
 from draftlab.distill.trainer import DistillStep, TrainingSetup
 from draftlab.engine.drafters.medusa import apply_heads, write
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.devices import exact
 from draftlab.output import Output
+from draftlab.provenance import LOG_FILE
 
 LOSS = parse_loss("fkl")  # to the target's own distribution at the token that a head predicts
 
@@ -72,7 +73,7 @@ def train_medusa(config: MedusaConfig, output: Output) -> MedusaResult:
         with output.directory() as work:
             stored = checkpoint.stored_dtype(target)
             write(work, {name: weight.to(stored) for name, weight in best.items()}, target)
-            shutil.copyfile(state / LOG, work / LOG)
+            shutil.copyfile(state / LOG_FILE, work / LOG_FILE)
             output.record(work, [target], heads=result.heads, **fitted.as_dict())
         remove_state(state)
     return result

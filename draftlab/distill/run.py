@@ -24,9 +24,9 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.trimmed_head import trimmed_head_of, write_head_ids
 from draftlab.output import Output
+from draftlab.provenance import LOG_FILE
 from draftlab.reading import parse_json
 
-LOG = "log.jsonl"
 STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
 
 
@@ -103,7 +103,7 @@ def fit(
     check_space(state, _checkpoint_bytes(student, config), "checkpoints")
     with progress(what, config.steps) as advance:
         for record in train(student, setup, config, state, constraint):
-            _append(state / LOG, record)
+            _append(state / LOG_FILE, record)
             if log is not None:
                 log(record)
             if isinstance(record, StepRecord):
@@ -113,9 +113,9 @@ def fit(
             alpha = "" if record.acceptance is None else f", acceptance {record.acceptance:.3f}"
             advance(record.step, text + alpha)
     checkpointer.process_state().wait_for_everyone()
-    records = read_log(state / LOG)
+    records = read_log(state / LOG_FILE)
     if checkpointer.process_state().is_main_process:  # each step once, as a run has it that was not killed
-        write_atomic(state / LOG, "".join(json.dumps(asdict(record)) + "\n" for record in records))
+        write_atomic(state / LOG_FILE, "".join(json.dumps(asdict(record)) + "\n" for record in records))
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
     best = max(evals, key=lambda r: r.selection_metric)  # the first of equals, as Best
@@ -149,7 +149,7 @@ def fit_and_write(
             if (head := trimmed_head_of(student)) is not None:
                 write_head_ids(work, head.ids.tolist())
                 notes["draft_vocab"] = len(head.ids)
-            shutil.copyfile(output.state / LOG, work / LOG)
+            shutil.copyfile(output.state / LOG_FILE, work / LOG_FILE)
             output.record(work, inputs, **notes, **result.as_dict())
         remove_state(output.state)
     checkpointer.process_state().wait_for_everyone()

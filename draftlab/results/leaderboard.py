@@ -16,6 +16,22 @@ LABEL_LENGTH = 28
 ACCURACY_METRICS = ("acc", "exact_match")  # lm-eval's, without the name of a filter
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Colour and marker of what has this name in plots. glyph: the marker as a character, for the key beside them."""
+
+    name: str
+    colour: str
+    marker: str
+    glyph: str
+
+    @classmethod
+    def of(cls, name: str, number: int) -> "Mark":
+        """Return the mark of that number; the first 64 differ."""
+        at = number % len(COLOURS)
+        return cls(name, COLOURS[at], *MARKERS[(at + number // len(COLOURS)) % len(MARKERS)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A draft at its rank, and how every table and plot marks it."""
@@ -39,17 +55,16 @@ class Entry:
         return name if len(name) <= LABEL_LENGTH else f"{kind}…{name[1 + len(kind) - LABEL_LENGTH :]}"
 
     @property
+    def mark(self) -> Mark:
+        return Mark.of(self.score.name, self.rank)
+
+    @property
     def colour(self) -> str:
-        return COLOURS[self.rank % len(COLOURS)]
+        return self.mark.colour
 
     @property
     def marker(self) -> str:
-        return MARKERS[self.rank % len(MARKERS)][0]
-
-    @property
-    def glyph(self) -> str:
-        """The marker as a character, for the key beside a plot."""
-        return MARKERS[self.rank % len(MARKERS)][1]
+        return self.mark.marker
 
 
 def leaderboard(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:

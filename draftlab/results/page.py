@@ -7,10 +7,10 @@ from typing import Any
 from markupsafe import Markup
 
 from draftlab.model.shape import format_count
-from draftlab.provenance import Stage
+from draftlab.provenance import CurvePoint, Stage
 from draftlab.results import plots
 from draftlab.results.compare import category_rows
-from draftlab.results.leaderboard import NO_DRAFT, Entry, plain_rank
+from draftlab.results.leaderboard import NO_DRAFT, Entry, Mark, plain_rank
 from draftlab.results.tables import Rows, three_digits
 
 PROMPT_SHOWN = 1200  # characters of the example's prompt
@@ -18,15 +18,14 @@ PROMPT_SHOWN = 1200  # characters of the example's prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A plot with its caption and its numbers. keyed: entries whose colours and markers it uses."""
+    """A plot with its caption and its numbers. key: the colours and markers that it uses, if they need one."""
 
     title: str
     svg: Markup
     caption: str
     heads: list[str]
     rows: Rows
-    keyed: Sequence[Entry] = ()
-    phases: bool = False  # its colours are those of a step's phases
+    key: Sequence[Mark] = ()
 
 
 def ranking(entries: list[Entry]) -> Figure:
@@ -41,8 +40,16 @@ def ranking(entries: list[Entry]) -> Figure:
 
 def figures(entries: list[Entry]) -> list[Figure]:
     """Return the figures on time and acceptance that there are data for."""
-    made = [_time(entries), _latency(entries), _positions(entries), _accuracy(entries)]
+    made = [_prompts(entries[0]), _time(entries), _latency(entries), _positions(entries), _accuracy(entries)]
     return [figure for figure in made if figure is not None]
+
+
+def training(entries: list[Entry]) -> list[Figure]:
+    """Return the curves of the last training of each draft, where they are known: loss, and held-out acceptance."""
+    curves = [(e, next((s.curve for s in reversed(e.score.made or []) if s.curve), [])) for e in entries]
+    known = [(e, curve) for i, (e, curve) in enumerate(curves) if curve not in [[], *(c for _, c in curves[:i])]]
+    accepted = [(e, [p for p in curve if p.acceptance is not None]) for e, curve in known]
+    return [figure for figure in (_loss(known), _heldout([pair for pair in accepted if pair[1]])) if figure]
 
 
 def categories(entries: list[Entry]) -> Figure | None:
@@ -54,7 +61,7 @@ def categories(entries: list[Entry]) -> Figure | None:
     shown = entries[: plots.IN_CATEGORIES]
     more = f" of the {len(shown)} fastest drafts" if len(shown) < len(entries) else ""
     return Figure(
-        title="Speed-up by category", svg=plots.plot_categories(entries, by_draft), keyed=shown,
+        title="Speed-up by category", svg=plots.plot_categories(entries, by_draft), key=_key(shown, entries),
         heads=["category", "n", *(e.score.name for e in entries)],
         rows=[[row[0]["category"], str(row[0]["prompts"]), *map(_gain, row)] for row in zip(*by_draft, strict=True)],
         caption=f"Speed-up{more} on the prompts of each category, at the K that is best over all.",
@@ -117,11 +124,55 @@ def by_k(entries: list[Entry]) -> Figure:
     rows = [[e.score.name, *(e.speedups[k].as_speedup() if k in e.speedups else "–" for k in ks)] for e in entries]
     rows.insert(plain_rank(entries), [NO_DRAFT, *["1.00x"] * len(ks)])
     return Figure(
-        title="Speed-up against K", svg=plots.plot_speedup(entries), keyed=entries, rows=rows,
+        title="Speed-up against K", svg=plots.plot_speedup(entries), key=_key(entries), rows=rows,
         heads=["draft", *(f"K = {k}" for k in ks)],
         caption="Tokens per second over the target's own; above the dashed line the draft helps. Bands: 95% bootstrap "
         "interval over prompts.",
     )  # fmt: skip
+
+
+def _prompts(best: Entry) -> Figure | None:
+    rates = best.score.prompt_tps(best.k)
+    if len(rates) < 2:
+        return None
+    names = {prompt: best.score.prompts[prompt].category if best.score.prompts else "" for prompt in rates}
+    marks = {name: Mark.of(name or "others", number) for number, name in enumerate(sorted(set(names.values())))}
+    return Figure(
+        title="Speed-up by prompt", key=[*marks.values()] if len(marks) > 1 else [],
+        svg=plots.plot_prompts([(marks[names[prompt]], *pair) for prompt, pair in rates.items()]),
+        heads=["prompt", "category", "tokens/s plain", "tokens/s speculative", "speed-up"],
+        rows=[
+            [str(prompt), names[prompt] or "–", three_digits(plain), three_digits(drafted), f"{drafted / plain:.2f}x"]
+            for prompt, (plain, drafted) in rates.items()
+        ],
+        caption=f"{best.score.name} at K = {best.k}: each prompt, plain and with the draft, at its repeat of median "
+        "time. Above the dashed line the draft helps.",
+    )  # fmt: skip
+
+
+def _loss(curves: list[tuple[Entry, list[CurvePoint]]]) -> Figure | None:
+    return None if not curves else Figure(
+        title="Loss by step", svg=plots.plot_loss(curves), key=_key([e for e, _ in curves]),
+        heads=["draft", "step", "loss on held-out text"],
+        rows=[[e.score.name, f"{p.step:,}", f"{p.loss:.3f}"] for e, curve in curves for p in curve if p.heldout],
+        caption="The last training of each draft: lines on its own batches, points on held-out text. Losses of "
+        "different kinds cannot be compared.",
+    )  # fmt: skip
+
+
+def _heldout(curves: list[tuple[Entry, list[CurvePoint]]]) -> Figure | None:
+    return None if not curves else Figure(
+        title="Held-out acceptance by step", svg=plots.plot_heldout(curves), key=_key([e for e, _ in curves]),
+        heads=["draft", "step", "acceptance on held-out text"],
+        rows=[[e.score.name, f"{p.step:,}", f"{p.acceptance:.3f}"] for e, curve in curves for p in curve],
+        caption="Acceptance of single tokens (sum of min(p, q)) on held-out text, where the draft always goes on from "
+        "the target's tokens.",
+    )  # fmt: skip
+
+
+def _key(shown: list[Entry], entries: Sequence[Entry] = ()) -> list[Mark]:
+    """Return the marks of the entries that a plot shows; none if there is only one in all."""
+    return [entry.mark for entry in shown] if len(entries or shown) > 1 else []
 
 
 def _time(entries: list[Entry]) -> Figure | None:
@@ -132,7 +183,7 @@ def _time(entries: list[Entry]) -> Figure | None:
         for s in plots.step_times(entries)
     ]  # fmt: skip
     return None if svg is None else Figure(
-        title="Where the time of a step goes", svg=svg, rows=rows, phases=True,
+        title="Where the time of a step goes", svg=svg, rows=rows, key=plots.PHASE_MARKS,
         heads=["draft", *(f"{name}, ms" for name in plots.PHASE_NAMES.values()), "step, ms", "tokens", "ms per token"],
         caption="One step at the best K: drafting, the target's pass over what was drafted, and everything else.",
     )  # fmt: skip
@@ -148,7 +199,8 @@ def _latency(entries: list[Entry]) -> Figure | None:
         for name, m in models if m.shape and m.latency
     ]  # fmt: skip
     return None if svg is None else Figure(
-        title="Latency against depth", svg=svg, keyed=[e for e in entries if e.score.draft.latency], rows=rows,
+        title="Latency against depth", svg=svg, rows=rows,
+        key=_key([e for e in entries if e.score.draft.latency], entries),
         heads=["model", "layers", "parameters", "ms per token", "quartiles"],
         caption="One forward pass over one token: median, and quartiles where they are wider than the point. A draft's "
         "area grows with its parameters; the star is the target.",
@@ -159,7 +211,7 @@ def _positions(entries: list[Entry]) -> Figure:
     width = max(e.k for e in entries)
     shares = {e.score.name: e.score.acceptance(e.k).per_position_acceptance for e in entries}
     return Figure(
-        title="Acceptance by position", svg=plots.plot_positions(entries), keyed=entries,
+        title="Acceptance by position", svg=plots.plot_positions(entries), key=_key(entries),
         heads=["draft", *map(str, range(1, width + 1))],
         rows=[[name, *(f"{x:.2f}" for x in row), *["–"] * (width - len(row))] for name, row in shares.items()],
         caption="Share of steps that accepted at least this many drafted tokens, each draft at its best K.",
@@ -170,7 +222,7 @@ def _accuracy(entries: list[Entry]) -> Figure | None:
     scored = [(e, e.accuracy) for e in entries if e.accuracy]
     svg = plots.plot_accuracy(entries)
     return None if svg is None else Figure(
-        title="Accuracy against acceptance", svg=svg, keyed=[e for e, _ in scored],
+        title="Accuracy against acceptance", svg=svg, key=_key([e for e, _ in scored], entries),
         heads=["draft", "accuracy", "standard error", "tokens per target pass"],
         rows=[
             [e.score.name, f"{a.value:.3f}", "–" if a.stderr is None else f"{a.stderr:.3f}", f"{e.tokens_per_pass:.2f}"]

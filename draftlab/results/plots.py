@@ -16,10 +16,12 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
-from draftlab.results.leaderboard import COLOURS, MARKERS, NO_DRAFT, Entry
+from draftlab.provenance import CurvePoint
+from draftlab.results.leaderboard import COLOURS, MARKERS, NO_DRAFT, Entry, Mark
 
 PHASES = {"draft": "#c04c00", "verify": "#0072b2", "host": "#6b6b6b"}
 PHASE_NAMES = {"draft": "draft", "verify": "target verifies", "host": "sampling and other"}
+PHASE_MARKS = [Mark(name, PHASES[phase], "s", "■") for phase, name in PHASE_NAMES.items()]
 VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {PHASES["host"]: "var(--soft)"}
 WIDTH = 4.6  # inches; text of 9 pt is readable where a phone shrinks that to 300 px
 IN_CATEGORIES = 3  # drafts in the plot of categories
@@ -113,6 +115,48 @@ def plot_categories(entries: list[Entry], rows: list[list[dict[str, Any]]]) -> M
         ax.tick_params("y", length=0)
 
     return _svg(draw, "Speed-up by category of prompts", inches=0.8 + 0.36 * len(names))
+
+
+def plot_prompts(points: Sequence[tuple[Mark, float, float]]) -> Markup:
+    """Plot each prompt with its tokens per second: plain, and with the draft."""
+    plain, drafted = [x for _, x, _ in points], [y for _, _, y in points]
+
+    def draw(ax: Axes) -> None:
+        ax.axline((1, 1), slope=1, color="black", linewidth=1, linestyle="--")
+        for mark, x, y in points:
+            ax.plot(x, y, color=mark.colour, marker=mark.marker, linestyle="", markersize=5)
+        low = 0.95 * min(*plain, *drafted)
+        _log_axes(ax, (1, 1.5, 2, 3, 5, 7))  # a few prompts gain several times as much as most
+        ax.set(xlim=(low, 1.05 * max(plain)), ylim=(low, 1.05 * max(drafted)))
+        ax.set(xlabel="tokens/s without a draft", ylabel="tokens/s with the draft")
+
+    return _svg(draw, "Tokens per second of each prompt, with the draft against without")
+
+
+def plot_loss(curves: Sequence[tuple[Entry, Sequence[CurvePoint]]]) -> Markup:
+    def draw(ax: Axes) -> None:
+        for entry, curve in curves:
+            steps, evals = ([p for p in curve if p.heldout is heldout] for heldout in (False, True))
+            ax.plot([p.step for p in steps], [p.loss for p in steps], color=entry.colour, linewidth=1)
+            ax.plot([p.step for p in evals], [p.loss for p in evals], color=entry.colour, marker=entry.marker, ls="")
+        _by_step(ax, "loss, nats per token")
+
+    return _svg(draw, "Loss by training step")
+
+
+def plot_heldout(curves: Sequence[tuple[Entry, Sequence[CurvePoint]]]) -> Markup:
+    def draw(ax: Axes) -> None:
+        for entry, curve in curves:
+            steps, accepted = zip(*((p.step, p.acceptance) for p in curve), strict=True)
+            ax.plot(steps, accepted, color=entry.colour, marker=entry.marker)
+        _by_step(ax, "acceptance per token")
+
+    return _svg(draw, "Held-out acceptance by training step")
+
+
+def _by_step(ax: Axes, what: str) -> None:
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.set(xlabel="step", ylabel=what, ylim=(0, 1.05 * ax.get_ylim()[1]))
 
 
 def _interval(ax: Axes, gain: Interval, row: float, entry: Entry) -> None:
@@ -244,9 +288,13 @@ def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # layers
         ax.set(xlim=(0, 1.15 * max(xs)), ylim=(0, 1.15 * max(ys)))
         return
+    _log_axes(ax, (1, 2, 5))
+
+
+def _log_axes(ax: Axes, ticks: Sequence[float]) -> None:
     ax.set(xscale="log", yscale="log")
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_locator(LogLocator(subs=ticks))
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_formatter(NullFormatter())
 

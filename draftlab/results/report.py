@@ -67,7 +67,6 @@ def html(scores: list[Score], command: str) -> str:
         best=None if entries[0].score.output_differs else entries[0],
         shown=next((e for e in entries if e.score.example), None),
         page=page,
-        phases=[(plots.PHASE_NAMES[name], plots.VARIABLES[colour]) for name, colour in plots.PHASES.items()],
         colours=(COLOURS, DARK_COLOURS),
         page_colour=plots.VARIABLES.__getitem__,
         k_heads=K_HEADS,

@@ -265,11 +265,15 @@ class Score(FileModel):
     @property
     def median_prompt(self) -> int:
         """The prompt of median speed-up at the best K, the lower of two middle ones."""
-        (drafted,), plain = self.timings([self.best_k])
-        prompts = sorted({g.prompt for g in self.plain})
-        pairs = zip(drafted, plain, prompts, strict=True)
-        rates = sorted((d[0] / d[1] * p[1] / p[0], prompt) for d, p, prompt in pairs if d[1] and p[0])
-        return rates[(len(rates) - 1) // 2][1]
+        rates = self.prompt_tps(self.best_k)
+        ordered = sorted((drafted / plain, prompt) for prompt, (plain, drafted) in rates.items())
+        return ordered[(len(ordered) - 1) // 2][1]
+
+    def prompt_tps(self, k: int) -> dict[int, tuple[float, float]]:
+        """Return tokens per second of each prompt that was timed, plain and at K, each at its repeat of median time."""
+        (drafted,), plain = self.timings([k])
+        pairs = zip(sorted({g.prompt for g in self.plain}), plain, drafted, strict=True)
+        return {prompt: (p[0] / p[1], d[0] / d[1]) for prompt, p, d in pairs if p[0] and p[1] and d[1]}
 
     def subset(self, prompts: Collection[int]) -> "Score":
         """Return the same score over some of its prompts, without server counters, which are of all prompts."""

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from builders import build
 
 from draftlab.benchmark.example import record_example
+from draftlab.benchmark.setup import Setup
+from draftlab.config.drafters import parse_drafter
 from draftlab.engine.drafters.dynamic_tree import DynamicTreeDrafter
 from draftlab.engine.drafters.ngram import PromptLookupDrafter
 from draftlab.engine.drafters.tree import TreeDrafter, full_tree
@@ -113,6 +117,59 @@ def test_lineage_is_every_command_but_those_of_the_target(tmp_path):
         ("outputs build", "store", 3.0, 700),
         ("distill", "draft", 8.5, 9),  # resumed: the steps took longer than the last process
     ]
+
+
+def write_log(draft: Path, steps: int) -> None:
+    evals = [{"step": i, "tokens": 9, "loss": 3.0, "acceptance": 0.5} for i in range(0, steps + 1, 10)]
+    taken = [{"step": i, "loss": i / 2, "acceptance": 0.4, "grad_norm": None} for i in range(1, steps + 1)]
+    lines = sorted(evals + taken, key=lambda line: (line["step"], "grad_norm" not in line))
+    (draft / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("steps", [30, 250, 2500])
+def test_a_stage_has_its_curve_in_few_points(tmp_path, steps):
+    draft = record(tmp_path / "draft", "distill", [], "2026-01-04")
+    write_log(draft, steps)
+    (stage,) = lineage(draft, tmp_path) or []
+    taken, evals = ([p for p in stage.curve if p.heldout is heldout] for heldout in (False, True))
+    each = {30: 1, 250: 3, 2500: 25}[steps]
+    assert len(taken) == -(-steps // each) <= 100
+    assert taken[0].loss == pytest.approx((each + 1) / 4)  # the mean of 1/2, 2/2, ... each/2
+    assert len(evals) <= 101
+    assert (evals[0].step, evals[-1].step, taken[-1].step) == (0, steps, steps)
+    assert [p.step for p in evals] == sorted({p.step for p in evals})
+    assert {p.acceptance for p in evals} == {0.5}
+
+
+@pytest.mark.parametrize("text", ["{", "7\n", '{"step": 1, "loss": NaN, "acceptance": null}\n', '{"loss": 1}\n'])
+def test_a_damaged_log_costs_the_curve_only(tmp_path, text, capsys):
+    draft = record(tmp_path / "draft", "distill", [], "2026-01-04")
+    (draft / "log.jsonl").write_text(text)
+    (stage,) = lineage(draft, tmp_path) or []
+    assert stage.curve == []
+    assert "log.jsonl is damaged" in capsys.readouterr().err
+
+
+def test_a_drafter_was_made_by_what_made_all_that_it_reads(tmp_path):
+    target = record(tmp_path / "target", "train", [], "2026-01-01")
+    draft = record(tmp_path / "draft", "distill", [target], "2026-01-02")
+    build("llama").save_pretrained(draft)
+    store = record(tmp_path / "store", "outputs build", [target], "2026-01-02")
+    head = record(tmp_path / "head", "eagle", [target, store], "2026-01-03")
+    foreign = tmp_path / "foreign"
+    made = {
+        f"eagle:heads={head}": ["outputs build", "eagle"],
+        f"eagle:heads={foreign}": None,
+        f"ngram:outputs={store}": ["outputs build"],
+        f"fallback:draft={draft},outputs={store}": ["distill", "outputs build"],
+        f"tree:draft={draft},widths=2": ["distill"],
+        "prompt-lookup": [],
+    }
+    for text, commands in made.items():
+        spec = parse_drafter(text)
+        setup = cast(Any, SimpleNamespace(drafters=[spec], drafts={}, default_draft=None, target=target))
+        stages = Setup.made(setup, spec.name)
+        assert (stages and [stage.command for stage in stages]) == commands, text
 
 
 def test_what_was_rewritten_since_is_not_counted(tmp_path):

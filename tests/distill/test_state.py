@@ -18,7 +18,7 @@ from draftlab.distill import checkpointer, distributed, run, sealed
 from draftlab.distill.checkpointer import BEST, RECORD, Best, Training, write_record
 from draftlab.errors import UserError
 from draftlab.model import saving
-from draftlab.provenance import file_sha256
+from draftlab.provenance import LOG_FILE, file_sha256
 from draftlab.trust import remote_code
 
 
@@ -171,7 +171,7 @@ def test_a_pickle_beside_a_checkpoint_is_refused_before_models_are_loaded_and_ne
 
 
 def test_a_log_is_read_up_to_the_half_line_of_a_kill(tmp_path):
-    log = tmp_path / run.LOG
+    log = tmp_path / LOG_FILE
     lines = '{"step": 0, "tokens": 1, "loss": 1.0, "cross_entropy": 1.0}\n'
     log.write_text(lines + '{"step": 1, "lo')
     assert [record.step for record in run.read_log(log)] == [0]

@@ -15,9 +15,10 @@ from rich.table import Table
 from draftlab.errors import UserError
 from draftlab.export.card import Card
 from draftlab.model.shape import Shape
-from draftlab.provenance import Stage
+from draftlab.provenance import CurvePoint, Stage
 from draftlab.results import plots
 from draftlab.results.decoding import Example, ExampleStep, Generation
+from draftlab.results.leaderboard import Mark
 from draftlab.results.report import html, json_rows, markdown
 from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
 from draftlab.results.tables import score_table
@@ -374,7 +375,7 @@ def test_page_draws_every_draft(count: int):
     scores = [score(f"draft-{i}", speed=1 - 0.05 * i, layers=1 + i) for i in range(count)]
     source = html(scores, command="")
     page = Page(source)
-    assert sum(tag == "svg" for tag, _ in page.tags) == 6
+    assert sum(tag == "svg" for tag, _ in page.tags) == 7
     assert all(page.text.count(f"draft-{i}") >= 5 for i in range(count))
     assert "nan" not in "".join(attrs.get("d") or "" for _, attrs in page.tags)
 
@@ -467,6 +468,65 @@ def test_a_steps_time_is_its_phases():
     assert cells == [["0.00", "40.0", "0.00", "40.0", "1.00", "40.0"], ["20.0", "30.0", "10.0", "60.0", "3.00", "20.0"]]
 
 
+def numbers_under(source: str, title: str) -> list[list[str]]:
+    table = re.search(rf'aria-label="{title}"><table.*?</table>', source, re.S)
+    assert table is not None
+    rows = table[0].split("<tr>")[2:]
+    return [re.findall(r"<t[hd][^>]*>(?:<span.*?</span> )?(.*?)</t[hd]>", row) for row in rows]
+
+
+def test_each_prompt_is_a_point_of_its_category_plain_against_drafted(drawn):
+    """Plain takes 0.3 s and 0.1 s more for each next prompt, the draft 0.3 s, both for 15 tokens."""
+    named = [Prompt(tokens=5, category=["maths", "code"][i % 2]) for i in range(PROMPTS)]
+    source = html([change(score("d"), plain=UNEVEN, prompts=named)], command="")
+    (ax,) = next(f.axes for f in drawn if f.axes[0].get_ylabel() == "tokens/s with the draft")
+    _, *points = ax.lines
+    rates = [15 / (0.3 + 0.1 * i) for i in range(PROMPTS)]
+    assert [float(point.get_xdata()[0]) for point in points] == pytest.approx(rates)
+    assert [float(point.get_ydata()[0]) for point in points] == pytest.approx([50.0] * PROMPTS)
+    assert len({(p.get_color(), p.get_marker()) for p in points[::2]}) == 1
+    assert points[0].get_color() != points[1].get_color()
+    rows = numbers_under(source, "Speed-up by prompt")
+    assert rows[:2] == [["0", "maths", "50.0", "50.0", "1.00x"], ["1", "code", "37.5", "50.0", "1.33x"]]
+    assert len(rows) == PROMPTS
+    figure = next(part for part in source.split("<figure>") if "Speed-up by prompt" in part)
+    assert re.findall("</span> (code|maths)</span>", figure) == ["code", "maths"]
+
+
+def test_marks_of_many_categories_differ():
+    assert len({(mark.colour, mark.marker) for mark in (Mark.of("", i) for i in range(64))}) == 64
+
+
+CURVE = [
+    CurvePoint(step=1, loss=2.5, acceptance=None, heldout=False),
+    CurvePoint(step=2, loss=1.5, acceptance=None, heldout=False),
+    CurvePoint(step=0, loss=3.0, acceptance=0.25, heldout=True),
+    CurvePoint(step=2, loss=2.0, acceptance=0.5, heldout=True),
+]
+
+
+def test_training_curves_are_those_of_each_drafts_last_run(drawn):
+    early = STAGES[0].model_copy(update={"curve": CURVE[:1]})
+    last = STAGES[1].model_copy(update={"curve": CURVE})
+    trained = [change(score(name), made=[early, last]) for name in ("a", "the-same-draft")]
+    source = html([*trained, change(score("lookup", speed=0.5), made=[])], command="")
+    lines = {f.axes[0].get_ylabel(): f.axes[0].lines for f in drawn if f.axes[0].get_xlabel() == "step"}
+    assert {name: [line.get_xydata().tolist() for line in each] for name, each in lines.items()} == {
+        "loss, nats per token": [[[1, 2.5], [2, 1.5]], [[0, 3], [2, 2]]],
+        "acceptance per token": [[[0, 0.25], [2, 0.5]]],
+    }
+    assert numbers_under(source, "Loss by step") == [["a", "0", "3.000"], ["a", "2", "2.000"]]
+    assert numbers_under(source, "Held-out acceptance by step") == [["a", "0", "0.250"], ["a", "2", "0.500"]]
+
+
+def test_without_a_target_there_is_no_curve_of_acceptance():
+    points = [point.model_copy(update={"acceptance": None}) for point in CURVE]
+    source = html([change(score(), made=[STAGES[1].model_copy(update={"curve": points})])], command="")
+    assert "Loss by step" in source
+    assert "Held-out acceptance by step" not in source
+    assert "Loss by step" not in html([change(score(), made=STAGES)], command="")
+
+
 def luminance(colour: str) -> float:
     """WCAG 2.2, relative luminance of #rrggbb or #rgb."""
     digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
@@ -491,7 +551,8 @@ def drawn(monkeypatch) -> list[Figure]:
 
 def test_no_label_is_clipped_and_no_axis_exaggerates(drawn):
     long = "distilled-on-more-answers-3x256"
-    html([score(long, speed=1.5), score("b", layers=3, speed=0.5)], "c")
+    trained = change(score(long, speed=1.5), made=[STAGES[1].model_copy(update={"curve": CURVE})])
+    html([trained, score("b", layers=3, speed=0.5)], "c")
     html([score("one", tasks=(ACC,))], "c")
     for figure in drawn:
         FigureCanvasAgg(figure).draw()
@@ -539,7 +600,7 @@ def test_every_table_scrolls_in_its_own_box():
 def test_one_draft_with_one_k_and_no_tasks():
     bare = change(score(tasks=()), speculative={4: score().speculative[4]})
     page = Page(html([bare], command=""))
-    assert sum(tag == "svg" for tag, _ in page.tags) == 5
+    assert sum(tag == "svg" for tag, _ in page.tags) == 6
     assert "No draft has a task with the metric acc" in page.text
     assert markdown_rows(markdown([bare]))[0]["accuracy"] == "–"
     assert "2.00x" in rendered(score_table([bare]), 80)
@@ -547,7 +608,7 @@ def test_one_draft_with_one_k_and_no_tasks():
 
 def test_a_draft_without_accuracy_is_left_out_of_that_plot_only():
     source = html([score("a"), score("b", speed=0.9, tasks=(PERPLEXITY,))], command="")
-    assert sum(tag == "svg" for tag, _ in Page(source).tags) == 6
+    assert sum(tag == "svg" for tag, _ in Page(source).tags) == 7
     figure = next(part for part in source.split("<figure>") if "Accuracy against acceptance" in part)
     assert re.findall("</span> ([ab])</span>", figure) == ["a"]
 

@@ -60,8 +60,8 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
     if prompts.requests == len(prompts.rows):
         return None
     said = [(p.ids, p.later) for p in prompts.rows]
-    how = asdict(replace(sampling, stop_token_ids=()))
-    key = hashlib.sha256(json.dumps([target, said, how]).encode()).hexdigest()
+    settings = asdict(replace(sampling, stop_token_ids=()))
+    key = hashlib.sha256(json.dumps([target, said, settings]).encode()).hexdigest()
     return workspace.load().runs / FOLDER / f"{Path(prompts.source).stem}-{key[:12]}.jsonl"
 
 

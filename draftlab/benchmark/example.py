@@ -55,9 +55,9 @@ def record_example(
     )
     for step, lost in _with_lost(recorder, decoded):
         emitted = _pieces(as_text, text, step.tokens)
-        kept, own = emitted[: step.accepted], emitted[step.accepted :]
+        accepted, own = emitted[: step.accepted], emitted[step.accepted :]
         after = [*text, *step.tokens[: step.accepted]]
-        steps.append(ExampleStep(kept=kept, lost=_pieces(as_text, after, lost), own="".join(own)))
+        steps.append(ExampleStep(kept=accepted, lost=_pieces(as_text, after, lost), own="".join(own)))
         text += step.tokens
     return Example(prompt=number, k=k, text=as_text(prompt), first=steps[0].own, steps=steps[1:])
 

@@ -98,8 +98,8 @@ class FallbackSpec(DraftModelSpec, PromptLookupSpec, GateSpec):
 
     @model_validator(mode="after")
     def _has_one_gate(self) -> Self:
-        if self.outputs and (given := sorted(self.model_fields_set & {"min_match", "draft_tokens"})):
-            raise ValueError(f"{', '.join(given)}: outputs teach them")
+        if self.outputs and (unused := sorted(self.model_fields_set & {"min_match", "draft_tokens"})):
+            raise ValueError(f"{', '.join(unused)}: outputs teach them")
         return self
 
 

@@ -353,8 +353,8 @@ def deferred_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             note("stopping after this step and its checkpoint; Ctrl-C again stops at once")
 
-    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in wanted}
+    signals = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield received
     finally:

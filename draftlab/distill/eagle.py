@@ -181,8 +181,8 @@ def _draft_ids(
         ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, stays)
         return {"ids": np.array(ids), "coverage": np.array([coverage])}
 
-    found = load_or_make(state / "draft_ids.safetensors", find)
-    return found["ids"], float(found["coverage"][0])
+    tensors = load_or_make(state / "draft_ids.safetensors", find)
+    return tensors["ids"], float(tensors["coverage"][0])
 
 
 def start_head(
@@ -195,11 +195,11 @@ def start_head(
     def find() -> dict[str, np.ndarray]:
         count = min(config.steps, math.ceil(FITTED_TOKENS / (config.batch_size * config.seq_len)))
         with progress("least squares for the head's start" if begun is None else "sizes of states", count) as advance:
-            found = sample(teacher, (batches.batch(step) for step in range(count)), advance)
+            sampled = sample(teacher, (batches.batch(step) for step in range(count)), advance)
         if begun is not None:
-            start_again(student, found)
+            start_again(student, sampled)
         else:
-            start_linear(student, found)
+            start_linear(student, sampled)
             with torch.no_grad():
                 student.lm_head.weight.copy_(teacher.weight[teacher.ids])
         return {name: weight.numpy() for name, weight in [*student.state_dict().items(), ("scale", student.scale)]}

@@ -76,8 +76,8 @@ def _attend_along_chains(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Te
     (first_k, first_v), *own = steps
     width, scale = q.shape[2], q.shape[3] ** -0.5
     scores = torch.matmul(q, first_k.transpose(2, 3))  # [B, H, T, T]
-    seen = torch.ones(width, width, dtype=torch.bool, device=q.device).tril() if mask is None else mask
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    visible = torch.ones(width, width, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     scores = torch.cat([scores, *((q * k).sum(-1, keepdim=True) for k, _ in own)], -1)
     weights = torch.softmax(scores.float() * scale, -1).to(q.dtype)
     out = torch.matmul(weights[..., :width], first_v)
@@ -206,6 +206,6 @@ class EagleObjective(Objective):
 
     def _sums(self, hidden: Tensor, labels: Tensor, weights: Tensor, target: Dense) -> Tensor:
         head, loss = self.student.lm_head.weight, self.loss.at(self.progress)
-        found = fused_loss(hidden, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed)
-        watched = [found.objective, found.cross_entropy, found.acceptance, found.slack, found.agreement]
-        return torch.stack([*(value.detach() for value in watched), found.objective])
+        loss_sum = fused_loss(hidden, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed)
+        watched = [loss_sum.objective, loss_sum.cross_entropy, loss_sum.acceptance, loss_sum.slack, loss_sum.agreement]
+        return torch.stack([*(value.detach() for value in watched), loss_sum.objective])

@@ -59,24 +59,24 @@ def sample(teacher: EagleTeacher, batches: Iterable[Batch], advance: Advance) ->
 
 
 @torch.no_grad()
-def start_linear(student: EagleHead, found: Sample) -> None:
+def start_linear(student: EagleHead, sampled: Sample) -> None:
     """Set the student's weights by least squares."""
     layer, c = cast(Layer, student.layers[0]), student.config
-    unit = found.now.pow(2).mean(0).sqrt()
-    now, after = found.now / unit, found.after / unit
-    fc = ridge(found.states, now)
-    state, ones = found.states @ fc, torch.ones_like(unit)
-    embedded, normed = (rms_norm(x, ones, c.eps) for x in (found.embedded, state))
+    unit = sampled.now.pow(2).mean(0).sqrt()
+    now, after = sampled.now / unit, sampled.after / unit
+    fc = ridge(sampled.states, now)
+    state, ones = sampled.states @ fc, torch.ones_like(unit)
+    embedded, normed = (rms_norm(x, ones, c.eps) for x in (sampled.embedded, state))
     inputs = torch.cat([embedded, normed], -1)
     change = ridge(inputs, after - state)
     values = c.kv_heads * c.head_dim
     predicted = inputs @ change
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
     attention, own = layer.self_attn, torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
-    _measure_scale(student, found)
+    _measure_scale(student, sampled)
     student.fc.weight.copy_(fc.T * student.scale)
     output = rms_norm(state + predicted @ basis @ basis.T, ones, c.eps)
-    student.norm.weight.copy_((output * found.after).sum(0) / output.pow(2).sum(0))
+    student.norm.weight.copy_((output * sampled.after).sum(0) / output.pow(2).sum(0))
     layer.mlp.down_proj.weight.zero_()
     attention.v_proj.weight.zero_()[: basis.shape[1]] = (change @ basis).T
     out = attention.o_proj.weight.zero_().unflatten(1, (c.heads, c.head_dim))
@@ -86,14 +86,14 @@ def start_linear(student: EagleHead, found: Sample) -> None:
 
 
 @torch.no_grad()
-def start_again(student: EagleHead, found: Sample) -> None:
+def start_again(student: EagleHead, sampled: Sample) -> None:
     """Let fc of a student with another head's weights read states in units of their own sizes; it computes the same."""
-    _measure_scale(student, found)
+    _measure_scale(student, sampled)
     student.fc.weight.mul_(student.scale)
 
 
-def _measure_scale(student: EagleHead, found: Sample) -> None:
-    student.scale.copy_(found.states.pow(2).mean(0).sqrt().clamp_min(student.config.eps))
+def _measure_scale(student: EagleHead, sampled: Sample) -> None:
+    student.scale.copy_(sampled.states.pow(2).mean(0).sqrt().clamp_min(student.config.eps))
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:
@@ -113,7 +113,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
     """Return the map [I, O] from x [N, I] to y [N, O] with the least squares, in fp64."""
-    x, wanted = exact(x), exact(y)
+    x, outputs = exact(x), exact(y)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    return torch.linalg.solve(gram, x.T @ wanted).to(y)
+    return torch.linalg.solve(gram, x.T @ outputs).to(y)

@@ -82,13 +82,13 @@ class EagleTeacher:
         return torch.logsumexp(wide(logits) / self.temperature, -1)
 
     def _keeper(self, layer_id: int) -> Any:
-        def keep(module: nn.Module, given: Any, output: Any) -> None:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
             self.states[layer_id] = output[0] if isinstance(output, tuple) else output
 
         return keep
 
-    def _keep_input(self, module: nn.Module, given: Any, named: Any) -> None:
-        self.states[0] = given[0] if given else named["hidden_states"]
+    def _keep_input(self, module: nn.Module, args: Any, named: Any) -> None:
+        self.states[0] = args[0] if args else named["hidden_states"]
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -142,8 +142,8 @@ def _check(config: ExportConfig, draft: Path, target: Path) -> None:
         if config.outtype not in known:
             raise UserError(f"--outtype {config.outtype}: no such type{did_you_mean(config.outtype, known)}")
         if config.outtype in gguf.K_TYPES and (config.verify_with is None or verify.serves(config.verify_with)):
-            wanted = "name a Python with llama-cpp-python with --verify-with"
-            raise UserError(f"--outtype {config.outtype}: only llama.cpp quantizes to it; {wanted}")
+            remedy = "name a Python with llama-cpp-python with --verify-with"
+            raise UserError(f"--outtype {config.outtype}: only llama.cpp quantizes to it; {remedy}")
 
 
 def _write_gguf(config: ExportConfig, directory: Path, file: Path) -> list[str]:

@@ -55,9 +55,9 @@ class HeadPasses:
         return logits
 
     def _kept(self, cache: Cache, width: int) -> Tensor:
-        kept, new = cache.layer_states, slice(0, width)
-        assert kept is not None  # by new_cache
-        for at, layer in enumerate(kept.ids):
-            size = kept.states.shape[-1] // len(kept.ids)
-            kept.store(layer, kept.states[:, -width:, at * size : (at + 1) * size].clone(), (slice(None), new, new))
-        return kept.states[:, new]
+        layers, new = cache.layer_states, slice(0, width)
+        assert layers is not None  # by new_cache
+        for at, layer in enumerate(layers.ids):
+            size = layers.states.shape[-1] // len(layers.ids)
+            layers.store(layer, layers.states[:, -width:, at * size : (at + 1) * size].clone(), (slice(None), new, new))
+        return layers.states[:, new]

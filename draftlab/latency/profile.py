@@ -216,19 +216,19 @@ def _load(config: GridConfig, models: Models, device_map: str | None, mode: Mode
     note(f"loading {', '.join(models)}")
     grid = _grid(config)
     context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
-    found: dict[str, Decoder] = {}
+    decoders: dict[str, Decoder] = {}
     for name, place in sorted(models.items(), key=lambda item: _is_head(item[1])):  # heads after their targets
         if isinstance(place, Shape):
-            found[name] = random_model(place, dtype, device, context)
+            decoders[name] = random_model(place, dtype, device, context)
         elif _is_head(place):
             path = _target_of(place, models)
-            target = next(found[name] for name, other in models.items() if other == path)
+            target = next(decoders[name] for name, other in models.items() if other == path)
             assert isinstance(target, Llama)  # by check
             head = eagle_llama.load(place, path, target)
-            found[name] = HeadPasses(NativeEagle(head) if mode == "native" else head)
+            decoders[name] = HeadPasses(NativeEagle(head) if mode == "native" else head)
         else:
-            found[name] = load(place, dtype, device, device_map)
-    return {name: found[name] for name in models}
+            decoders[name] = load(place, dtype, device, device_map)
+    return {name: decoders[name] for name in models}
 
 
 def _is_head(place: Path | Shape) -> bool:

@@ -336,9 +336,9 @@ def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[in
 def _check_fits(config: HeadConfig, target: Target, name: str, *, own_embedding: bool) -> None:
     """Raises UserError: the head is one of another target."""
     pairs = (("hidden size", config.target_hidden, target.hidden), ("vocabulary", config.vocab, target.vocab))
-    for what, own, wanted in pairs:
-        if own != wanted:
-            raise UserError(f"{name} is a head for another target: {what} {own}, and {target.name} has {wanted}")
+    for what, own, expected in pairs:
+        if own != expected:
+            raise UserError(f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}")
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
             f"{name} has hidden size {config.hidden} and no embed_tokens, and those of {target.name} have "

@@ -55,9 +55,9 @@ class EagleLlama(Llama):
         ids: [B, T], each the token after the position of its state. states: [B, T, D], of combine or of earlier steps.
         tree: see Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
         """
-        found = self.decode_states(ids, states, cache, self._metadata(cache, ids.shape[1], tree), last)
+        drafted = self.decode_states(ids, states, cache, self._metadata(cache, ids.shape[1], tree), last)
         cache.used = [used + ids.shape[1] for used in cache.used]
-        return found
+        return drafted
 
     def decode_states(
         self, ids: Tensor, states: Tensor, cache: Cache, metadata: AttentionMetadata, last: int

@@ -68,13 +68,13 @@ class Cache:
                 self.layer_states.states[row, at:end] = self.layer_states.states[row, [at + i for i in path]]
         self.used[row] = end
 
-    def rows(self, kept: Tensor) -> "Cache":
-        """Return a cache of some rows alone. kept: bool [B]."""
-        used = [used for used, keep in zip(self.used, kept.tolist(), strict=True) if keep]
-        states = None if self.hidden_states is None else self.hidden_states[kept]
+    def rows(self, mask: Tensor) -> "Cache":
+        """Return a cache of some rows alone. mask: bool [B]."""
+        used = [used for used, keep in zip(self.used, mask.tolist(), strict=True) if keep]
+        states = None if self.hidden_states is None else self.hidden_states[mask]
         layers = self.layer_states
-        layers = None if layers is None else LayerStates(layers.ids, layers.states[kept])
-        return Cache(self.keys[:, kept], self.values[:, kept], used, states, layers)
+        layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
+        return Cache(self.keys[:, mask], self.values[:, mask], used, states, layers)
 
     def expand(self, counts: Sequence[int]) -> "Cache":
         """Return the cache with each row repeated, [sum(counts)] rows."""

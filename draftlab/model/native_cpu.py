@@ -102,15 +102,15 @@ class NativeLlama(Llama):
             raise ValueError(
                 f"layer states of {cache.layer_states.states.shape[1]} places, and {cache.capacity} cached"
             )
-        kept, layer_at = cache.layer_states, None
-        if kept is not None:
+        layer_states, layer_at = cache.layer_states, None
+        if layer_states is not None:
             layer_at = (c_int * (self.shape.layers + 1))(*[-1] * (self.shape.layers + 1))
-            for at, layers in enumerate(kept.ids):
+            for at, layers in enumerate(layer_states.ids):
                 layer_at[layers] = at
         step = _Pass(
             rows, width, last or width, cache.capacity, ids.data_ptr(), ctypes.addressof(used), *tree_data, *buffers,
-            None if states is None else states.data_ptr(), kept.states.data_ptr() if kept else None,
-            None if layer_at is None else ctypes.addressof(layer_at), len(kept.ids) if kept else 0,
+            None if states is None else states.data_ptr(), layer_states.states.data_ptr() if layer_states else None,
+            None if layer_at is None else ctypes.addressof(layer_at), len(layer_states.ids) if layer_states else 0,
         )  # fmt: skip
         self._model.threads = torch.get_num_threads()
         self._run(ctypes.byref(self._model), ctypes.byref(step))

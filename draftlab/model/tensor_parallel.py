@@ -89,8 +89,8 @@ class SplitDecoder(HFDecoder):
         return super().run(ids, cache, last)
 
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        there = None if tree is None else Tree(tree.depth.cpu(), tree.mask.cpu())
-        _broadcast(_UncachedPass(self._number, ids.tolist(), last, there))
+        host_tree = None if tree is None else Tree(tree.depth.cpu(), tree.mask.cpu())
+        _broadcast(_UncachedPass(self._number, ids.tolist(), last, host_tree))
         return super().forward_uncached(ids, last, tree)
 
 
@@ -101,19 +101,19 @@ class _Followed:
     decoders: list[HFDecoder] = field(default_factory=list)
     caches: dict[tuple[int, int], HFCache] = field(default_factory=dict)
 
-    def run(self, told: _Pass) -> None:
-        decoder, key = self.decoders[told.model], (told.model, told.cache)
-        for number in told.dropped:
-            self.caches.pop((told.model, number), None)
+    def run(self, request: _Pass) -> None:
+        decoder, key = self.decoders[request.model], (request.model, request.cache)
+        for number in request.dropped:
+            self.caches.pop((request.model, number), None)
         if key not in self.caches:
-            self.caches[key] = decoder.new_cache(len(told.used), 0)
-        self.caches[key].used = told.used
-        decoder.forward(torch.tensor(told.ids, device=decoder.device), self.caches[key], told.last)
+            self.caches[key] = decoder.new_cache(len(request.used), 0)
+        self.caches[key].used = request.used
+        decoder.forward(torch.tensor(request.ids, device=decoder.device), self.caches[key], request.last)
 
-    def run_uncached(self, told: _UncachedPass) -> None:
-        decoder, tree = self.decoders[told.model], told.tree
+    def run_uncached(self, request: _UncachedPass) -> None:
+        decoder, tree = self.decoders[request.model], request.tree
         tree = None if tree is None else Tree(tree.depth.to(decoder.device), tree.mask.to(decoder.device))
-        decoder.forward_uncached(torch.tensor(told.ids, device=decoder.device), told.last, tree)
+        decoder.forward_uncached(torch.tensor(request.ids, device=decoder.device), request.last, tree)
 
 
 def load(directory: Path, dtype: torch.dtype) -> SplitDecoder:
@@ -157,15 +157,15 @@ def leading() -> Iterator[None]:
 def follow() -> None:
     """Run the passes of the leader until it has done."""
     followed = _Followed()
-    while (told := _broadcast(None)) is not None:
-        if isinstance(told, _Load):
-            torch.set_num_threads(told.threads)
-            with contextlib.suppress(UserError), remote_code(told.trusted):  # the leader raises the error
-                followed.decoders.append(HFDecoder(_load(told.directory, told.dtype)))
-        elif isinstance(told, _Pass):
-            followed.run(told)
+    while (request := _broadcast(None)) is not None:
+        if isinstance(request, _Load):
+            torch.set_num_threads(request.threads)
+            with contextlib.suppress(UserError), remote_code(request.trusted):  # the leader raises the error
+                followed.decoders.append(HFDecoder(_load(request.directory, request.dtype)))
+        elif isinstance(request, _Pass):
+            followed.run(request)
         else:
-            followed.run_uncached(told)
+            followed.run_uncached(request)
     dist.destroy_process_group()
 
 

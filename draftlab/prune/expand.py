@@ -51,7 +51,7 @@ class Expanded(TensorView):
         if added and "norm" not in name:
             return tensor
         places = [self._places(axis, size) for axis, size in zip(self.axes[name], origin.shape, strict=True)]
-        tensor[tuple(into for into, _ in places)] = origin[tuple(taken for _, taken in places)]
+        tensor[tuple(into for into, _ in places)] = origin[tuple(source for _, source in places)]
         return tensor
 
     def _scaled(self, name: str, origin: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class Expanded(TensorView):
         heads = torch.arange(have.heads)
         kv_head, within = heads // (have.heads // have.kv_heads), heads % (have.heads // have.kv_heads)
         kv_place = kv_head * kv_copies(have, self.shape) + within // group
-        into, taken = (kv_place * group + within % group, heads) if axis == "q" else (kv_place, kv_head)
-        return _values(into, have.head_dim), _values(taken, have.head_dim)
+        into, copied = (kv_place * group + within % group, heads) if axis == "q" else (kv_place, kv_head)
+        return _values(into, have.head_dim), _values(copied, have.head_dim)
 
 
 def expand(config: ExpandConfig, output: Output) -> Shape:

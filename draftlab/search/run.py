@@ -82,8 +82,8 @@ def search(config: SearchConfig, output: Output) -> Search:
     common_vocabulary(source, target)
     tried, named = shapes(config, _with_head(config, source)), dict(map(prunable_shape, config.against))
     heads, running = check_heads(config, target), _running(config, [target, source])
-    given = [path for path in (config.outputs, config.prompt_file, *config.heads.values()) if path is not None]
-    output.claim_state([target, source, *given], but=["minutes"])  # a search may resume with another number of minutes
+    paths = [path for path in (config.outputs, config.prompt_file, *config.heads.values()) if path is not None]
+    output.claim_state([target, source, *paths], but=["minutes"])  # a search may resume with another number of minutes
     work = Searcher(config=config, output=output, target=target, source=source, running=running)
     result = work.measure(work.halve(work.start(tried, named, heads)))
     with output.directory() as directory:
@@ -91,7 +91,7 @@ def search(config: SearchConfig, output: Output) -> Search:
         for part in ("texts", "score"):
             shutil.copytree(output.state / part, directory / part)
         write_search(result, directory)
-        output.record(directory, [target, source, *given], total_seconds=result.spent_seconds)
+        output.record(directory, [target, source, *paths], total_seconds=result.spent_seconds)
     remove_state(output.state)
     return result
 

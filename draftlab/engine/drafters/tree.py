@@ -122,8 +122,8 @@ def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
     starts = np.concatenate(paths)  # [N, depth]
     shares: dict[tuple[int, ...], float] = {}
     for level in range(1, depth + 1):
-        found, counts = np.unique(starts[:, :level], axis=0, return_counts=True)
-        shares |= dict(zip(map(tuple, found.tolist()), (counts / len(starts)).tolist(), strict=True))
+        prefixes, counts = np.unique(starts[:, :level], axis=0, return_counts=True)
+        shares |= dict(zip(map(tuple, prefixes.tolist()), (counts / len(starts)).tolist(), strict=True))
     return lambda path: shares.get(path, 0.0)
 
 

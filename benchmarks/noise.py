@@ -1,7 +1,9 @@
-"""Score the same drafts again and again while another process steals both cores: python -m benchmarks.noise
+"""Score the same drafts again and again while another process steals both cores: python -m benchmarks.noise [--quick]
 
 A quiet reference first, then --runs scores, each beside a process that keeps every core busy for random stretches. The
-drafts are prompt lookup, one cut from the embedded target, and the target itself, which cannot be faster than none.
+drafts are prompt lookup, one distilled from the embedded target (or --draft), and the target itself, which cannot be
+faster than none. What is in --folder is not made again, so that a killed run goes on. About 15 minutes on two cores.
+
 relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that hold the
 reference; false_faster: scores that call a draft faster which is not; cannot_tell: scores that call none, and
 reference_in_doubt: drafts of which the reference does not. The last line is one JSON object.
@@ -15,9 +17,8 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -28,40 +29,76 @@ from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
 TEXT = ("--data", "stdlib")
+COUNTS = ("num_prompts", "max_tokens", "repeats", "threads")
+QUICK = {"runs": 2, "num_prompts": 4, "max_tokens": 16, "repeats": 1, "steps": 4}
 
 
 def main() -> None:
+    options = parsed()
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = json.dumps({name: str(value) for name, value in vars(options).items() if name not in ("folder", "runs")})
+    asked = folder / "settings.json"
+    if asked.exists() and asked.read_text() != settings:
+        raise SystemExit(f"{folder} has scores with other settings: {asked.read_text()}; name another --folder")
+    asked.write_text(settings)
+    if options.draft is None:
+        make(folder, "pruned", "prune", "--source", "tiny", "--layers", "3", "--width", "128", *TEXT)
+        training = ("--steps", str(options.steps), "--batch-size", "8", *TEXT)
+        make(folder, "draft", "distill", "--draft", "pruned", "--target", "tiny", *training)
+    quiet = score(options, "quiet")
+    noisy = []
+    for number in range(options.runs):
+        note(f"run {number + 1} of {options.runs}, disturbed")
+        with disturbed(seed=number):
+            noisy.append(score(options, f"noisy-{number}"))
+    pair = {"target": Path(options.target).name, "draft": Path(options.draft or "draft").name}
+    ended = {"benchmark": "noise", "quick": options.quick, **pair} | environment(options.threads)
+    print(json.dumps(result(quiet, noisy) | ended))
+
+
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/noise"))
+    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--draft", help="of the target; by default one is cut and distilled, for the embedded target")
+    parser.add_argument("--prompt-file", type=Path, help="by default prompts of the standard library")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=120, help="of distillation")
     parser.add_argument("--threads", type=int, default=1, help="with more than one, seconds are the wall clock's")
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="two runs over four prompts")
+    options = parser.parse_args(words)
+    if options.draft is None and options.target != "tiny":
+        parser.error("--target needs its --draft")
     if options.runs < 2:
         parser.error("a spread needs --runs 2 or more")
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        draftlab(work, "prune", "--source", "tiny", "--layers", "3", "--width", "128", *TEXT, "--out", "draft")
-        quiet = score(work, "quiet", options)
-        noisy = []
-        for number in range(options.runs):
-            note(f"run {number + 1} of {options.runs}, disturbed")
-            with disturbed(seed=number):
-                noisy.append(score(work, f"noisy-{number}", options))
-    print(json.dumps(result(quiet, noisy) | {"benchmark": "noise"} | environment(options.threads)))
+    for name in ("folder", "prompt_file", "target", "draft"):  # commands run in the folder
+        path = getattr(options, name)
+        if path is not None and (name == "folder" or Path(path).exists()):
+            setattr(options, name, Path(path).resolve())
+    return argparse.Namespace(**vars(options) | (QUICK if options.quick else {}))
 
 
-def draftlab(folder: Path, *words: str) -> None:
+def make(folder: Path, name: str, *words: str) -> None:
+    """Run a command of draftlab in folder, unless its output is there."""
+    if (folder / name).exists():
+        return
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-m", "draftlab", *words], cwd=folder, env=environ, check=True, stdout=sys.stderr)
+    command = [sys.executable, "-m", "draftlab", *words, "--out", name]
+    subprocess.run(command, cwd=folder, env=environ, check=True, stdout=sys.stderr)
 
 
-def score(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Score]:
-    draftlab(
-        folder, "score", "--target", "tiny", "--draft", "draft", "--draft", "tiny", "--drafter", "prompt-lookup",
-        "--k", "2-3", "--num-prompts", str(options.prompts), "--max-tokens", "64", "--tasks", "none",
-        "--threads", str(options.threads), *TEXT, "--out", name,
+def score(options: argparse.Namespace, name: str) -> dict[str, Score]:
+    prompts = ("--prompt-file", str(options.prompt_file)) if options.prompt_file else TEXT
+    make(
+        options.folder, name, "score", "--target", str(options.target), "--draft", str(options.draft or "draft"),
+        "--draft", str(options.target), "--drafter", "prompt-lookup", "--k", "2-3",
+        *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in COUNTS), *prompts,
     )  # fmt: skip
-    scores = [read_score(file) for file in sorted((folder / name).rglob("score.json"))]
+    scores = [read_score(file) for file in sorted((options.folder / name).rglob("score.json"))]
     return {score.name: score for score in scores}
 
 
@@ -69,7 +106,7 @@ def score(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Sco
 def disturbed(seed: int) -> Iterator[None]:
     """Steal every core at random while the block runs."""
     thieves = [
-        multiprocessing.Process(target=steal, args=(seed * 100 + core,), daemon=True)
+        multiprocessing.Process(target=steal, args=(seed * 100 + core, os.getpid()), daemon=True)
         for core in range(os.cpu_count() or 1)
     ]
     for thief in thieves:
@@ -82,10 +119,10 @@ def disturbed(seed: int) -> Iterator[None]:
             thief.join()
 
 
-def steal(seed: int) -> None:
-    """Compute for 5 ms to 2 s at a time, about half of the time."""
+def steal(seed: int, parent: int) -> None:
+    """Compute for 5 ms to 2 s at a time, about half of the time, until the parent ends or is killed."""
     rng = random.Random(seed)
-    while True:
+    while os.getppid() == parent:
         end = time.perf_counter() + 0.005 * 400 ** rng.random()
         while time.perf_counter() < end:
             sum(range(1000))
@@ -95,18 +132,23 @@ def steal(seed: int) -> None:
 def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, Any]:
     truth = {name: score.best_k_speedup.value for name, score in quiet.items()}
     best = [max(score.best_k_speedup.value for score in scores.values()) for scores in noisy]
-    found = [(truth[name], score) for scores in noisy for name, score in scores.items()]
-    covered = [score.best_k_speedup.low <= value <= score.best_k_speedup.high for value, score in found]
+    pairs = [(truth[name], score) for scores in noisy for name, score in scores.items()]
+    covered = [score.best_k_speedup.low <= value <= score.best_k_speedup.high for value, score in pairs]
     return {
         "relative_spread": stdev(best) / mean(best),
         "coverage": mean(covered),
-        "false_faster": sum(value <= 1 and "Faster:" in score.headline() for value, score in found),
-        "cannot_tell": sum(score.doubt is not None for _, score in found),
-        "scores": len(found),
+        "false_faster": sum(value <= 1 and "Faster:" in score.headline() for value, score in pairs),
+        "cannot_tell": sum(score.doubt is not None for _, score in pairs),
+        "scores": len(pairs),
         "reference": truth,
         "reference_in_doubt": [name for name, score in quiet.items() if score.doubt is not None],
         "best": best,
-        "stalled_steps": sum(score.stalls[0] for _, score in found) / sum(score.stalls[1] for _, score in found),
+        "stalled_steps": sum(score.stalls[0] for _, score in pairs) / sum(score.stalls[1] for _, score in pairs),
+        "relative_spreads": {
+            name: stdev(values) / mean(values)
+            for name in truth
+            if (values := [scores[name].best_k_speedup.value for scores in noisy])
+        },
     }
 
 

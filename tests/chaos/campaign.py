@@ -7,9 +7,12 @@ that was stopped goes on there; of another state of the tree, remove RESULTS fir
 """
 
 import argparse
+import importlib
 import json
+import math
 import multiprocessing
 import os
+import pkgutil
 import random
 import re
 import shutil
@@ -17,22 +20,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from faults import CRASHED, Fault, Kind, Running, digest, left_overs, names, run
 
+import draftlab
+
 ROOT = Path(__file__).parents[2]
 TEXT = sorted((ROOT / "draftlab").glob("[a-w]*/*.py"))[:60]  # enough for some to be held out
 SHORT = ["--steps", "4", "--batch-size", "2", "--seq-len", "32", "--eval-steps", "2", "--save-steps", "2"]
 SMALL = ["--calibration-tokens", "256", "--seq-len", "64"]
 TIMED = ["--repeats", "3", "--mode", "eager"]
-KINDS: tuple[Kind, ...] = ("crash", "torn", "full", "kill", "term")
+LIMITS = (0, 1, 100, 5000)  # bytes of a file that are still written
+LAZY = ("accelerate", "peft", "matplotlib.backends.backend_svg", "transformers.models.llama.modeling_llama")
 MOST_TRIES = 4
 INPUTS = 250  # of the fuzzer, at a time
-TESTS = ("servers", "test_trust.py", "benchmark/test_stalls.py", "engine")
+TESTS = (
+    "servers", "test_trust.py", "benchmark/test_stalls.py", "engine", "commands/test_cli.py",
+    "model/test_bad_checkpoints.py",
+)  # fmt: skip
 MEASURED = ("law", "score", "search")  # times are written, and decide: the names of files are compared
 # name -> command and what it reads of the others; out is added
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -200,30 +209,44 @@ def make_model(folder: Path) -> None:
     train_tokenizer(TOKENIZER_TEXT, SIZES["vocab_size"], folder)
 
 
-def draw(campaign: Campaign, number: int, seed: int) -> tuple[str, Fault | None, int]:
-    """Return which command gets which fault; None: a pair, with its delay in milliseconds."""
-    rng, commands = random.Random(f"{seed}:{number}"), list(campaign.wholes)
-    name = commands[number % len(commands)]
-    kind: Kind | Literal["pair"] = rng.choice([*KINDS, "pair"])
-    n = rng.randint(1, max(1, campaign.changes[name]))
-    millis = rng.randint(1, max(2, campaign.millis[name]))
-    limit = rng.choice([0, 1, 100, 5000])
-    if kind == "pair":
-        return name, None, millis
-    if kind in ("kill", "term"):
-        return name, Fault(kind, millis), millis
-    return name, Fault(kind, n, limit if kind != "crash" else 0), 0
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One fault of one command; kind pair: the same command again, n milliseconds later."""
+
+    command: str
+    kind: Kind | Literal["pair"]
+    n: int
+    limit: int = 0
+
+    def run(self, campaign: Campaign) -> Result:
+        try:
+            if self.kind == "pair":
+                verdict = campaign.pair(self.command, self.n)
+            else:
+                verdict = campaign.attempt(self.command, Fault(self.kind, self.n, self.limit))
+        except TimeoutError as error:
+            verdict = f"hangs: {error}"
+        return Result(self.command, self.kind, self.n, self.limit, verdict)
 
 
-def tried(campaign: Campaign, number: int, seed: int) -> Result:
-    """Run a command with the fault that a number draws."""
-    name, fault, millis = draw(campaign, number, seed)
-    try:
-        verdict = campaign.pair(name, millis) if fault is None else campaign.attempt(name, fault)
-    except TimeoutError as error:
-        verdict = f"hangs: {error}"
-    fault = fault or Fault()
-    return Result(name, "pair" if fault.kind == "none" else fault.kind, fault.n or millis, fault.limit, verdict)
+def points(campaign: Campaign, crashes: int, kills: int, pairs: int, full: float, seed: int) -> list[Point]:
+    """Draw a plan: so many crashes and torn writes, kills and pairs, each command as often; in any order.
+
+    full: share of all file changes at which the disk is full.
+    """
+    rng, names = random.Random(seed), list(campaign.wholes)
+
+    def places(count: int, most: dict[str, int]) -> list[tuple[str, int]]:
+        return [(name := names[number % len(names)], rng.randint(1, max(2, most[name]))) for number in range(count)]
+
+    plan = [Point(name, "crash" if rng.random() < 0.5 else "torn", n) for name, n in places(crashes, campaign.changes)]
+    plan = [replace(point, limit=rng.choice(LIMITS)) if point.kind == "torn" else point for point in plan]
+    plan += [Point(name, "term" if rng.random() < 0.25 else "kill", n) for name, n in places(kills, campaign.millis)]
+    plan += [Point(name, "pair", n) for name, n in places(pairs, campaign.millis)]
+    every = [Point(name, "full", n, rng.choice(LIMITS)) for name in names for n in range(1, campaign.changes[name] + 1)]
+    plan += [point for point in every if rng.random() < full]
+    rng.shuffle(plan)
+    return list(dict.fromkeys(plan))
 
 
 def fuzzed(start: int, count: int, seed: int) -> Result:
@@ -243,17 +266,24 @@ def tested(files: str) -> Result:
     return Result(files, "test", 0, 0, _verdict(done, failed), len(failed) + int(passed[1] if passed else 0))
 
 
-def go(campaign: Campaign, points: int, inputs: int, seed: int, results: Path) -> list[Result]:
-    """Run what results lacks of a plan, and append each verdict to it."""
-    done = [Result(**json.loads(line)) for line in results.read_text().splitlines()] if results.exists() else []
-    plan = [partial(tried, campaign, number, seed) for number in range(points)]
-    plan += [partial(fuzzed, start, min(INPUTS, inputs - start), seed) for start in range(0, inputs, INPUTS)]
-    plan += [partial(tested, files) for files in TESTS] if inputs else []
-    for one in plan[len(done) :]:
-        done.append(one())
-        with results.open("a") as stream:
-            stream.write(json.dumps(asdict(done[-1])) + "\n")
-    return done
+def go(campaign: Campaign, plan: list[Point], inputs: int, seed: int, file: Path, minutes: float) -> list[Result]:
+    """Run what file lacks of a plan, and append each verdict to it, until it is done or the time is over."""
+    end = time.monotonic() + 60 * minutes
+    results = [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    done = {(r.command, r.kind, r.n, r.limit) for r in results}
+    jobs = {(p.command, p.kind, p.n, p.limit): partial(p.run, campaign) for p in plan}
+    parts = {start: min(INPUTS, inputs - start) for start in range(0, inputs, INPUTS)}
+    jobs |= {("readers", "damaged file", *part): partial(fuzzed, *part, seed) for part in parts.items()}
+    jobs |= {(files, "test", 0, 0): partial(tested, files) for files in (TESTS if inputs else ())}
+    left = [job for key, job in jobs.items() if key not in done]
+    for number, job in enumerate(left):
+        if time.monotonic() > end:
+            print(f"{len(left) - number} of {len(jobs)} are left; the same command goes on", file=sys.stderr)
+            break
+        results.append(job())
+        with file.open("a") as stream:
+            stream.write(json.dumps(asdict(results[-1])) + "\n")
+    return results
 
 
 def table(results: list[Result]) -> str:
@@ -284,25 +314,37 @@ def _differing(found: dict[str, str], wanted: dict[str, str]) -> str:
     return ", ".join(sorted({name for name, _ in found.items() ^ wanted.items()})[:4])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Break commands at every point, and look at what they leave.")
-    parser.add_argument("--results", type=Path, default=Path("runs/chaos"))
-    parser.add_argument("--points", type=int, default=500)
-    parser.add_argument("--inputs", type=int, default=2000, help="damaged files; 0: neither these nor tests")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commands", default=",".join(COMMANDS))
-    chosen = parser.parse_args()
+def preload() -> None:
+    """Import what commands import, once for all processes that are forked from this one."""
     import torch
 
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import draftlab.distill.distill
-    import draftlab.export.run
-    import draftlab.target_outputs.build  # noqa: F401
+    for module in pkgutil.walk_packages(draftlab.__path__, "draftlab."):
+        if not module.name.endswith(("__main__", "llama_cpp_worker")):
+            importlib.import_module(module.name)
+    for name in LAZY:
+        importlib.import_module(name)
 
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Break commands at every point, and look at what they leave.")
+    parser.add_argument("--results", type=Path, default=Path("runs/chaos"))
+    parser.add_argument("--points", type=int, default=500, help="crashes and torn writes")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--full", type=float, default=1.0, help="share of all file changes where the disk is full")
+    parser.add_argument("--inputs", type=int, default=2000, help="damaged files; 0: neither these nor tests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that; the same command goes on")
+    parser.add_argument("--commands", default=",".join(COMMANDS))
+    chosen = parser.parse_args()
+    preload()
     folder = chosen.results.absolute()
     campaign = Campaign(folder, chosen.commands.split(","))
-    results = go(campaign, chosen.points, chosen.inputs, chosen.seed, folder / f"results-{chosen.seed}.jsonl")
+    plan = points(campaign, chosen.points, chosen.kills, chosen.pairs, chosen.full, chosen.seed)
+    file = folder / f"results-{chosen.seed}.jsonl"
+    results = go(campaign, plan, chosen.inputs, chosen.seed, file, chosen.minutes)
     print(table(results))
     failed = sum(result.failures for result in results)
     print(json.dumps({"tried": sum(result.tried for result in results), "failed": failed, "seed": chosen.seed}))

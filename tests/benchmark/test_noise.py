@@ -3,7 +3,7 @@
 import pytest
 from test_report import UNEVEN, change, score
 
-from benchmarks.noise import result
+from benchmarks.noise import COUNTS, QUICK, parsed, result, steal
 from draftlab.results.score import Score
 
 
@@ -25,3 +25,18 @@ def test_spread_coverage_and_false_praise_are_counted():
     assert found["coverage"] == 0.5
     assert found["false_faster"] == 1
     assert (found["scores"], found["cannot_tell"], found["reference_in_doubt"]) == (4, 0, [])
+
+
+def test_thieves_end_with_their_parent():
+    steal(0, parent=-1)
+
+
+def test_quick_runs_are_short_and_paths_do_not_depend_on_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    options = parsed(["--quick", "--target", "model", "--draft", "lab/draft", "--folder", "runs/n"])
+    assert {name: getattr(options, name) for name in QUICK} == QUICK
+    assert all(getattr(options, name) > 0 for name in COUNTS)
+    assert (options.folder, options.target, options.draft) == (tmp_path / "runs/n", tmp_path / "model", "lab/draft")
+    with pytest.raises(SystemExit):
+        parsed(["--target", "model"])

@@ -30,7 +30,15 @@ from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, drafts_in_parallel, model_drafter
 from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.latency.machine_state import device_name, read_environment, steady_clock, steady_step_clock, warn_if_busy
+from draftlab.latency.machine_state import (
+    device_name,
+    read_core_time,
+    read_environment,
+    steady_clock,
+    steady_step_clock,
+    warn_if_busy,
+    with_waiting,
+)
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
@@ -147,11 +155,13 @@ class Measurement:
     def scores(self, batch: int) -> list[Score]:
         """Time all models and drafters at a batch size."""
         latency = self._latency(batch)
+        before = read_core_time()
         measured = self._throughput(batch)
+        timed = replace(self, environment=with_waiting(self.environment, before, read_core_time()))
         models = {
             name: model.model_copy(update={"latency": latency.get(name, [])}) for name, model in self.described.items()
         }
-        return [self._score(name, models, measured, batch) for name in [*self.setup.drafts, *self.runs]]
+        return [timed._score(name, models, measured, batch) for name in [*self.setup.drafts, *self.runs]]
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
         """Time single passes of the models that our own engine runs."""

@@ -18,7 +18,7 @@ from draftlab.config.score import ScoreServersConfig
 from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.clocks import Clock
 from draftlab.errors import UserError
-from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
+from draftlab.latency.machine_state import read_core_time, read_environment, warm_up, warn_if_busy, with_waiting
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.prompts import Prompts, load_prompts
@@ -110,8 +110,10 @@ def score(config: ScoreServersConfig, output: Output) -> Score | PlainAnswers:
         _check_same(stored, setup, config.plain)
     environment = read_environment()
     warn_if_busy(environment)
+    before = read_core_time()
     with progress("decode", len(setup.prompts.rows) * config.repeats) as advance:
         answers = measure(setup, lambda done: advance(done, "of each server"))
+    environment = with_waiting(environment, before, read_core_time())
     plain = stored or _plain_answers(setup, answers[PLAIN])
     places = (setup.tokenizer, Path(config.draft), config.plain)
     scored = config.phase != "plain"

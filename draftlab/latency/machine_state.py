@@ -2,8 +2,11 @@
 
 import os
 import platform
+import re
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -37,6 +40,50 @@ def warn_if_busy(environment: Environment) -> None:
             f"other work keeps {environment.busy_cores:.1f} of {environment.cores} cores busy: times are unreliable, "
             "though ratios of interleaved runs less so"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTime:
+    """Seconds that Linux counted so far; None where it does not.
+
+    ran, waited: of this thread on a core, and for one. stolen: of cores, given to other machines by the hypervisor.
+    pressed: in which some thread of the machine waited for a core (PSI).
+    """
+
+    clock: float
+    ran: float | None
+    waited: float | None
+    stolen: float | None
+    pressed: float | None
+
+
+def read_core_time() -> CoreTime:
+    own = _text(f"/proc/self/task/{threading.get_native_id()}/schedstat").split()
+    cores = _text("/proc/stat").partition("\n")[0].split()
+    pressed = re.search(r"some .*total=(\d+)", _text("/proc/pressure/cpu"))
+    return CoreTime(
+        clock=time.perf_counter(),
+        ran=int(own[0]) / 1e9 if own else None,
+        waited=int(own[1]) / 1e9 if own else None,
+        stolen=int(cores[8]) / os.sysconf("SC_CLK_TCK") if len(cores) > 8 else None,
+        pressed=int(pressed[1]) / 1e6 if pressed else None,
+    )
+
+
+def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) -> Environment:
+    """Return the environment with the shares of the time between in which cores were not to be had."""
+
+    def grown(name: str) -> float:
+        return (getattr(after, name) or 0.0) - (getattr(before, name) or 0.0)
+
+    seconds = max(grown("clock"), 1e-9)
+    wanted = grown("ran") + grown("waited")
+    shares = {
+        "waited_share": None if before.waited is None or not wanted else grown("waited") / wanted,
+        "stolen_share": None if before.stolen is None else grown("stolen") / (seconds * environment.cores),
+        "pressure": None if before.pressed is None else grown("pressed") / seconds,
+    }
+    return environment.model_copy(update={name: share and round(share, 4) for name, share in shares.items()})
 
 
 def warm_up(run: Callable[[], float]) -> bool:

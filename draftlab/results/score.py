@@ -83,6 +83,10 @@ class Environment(FileModel):
     busy_cores: float  # used by other work
     governor: str | None  # CPU frequency governor
     driver: str | None  # NVIDIA driver
+    # while it was timed, where Linux says it:
+    waited_share: float | None = None  # of the time in which the decoding thread wanted a core, without one
+    stolen_share: float | None = None  # of the cores' time, given to other machines by the hypervisor
+    pressure: float | None = None  # share of the time in which some thread of the machine waited for a core
 
     @property
     def busy(self) -> bool:
@@ -337,6 +341,8 @@ class Score(FileModel):
             return f"latencies and acceptance imply {implied:.2f}x at K = {k}, and {measured:.2f}x was measured"
         if self.environment is not None and self.environment.busy:
             return f"other work kept {self.environment.busy_cores:.1f} of {self.environment.cores} cores busy"
+        if self.environment is not None and (self.environment.stolen_share or 0) > MANY_STALLS:
+            return f"the hypervisor gave {self.environment.stolen_share:.0%} of the cores' time to other machines"
         stalled, steps = self.stalls
         if stalled > MANY_STALLS * steps:
             return f"{stalled} of {steps} steps stalled"

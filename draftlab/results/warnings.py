@@ -10,6 +10,7 @@ LOOPING_4GRAMS = 0.5
 LATER = 0.05  # the draft's share of the prefill, in the whole time without it
 RARE = 1e-3  # share of the steps whose stalls cannot move a result
 MANY_STEPS = 0.1  # share of the steps
+LONG_WAITS = 0.1  # share of the time
 
 
 def score_warnings(scores: Sequence[Score]) -> list[str]:
@@ -61,6 +62,9 @@ def _about_conditions(score: Score) -> Iterator[str]:
     if score.environment is not None and score.environment.busy:
         busy, cores = score.environment.busy_cores, score.environment.cores
         yield f"other work kept {busy:.1f} of {cores} cores busy at the start: its times are unreliable"
+    waited = score.environment and score.environment.waited_share
+    if waited and waited > LONG_WAITS:
+        yield f"the machine was busy: decoding waited for a core in {waited:.0%} of its time"
 
 
 def _about_timing(score: Score) -> Iterator[str]:

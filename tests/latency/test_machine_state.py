@@ -5,7 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftlab.latency.machine_state import read_environment, warm_up, warn_if_busy
+from draftlab.latency.machine_state import (
+    CoreTime,
+    read_core_time,
+    read_environment,
+    warm_up,
+    warn_if_busy,
+    with_waiting,
+)
 from draftlab.results.score import Environment
 
 
@@ -42,3 +49,24 @@ def test_the_machine_is_described():
     assert 0 <= found.busy_cores <= found.cores + 0.5
     assert found.system
     assert found.processor
+
+
+IDLE = Environment(system="s", processor="p", cores=4, busy_cores=0.0, governor=None, driver=None)
+
+
+def test_waiting_is_what_the_kernel_counted_meanwhile():
+    before = CoreTime(clock=10.0, ran=1.0, waited=5.0, stolen=2.0, pressed=0.0)
+    after = CoreTime(clock=20.0, ran=7.0, waited=7.0, stolen=6.0, pressed=5.0)
+    seen = with_waiting(IDLE, before, after)
+    assert (seen.waited_share, seen.stolen_share, seen.pressure) == (0.25, 0.1, 0.5)  # 2 of 8 s, 4 of 40 core seconds
+    unknown = CoreTime(clock=10.0, ran=None, waited=None, stolen=None, pressed=None)
+    assert with_waiting(IDLE, unknown, unknown) == IDLE
+
+
+def test_a_thread_that_computes_alone_waits_for_little():
+    before = read_core_time()
+    while read_core_time().clock - before.clock < 0.05:
+        pass
+    seen = with_waiting(IDLE, before, read_core_time())
+    for share in (seen.waited_share, seen.stolen_share, seen.pressure):
+        assert share is None or 0 <= share <= 1

@@ -233,6 +233,10 @@ def test_stalls_and_a_busy_machine_are_said_on_the_page():
     assert any("1 of 8 prompts took over 1.5 times as long in one repeat as in another (at most 8.0" in t for t in said)
     busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
     assert any("other work kept 1.5 of 2 cores busy" in t for t in score_warnings([change(base, environment=busy)]))
+    for share, said in ((None, False), (0.1, False), (0.25, True)):
+        waiting = busy.model_copy(update={"busy_cores": 0.0, "waited_share": share})
+        texts = score_warnings([change(base, environment=waiting)])
+        assert any("waited for a core in 25% of its time" in text for text in texts) == said
 
 
 def test_stalls_are_said_from_one_in_a_thousand_steps_on():
@@ -261,6 +265,10 @@ def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_di
     assert base.doubt is None
     busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
     assert change(base, environment=busy).verdict().startswith("Cannot tell, because other work kept 1.5 of 2 cores")
+    for share, doubted in ((None, False), (0.1, False), (0.2, True)):
+        stolen = busy.model_copy(update={"busy_cores": 0.0, "stolen_share": share})
+        doubt = change(base, environment=stolen).doubt
+        assert (doubt == "the hypervisor gave 20% of the cores' time to other machines") == doubted
     k = base.best_k
     for share, doubted in ((0.0, False), (0.05, False), (0.8, True)):
         some = [g.model_copy(update={"stalled_steps": round(share * len(g.drafted))}) for g in base.generations(k)]

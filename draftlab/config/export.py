@@ -24,6 +24,7 @@ from draftlab.errors import did_you_mean
 from draftlab.model import hub
 
 MEDUSA = "medusa.json"  # what a directory of Medusa heads has in place of a config.json
+TRANSLATING = ("vllm", "transformers")  # between two vocabularies
 RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
 
@@ -82,6 +83,9 @@ class ExportConfig(DraftConfig, OutputConfig):
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Hugging Face: data type of weights. Default: as stored."
     )
+    use_heterogeneous_vocab: bool = option(
+        False, "Keep the draft's own vocabulary: vLLM and transformers can translate between two.", advanced=True
+    )
     k: int | None = option(None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1)
     verify_with: Path | None = option(
         None,
@@ -105,6 +109,11 @@ class ExportConfig(DraftConfig, OutputConfig):
     only = (
         Only(("outtype",), lambda c: c.is_gguf, "belongs to --to gguf and llama.cpp"),
         Only(("dtype",), lambda c: not c.is_gguf, "--outtype sets the type of a GGUF file"),
+        Only(
+            ("use_heterogeneous_vocab",),
+            lambda c: c.to in TRANSLATING and c.verify_with is None,
+            f"is for --to {' or '.join(TRANSLATING)}; draftlab's engine, which verifies, needs one vocabulary",
+        ),
         Only(("k",), lambda c: c.to not in ("hf", "gguf") or c.verify_with, "belongs to a script or --verify-with"),
         Only(
             ("verify_with",),

@@ -120,7 +120,7 @@ def newest_output(*commands: str) -> Path:
 
 def newest_draft() -> Path:
     """Return the newest draft under the workspace's runs. Raises UserError: there is none."""
-    return newest_output("distill", "prune", "prune-masks")
+    return newest_output("distill", "prune", "prune-masks", "transplant")
 
 
 class CheckpointSettings(BaseModel):

@@ -25,18 +25,13 @@ def resize(directory: Path, vocab: int) -> str | None:
     inequality the probability of each is below 1 / V whatever the text, in practice far below.
 
     Raises:
-        UserError: none of its tensors is the embedding that transformers builds.
+        UserError: see tensors_of_ids.
     """
     config, before = checkpoint.read_config(directory), checkpoint.vocab_size(directory)
     if before == vocab:
         return None
     weights = dict(checkpoint.Weights(directory))
-    sized = [name for name in _rows_of_ids(config) if name in weights]
-    if not sized or "vocab_size" not in config:
-        raise UserError(
-            f"{directory}: cannot tell which tensors of a {config.get('model_type')} model have a row per token"
-        )
-    for name in sized:
+    for name in tensors_of_ids(directory):
         rows = weights[name]
         more = rows.float().mean(0).to(rows.dtype).expand(max(0, vocab - before), *rows.shape[1:])
         weights[name] = torch.cat([rows[:vocab], more])
@@ -44,6 +39,21 @@ def resize(directory: Path, vocab: int) -> str | None:
         file.unlink()
     saving.write_checkpoint(directory, config | {"vocab_size": vocab}, weights.items(), None)
     return f"{before} -> {vocab}"
+
+
+def tensors_of_ids(directory: Path) -> list[str]:
+    """Return the tensors of a checkpoint that have a row per id: embedding and head, and their biases.
+
+    Raises:
+        UserError: none of its tensors is the embedding that transformers builds.
+    """
+    config, weights = checkpoint.read_config(directory), checkpoint.Weights(directory)
+    sized = sorted(name for name in _rows_of_ids(config) if name in weights)
+    if not sized or "vocab_size" not in config:
+        raise UserError(
+            f"{directory}: cannot tell which tensors of a {config.get('model_type')} model have a row per token"
+        )
+    return sized
 
 
 def trim(student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]) -> None:

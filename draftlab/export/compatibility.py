@@ -5,7 +5,7 @@ transformers 5.23. The target's weights are not needed.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from draftlab.model import checkpoint, decoder, hub, parallel
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape, multiples_near
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import check_embeds
+from draftlab.model.tokenizer import check_embeds, first_difference
 from draftlab.model.trimmed_head import read_head_ids
 from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
@@ -34,6 +34,10 @@ BLOCK, K_BLOCK = 32, 256  # weights of a row that share a scale in llama.cpp's p
 UNTRAINED = 0.9  # of the logarithm of the vocabulary: the cross-entropy of a trained draft is far below
 PARALLEL_RUNTIMES = ("vllm", "tensorrt-llm")  # have parallel_drafting, PARD
 PROMPTS, PROMPT_TOKENS = 8, 96  # of held-out text
+TRANSLATES = {  # as TLI and universal assisted decoding do (Timor et al. 2025, 2502.05202)
+    "vllm": "use_heterogeneous_vocab drafts shared tokens only, greedily, and reads others as unknown or end of text",
+    "transformers": "assistant_tokenizer re-encodes the text at every step; when sampling it drafts shared tokens only",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class ModelFiles:
     path: Path
     config: dict[str, Any]
     tokenizer: Any
+    tokens: dict[str, int]
     vocab: int
     context: int
 
@@ -76,10 +81,15 @@ class ModelFiles:
         """Raises UserError: not readable, or with the tokenizer of a larger model."""
         config = checkpoint.read_config(path)
         check_embeds(path)
+        tokenizer: Any = checkpoint.load_tokenizer(path)
         return cls(
-            path=path, config=config, tokenizer=checkpoint.load_tokenizer(path), vocab=checkpoint.vocab_size(path),
-            context=checkpoint.max_model_len(path, gguf.DEFAULT_CONTEXT),
+            path=path, config=config, tokenizer=tokenizer, tokens=tokenizer.get_vocab(),
+            vocab=checkpoint.vocab_size(path), context=checkpoint.max_model_len(path, gguf.DEFAULT_CONTEXT),
         )  # fmt: skip
+
+    def difference(self, target: "ModelFiles") -> str | None:
+        """Return a token that is another one in the target, None where the vocabulary is the target's."""
+        return first_difference(self.tokens, target.tokens, min(self.vocab, target.vocab))
 
 
 def check_draft(config: CheckConfig, draft: Path) -> list[Finding]:
@@ -154,25 +164,32 @@ def check_decoding(model: decoder.Decoder, prompts: list[list[int]]) -> Finding:
 
 
 def _tokenizers(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
-    size, about = min(draft.vocab, target.vocab), "tokenizer"
-    tokens, target_tokens = ({i: t for t, i in m.tokenizer.get_vocab().items()} for m in (draft, target))
+    about = "tokenizer"
     copy = f"copy the tokenizer files of {target.path} into the draft if it was trained on the target's ids"
-    first = next((i for i in range(size) if tokens.get(i) != target_tokens.get(i)), None)
-    if first is not None:
-        text = f"id {first} is {tokens.get(first)!r} in the draft and {target_tokens.get(first)!r} in the target"
-        yield error(about, text, f"{copy}; otherwise prune another source")
+    if (other := draft.difference(target)) is not None:
+        text = f"another vocabulary than the target's, which speculation needs: {other}"
+        yield error(about, text, f"draftlab transplant {draft.path} --target {target.path}; or {copy}")
         return
     differing = [t for t in PROBES if draft.tokenizer(t)["input_ids"] != target.tokenizer(t)["input_ids"]]
-    if differing:
-        yield error(about, f"{len(differing)} of {len(PROBES)} probe texts get other ids: {differing[0][:30]!r}", copy)
+    text = f"{len(differing)} of {len(PROBES)} probe texts get other ids"
+    if differing and _same_file(draft.path, target.path):
+        text += f" from the same tokenizer.json: transformers reads it otherwise for {draft.config.get('model_type')}"
+        yield warning(about, text, "serve the draft with the target's tokenizer, as servers do")
+    elif differing:
+        yield error(about, f"{text}: {differing[0][:30]!r}", copy)
     else:
-        yield ok(about, f"{size:,} ids and {len(PROBES)} probe texts are the same")
+        yield ok(about, f"{min(draft.vocab, target.vocab):,} ids and {len(PROBES)} probe texts are the same")
     for model in (draft, target):
-        largest = max(model.tokenizer.get_vocab().values())
+        largest = max(model.tokens.values())
         if largest >= model.vocab:
             text = f"the tokenizer of {model.path} has the id {largest}, but the model has {model.vocab} logits"
             fix = "transformers adds tokens by model_type: set tokenizer_class in tokenizer_config.json"
             yield warning(about, text, fix)
+
+
+def _same_file(*models: Path) -> bool:
+    files = [model / "tokenizer.json" for model in models]
+    return all(file.is_file() for file in files) and len({file.read_bytes() for file in files}) == 1
 
 
 def _special_tokens(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
@@ -188,7 +205,7 @@ def _special_tokens(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
 
 
 def _vocabularies(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
-    padding = draft.vocab - len(draft.tokenizer.get_vocab())
+    padding = draft.vocab - len(draft.tokens)
     if draft.vocab == target.vocab:
         yield ok("vocabulary", f"{draft.vocab:,} logits in both" + f", {padding:,} of them padding" * (padding > 0))
     else:
@@ -253,11 +270,11 @@ def _one_pass_each(runtime: str, draft: ModelFiles) -> Iterator[Finding]:
 
 
 def _tensorrt_llm(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterator[Finding]:
-    yield from _same_vocab_size("tensorrt-llm", draft, target)
+    yield from check_vocabulary("tensorrt-llm", draft, target)
 
 
 def _vllm(draft: ModelFiles, target: ModelFiles, shape: Shape | None) -> Iterator[Finding]:
-    yield from _same_vocab_size("vllm", draft, target)
+    yield from check_vocabulary("vllm", draft, target)
     if shape is None:
         yield _unknown_heads("vllm", draft)
         return
@@ -288,7 +305,7 @@ def _splits(shape: Shape, devices: int) -> bool:
 
 
 def _sglang(draft: ModelFiles, target: ModelFiles, shape: Shape | None) -> Iterator[Finding]:
-    yield from _same_vocab_size("sglang", draft, target)
+    yield from check_vocabulary("sglang", draft, target)
     yield from _one_pass_each("sglang", draft)
     if shape is None:
         yield _unknown_heads("sglang", draft)
@@ -306,7 +323,9 @@ def _llama_cpp(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterat
     except UserError as failure:
         yield error(about, str(failure))
         return
-    if abs(draft.vocab - target.vocab) > LLAMA_CPP_VOCAB_SLACK:
+    if draft.difference(target) is not None:
+        yield from check_vocabulary(about, draft, target)
+    elif abs(draft.vocab - target.vocab) > LLAMA_CPP_VOCAB_SLACK:
         text = f"{draft.vocab:,} logits against {target.vocab:,}; it allows a difference of {LLAMA_CPP_VOCAB_SLACK}"
         yield error(about, text, "draftlab export resizes the draft's")
     if tokenizer.match < 1:
@@ -326,14 +345,37 @@ def _llama_cpp(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterat
 
 
 def _transformers(draft: ModelFiles, target: ModelFiles, _: Shape | None) -> Iterator[Finding]:
-    yield from _same_vocab_size("transformers", draft, target)
+    yield from check_vocabulary("transformers", draft, target)
     yield from _one_pass_each("transformers", draft)
 
 
-def _same_vocab_size(runtime: str, draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
-    if draft.vocab != target.vocab:
-        text = f"{draft.vocab:,} logits against {target.vocab:,}; it wants the same number"
-        yield error(runtime, text, f"draftlab export --to {runtime} --target {target.path}")
+def check_vocabulary(runtime: str, draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
+    """Say whether a runtime takes the draft's vocabulary beside the target's."""
+    same_size = draft.vocab == target.vocab
+    if draft.difference(target) is None:
+        if not same_size:
+            text = f"{draft.vocab:,} logits against {target.vocab:,}; it wants the same number"
+            yield error(runtime, text, f"draftlab export --to {runtime} --target {target.path}")
+        return
+    transplant, own = f"draftlab transplant {draft.path} --target {target.path}", "--use-heterogeneous-vocab"
+    if runtime not in TRANSLATES:
+        yield error(runtime, "wants the target's vocabulary", transplant)
+    elif runtime == "transformers" and same_size:
+        text = f"wants two tokenizers only where the numbers of logits differ; both have {draft.vocab:,}"
+        yield error(runtime, text, transplant)
+    else:
+        alike = f"{spelled_alike(draft.tokens, target.tokens):,} of {len(target.tokens):,} tokens are spelled alike"
+        text = f"takes it as it is and translates between the vocabularies: {TRANSLATES[runtime]}; {alike}"
+        yield warning(runtime, text, f"draftlab export {draft.path} --to {runtime} {own}, or {transplant}")
+
+
+def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:
+    """Return the number of tokens that vLLM and transformers take for the same: but for the sign of a space at their
+    start they are the same characters, so that a tokenizer of another kind spells other bytes otherwise.
+    """
+    signs = ("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\N{LOWER ONE EIGHTH BLOCK}")
+    words, others = ({f" {t[1:]}" if t.startswith(signs) else t for t in tokens} for tokens in (draft, target))
+    return len(words & others)
 
 
 MODEL_CHECKS = (_tokenizers, _special_tokens, _vocabularies, _chat_templates, _contexts, _weights, _mask_token)

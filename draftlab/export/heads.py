@@ -214,6 +214,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
 
 
 def _check(config: ExportConfig, heads: Heads) -> None:
+    if config.use_heterogeneous_vocab:
+        raise UserError(f"--use-heterogeneous-vocab: {heads.folder} has heads on the target's states, and its ids")
     if isinstance(heads, MedusaHeads) and config.to != "vllm":
         raise UserError(f"{heads.folder} has Medusa heads, which only vLLM serves: --to vllm")
     if config.to == "transformers":

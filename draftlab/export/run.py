@@ -16,7 +16,7 @@ from draftlab.console import note
 from draftlab.engine.batch_generate import check_context, turn_answers
 from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.export import card, gguf, hf, scripts, verify
-from draftlab.export.compatibility import PARALLEL_RUNTIMES
+from draftlab.export.compatibility import PARALLEL_RUNTIMES, ModelFiles, check_vocabulary
 from draftlab.model import checkpoint, decoder, hub, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.size import read_size
@@ -65,8 +65,9 @@ def export(config: ExportConfig, output: Output) -> Exported:
         file = f"{draft.name}-{config.outtype}.gguf" if config.is_gguf else ""
         with tempfile.TemporaryDirectory(dir=work.parent) if config.is_gguf else contextlib.nullcontext(work) as place:
             directory = Path(place)
-            vocab, dtype = checkpoint.vocab_size(target), config.dtype and checkpoint.DTYPES[config.dtype]
-            changed = hf.write(draft, directory, tokenizer_from=target, vocab=vocab, dtype=dtype)
+            words = draft if config.use_heterogeneous_vocab else target
+            vocab, dtype = checkpoint.vocab_size(words), config.dtype and checkpoint.DTYPES[config.dtype]
+            changed = hf.write(draft, directory, tokenizer_from=words, vocab=vocab, dtype=dtype)
             lines, verified = [*changed], None
             if config.is_gguf:
                 lines += _write_gguf(config, directory, work / file)
@@ -80,16 +81,17 @@ def export(config: ExportConfig, output: Output) -> Exported:
         if config.to not in ("hf", "gguf"):
             script = scripts.script(
                 config.to, target=target_name(config, target), k=k, k_reason=k_reason, gguf=file,
-                kind="parallel draft" if in_parallel else "draft model",
+                kind="parallel draft" if in_parallel else "draft model", heterogeneous=config.use_heterogeneous_vocab,
             )  # fmt: skip
             (work / script[0]).write_text(script[1])
             if in_parallel and config.to not in PARALLEL_RUNTIMES:
                 lines.append(f"{config.to} cannot draft in parallel: it drafts with one pass for each token")
             lines.append(f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}")
+        owner = "its own, which the server translates" if config.use_heterogeneous_vocab else "the target's"
         changes = f" Changed in this export: {', '.join(changed)}." if changed else ""
         text = card.Card(
             name=draft.name, target=config.target, kind="draft model", commands=facts.commands,
-            summary=f"{size}; vocabulary of {vocab:,} tokens, the target's; context of {context:,} tokens.{changes}",
+            summary=f"{size}; vocabulary of {vocab:,} tokens, {owner}; context of {context:,} tokens.{changes}",
             heldout=facts.heldout, scores=scores, script=script,
             verified=verified.line() if verified else "",
         ).text()  # fmt: skip
@@ -130,7 +132,10 @@ def _check(config: ExportConfig, draft: Path, target: Path) -> None:
     if config.to == "speculators":
         raise UserError(f"{draft} is a draft model, and speculators' layout is for EAGLE-3 heads: --to vllm")
     checkpoint.check(draft)
-    common_vocabulary(draft, target)
+    if config.use_heterogeneous_vocab:
+        _check_heterogeneous(config, draft, target)
+    else:
+        common_vocabulary(draft, target)
     if config.verify_with is not None and not config.verify_with.is_file():
         raise UserError(f"--verify-with {config.verify_with}: no such program")
     if config.temperature > 0 and config.is_gguf and config.verify_with and not verify.serves(config.verify_with):
@@ -144,6 +149,16 @@ def _check(config: ExportConfig, draft: Path, target: Path) -> None:
         if config.outtype in gguf.K_TYPES and (config.verify_with is None or verify.serves(config.verify_with)):
             remedy = "name a Python with llama-cpp-python with --verify-with"
             raise UserError(f"--outtype {config.outtype}: only llama.cpp quantizes to it; {remedy}")
+
+
+def _check_heterogeneous(config: ExportConfig, draft: Path, target: Path) -> None:
+    """Raises UserError: the draft has the target's vocabulary, or the runtime does not translate between these two."""
+    models = [ModelFiles.read(model) for model in (draft, target)]
+    if models[0].difference(models[1]) is None:
+        raise UserError(f"--use-heterogeneous-vocab: {draft} has the target's vocabulary; leave it out")
+    for finding in check_vocabulary(config.to, *models):
+        if finding.level == "error":
+            raise UserError(f"{draft}: {finding.about} {finding.text}; {finding.fix}")
 
 
 def _write_gguf(config: ExportConfig, directory: Path, file: Path) -> list[str]:

@@ -18,19 +18,19 @@ DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
 def script(
     runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "", kind: DraftKind = "draft model",
-    layer_ids: Sequence[int] = (),
+    layer_ids: Sequence[int] = (), heterogeneous: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
     """Return name and text of a script that lies in the draft's directory. Control characters become escapes.
 
     gguf: the draft's file, for llama.cpp. A parallel draft drafts in one pass where the runtime can. layer_ids: of an
-    EAGLE-3 head, see eagle.HeadConfig.
+    EAGLE-3 head, see eagle.HeadConfig. heterogeneous: the draft has a vocabulary of its own.
     """
     target, k_reason, gguf = printable(target), printable(k_reason), printable(gguf)
     match runtime:
         case "transformers":
-            return "assist.py", _transformers(target, k, k_reason)
+            return "assist.py", _transformers(target, k, k_reason, heterogeneous)
         case "vllm":
-            lines = _vllm(target, k, kind)
+            lines = _vllm(target, k, kind, heterogeneous)
         case "speculators":
             lines = ["# sh serve.sh [options of vllm serve]", DIRECTORY, 'exec vllm serve "$here" "$@"']
         case "tensorrt-llm":
@@ -42,15 +42,16 @@ def script(
     return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {k}: {k_reason}", *lines, ""])
 
 
-def speculative_config(draft: str, k: int, kind: DraftKind) -> dict[str, object]:
+def speculative_config(draft: str, k: int, kind: DraftKind, heterogeneous: bool = False) -> dict[str, object]:
     """Return vLLM's --speculative-config."""
     method = VLLM_METHODS.get(kind, "draft_model")
     config: dict[str, object] = {"method": method, "model": draft, "num_speculative_tokens": k}
+    config |= {"use_heterogeneous_vocab": True} if heterogeneous else {}
     return config | ({"parallel_drafting": True} if kind == "parallel draft" else {})
 
 
-def _vllm(target: str, k: int, kind: DraftKind) -> list[str]:
-    config = json.dumps(speculative_config("@", k, kind)).replace('"', '\\"')
+def _vllm(target: str, k: int, kind: DraftKind, heterogeneous: bool) -> list[str]:
+    config = json.dumps(speculative_config("@", k, kind, heterogeneous)).replace('"', '\\"')
     speculative = '"' + config.replace("@", "$here") + '"'
     return [
         "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",
@@ -100,7 +101,8 @@ def _llama_cpp(target: str, k: int, gguf: str, kind: DraftKind) -> list[str]:
     ]
 
 
-def _transformers(target: str, k: int, k_reason: str) -> str:
+def _transformers(target: str, k: int, k_reason: str, heterogeneous: bool) -> str:
+    two = "tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here), " if heterogeneous else ""
     return f"""# python assist.py "a prompt"; K = {k}: {k_reason}
 import sys
 from pathlib import Path
@@ -115,5 +117,6 @@ draft.generation_config.update(
     num_assistant_tokens={k}, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
 )
 inputs = tokenizer(sys.argv[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
-print(tokenizer.decode(model.generate(**inputs, assistant_model=draft, max_new_tokens=64, do_sample=False)[0]))
+output = model.generate(**inputs, assistant_model=draft, {two}max_new_tokens=64, do_sample=False)
+print(tokenizer.decode(output[0]))
 """

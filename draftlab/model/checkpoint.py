@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.model import TENSOR_PARALLEL, loading
-from draftlab.model.hf_files import VOCABULARY_FILES, check_tokenizer_files, eos_ids, read_config
+from draftlab.model.hf_files import check_has_tokenizer, check_tokenizer_files, eos_ids, read_config
 from draftlab.model.hub import checkpoint_name
 from draftlab.model.layouts import other_layout
 from draftlab.model.quantization import check_quantised_runs, check_unquantised, is_quantised
@@ -331,13 +331,12 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Raises UserError: there is none (transformers would make up an empty one), or it cannot be read."""
+    """Raises UserError: there is none, or it cannot be read."""
     from transformers import AutoTokenizer
 
     from draftlab.model.sentencepiece import as_sentencepiece
 
-    if not any((directory / name).is_file() for name in VOCABULARY_FILES):
-        raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
+    check_has_tokenizer(directory)
     check_tokenizer_files(directory)
     with read_by_library(f"{directory} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts_remote_code())

@@ -93,6 +93,12 @@ def eos_ids(directory: Path) -> set[int]:
     return {i for content in contents for i in _ids(content.get("eos_token_id")) if i >= 0}
 
 
+def check_has_tokenizer(directory: Path) -> None:
+    """Raises UserError: no file of it is there, where transformers would make up an empty one."""
+    if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+        raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
+
+
 def check_tokenizer_files(directory: Path) -> None:
     """Raises UserError: a small file of a tokenizer is not what it should be, or a large one is too large to read."""
     for name in VOCABULARY_FILES:

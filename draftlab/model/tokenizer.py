@@ -1,5 +1,6 @@
 """Training of byte-level BPE tokenizers for source code, and checks that vocabularies fit."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,20 @@ def common_vocabulary(draft: Path, target: Path) -> int:
     if (target / HEAD_IDS).is_file():
         raise UserError(f"{target}: its head is trimmed to some ids ({HEAD_IDS}), so it is a draft and no target")
     size = min(vocab_size(model) for model in (draft, target))
-    drafts, targets = ({i: t for t, i in load_tokenizer(model).get_vocab().items()} for model in (draft, target))
-    first = next((i for i in range(size) if drafts.get(i) != targets.get(i)), None)
-    if first is not None:
+    other = first_difference(*(load_tokenizer(model).get_vocab() for model in (draft, target)), size)
+    if other is not None:
         raise UserError(
             f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: "
-            f"id {first} is {drafts.get(first)!r} and {targets.get(first)!r}; speculation needs the same vocabulary"
+            f"{other}; speculation needs the same vocabulary, which draftlab transplant gives a draft"
         )
     return size
+
+
+def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:
+    """Return which of the target's ids below size is another token in the draft, None if none is.
+
+    What the draft's tokenizer adds where the target has padding is never accepted.
+    """
+    drafts, targets = ({i: token for token, i in vocab.items()} for vocab in (draft, target))
+    first = next((i for i in sorted(targets) if i < size and drafts.get(i) != targets[i]), None)
+    return None if first is None else f"id {first} is {drafts.get(first)!r} and {targets[first]!r}"

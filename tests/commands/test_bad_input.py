@@ -1,12 +1,16 @@
 """What cannot be done gets one clear line on stderr, the right exit code, and leaves nothing behind: every command."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from draftlab import workspace
@@ -36,6 +40,10 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     shutil.copytree(family_dirs["llama"], space / "few-ids")
     resize(space / "few-ids", 200)
     train_tokenizer(["other words entirely " * 50, "zzz yyy xxx " * 50], 307, space / "other-words")
+    shutil.copytree(space / "other-words", space / "word-pieces")
+    train_word_pieces(space / "word-pieces/tokenizer.json")
+    (space / "medusa").mkdir()
+    (space / "medusa/medusa.json").write_text("{}")
     (space / "empty").mkdir()
     (space / "opt").mkdir()
     (space / "opt/config.json").write_text(json.dumps({"model_type": "opt", "vocab_size": 5, "hidden_size": 4}))
@@ -65,6 +73,13 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "broken-outputs/manifest.json").write_text("{}")
     (space / "program").write_text("#!/bin/sh\nexit 1\n")
     return space
+
+
+def train_word_pieces(file: Path) -> None:
+    """BERT's tokenizer, whose tokens do not say which bytes they stand for."""
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(file))
 
 
 FOREIGN = {
@@ -198,6 +213,21 @@ CASES = [
     (("score", "--draft", "draft", "--num-prompts", "4", "--drafter", "parallel"), "draft is no parallel draft"),
     (("score", "--draft", "draft", "--drafter", "parallel:siblings=top"), "siblings: only with a tree; add nodes"),
     (("search", "--parallel", "--k", "1"), "--parallel drafts several tokens in one pass"),
+    (("transplant", "draft"), "nothing to do: draft has the vocabulary of llama already"),
+    (("transplant", "other-words", "--target", "nope"), "no checkpoint at nope"),
+    (("transplant", "drat", "--target", "other-words"), "did you mean 'draft'"),
+    (("transplant", "bert", "--target", "draft"), "bert is an encoder (BertForMaskedLM)"),
+    (("transplant", "draft", "--target", "t5"), "t5 is an encoder and a decoder"),
+    (("transplant", "opt", "--target", "draft"), "opt has no tokenizer"),
+    (("transplant", "draft", "--target", "opt"), "opt has no tokenizer"),
+    (("transplant", "no-weights", "--target", "other-words"), "no-weights has no model.safetensors"),
+    (("transplant", "few-ids", "--target", "other-words"), "few-ids embeds 200 ids, but its tokenizer has 307"),
+    (("transplant", "draft", "--target", "word-pieces"), "is neither byte-level BPE nor SentencePiece"),
+    (("transplant", "medusa", "--target", "draft"), "medusa has heads on its target's states"),
+    (("transplant", "draft", "--target", "other-words", "--out", "full"), "full exists and is not empty"),
+    (("export", "draft", "--to", "vllm", "--use-heterogeneous-vocab"), "has the target's vocabulary; leave it out"),
+    (("export", "other-words", "--use-heterogeneous-vocab"), "is for --to vllm or transformers"),
+    (("export", "other-words", "--to", "transformers", "--use-heterogeneous-vocab"), "both have 307"),
     # recipes
     (("run", "nope.yaml"), "No such file"),
     (("run", "broken.yaml"), "broken.yaml"),
@@ -247,6 +277,16 @@ def test_one_clear_line_and_nothing_left_behind(arguments, message, folder, monk
     assert message in errors[0]
     assert "Traceback" not in result.stderr
     assert listing(folder) == before
+
+
+@pytest.mark.parametrize("arguments", [a for a, _ in CASES if a[0] == "transplant"][:7], ids=" ".join)
+def test_a_transplant_that_cannot_be_is_refused_before_torch_is_imported(arguments, folder):
+    code = f"import sys; from draftlab.cli import main; sys.argv[1:] = {list(arguments)}\n"
+    code += "try:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1, run.stderr
+    assert run.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("arguments", USAGE, ids=" ".join)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
-from builders import TOKENIZER_TEXT
+from builders import TOKENIZER_TEXT, build
 from loopback_servers import SmallVLLM, running
 from pydantic.fields import FieldInfo
 from safetensors.torch import load_file
@@ -26,6 +26,7 @@ from draftlab.config.base import Config, bound, extra, option
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import write_shape_file
+from draftlab.model.tokenizer import train_tokenizer
 from draftlab.recipe import run
 
 
@@ -101,6 +102,25 @@ def _(w: World) -> Settings:
 def _(w: World) -> Settings:
     write_shape_file(checkpoint.read_shape(w.source), w.root / "large.yaml", "a test")
     return {"source": str(w.draft), "shape": str(w.root / "large.yaml")}
+
+
+def other_words(w: World) -> str:
+    """A whole model with another vocabulary."""
+    folder = w.root / "other-words"
+    if not folder.exists():
+        build("llama", vocab_size=330).save_pretrained(folder)
+        train_tokenizer([*TOKENIZER_TEXT, "for line in lines: print(line)\n" * 9], 330, folder)
+    return str(folder)
+
+
+@case("transplant", "")
+def _(w: World) -> Settings:
+    return {"draft": str(w.draft), "target": other_words(w)}
+
+
+@case("export", "vllm, another vocabulary")
+def _(w: World) -> Settings:
+    return {"draft": str(w.draft), "target": other_words(w), "to": "vllm", "use_heterogeneous_vocab": True}
 
 
 @case("design", "parameters")

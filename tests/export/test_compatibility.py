@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import TOKENIZER_TEXT, build
 from typer.testing import CliRunner
 
 from draftlab.cli import app
@@ -14,6 +15,7 @@ from draftlab.distill.vocabulary import resize
 from draftlab.errors import UserError
 from draftlab.export import compatibility
 from draftlab.model import checkpoint, llama, saving
+from draftlab.model.tokenizer import train_tokenizer
 
 ALL = compatibility.parse_runtimes("vllm,sglang,llama.cpp,transformers")
 
@@ -63,6 +65,45 @@ def test_ids_that_mean_something_else_are_named(pair):
     spec["model"]["merges"] = []
     file.write_text(json.dumps(spec))
     assert "id 270 is" in error(pair, "tokenizer")
+
+
+@pytest.fixture
+def foreign(pair) -> tuple[Path, Path]:
+    """A draft with a vocabulary of its own, and the target."""
+    train_tokenizer([*TOKENIZER_TEXT, "for line in lines: print(line)\n" * 9], 330, pair[0])
+    build("llama", vocab_size=330).save_pretrained(pair[0])
+    return pair
+
+
+def test_another_vocabulary_is_named_with_the_servers_that_translate(foreign):
+    found = compatibility.check_files(*foreign, compatibility.parse_runtimes(",".join(RUNTIMES)))
+    (wrong,) = (f for f in found if f.about == "tokenizer")
+    assert wrong.level == "error"
+    assert f"draftlab transplant {foreign[0]} --target {foreign[1]}" in wrong.fix
+    translated = {f.about: f for f in found if "translates between the vocabularies" in f.text}
+    assert set(translated) == {"vllm", "transformers"}
+    assert all("--use-heterogeneous-vocab" in f.fix for f in translated.values())
+    tokens = [checkpoint.load_tokenizer(d).get_vocab() for d in foreign]
+    assert f"{len(tokens[0].keys() & tokens[1].keys())} of 307 tokens are spelled alike" in translated["vllm"].text
+    refused = {f.about for f in found if "wants the target's vocabulary" in f.text}
+    assert refused == {"sglang", "llama.cpp", "tensorrt-llm"}
+
+
+def test_transformers_takes_two_tokenizers_only_where_the_logits_differ_in_number(foreign):
+    resize(foreign[1], 330)
+    assert "both have 330" in error(foreign, "transformers")
+
+
+def test_spellings_are_compared_as_vllm_does():
+    assert compatibility.spelled_alike(["Ġa", "b", "Ã©"], ["▁a", "b", "é", "c"]) == 2
+
+
+def test_one_tokenizer_that_transformers_reads_in_two_ways_is_no_error(pair):
+    """transformers 5 takes Qwen2Tokenizer for every Qwen2, whatever tokenizer_config.json says."""
+    build("qwen2").save_pretrained(pair[0])
+    (said,) = (f for f in compatibility.check_files(*pair, ALL) if f.about == "tokenizer" and "probe" in f.text)
+    assert said.level == "warning"
+    assert "from the same tokenizer.json: transformers reads it otherwise for qwen2" in said.text
 
 
 def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):

@@ -69,7 +69,7 @@ def common_vocabulary(draft: Path, target: Path) -> int:
     if (target / HEAD_IDS).is_file():
         raise UserError(f"{target}: its head is trimmed to some ids ({HEAD_IDS}), so it is a draft and no target")
     size = min(vocab_size(model) for model in (draft, target))
-    other = first_difference(*(load_tokenizer(model).get_vocab() for model in (draft, target)), size)
+    other = first_difference(load_tokenizer(draft).get_vocab(), load_tokenizer(target).get_vocab(), size)
     if other is not None:
         raise UserError(
             f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: "

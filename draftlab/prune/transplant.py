@@ -109,8 +109,7 @@ def transplant(config: TransplantConfig, output: Output) -> Plan:
         if pair.head_ids is not None:
             write_head_ids(work, pair.head_ids)
         common_vocabulary(work, pair.target)
-        names = tuple(map(hub.checkpoint_name, (pair.draft, pair.target)))
-        (work / "README.md").write_text(_card(*names, pair.plan, output.command_line))
+        (work / "README.md").write_text(_card(pair, output.command_line))
         output.record(work, [pair.draft], **pair.plan.facts(), tokenizer=_tokenizer_sha256(pair.target), bytes=size)
     return pair.plan
 
@@ -166,7 +165,7 @@ def roles_of(directory: Path) -> dict[str, int]:
     """Return the special ids that begin and end a turn of a chat, and a text, and the one that pads."""
     tokenizer = checkpoint.load_tokenizer(directory)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    roles: dict[str, int] = {}
+    roles: dict[str, int | None] = {}
     if tokenizer.chat_template:
         messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
         try:
@@ -175,10 +174,10 @@ def roles_of(directory: Path) -> dict[str, int]:
             two = three = []
         after = three[len(two) :] if three[: len(two)] == two else []
         markers = {"end of turn": two[::-1], "start of turn": after}
-        roles = {name: next((i for i in ids if i in special), -1) for name, ids in markers.items()}
+        roles |= {name: next((i for i in ids if i in special), None) for name, ids in markers.items()}
     ids = checkpoint.special_ids(tokenizer)
-    roles |= {name: -1 if ids[name] is None else ids[name] for name in ("eos", "bos", "pad")}
-    return {name: i for name, i in roles.items() if i in special}
+    roles |= {name: ids[name] for name in ("eos", "bos", "pad")}
+    return {name: i for name, i in roles.items() if i is not None and i in special}
 
 
 def matching_roles(
@@ -268,7 +267,8 @@ def _tokenizer_sha256(directory: Path) -> str:
     return provenance.file_sha256(next(file for name in VOCABULARY_FILES if (file := directory / name).is_file()))
 
 
-def _card(name: str, target: str, plan: Plan, command: str) -> str:
+def _card(pair: Pair, command: str) -> str:
+    name, target, plan = hub.checkpoint_name(pair.draft), hub.checkpoint_name(pair.target), pair.plan
     roles = "".join(f"* {role}: {new!r} takes the row of {old!r}.\n" for role, (new, old) in plan.roles.items())
     return f"""---
 base_model: {name}

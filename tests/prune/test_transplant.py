@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders import FAMILIES, TOKENIZER_TEXT, build, logits_by_transformers, rounding
 from test_sentencepiece import CONFIG, train_sentencepiece
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from draftlab import workspace
@@ -82,7 +82,7 @@ def vocabulary(directory: Path) -> Vocabulary:
     return read_vocabulary(directory, checkpoint.vocab_size(directory))
 
 
-def written_by(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+def written_by(tokenizer: Any, ids: list[int]) -> str:
     """The text of ids behind an x, by the tokenizer's own decoder."""
     (x,) = (i for token, i in tokenizer.get_vocab().items() if token == "x")
     text = tokenizer.decode([x, *ids], clean_up_tokenization_spaces=False)
@@ -290,7 +290,7 @@ def test_weights_are_streamed_in_their_dtype(family_dirs, byte_level, tmp_path, 
 
 def test_the_plan_says_what_is_written_and_writes_nothing(family_dirs, byte_level, tmp_path):
     call: dict[str, Any] = {"draft": str(family_dirs["llama"]), "target": str(byte_level), "out": tmp_path / "out"}
-    facts = transplant(**call, dry_run=True).data
+    facts: Any = transplant(**call, dry_run=True).data
     assert not (tmp_path / "out").exists()
     outcome = transplant(**call)
     assert {name: outcome.data[name] for name in ("ids", "copied", "from_pieces", "at_mean")} == {
@@ -351,8 +351,8 @@ def test_a_draft_of_another_vocabulary_decodes_as_the_target_with_two_tokenizers
     assert (space / "out/tokenizer.json").read_bytes() == (space / "draft/tokenizer.json").read_bytes()
     monkeypatch.setattr(sys, "argv", ["assist.py", "def f"])
     runpy.run_path("out/assist.py")
-    tokenizer = checkpoint.load_tokenizer(space / "target")
-    model = AutoModelForCausalLM.from_pretrained(space / "target")
+    tokenizer: Any = checkpoint.load_tokenizer(space / "target")
+    model: Any = AutoModelForCausalLM.from_pretrained(space / "target")
     ids = tokenizer("def f", return_tensors="pt")["input_ids"]
     alone = tokenizer.decode(model.generate(ids, max_new_tokens=64, do_sample=False)[0])
     assert capsys.readouterr().out.strip() == alone.strip()

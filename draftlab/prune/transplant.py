@@ -277,13 +277,14 @@ tags: [speculative-decoding, draft-model]
 
 # {name} with the vocabulary of {target}
 
-A draft for speculative decoding with **{target}**: the weights of {name} with the tokenizer of {target}. It was not
-trained since. Train it on the target's answers before it is served: `draftlab distill`.
+A draft for speculative decoding with **{target}**: the weights of {name} with the tokenizer of {target}, not trained
+since. Train it on the target's answers before it is served: `draftlab distill`.
 
 * {plan.copied:,} of {len(plan.sources):,} rows of embedding and head are copies: both tokenizers have the tokens.
 * {plan.from_pieces:,} are the mean of the rows of their pieces, {plan.pieces_each:.1f} tokens of the old tokenizer on
   average (Fast Vocabulary Transfer, Gee et al. 2022, arXiv 2402.09977).
-* {plan.at_mean:,} are the mean of all: special tokens that {name} has no counterpart of, and ids without a token.
+* {plan.at_mean:,} are the mean of all: ids without a token, and tokens, most of them special ones, for which {name} has
+  nothing.
 {roles}
 ```
 {command}

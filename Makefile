@@ -15,8 +15,9 @@ test: .venv/ready lint
 # stopped, it goes on where it was; docs/reliability.md
 SEED ?= 0
 POINTS ?= 500
+MINUTES ?= inf
 chaos: .venv/ready
-	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/chaos:tests/results $(BIN)/python tests/chaos/campaign.py --seed $(SEED) --points $(POINTS)
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/chaos:tests/results $(BIN)/python tests/chaos/campaign.py --seed $(SEED) --points $(POINTS) --minutes $(MINUTES)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from time import time
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
 from draftlab.atomic import write_atomic
 from draftlab.console import note
@@ -42,9 +42,9 @@ class Record(FileModel):
 class CurvePoint(FileModel, extra="ignore"):
     """A point of a training curve: the mean of some steps up to this one, or an evaluation on held-out text."""
 
-    step: NonNegativeInt
-    loss: float  # nats per token
-    acceptance: float | None  # on held-out text, per token; None without a target
+    step: int = Field(ge=0, le=10**12)  # these limits are what plots can show
+    loss: float = Field(ge=-1e9, le=1e9)  # nats per token
+    acceptance: float | None = Field(ge=0, le=1.01)  # on held-out text, per token; None without a target
     heldout: bool
 
 

@@ -1,6 +1,7 @@
 """Imports point up in the list only, and --help stays light."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,30 @@ def test_help_does_not_import_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+MISSING = [
+    "distill --draft nope", "train --model nope --data stdlib", "score --draft nope@q8_0", "check nope", "export nope",
+    "outputs build --target nope", "replay outputs --draft nope", "search --target nope", "eagle --target nope",
+    "medusa --target nope",
+]  # fmt: skip
+
+
+def test_a_missing_checkpoint_is_said_before_torch_is_imported(tmp_path):
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from draftlab.cli import app
+CliRunner().invoke(app, ["init", "--preset", "tiny"])
+for mistake in {MISSING}:
+    result = CliRunner().invoke(app, [*mistake.split(), *(["--out", "x"] if mistake[:5] != "check" else [])])
+    assert (result.exit_code, "no checkpoint at nope" in result.stderr) == (1, True), (mistake, result.output)
+    assert "torch" not in sys.modules, mistake
+"""
+    environ = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["draftlab.yaml"]
 
 
 def test_no_module_outgrows_its_job():

@@ -12,6 +12,7 @@ def eagle(config: EagleConfig, output: Output) -> Outcome:
     """Train an EAGLE-3 head on the frozen target, for score --drafter eagle:heads=DIR and for servers."""
     if config.outputs is None:
         hub.check_data(config.data)  # before torch is imported
+    hub.check_typed(config.target)
     with note_if_slow("eagle: loading torch and transformers"):
         from draftlab.distill.eagle import plan_eagle, train_eagle
     if output.dry_run:

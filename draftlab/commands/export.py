@@ -9,9 +9,10 @@ from draftlab.output import Output
 @command(CheckConfig)
 def check(config: CheckConfig) -> Outcome:
     """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
+    draft = config.draft_directory()
+    hub.check_typed(config.target)
     from draftlab.export import compatibility, heads
 
-    draft = config.draft_directory()
     findings = (heads.check if heads.are_in(draft) else compatibility.check_draft)(config, draft)
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
@@ -25,8 +26,10 @@ def check(config: CheckConfig) -> Outcome:
 @command(ExportConfig)
 def export(config: ExportConfig, output: Output) -> Outcome:
     """Write a draft or head as runtimes load it, with a card and a script that serves it; verify it where it runs."""
+    draft = config.draft_directory()
+    hub.check_typed(config.target)
     from draftlab.export import heads, run
 
-    exported = (heads.export if heads.are_in(config.draft_directory()) else run.export)(config, output)
+    exported = (heads.export if heads.are_in(draft) else run.export)(config, output)
     facts = {"path": str(output.out), **exported.notes}
     return Outcome(path=output.out, show=[*exported.lines, str(output.out)], data=facts)

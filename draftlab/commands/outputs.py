@@ -12,6 +12,7 @@ from draftlab.config.outputs import (
     ReplayConfig,
 )
 from draftlab.console import note_if_slow
+from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 @command(OutputsBuildConfig, name="outputs build", dry_run=True, resumes=True)
 def build(config: OutputsBuildConfig, output: Output) -> Outcome:
     """Store what a target writes or reads, to distil and to replay drafts without it; a killed build resumes."""
+    hub.check_typed(None if config.tokenizer else config.target)
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
     if output.dry_run:
@@ -65,6 +67,7 @@ def verify(config: OutputsVerifyConfig) -> Outcome:
 @command(ReplayConfig)
 def replay(config: ReplayConfig, output: Output) -> Outcome:
     """Compute the acceptance of drafts for every K from one pass over target outputs; the target is not needed."""
+    hub.check_typed(*config.draft)
     from draftlab.target_outputs.replay import draftings, replay, rows_of
 
     replays = replay(config, output)

@@ -7,6 +7,7 @@ from draftlab.config.accuracy import AccuracyConfig
 from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSettings
 from draftlab.console import note_if_slow
 from draftlab.intervals import tokens_per_second
+from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 @command(ScoreConfig, dry_run=True)
 def score(config: ScoreConfig, output: Output) -> Outcome:
     """Measure drafts against the target in one process: acceptance, speed-up over plain decoding, accuracy."""
+    hub.check_typed(config.target, *config.draft)
     with note_if_slow("loading torch and transformers"):
         from draftlab.benchmark import run
     if output.dry_run:

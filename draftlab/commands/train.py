@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def train(config: TrainConfig, output: Output) -> Outcome:
     """Train with cross-entropy on text: a new model, or continued pretraining after pruning."""
     hub.check_data(config.data)
+    hub.check_typed(config.model)
     from draftlab.distill.distill import plan_training, train_on_text
 
     if output.dry_run:
@@ -27,7 +28,8 @@ def train(config: TrainConfig, output: Output) -> Outcome:
 def distill(config: DistillConfig, output: Output) -> Outcome:
     """Train a draft to agree with the target."""
     if config.trains_on_windows:
-        hub.check_data(config.data)  # before torch is imported
+        hub.check_data(config.data)
+    hub.check_typed(config.draft, config.target if config.needs_target else None)
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.distill import distill as library
     if output.dry_run:

@@ -7,7 +7,6 @@ from draftlab import provenance, workspace
 from draftlab.config.make import ImportConfig, InitConfig
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.importing import run
 from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.reading import read_object
@@ -59,6 +58,8 @@ def _around_gguf(file: Path, directory: str | None, force: bool) -> Workspace:
         config = ImportConfig(source=str(file), out=out)
         output = Output(command="import", config=config, out=out, force=force)
         output.check_free()
+        from draftlab.importing import run  # torch, which other ways do not need
+
         with output.locked():
             run.convert(run.inspect(config), output)
     return Workspace(target=str(out), source=str(out), data="stdlib")

@@ -49,6 +49,16 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     return _from_hub(str(name), weights)
 
 
+def check_typed(*names: str | Path | None) -> None:
+    """Refuse names of no local checkpoint, before torch is imported; those of the hub are looked up later.
+
+    A name may end in @TYPE, of rounded weights.
+    """
+    for name in map(str, filter(None, names)):
+        if not Path(name).exists() and (name.count("/") != 1 or Path(name).is_absolute()):
+            locate(name.rpartition("@")[0] or name, weights=False)
+
+
 def import_source(name: str) -> Path:
     """Return the path to import from: the given one, or that of a hub repository's .bin files or adapter, downloaded.
 

@@ -141,7 +141,10 @@ def test_a_stage_has_its_curve_in_few_points(tmp_path, steps):
     assert {p.acceptance for p in evals} == {0.5}
 
 
-@pytest.mark.parametrize("text", ["{", "7\n", '{"step": 1, "loss": NaN, "acceptance": null}\n', '{"loss": 1}\n'])
+HUGE = json.dumps({"step": 10**400, "loss": 1.0, "acceptance": None}) + "\n"
+
+
+@pytest.mark.parametrize("text", ["{", "7\n", HUGE, '{"step": 1, "loss": NaN, "acceptance": null}\n', '{"loss": 1}\n'])
 def test_a_damaged_log_costs_the_curve_only(tmp_path, text, capsys):
     draft = record(tmp_path / "draft", "distill", [], "2026-01-04")
     (draft / "log.jsonl").write_text(text)

@@ -1,9 +1,10 @@
-"""The campaign of faults: PYTHONPATH=tests:tests/chaos python tests/chaos/campaign.py --points 500 --inputs 2000.
+"""The campaign of faults: PYTHONPATH=tests:tests/chaos python tests/chaos/campaign.py --seed 0 --minutes 60.
 
 Every command is run whole once; then with a fault at a place that the seed draws, and again until it ends. It must end
 in the same files, leave nothing beside them, and say in one line what is wrong. Damaged files of every kind follow
 (fuzz.py), and the tests of what else may go wrong. Each result is a line of RESULTS/results-SEED.jsonl, and a campaign
-that was stopped goes on there; of another state of the tree, remove RESULTS first. One table and JSON come last.
+that was stopped goes on with what is left; of another state of the tree, remove RESULTS first. One table and JSON come
+last.
 """
 
 import argparse

@@ -141,10 +141,15 @@ def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> 
     sizes, exact = QUICK if quick else SIZES, {}
     rows: list[dict[str, Any]] = []
     for size, shape in sizes.items():
-        target = made("expand", folder / size, source=str(study.target), **shape)
-        exact[size] = equality(study.target, target, answers, torch.float32 if size == "1.3b" else torch.bfloat16)
-        rows += measured(folder, size, drafts[size], answers, study.prompts, running)
-        shutil.rmtree(target)
+        dtype = torch.float32 if size == "1.3b" else torch.bfloat16
+        if not (folder / f"equal-{size}.json").exists():
+            target = made("expand", folder / size, source=str(study.target), **shape)
+            measured(folder, size, drafts[size], answers, study.prompts, running)
+            equal = equality(study.target, target, answers, dtype)
+            (folder / f"equal-{size}.json").write_text(json.dumps(equal))
+            shutil.rmtree(target)
+        exact[size] = json.loads((folder / f"equal-{size}.json").read_text())
+        rows += compared(folder, size, running["k"])
     best = max((row for row in rows if row["size"] == "3b" and row["best"]), key=lambda row: row["speedup"])
     errors = [abs(row["error"]) for row in rows if row["error"] is not None]
     return {
@@ -195,27 +200,30 @@ def forward(path: Path, texts: Sequence[Sequence[int]], dtype: torch.dtype) -> I
 
 def measured(
     folder: Path, size: str, drafts: list[Path], answers: Path, prompts: dict[str, Any], running: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Return the rows of a score of the expansion, each beside its prediction."""
+) -> None:
+    """Profile, replay and score an expansion with its drafts."""
     target, ks = folder / size, running["k"]
     most = max(ks)
     lengths = [len(output.prompt) for output in read_store(answers).outputs]
     context = f"{max(1, min(lengths) - 8)},{max(lengths) + running['max_tokens'] + most + 8}"
-    profiles = made(
+    made(
         "profile", folder / f"profiles-{size}", models=[str(path) for path in (target, *drafts)], k=most,
         context=context, repeats=5, dtype="bfloat16", threads=running["threads"],
     )  # fmt: skip
-    replays = made("replay", folder / f"replays-{size}", directory=answers, draft=[str(path) for path in drafts], k=ks)
+    made("replay", folder / f"replays-{size}", directory=answers, draft=[str(path) for path in drafts], k=ks)
     drafters = [f"fallback:draft={drafts[0]}"] if "prompt_file" in prompts and size == "3b" else []
-    scored = folder / f"score-{size}"
     made(
-        "score", scored, target=str(target), draft=[str(path) for path in drafts], drafter=drafters, **prompts,
-        **running, repeats=1, dtype="bfloat16", tasks="none",
+        "score", folder / f"score-{size}", target=str(target), draft=[str(path) for path in drafts], drafter=drafters,
+        **prompts, **running, repeats=1, dtype="bfloat16", tasks="none",
     )  # fmt: skip
+
+
+def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
+    """Return the rows of a score of the expansion, each beside its prediction."""
     rows = []
-    for file in sorted(scored.glob("*/score.json")):
+    for file in sorted((folder / f"score-{size}").glob("*/score.json")):
         score = read_score(file)
-        expected = predicted(profiles, replays, size, score.name, ks)
+        expected = predicted(folder / f"profiles-{size}", folder / f"replays-{size}", size, score.name, ks)
         for k in sorted(score.speculative):
             gain = score.best_k_speedup if k == score.best_k else score.speedup(k)
             rows.append(
@@ -224,7 +232,7 @@ def measured(
                     "interval": [gain.low, gain.high], "speedup_at_k": score.speedup_value(k),
                     "tokens_per_pass": score.tokens_per_pass(k), "pass_ms": score.draft_ms,
                     "target_pass_ms": score.target.latency[0].median_ms, "identical": not score.output_differs,
-                    "predicted": expected.get(k),
+                    "predicted": expected.get(k), "doubt": score.doubt,
                     "error": expected[k] / score.speedup_value(k) - 1 if k in expected else None,
                 }
             )  # fmt: skip

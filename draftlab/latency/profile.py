@@ -18,7 +18,7 @@ from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.profiler import Grid, measure, weight_bytes
 from draftlab.latency.random_model import random_model
 from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
-from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory
+from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory, parallel
 from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
 from draftlab.model.eagle_llama import NativeEagle
 from draftlab.model.families import locate_shape
@@ -115,7 +115,7 @@ def check(config: GridConfig, models: Models, device_map: str | None = None) -> 
 def needed_bytes(config: GridConfig, models: Models, device_map: str | None = None) -> dict[str, float]:
     """Return the bytes of weights, and of the caches of all batches, without what accelerate spreads."""
     width = _device_and_dtype(config)[1].itemsize
-    tokens = (sum(config.batch) + 1) * _grid(config).capacity
+    tokens = (sum(config.batch) + 1) * _grid(config, models).capacity
     sizes = {
         name: _size(place, models) for name, place in models.items() if isinstance(place, Shape) or device_map is None
     }
@@ -161,9 +161,12 @@ def _device_and_dtype(config: GridConfig) -> tuple[torch.device, torch.dtype]:
     return device, checkpoint.resolve_dtype(config.dtype, device)
 
 
-def _grid(config: GridConfig) -> Grid:
+def _grid(config: GridConfig, models: Models) -> Grid:
+    """Return what to time. A parallel draft reads K tokens and K masks in one pass, the others at most K + 1 tokens."""
+    paths = [place for place in models.values() if isinstance(place, Path)]
+    wide = any(parallel.pard_token(path) is not None for path in paths)
     return Grid(
-        widths=range(1, config.k + 2),
+        widths=[*range(1, config.k + 2), *([2 * config.k] if wide and config.k > 1 else [])],
         batches=config.batch,
         contexts=config.context,
         prompts=config.context,
@@ -175,7 +178,7 @@ def _profile(config: GridConfig, models: Models, output: Output, device_map: str
     device, dtype = _device_and_dtype(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    mode, grid = check(config, models, device_map), _grid(config)
+    mode, grid = check(config, models, device_map), _grid(config, models)
     decoders = _load(config, models, device_map, mode)
     load_average, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load_average > cores:
@@ -214,7 +217,7 @@ def _load(config: GridConfig, models: Models, device_map: str | None, mode: Mode
     needed = needed_bytes(config, models, device_map)
     memory.check_fits(needed, device, "--dtype bfloat16, --device-map auto, or fewer --batch")
     note(f"loading {', '.join(models)}")
-    grid = _grid(config)
+    grid = _grid(config, models)
     context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
     decoders: dict[str, Decoder] = {}
     for name, place in sorted(models.items(), key=lambda item: _is_head(item[1])):  # heads after their targets

@@ -1,6 +1,7 @@
 """Profiles hold what was asked for, of models as they are used, and are measured right behind what they say."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -157,6 +158,15 @@ def test_profiling_as_typed_a_checkpoint_beside_a_shape(space, tmp_path):
     assert "--force" in call(space, "small.yaml", *SMALL, code=1).stderr
     printed = json.loads(call(space, "small.yaml", *SMALL, "--force", "--json").stdout)
     assert [p["name"] for p in printed["profiles"]] == ["llama", "small"]
+
+
+def test_a_parallel_draft_is_profiled_as_wide_as_it_drafts(space, tmp_path):
+    """A pass over K tokens of the step before and K masks, so that predict never asks beyond the profile."""
+    shutil.copytree(space, tmp_path / "parallel")
+    file = tmp_path / "parallel" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pard_token": 2, "pard_offsets": 4}))
+    call("parallel", "--k", "4", *SMALL[2:], "--out", "profiles")
+    assert CostModel.of(read_profile(tmp_path / "profiles" / "parallel.yaml")).widths.tolist() == [1, 2, 3, 4, 5, 8]
 
 
 def test_a_dry_run_measures_nothing(space, tmp_path):

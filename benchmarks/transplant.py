@@ -1,7 +1,7 @@
 """Drafts of another vocabulary beside drafts cut from the target: python -m benchmarks.transplant [FOLDER]
 
-FOLDER is that of python -m benchmarks.smollm2, after `draftlab run` of recipes/smollm2-transplant.yaml there; what was
-not run is null. The last line is one JSON object.
+FOLDER is that of python -m benchmarks.smollm2, after `draftlab run` of recipes/smollm2-depth.yaml and
+smollm2-transplant.yaml there; what was not run is null. The last line is one JSON object.
 """
 
 import json
@@ -29,7 +29,12 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the recipe ran.")] =
 def drafts(folder: Path) -> dict[str, Any] | None:
     """Return the sizes, the rows, the training and the tokens per pass of each draft that was replayed."""
     files = sorted(folder.glob("replay/*/replay.json"))
-    return {file.parent.name: row(folder / file.parent.name, file.parent) for file in files} or None
+    places = [folder, folder.parents[1] / "depth"]
+    rows = {}
+    for file in files:
+        name = file.parent.name
+        rows[name] = row(next(place / name for place in places if (place / name).exists()), file.parent)
+    return rows or None
 
 
 def row(draft: Path, replayed: Path) -> dict[str, Any]:

@@ -127,7 +127,9 @@ def check_files(draft_path: Path, target_path: Path, runtimes: list[str]) -> lis
     """
     checkpoint.check(draft_path)
     draft, target, size = ModelFiles.read(draft_path), ModelFiles.read(target_path), read_size(draft_path)
-    findings = [finding for check in MODEL_CHECKS for finding in check(draft, target)]
+    same = draft.difference(target) is None
+    checks = MODEL_CHECKS if same else [check for check in MODEL_CHECKS if check not in SAME_VOCABULARY_CHECKS]
+    findings = [finding for check in checks for finding in check(draft, target)]
     for runtime in runtimes:
         shape = size if isinstance(size, Shape) else None
         own = list(RUNTIME_CHECKS[runtime](draft, target, shape))
@@ -379,6 +381,7 @@ def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:
 
 
 MODEL_CHECKS = (_tokenizers, _special_tokens, _vocabularies, _chat_templates, _contexts, _weights, _mask_token)
+SAME_VOCABULARY_CHECKS = (_special_tokens, _vocabularies, _chat_templates)
 RUNTIME_CHECKS: dict[str, Callable[[ModelFiles, ModelFiles, Shape | None], Iterator[Finding]]] = {
     "vllm": _vllm,
     "sglang": _sglang,

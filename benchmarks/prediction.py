@@ -29,8 +29,8 @@ from draftlab.data import heldout_prompts
 from draftlab.latency import predict as predicting
 from draftlab.latency.cost_model import CostModel, Profile, expected_tokens
 from draftlab.latency.machine_state import device_name
-from draftlab.latency.predict import StepCosts, expected_time, step_costs, steps
 from draftlab.latency.profiler import Grid, LatencyCurves, measure
+from draftlab.latency.steps import StepCosts, expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, workload_of
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama

@@ -5,7 +5,7 @@ from draftlab.commands.base import Command
 from draftlab.commands.eagle import eagle
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
-from draftlab.commands.latency import law, law_fit, predict, profile
+from draftlab.commands.latency import law, law_fit, predict, profile, profile_servers
 from draftlab.commands.make import design, expand, import_checkpoint, init, tokenizer, transplant
 from draftlab.commands.medusa import medusa
 from draftlab.commands.prune import prune, prune_masks
@@ -21,7 +21,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         outputs.import_file, outputs.verify, outputs.info,
     ),
     "Measure": (score, accuracy, compare, report, score_servers, expand),
-    "Predict": (profile, predict, law, law_fit, outputs.replay),
+    "Predict": (profile, profile_servers, predict, law, law_fit, outputs.replay),
     "Ship": (check, export, online_update, online_rollback),
 }  # fmt: skip
 COMMANDS: dict[str, Command] = {command.name: command for panel in PANELS.values() for command in panel}

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.latency import LawConfig, LawFitConfig, PredictConfig, ProfileConfig
+from draftlab.config.latency import LawConfig, LawFitConfig, PredictConfig, ProfileConfig, ProfileServersConfig
+from draftlab.console import note_if_slow
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -20,6 +21,18 @@ def profile(config: ProfileConfig, output: Output) -> Outcome:
     if output.dry_run:
         return plan(output, estimate(config))
     profiles = profile_models(config, output)
+    data = {"out": str(output.out), "profiles": [p.model_dump() for p in profiles]}
+    return Outcome(path=output.out, show=[*map(profile_table, profiles), str(output.out)], data=data)
+
+
+@command(ProfileServersConfig)
+def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
+    """Measure the passes of a target and its draft in running vLLM servers, by streams at once."""
+    with note_if_slow("loading torch and transformers"):
+        from draftlab.latency.served import profile_servers as measure
+    from draftlab.commands.latency_tables import profile_table
+
+    profiles = measure(config, output)
     data = {"out": str(output.out), "profiles": [p.model_dump() for p in profiles]}
     return Outcome(path=output.out, show=[*map(profile_table, profiles), str(output.out)], data=data)
 
@@ -45,7 +58,7 @@ def law_fit(config: LawFitConfig) -> Outcome:
 @command(PredictConfig)
 def predict(config: PredictConfig) -> Outcome:
     """Predict the speed-up for every K, from acceptance and profiles that may come from other machines."""
-    from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
+    from draftlab.commands.latency_tables import best_k_table, draft_table, k_table, plot_best_k
     from draftlab.latency.predict import verdict
     from draftlab.latency.predict_pairs import predict_drafts
     from draftlab.results.tables import accuracy_table
@@ -56,6 +69,9 @@ def predict(config: PredictConfig) -> Outcome:
     show: list[object] = [draft_table(predictions) if several else k_table(predictions[0])]
     show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
+    show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
+    if config.plot is not None:
+        plot_best_k(config.plot, drafts[0])
     if accuracy := [(p.name, draft.tasks) for p, draft in zip(predictions, drafts, strict=True) if draft.tasks]:
         show.append(accuracy_table(accuracy))
     show += [f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)]

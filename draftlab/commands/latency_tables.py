@@ -7,7 +7,7 @@ from rich.table import Table
 
 from draftlab.latency.cost_model import Profile, pass_bytes
 from draftlab.latency.predict import Prediction, required_length
-from draftlab.latency.predict_pairs import DraftPrediction
+from draftlab.latency.predict_pairs import BestK, DraftPrediction
 from draftlab.latency.scaling_law import ScalingLaw
 from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Latency
@@ -32,10 +32,14 @@ def profile_table(profile: Profile) -> Table:
     reached = f"A steady one-token pass reads weights at {weights / 1e6 / steady_ms:.3g} GB/s; " if weights else ""
     products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
+    limits = (
+        f"a matrix-vector product reaches {profile.bandwidth_gbs:.3g} GB/s, a large matrix product {products} TFLOP/s. "
+        if profile.bandwidth_gbs
+        else ""
+    )
     table.caption = (
-        f"{reached}a matrix-vector product reaches {profile.bandwidth_gbs:.3g} GB/s, a large matrix product {products} "
-        f"TFLOP/s. Prompts: {prompts}. Host time per step: {_ms(profile.host[0])}, and {_ms(profile.host[-1])} to "
-        f"verify {profile.host[-1].width} tokens. steady: after {last} passes of the same model, as in plain decoding; "
+        f"{reached}{limits}Prompts: {prompts}. Host time per step: {_ms(profile.host[0])}, and {_ms(profile.host[-1])} "
+        f"to verify {profile.host[-1].width} tokens. steady: after {last} passes of the same model, as in plain decoding; "
         "the others: right after other work, as in speculative decoding."
     )
     return table
@@ -117,13 +121,34 @@ def best_k_table(draft: DraftPrediction) -> Table:
     """Return the best K by batch size and prompt length."""
     rows = [
         [
-            str(best.batch), "of the texts" if best.prompt_tokens is None else str(best.prompt_tokens), str(best.k),
+            str(best.batch), _prompts(best), str(best.k) if best.k else "no draft",
             f"{best.speedup:.2f}", f"{best.tokens_per_second:.4g}",
         ]
         for best in draft.best_ks
     ]  # fmt: skip
     heads = ("batch", "prompt\ntokens", "K", "speed-up", "tok/s of\nthe batch")
     return terminal_table(heads, rows, title=f"Best K of {draft.prediction.name}")
+
+
+def plot_best_k(path: Path, draft: DraftPrediction) -> None:
+    """Draw speed-ups by batch size at the first prompt length for every K that is best somewhere; and the best K."""
+    first = draft.best_ks[0].prompt_tokens
+    ks = sorted({best.k for best in draft.best_ks if best.k} or {draft.prediction.best.k})
+    speedups = {
+        f"K = {k}": [(float(b.batch), b.speedups[k]) for b in draft.best_ks if b.prompt_tokens == first] for k in ks
+    }
+    chosen: dict[str, list[tuple[float, float]]] = {}
+    for best in draft.best_ks:
+        chosen.setdefault(f"prompt tokens: {_prompts(best)}", []).append((best.batch, best.k))
+    panels = [
+        Panel(x="batch size", y="speed-up over no draft", series=speedups),
+        Panel(x="batch size", y="best K, 0 for no draft", series=chosen),
+    ]
+    save_figure(path, panels)
+
+
+def _prompts(best: BestK) -> str:
+    return "of the texts" if best.prompt_tokens is None else str(best.prompt_tokens)
 
 
 def _cells(points: Sequence[Latency]) -> list[str]:

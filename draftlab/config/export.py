@@ -87,6 +87,9 @@ class ExportConfig(DraftConfig, OutputConfig):
         False, "Keep the draft's own vocabulary: vLLM and transformers can translate between two.", advanced=True
     )
     k: int | None = option(None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1)
+    prediction: Path | None = option(
+        None, "Take K by batch size from this file, which draftlab predict --for vllm --json printed."
+    )
     verify_with: Path | None = option(
         None,
         "Score the export where it runs: path of vllm; for GGUF of llama-server, or for draft models of a Python with "
@@ -115,6 +118,8 @@ class ExportConfig(DraftConfig, OutputConfig):
             f"is for --to {' or '.join(TRANSLATING)}; draftlab's engine, which verifies, needs one vocabulary",
         ),
         Only(("k",), lambda c: c.to not in ("hf", "gguf") or c.verify_with, "belongs to a script or --verify-with"),
+        Only(("prediction",), lambda c: c.to == "vllm", "only vLLM changes K by batch size: --to vllm"),
+        Only(("k",), lambda c: c.prediction is None, "--prediction has it"),
         Only(
             ("verify_with",),
             lambda c: c.to not in ("sglang", "tensorrt-llm", "transformers"),

@@ -1,22 +1,25 @@
-"""Settings of profile, law, law-fit and predict."""
+"""Settings of profile, profile-servers, law, law-fit and predict."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab.config.accuracy import accuracy_of
-from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import SERVER, Config, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import (
     SPLITS,
     CheckpointSettings,
     EngineMode,
     WeightsDtype,
+    data,
     device,
     device_map,
     dtype,
     mode,
     source,
+    target,
     threads,
 )
 
@@ -57,6 +60,29 @@ class ProfileConfig(GridConfig, CheckpointSettings):
         return "-".join(["profile", *map(_short, self.models)])
 
 
+class ProfileServersConfig(OutputConfig):
+    """Servers of vLLM to time under load: the target alone, and with its draft."""
+
+    server: str = option(help="http://HOST:PORT of a vLLM that runs the target alone.", panel=SERVER)
+    speculative_server: str | None = option(
+        None, "http://HOST:PORT of one that drafts, with the largest K of interest.", panel=SERVER
+    )
+    served_model: str | None = option(None, "Model of both servers. Default: their first.", panel=SERVER, advanced=True)
+    api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
+    target: str = target()
+    draft: str = option("draft", "Name of the draft, or its directory.")
+    batch: Numbers = numbers("1,2,4,8", "Streams at once.")
+    context: Numbers = numbers("32,160", "Lengths of the prompt.")
+    tokens: int = option(64, "Tokens by which a long answer exceeds a short one.", ge=8)
+    repeats: int = option(3, "Repeats of every timing.", ge=1)
+    data: str = data("Source of held-out text for the prompt.")
+
+    only = (Only(("draft",), lambda c: c.speculative_server is not None, "needs --speculative-server"),)
+
+    def default_name(self) -> str:
+        return "profile-servers"
+
+
 class LawConfig(GridConfig):
     """Latency of shapes with random weights, and the law that it follows."""
 
@@ -89,13 +115,21 @@ class PredictConfig(Config):
     alpha: float | None = option(None, "Acceptance probability of every token.", ge=0, le=1)
     acceptance_length: str | None = option(None, "Tokens per target pass at some K, as 2.8@4.")
     k: Numbers = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
-    batch: Numbers = numbers("1", "Batch sizes, as 1,4,16; results by K are of the smallest.")
+    batch: Numbers = numbers("1", "Batch sizes, or streams, as 1,4,16; results by K are of the smallest.")
     context: Numbers | None = option(None, "Prompt lengths. Default: those of the texts, or 128.", typed=str)
     max_tokens: int = option(128, "Tokens per text, with --alpha or --acceptance-length.", ge=2)
     accuracy: list[Path] = accuracy_of("with the drafts, shown beside their speed-ups")
     extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
+    server: Literal["vllm"] | None = option(
+        None,
+        "Predict the steps of this server, and with several --batch its schedule of K. Default: draftlab's engine.",
+        flag="--for",
+    )
+    plot: Path | None = option(None, "Figure to write, .svg or .png: speed-up and best K by batch size.")
 
     only = (
+        Only(("plot",), lambda c: len(c.batch) > 1, "needs several --batch"),
+        Only(("plot",), lambda c: len(c.draft_profile) == 1, "draws one draft"),
         Only(
             ("max_tokens",), lambda c: not (c.replay or c.score), "the texts of --replay and --score have their lengths"
         ),

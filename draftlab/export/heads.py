@@ -183,7 +183,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
     folder = config.draft_directory()
     target = hub.locate(config.target, weights=config.verify_with is not None or _are_medusa(folder))
     heads = open_heads(folder, target)
-    k, reason = _choose_k(config, heads)
+    k, reason, k_by_batch = run.predicted_k(config, folder) or (*_choose_k(config, heads), None)
     _check(config, heads)
     prompts = run.load_verification_prompts(config, target, k) if config.verify_with is not None else None
     facts = run.facts_of(heads.folder)
@@ -196,7 +196,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
         if config.to not in ("hf", "gguf"):
             script = scripts.script(
                 config.to, target=run.target_name(config, target), k=k, k_reason=reason, gguf=heads.file(config),
-                kind=heads.kind, layer_ids=heads.layer_ids,
+                kind=heads.kind, layer_ids=heads.layer_ids, k_by_batch=k_by_batch,
             )  # fmt: skip
             (work / script[0]).write_text(script[1])
             lines.append(f"serve with: sh {output.out / script[0]}")

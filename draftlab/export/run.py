@@ -17,6 +17,7 @@ from draftlab.engine.batch_generate import check_context, turn_answers
 from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.export import card, gguf, hf, scripts, verify
 from draftlab.export.compatibility import PARALLEL_RUNTIMES, ModelFiles, check_vocabulary
+from draftlab.latency.k_schedule import Ranges, read_schedule
 from draftlab.model import checkpoint, decoder, hub, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.size import read_size
@@ -58,7 +59,9 @@ def export(config: ExportConfig, output: Output) -> Exported:
     _check(config, draft, target)
     output.check_space(read_size(draft).weight_bytes(2), "the export")
     scores = _scores(draft, target)
-    k, k_reason = _choose_k(config, scores, parallel.trained_offsets(draft))
+    k, k_reason, k_by_batch = predicted_k(config, draft) or (
+        *_choose_k(config, scores, parallel.trained_offsets(draft)), None
+    )  # fmt: skip
     in_parallel, facts = parallel.pard_token(draft) is not None, facts_of(draft)
     prompts = load_verification_prompts(config, target, k) if config.verify_with is not None else None
     with output.directory() as work:
@@ -82,6 +85,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
             script = scripts.script(
                 config.to, target=target_name(config, target), k=k, k_reason=k_reason, gguf=file,
                 kind="parallel draft" if in_parallel else "draft model", heterogeneous=config.use_heterogeneous_vocab,
+                k_by_batch=k_by_batch,
             )  # fmt: skip
             (work / script[0]).write_text(script[1])
             if in_parallel and config.to not in PARALLEL_RUNTIMES:
@@ -245,6 +249,14 @@ def _scores(draft: Path, target: Path) -> list[Score]:
     scores = [read_score(file) for file in sorted(workspace.load().runs.rglob("score.json"))]
     own = [s for s in scores if s.draft.sha256 == sha256 and s.target.name == target.name]
     return sorted(own, key=lambda s: s.created, reverse=True)[:3]
+
+
+def predicted_k(config: ExportConfig, draft: Path) -> tuple[int, str, Ranges] | None:
+    """Return the largest K of --prediction, why, and K by batch size; None without that option."""
+    if config.prediction is None:
+        return None
+    found = read_schedule(config.prediction, draft.name, provenance.fingerprint(draft))
+    return found.largest_k, f"the largest that is predicted for {found.describe()}", found.ranges
 
 
 def _choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> tuple[int, str]:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Literal
 
+from draftlab.latency.k_schedule import Ranges
 from draftlab.trust import printable
 
 DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "Medusa heads"]
@@ -18,19 +19,20 @@ DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
 def script(
     runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "", kind: DraftKind = "draft model",
-    layer_ids: Sequence[int] = (), heterogeneous: bool = False,
+    layer_ids: Sequence[int] = (), heterogeneous: bool = False, k_by_batch: Ranges | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """Return name and text of a script that lies in the draft's directory. Control characters become escapes.
 
     gguf: the draft's file, for llama.cpp. A parallel draft drafts in one pass where the runtime can. layer_ids: of an
-    EAGLE-3 head, see eagle.HeadConfig. heterogeneous: the draft has a vocabulary of its own.
+    EAGLE-3 head, see eagle.HeadConfig. heterogeneous: the draft has a vocabulary of its own. k_by_batch: for vLLM, see
+    k_schedule.py.
     """
     target, k_reason, gguf = printable(target), printable(k_reason), printable(gguf)
     match runtime:
         case "transformers":
             return "assist.py", _transformers(target, k, k_reason, heterogeneous)
         case "vllm":
-            lines = _vllm(target, k, kind, heterogeneous)
+            lines = _vllm(target, speculative_config("@", k, kind, heterogeneous, k_by_batch))
         case "speculators":
             lines = ["# sh serve.sh [options of vllm serve]", DIRECTORY, 'exec vllm serve "$here" "$@"']
         case "tensorrt-llm":
@@ -42,16 +44,19 @@ def script(
     return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {k}: {k_reason}", *lines, ""])
 
 
-def speculative_config(draft: str, k: int, kind: DraftKind, heterogeneous: bool = False) -> dict[str, object]:
-    """Return vLLM's --speculative-config."""
+def speculative_config(
+    draft: str, k: int, kind: DraftKind, heterogeneous: bool = False, k_by_batch: Ranges | None = None
+) -> dict[str, object]:
+    """Return vLLM's --speculative-config. k: the largest of k_by_batch."""
     method = VLLM_METHODS.get(kind, "draft_model")
     config: dict[str, object] = {"method": method, "model": draft, "num_speculative_tokens": k}
     config |= {"use_heterogeneous_vocab": True} if heterogeneous else {}
+    config |= {"num_speculative_tokens_per_batch_size": k_by_batch} if k_by_batch else {}
     return config | ({"parallel_drafting": True} if kind == "parallel draft" else {})
 
 
-def _vllm(target: str, k: int, kind: DraftKind, heterogeneous: bool) -> list[str]:
-    config = json.dumps(speculative_config("@", k, kind, heterogeneous)).replace('"', '\\"')
+def _vllm(target: str, settings: dict[str, object]) -> list[str]:
+    config = json.dumps(settings).replace('"', '\\"')
     speculative = '"' + config.replace("@", "$here") + '"'
     return [
         "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",

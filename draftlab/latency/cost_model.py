@@ -40,20 +40,20 @@ class Profile(FileModel):
     """The latency curves of one model on one device. n is 0 where they were computed, not measured."""
 
     version: Literal[2] = 2
-    kind: Literal["measured", "analytic", "fitted"]
+    kind: Literal["measured", "analytic", "fitted", "served"]
     name: str
     sha256: str | None  # of the checkpoint; None: random weights, which take as long
     shape: Shape | None  # None: transformers ran it, because the engine does not support it; or it is a head
     eagle: bool = False  # an EAGLE-3 head: forward reads the target's states, steady its own
     device: str
     dtype: str
-    mode: Mode
+    mode: Mode | Literal["served"]
     threads: int | None
     forward: list[Point] = Field(min_length=1)  # a full grid; after another model's pass, as in speculative decoding
     steady: list[SteadyPoint]  # one token after 1, 2, ... passes of the same model, and after many
     prefill: list[Latency] = Field(min_length=1)  # by prompt length, one row
     host: list[Latency] = Field(min_length=1)  # per step outside the passes, by tokens verified
-    bandwidth_gbs: PositiveFloat  # upper bound: measured in the same run, or assumed
+    bandwidth_gbs: PositiveFloat | None  # upper bound: measured in the same run, or assumed; None: of a server
     matmul_tflops: dict[str, PositiveFloat]  # by dtype; upper bound, too
     command: str
     versions: dict[str, str]

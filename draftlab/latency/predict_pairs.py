@@ -8,9 +8,11 @@ from typing import Any
 from draftlab.config.latency import PredictConfig
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, alpha_for
-from draftlab.latency.predict import Prediction, best_k, predict
+from draftlab.latency.k_schedule import Schedule, schedule
+from draftlab.latency.predict import Prediction, predict
 from draftlab.latency.roofline import parse_profile
 from draftlab.latency.scaling_law import read_law
+from draftlab.latency.steps import total_ms
 from draftlab.latency.workload import Workload, constant_workload, workload_of_replay, workload_of_score
 from draftlab.prune.trial_model import prunable_shape
 from draftlab.results.accuracy import Accuracies
@@ -21,13 +23,14 @@ ASSUMED_PROMPT = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestK:
-    """The best K at one batch size and prompt length. prompt_tokens: None: those of the texts."""
+    """The best K at one batch size and prompt length, 0 for no draft. prompt_tokens: None: those of the texts."""
 
     batch: int
     prompt_tokens: int | None
     k: int
     speedup: float
     tokens_per_second: float
+    speedups: dict[int, float]  # by K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ class DraftPrediction:
 
     prediction: Prediction
     best_ks: list[BestK]
+    schedule: Schedule | None  # as a server takes it
     model: tuple[str, str | None]  # name and hash of the draft model
     tasks: list[TaskResult]
 
@@ -56,9 +60,10 @@ class DraftPrediction:
         ]
         grid = [asdict(best) for best in self.best_ks]
         tasks = [result.model_dump() for result in self.tasks]
+        schedule = self.schedule and self.schedule.model_dump()
         return asdict(self.prediction) | {
-            "rows": rows, "best_k": self.prediction.best.k, "best_ks": grid, "draft_model": self.model[0],
-            "draft_sha256": self.model[1], "tasks": tasks,
+            "rows": rows, "best_k": self.prediction.best.k, "best_ks": grid, "schedule": schedule,
+            "draft_model": self.model[0], "draft_sha256": self.model[1], "tasks": tasks,
         }  # fmt: skip
 
 
@@ -92,11 +97,26 @@ def _predict(
 ) -> DraftPrediction:
     prompts = config.context or [None]
     work, grid = _drafted_by(draft, work, config), []
+    works = {prompt: _at(work, prompt) for prompt in prompts}
+    prediction = predict(draft, target, works[prompts[0]], config.k, config.batch[0], config.server)
     for batch, prompt in product(config.batch, prompts):
-        k, speedup, rate = best_k(draft, target, _at(work, prompt), config.k, batch)
-        grid.append(BestK(batch=batch, prompt_tokens=prompt, k=k, speedup=speedup, tokens_per_second=rate))
-    prediction = predict(draft, target, _at(work, prompts[0]), config.k, config.batch[0])
-    return DraftPrediction(prediction=prediction, best_ks=grid, model=model, tasks=tasks)
+        plain, by_k = total_ms(draft, target, works[prompt], config.k, batch, config.server)
+        k = min((0, *by_k), key=lambda k: by_k.get(k, plain))
+        ms = by_k.get(k, plain)
+        grid.append(
+            BestK(
+                batch=batch, prompt_tokens=prompt, k=k, speedup=plain / ms,
+                tokens_per_second=1e3 * batch * float(work.texts.lengths.sum()) / ms,
+                speedups={k: plain / ms for k, ms in by_k.items()},
+            )
+        )  # fmt: skip
+    most, server, found = max(config.batch), config.server, None
+    if server is not None and most > 1:
+        if work.parallel:
+            prediction.notes.append("vLLM fixes the K of a parallel draft when it starts: no schedule by batch size")
+        else:
+            found = schedule(draft, target, list(works.values()), config.k, most, server)
+    return DraftPrediction(prediction=prediction, best_ks=grid, schedule=found, model=model, tasks=tasks)
 
 
 def _drafted_by(draft: CostModel, work: Workload, config: PredictConfig) -> Workload:
@@ -119,7 +139,7 @@ def _cost(spec: str, config: PredictConfig, longest: int) -> CostModel:
         called, shape = prunable_shape(name)
         profile = read_law(Path(directory)).profile(shape, called)
     else:
-        widths = range(1, max(config.k) + 2)
+        widths = range(1, max(config.k) + (2 if config.server is None else 3))
         profile = parse_profile(spec, widths=widths, batches=config.batch, longest=longest)
     return CostModel.of(profile, extrapolate=config.extrapolate)
 

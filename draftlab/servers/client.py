@@ -70,7 +70,10 @@ class HttpClient:
         self.url, self.wait = without_secrets(url), wait  # the address as it is shown
         self.seconds, self.most_bytes = seconds, most_bytes
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
-        self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, follow_redirects=False)
+        limits = httpx.Limits(max_connections=None)  # as many as the caller has workers
+        self.client = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout, limits=limits, follow_redirects=False
+        )
 
     def get(self, path: str, tries: int = TRIES) -> Answer:
         return self._json(path, self._accepted(path, self._send("GET", path, None, tries)))

@@ -22,7 +22,8 @@ from draftlab.engine.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, expected_tokens, write_profile
-from draftlab.latency.predict import best_k, expected_time, predict, required_length, step_costs, steps, verdict
+from draftlab.latency.predict import best_k, predict, required_length, verdict
+from draftlab.latency.steps import expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, constant_workload, workload_of, workload_of_score
 from draftlab.model import llama
 from draftlab.model.eagle_llama import EagleLlama

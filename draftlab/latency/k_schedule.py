@@ -1,0 +1,115 @@
+"""K by batch size, as vLLM takes it: num_speculative_tokens_per_batch_size, lists of first, last and K. No torch.
+
+vLLM 0.32 has it (pull request 32374, v1/spec_decode/dynamic/utils.py): batch sizes start at 1, ranges do not overlap,
+and beyond the last one its K holds. There is no axis of contexts (issue 48627), and at K = 0 the draft still reads
+every token (steps.py).
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import CostModel
+from draftlab.latency.steps import Server, total_ms
+from draftlab.latency.workload import Workload
+from draftlab.reading import FileModel, read_json, validation_text
+
+Ranges = list[tuple[int, int, int]]
+
+
+class Schedule(FileModel):
+    """K by batch size, and up to which batch size it is faster than no draft; 0: at none."""
+
+    ranges: list[tuple[PositiveInt, PositiveInt, NonNegativeInt]] = Field(min_length=1)
+    pays_up_to: NonNegativeInt
+
+    @property
+    def largest_k(self) -> int:
+        return max(k for *_, k in self.ranges)
+
+    @property
+    def largest_batch(self) -> int:
+        return self.ranges[-1][1]
+
+    def describe(self) -> str:
+        """Return where drafting pays, in words."""
+        if self.pays_up_to == self.largest_batch:
+            return f"1 to {self.largest_batch} streams, at all of which a draft pays"
+        return (
+            f"1 to {self.largest_batch} streams; above {self.pays_up_to} the target is faster without a draft, which "
+            "has a pass in every step even at K = 0"
+        )
+
+    def verdict(self) -> str:
+        """Return vLLM's setting, and in words where to turn drafting off."""
+        if self.pays_up_to == 0:
+            return f"No draft: at none of 1 to {self.largest_batch} streams is one faster"
+        return f"num_speculative_tokens_per_batch_size {[list(r) for r in self.ranges]} for {self.describe()}"
+
+
+def schedule(
+    draft: CostModel, target: CostModel, works: Sequence[Workload], ks: Sequence[int], most: int, server: Server
+) -> Schedule:
+    """Return the K with the least time over all works, for every batch size from 1 to most.
+
+    Raises:
+        UserError: a batch size outside the profiles.
+    """
+    chosen, pays, pays_up_to = [], True, 0
+    for batch in range(1, most + 1):
+        totals = [total_ms(draft, target, work, (0, *ks), batch, server) for work in works]
+        by_k = {k: sum(times[k] for _, times in totals) for k in (0, *ks)}
+        k = min(by_k, key=lambda k: by_k[k])
+        pays = pays and by_k[k] < sum(plain for plain, _ in totals)
+        pays_up_to = batch if pays else pays_up_to
+        chosen.append(k)
+    return Schedule(ranges=ranges(chosen), pays_up_to=pays_up_to)
+
+
+class _Read(BaseModel):
+    """The part of a file that is read here; `predict --json` writes more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Prediction(_Read):
+    draft_sha256: str | None
+    schedule: Schedule | None
+
+
+class _Predictions(_Read):
+    predictions: list[_Prediction]
+
+
+def read_schedule(file: Path, draft: str, sha256: str) -> Schedule:
+    """Return the schedule that `predict --for vllm --json` printed for a draft. draft: its name, for errors.
+
+    Raises:
+        UserError: no such file; it is of other drafts, has no schedule, or says that no draft pays.
+    """
+    again = "; make it with draftlab predict --for vllm --batch 1,4,16 --json"
+    try:
+        predictions = _Predictions.model_validate(read_json(file)).predictions
+    except ValidationError as error:
+        raise UserError(f"{file} is no prediction ({validation_text(error)}){again}") from None
+    found = next((each for each in predictions if each.draft_sha256 == sha256), None)
+    if found is None:
+        raise UserError(f"{file} predicts other drafts than {draft}{again}")
+    if found.schedule is None:
+        raise UserError(f"{file} has no schedule of K by batch size{again}")
+    if found.schedule.pays_up_to == 0:
+        raise UserError(f"{file} predicts that {draft} is slower than no draft at every batch size: serve the target")
+    return found.schedule
+
+
+def ranges(ks: Iterable[int]) -> Ranges:
+    """Return the Ks of batch sizes 1, 2, ... as ranges of equal ones."""
+    found: Ranges = []
+    for batch, k in enumerate(ks, 1):
+        if found and found[-1][2] == k:
+            found[-1] = (found[-1][0], batch, k)
+        else:
+            found.append((batch, batch, k))
+    return found

@@ -1,0 +1,218 @@
+"""Profiles of what vLLM serves: the passes of the target alone, and of its draft, timed from outside under load.
+
+Every stream gets the same prompt, so that all take the same steps and end together; the difference between two lengths
+of the answer leaves prefill and transport out.
+
+* vLLM puts the tokens of all streams in one pass. So a pass over w tokens of each of B streams is taken to cost what
+  one over a single token of w B streams does, but for keys and values, which it reads of B streams only: after L cached
+  tokens that is w B streams after L / w. N streams alone are therefore timed for N up to (K + 2) B.
+* A step with the draft is a pass over K + 1 tokens of the target, one over K + 2 and K - 1 over one of the draft
+  (steps.py). The draft's passes are taken to cost the same share of the target's; its time in the server's steps at
+  every B gives that share. So what the server spends on drafting beside the passes is in it, too.
+"""
+
+import itertools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+
+from draftlab import provenance
+from draftlab.config.latency import ProfileServersConfig
+from draftlab.console import heartbeat, progress
+from draftlab.data import heldout_prompts
+from draftlab.engine.clocks import Clock
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import Point, Profile, SteadyPoint, write_profile
+from draftlab.latency.machine_state import read_environment, warn_if_busy
+from draftlab.model import checkpoint, hub
+from draftlab.output import Output
+from draftlab.results.score import Latency
+from draftlab.sampling import SamplingParams
+from draftlab.servers.client import Server, spec_decode_counters
+from draftlab.target_outputs.targets import check_server_tokenizer
+
+SETTLED = 16  # tokens of the shorter answer: all prefills are over by then
+At = tuple[int, int]  # streams, context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Milliseconds of a pass over one token of N streams after L cached ones: intercept(N) + slope(N) L."""
+
+    streams: Sequence[int]
+    lines: np.ndarray  # [N, 2]: slope and intercept
+
+    @staticmethod
+    def of(times: Mapping[At, float]) -> "Passes":
+        streams, contexts = (sorted({at[i] for at in times}) for i in (0, 1))
+        rows = np.array([[times[n, context] for context in contexts] for n in streams])
+        if len(contexts) == 1:
+            return Passes(streams=streams, lines=np.stack([np.zeros(len(rows)), rows[:, 0]], 1))
+        slopes = np.maximum(np.polyfit(contexts, rows.T, 1)[0], 0)  # a longer context costs no less
+        return Passes(streams=streams, lines=np.stack([slopes, rows.mean(1) - slopes * np.mean(contexts)], 1))
+
+    def ms(self, width: int, batch: int, context: float) -> float:
+        """Return the time of a pass over width tokens of each row."""
+        slope, intercept = (float(np.interp(width * batch, self.streams, line)) for line in self.lines.T)
+        return intercept + slope * context / width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meter:
+    """Asks servers for answers of two lengths to one prompt, in some streams at once. advance: counts what is timed."""
+
+    prompt: list[int]
+    tokens: int  # between the two lengths
+    repeats: int
+    advance: Callable[[int], None]
+    clock: Clock = time.perf_counter
+
+    def at(self, context: int) -> int:
+        """Return the cached tokens in the middle of what is timed behind a prompt of this length."""
+        return context + SETTLED + self.tokens // 2
+
+    def step_ms(self, server: Server, streams: int, context: int, drafts: bool) -> float:
+        """Return the median time of a step of all streams.
+
+        Raises:
+            UserError: the server drafts and should not, or the other way round.
+        """
+        self.answer(server, streams, context, 2)  # warms up
+        times = []
+        for _ in range(self.repeats):
+            before = server.metrics()
+            short, middle = self.answer(server, streams, context, SETTLED), server.metrics()
+            long, after = self.answer(server, streams, context, SETTLED + self.tokens), server.metrics()
+            counters = [spec_decode_counters(*each) for each in ((before, middle), (middle, after))]
+            if any((each is None) == drafts for each in counters):
+                raise UserError(f"{server.http.url} {'drafts nothing' if drafts else 'drafts; it must run the target'}")
+            more = [each.num_drafts / streams for each in counters if each is not None]
+            times.append((long - short) / (more[1] - more[0] if more else self.tokens))
+            self.advance(1)
+        if min(times) <= 0:
+            raise UserError(f"{server.http.url} took less time for more tokens: other work disturbs it; add --tokens")
+        return 1e3 * statistics.median(times)
+
+    def prefill_ms(self, server: Server, context: int) -> float:
+        """Return the median time of an answer of one token."""
+        return 1e3 * statistics.median(self.answer(server, 1, context, 1) for _ in range(self.repeats))
+
+    def answer(self, server: Server, streams: int, context: int, tokens: int) -> float:
+        """Return the seconds until all streams have their answers."""
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        start = self.clock()
+        with ThreadPoolExecutor(streams) as pool:
+            list(pool.map(lambda _: server.generate_ids(self.prompt[:context], sampling), range(streams)))
+        return self.clock() - start
+
+
+def profile_servers(config: ProfileServersConfig, output: Output) -> list[Profile]:
+    """Measure what runs, and write NAME.yaml of the target, and of the draft where a server drafts.
+
+    Raises:
+        UserError: servers that are not vLLM's, that draft or do not as the other should, or whose times contradict.
+    """
+    directory, servers = hub.locate(config.target, weights=False), _connected(config)
+    for server in servers:
+        check_server_tokenizer(server, directory)
+    tokenizer = checkpoint.load_tokenizer(directory)
+    prompt = heldout_prompts(config.data, tokenizer, count=1, length=max(config.context), seed=0)[0]
+    warn_if_busy(read_environment())
+    target, k = servers[0], _drafted(servers[1], prompt) if len(servers) > 1 else 0
+    streams = sorted({*config.batch, *(max(config.batch) * width for width in range(2, k + 3))})
+    timed = len(config.context) * (len(streams) + len(config.batch) * (len(servers) - 1))
+    with heartbeat("requests"), progress("timings", config.repeats * timed) as advance:
+        done = itertools.count(1)
+        meter = Meter(
+            prompt=prompt, tokens=config.tokens, repeats=config.repeats, advance=lambda _: advance(next(done), "")
+        )
+        alone = {(n, meter.at(c)): meter.step_ms(target, n, c, False) for n in streams for c in config.context}
+        passes = Passes.of(alone)
+        shares = dict.fromkeys(config.batch, 1.0)
+        costs = [(target, directory, shares, {c: meter.prefill_ms(target, c) for c in config.context})]
+        for drafting in servers[1:]:
+            places = list(itertools.product(config.batch, config.context))
+            took = {(b, meter.at(c)): meter.step_ms(drafting, b, c, True) for b, c in places}
+            prefill = {c: max(0.0, meter.prefill_ms(drafting, c) - costs[0][3][c]) for c in config.context}
+            costs.append((drafting, Path(config.draft), draft_shares(passes, took, k), prefill))
+    farthest = meter.at(max(config.context))
+    profiles = [
+        _profile(server, place, _points(passes, share, k, farthest), prefill, config.repeats, output)
+        for server, place, share, prefill in costs
+    ]
+    with output.directory() as work:
+        for profile in profiles:
+            write_profile(profile, work / f"{profile.name}.yaml")
+        output.record(work, [place for _, place, *_ in costs if place.is_dir()])
+    return profiles
+
+
+def draft_shares(passes: Passes, steps: Mapping[At, float], k: int) -> dict[int, float]:
+    """Return what a draft's pass costs of the target's by batch size, from the times of whole steps of K tokens.
+
+    Raises:
+        UserError: a step takes no longer than the target's own pass over as many tokens.
+    """
+    drafting: dict[int, list[float]] = defaultdict(list)
+    like_target: dict[int, list[float]] = defaultdict(list)
+    for (batch, context), ms in steps.items():
+        drafting[batch].append(ms - passes.ms(k + 1, batch, context))
+        one = passes.ms(1, batch, context)
+        like_target[batch].append(passes.ms(k + 2, batch, context) + (k - 1) * one)
+    shares = {batch: sum(drafting[batch]) / sum(like_target[batch]) for batch in drafting}
+    if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
+        raise UserError(
+            f"at {least} streams a step with the draft takes no longer than a pass of the target over as many tokens; "
+            "other work disturbs the servers: repeat this on a quiet machine"
+        )
+    return shares
+
+
+def _connected(config: ProfileServersConfig) -> list[Server]:
+    """Return the target's server and, if named, the one that drafts. Raises UserError: see profile_servers."""
+    urls = [url for url in (config.server, config.speculative_server) if url is not None]
+    servers = [Server.connect(url, config.served_model, config.api_key_file) for url in urls]
+    for server in servers:
+        if server.kind != "vllm":
+            raise UserError(f"{server.http.url} is {server.kind}, and profile-servers knows the passes of vLLM only")
+    return servers
+
+
+def _drafted(server: Server, prompt: list[int]) -> int:
+    """Return the K of a server. Raises UserError: it drafts nothing."""
+    before = server.metrics()
+    server.generate_ids(prompt, SamplingParams(max_tokens=SETTLED, ignore_eos=True))
+    counters = spec_decode_counters(before, server.metrics())
+    if counters is None:
+        raise UserError(f"--speculative-server {server.http.url} drafts nothing; start it with a draft")
+    return counters.k
+
+
+def _points(passes: Passes, shares: Mapping[int, float], k: int, farthest: int) -> list[Point]:
+    grid = itertools.product(range(1, k + 3), shares, (0, farthest))
+    found = ((w, b, c, shares[b] * passes.ms(w, b, c)) for w, b, c in grid)
+    return [Point(width=w, batch=b, context=c, median_ms=ms, low_ms=ms, high_ms=ms, n=0) for w, b, c, ms in found]
+
+
+def _profile(
+    server: Server, place: Path, forward: list[Point], prefill: Mapping[int, float], repeats: int, output: Output
+) -> Profile:
+    local = (place / "config.json").is_file()
+    widest = max(p.width for p in forward)
+    nothing = {"median_ms": 0.0, "low_ms": 0.0, "high_ms": 0.0, "n": 0}
+    return Profile(
+        kind="served", name=place.name, sha256=provenance.fingerprint(place) if local else None, shape=None,
+        device=f"{server.kind} {server.version}", dtype="as served", mode="served", threads=None, forward=forward,
+        steady=[SteadyPoint(**p.model_dump(), after=1) for p in forward if p.width == 1],
+        prefill=[Latency(width=n, median_ms=ms, low_ms=ms, high_ms=ms, n=repeats) for n, ms in prefill.items()],
+        host=[Latency(width=w, **nothing) for w in (1, widest)], bandwidth_gbs=None, matmul_tflops={},
+        command=output.command_line, versions=provenance.versions() | {server.kind: server.version},
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )  # fmt: skip

@@ -163,3 +163,31 @@ class SmallVLLM:
     @staticmethod
     def _choice(ids: list[int], values: list[float], tops: list[Any], reason: str) -> dict[str, Any]:
         return {"token_ids": ids, "logprobs": {"token_logprobs": values, "top_logprobs": tops}, "finish_reason": reason}
+
+
+@dataclass(frozen=True)
+class PacedVLLM:
+    """vLLM's answers in the time that it takes: every step of every stream the same. k: drafted, and all rejected."""
+
+    tokenizer: PreTrainedTokenizerBase
+    step_seconds: float
+    k: int = 0
+    grown: dict[str, float] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/metrics":
+            return 200, "".join(f"vllm:spec_decode_{name}_total {value}\n" for name, value in self.grown.items())
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": 128}]}
+        if path == "/version":
+            return 200, {"version": "0.32.0"}
+        if path == "/tokenize":
+            return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+        steps = body["max_tokens"] - 1
+        time.sleep(steps * self.step_seconds)
+        with self.lock:
+            for name, value in (("num_drafts", steps), ("num_draft_tokens", steps * self.k)):
+                if self.k:
+                    self.grown[name] = self.grown.get(name, 0.0) + value
+        return 200, {"choices": [{"token_ids": [5] * body["max_tokens"], "finish_reason": "length"}]}

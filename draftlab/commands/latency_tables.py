@@ -39,8 +39,8 @@ def profile_table(profile: Profile) -> Table:
     )
     table.caption = (
         f"{reached}{limits}Prompts: {prompts}. Host time per step: {_ms(profile.host[0])}, and {_ms(profile.host[-1])} "
-        f"to verify {profile.host[-1].width} tokens. steady: after {last} passes of the same model, as in plain decoding; "
-        "the others: right after other work, as in speculative decoding."
+        f"to verify {profile.host[-1].width} tokens. steady: after {last} passes of the same model, as in plain "
+        "decoding; the others: right after other work, as in speculative decoding."
     )
     return table
 

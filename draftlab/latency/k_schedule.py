@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel
-from draftlab.latency.steps import Server, total_ms
+from draftlab.latency.steps import Server, plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload
 from draftlab.reading import FileModel, read_json, validation_text
 
@@ -52,17 +52,22 @@ class Schedule(FileModel):
 def schedule(
     draft: CostModel, target: CostModel, works: Sequence[Workload], ks: Sequence[int], most: int, server: Server
 ) -> Schedule:
-    """Return the K with the least time over all works, for every batch size from 1 to most.
+    """Return the K with the least time for every batch size from 1 to most.
+
+    works: the same texts behind prompts of several lengths, all of which count.
 
     Raises:
         UserError: a batch size outside the profiles.
     """
     chosen, pays, pays_up_to = [], True, 0
+    by_k = {k: steps(works[0], k) for k in (0, *ks)}  # alike at all lengths of prompts
     for batch in range(1, most + 1):
-        totals = [total_ms(draft, target, work, (0, *ks), batch, server) for work in works]
-        by_k = {k: sum(times[k] for _, times in totals) for k in (0, *ks)}
-        k = min(by_k, key=lambda k: by_k[k])
-        pays = pays and by_k[k] < sum(plain for plain, _ in totals)
+        costs = [step_costs(draft, target, work, max(ks), batch, server) for work in works]
+        ms = [total_ms(each, work, by_k) for each, work in zip(costs, works, strict=True)]
+        total = {k: sum(each[k] for each in ms) for k in by_k}
+        plain = sum(float(plain_ms(each, work).sum()) for each, work in zip(costs, works, strict=True))
+        k = min(total, key=lambda k: total[k])
+        pays = pays and total[k] < plain
         pays_up_to = batch if pays else pays_up_to
         chosen.append(k)
     return Schedule(ranges=ranges(chosen), pays_up_to=pays_up_to)
@@ -83,8 +88,8 @@ class _Predictions(_Read):
     predictions: list[_Prediction]
 
 
-def read_schedule(file: Path, draft: str, sha256: str) -> Schedule:
-    """Return the schedule that `predict --for vllm --json` printed for a draft. draft: its name, for errors.
+def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
+    """Return the schedule that `predict --for vllm --json` printed for a draft. draft: its name.
 
     Raises:
         UserError: no such file; it is of other drafts, has no schedule, or says that no draft pays.

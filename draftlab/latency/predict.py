@@ -106,7 +106,8 @@ def best_k(
     draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int
 ) -> tuple[int, float, float]:
     """Return the fastest K, its speed-up, and tokens per second of the whole batch."""
-    plain, by_k = total_ms(draft, target, work, ks, batch)
+    costs = step_costs(draft, target, work, max(ks), batch)
+    plain, by_k = float(plain_ms(costs, work).sum()), total_ms(costs, work, {k: steps(work, k) for k in ks})
     k = min(ks, key=lambda k: by_k[k])
     return k, plain / by_k[k], 1e3 * batch * float(work.texts.lengths.sum()) / by_k[k]
 

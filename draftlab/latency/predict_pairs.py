@@ -12,7 +12,7 @@ from draftlab.latency.k_schedule import Schedule, schedule
 from draftlab.latency.predict import Prediction, predict
 from draftlab.latency.roofline import parse_profile
 from draftlab.latency.scaling_law import read_law
-from draftlab.latency.steps import total_ms
+from draftlab.latency.steps import plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload, constant_workload, workload_of_replay, workload_of_score
 from draftlab.prune.trial_model import prunable_shape
 from draftlab.results.accuracy import Accuracies
@@ -99,8 +99,10 @@ def _predict(
     work, grid = _drafted_by(draft, work, config), []
     works = {prompt: _at(work, prompt) for prompt in prompts}
     prediction = predict(draft, target, works[prompts[0]], config.k, config.batch[0], config.server)
+    by_steps = {k: steps(work, k) for k in config.k}
     for batch, prompt in product(config.batch, prompts):
-        plain, by_k = total_ms(draft, target, works[prompt], config.k, batch, config.server)
+        costs = step_costs(draft, target, works[prompt], max(config.k), batch, config.server)
+        plain, by_k = float(plain_ms(costs, works[prompt]).sum()), total_ms(costs, works[prompt], by_steps)
         k = min((0, *by_k), key=lambda k: by_k.get(k, plain))
         ms = by_k.get(k, plain)
         grid.append(

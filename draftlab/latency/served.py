@@ -92,7 +92,8 @@ class Meter:
             long, after = self.answer(server, streams, context, SETTLED + self.tokens), server.metrics()
             counters = [spec_decode_counters(*each) for each in ((before, middle), (middle, after))]
             if any((each is None) == drafts for each in counters):
-                raise UserError(f"{server.http.url} {'drafts nothing' if drafts else 'drafts; it must run the target'}")
+                said = "drafts nothing" if drafts else "drafts; it must run the target alone"
+                raise UserError(f"{server.http.url} {said}")
             more = [each.num_drafts / streams for each in counters if each is not None]
             times.append((long - short) / (more[1] - more[0] if more else self.tokens))
             self.advance(1)

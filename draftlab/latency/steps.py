@@ -10,7 +10,7 @@ target has just read, rejected ones included, and one more for a draft model; wh
 still runs, so that the draft's cache stays complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -195,13 +195,9 @@ def widest(work: Workload, k: int, server: Server | None = None) -> int:
     return 2 * k if work.parallel else k + 1 if work.eagle else 2
 
 
-def total_ms(
-    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int, server: Server | None = None
-) -> tuple[float, dict[int, float]]:
-    """Return the milliseconds of all texts without a draft, and with one by K; K = 0: a server's draft that pauses."""
-    costs = step_costs(draft, target, work, max(ks), batch, server)
-    by_k = {k: float(expected_time(costs, work.prompt_tokens, steps(work, k)).total.sum()) for k in ks}
-    return float(plain_ms(costs, work).sum()), by_k
+def total_ms(costs: StepCosts, work: Workload, by_k: Mapping[int, Steps]) -> dict[int, float]:
+    """Return the milliseconds of all texts by K. by_k: as steps() returns them; K = 0: a server's draft that pauses."""
+    return {k: float(expected_time(costs, work.prompt_tokens, each).total.sum()) for k, each in by_k.items()}
 
 
 def scaled_drafting(costs: StepCosts, factor: float) -> StepCosts:

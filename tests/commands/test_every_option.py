@@ -15,11 +15,12 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import torch
 from builders import TOKENIZER_TEXT, build
-from loopback_servers import SmallVLLM, running
+from loopback_servers import PacedVLLM, SmallVLLM, running
 from pydantic.fields import FieldInfo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import Config, bound, extra, option
@@ -40,6 +41,8 @@ class World:
     text: Path
     server: str  # runs source
     drafting_server: str  # runs source with draft
+    paced: str  # takes a known time for every step
+    paced_drafting: str
 
 
 Settings = dict[str, Any]
@@ -296,6 +299,14 @@ def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": str(w.source), "to": "vllm", "k": 2}
 
 
+@case("export", "K by batch size")
+def _(w: World) -> Settings:
+    ranges = {"ranges": [[1, 4, 2], [5, 8, 0]], "pays_up_to": 4}
+    row = {"draft_sha256": provenance.fingerprint(w.draft), "schedule": ranges}
+    Path("prediction.json").write_text(json.dumps({"predictions": [row]}))
+    return {"draft": str(w.draft), "target": str(w.source), "to": "vllm", "prediction": Path("prediction.json")}
+
+
 @case("import", "")
 def _(w: World) -> Settings:
     folder = w.root / "bin"
@@ -380,6 +391,11 @@ def _(w: World) -> Settings:
 @case("predict", "acceptance length")
 def _(w: World) -> Settings:
     return profiles() | {"acceptance_length": "2.5@4", "batch": "1,2"}
+
+
+@case("predict", "vLLM, by batch size")
+def _(w: World) -> Settings:
+    return profiles() | {"alpha": 0.7, "batch": "1,2", "server": "vllm", "plot": Path("k.svg")}
 
 
 def profiles() -> Settings:
@@ -620,6 +636,17 @@ def _(w: World) -> Settings:
     return {name: value for name, value in settings.items() if name not in ("data", "prompt_tokens")}
 
 
+@case("profile-servers", "target alone")
+def _(w: World) -> Settings:
+    few = {"batch": "1,2", "context": "4,8", "tokens": 8, "repeats": 1}
+    return few | {"server": w.paced, "target": str(w.source), "data": str(w.text)}
+
+
+@case("profile-servers", "with a draft")
+def _(w: World) -> Settings:
+    return CASES["profile-servers", "target alone"](w) | {"speculative_server": w.paced_drafting, "draft": "mine"}
+
+
 def traced(config: type[Config]) -> tuple[type[Config], set[str]]:
     """Return a config class that records which settings are read from its instances."""
     read: set[str] = set()
@@ -728,4 +755,5 @@ def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]
     with ExitStack() as stack:
         server = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset())))
         drafting = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset(), draft=small)))
-        yield World(root, source, draft, text, server, drafting)
+        paced = [stack.enter_context(running(PacedVLLM(tokenizer, *pace))) for pace in ((0.002,), (0.02, 3))]
+        yield World(root, source, draft, text, server, drafting, *paced)

@@ -281,6 +281,22 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
         assert words[words.index("--model") + 1] == "t.gguf"
 
 
+def test_k_by_batch_size_of_a_prediction_is_in_the_servers_own_setting(space):
+    """Its other K, as for other drafts, is refused."""
+    row = {"draft_sha256": provenance.fingerprint(Path("draft"))}
+    row |= {"schedule": {"ranges": [[1, 4, 3], [5, 16, 1], [17, 64, 0]], "pays_up_to": 12}}
+    Path("p.json").write_text(json.dumps({"predictions": [row | {"draft_sha256": "other"}, row]}))
+    export("--to", "vllm", "--prediction", "p.json", "--out", "out")
+    text = Path("out/serve.sh").read_text()
+    assert '\\"num_speculative_tokens\\": 3, ' in text
+    assert '\\"num_speculative_tokens_per_batch_size\\": [[1, 4, 3], [5, 16, 1], [17, 64, 0]]' in text
+    assert "above 12 the target is faster without a draft" in text
+    assert "--prediction has it" in export("--to", "vllm", "--prediction", "p.json", "--k", "2", code=1).stderr
+    assert "only vLLM" in export("--to", "sglang", "--prediction", "p.json", code=1).stderr
+    Path("p.json").write_text(json.dumps({"predictions": [row | {"draft_sha256": "other"}]}))
+    assert "other drafts" in export("--to", "vllm", "--prediction", "p.json", code=1).stderr
+
+
 def test_the_script_for_transformers_decodes_as_the_target_alone(space, family_dirs, capsys, monkeypatch):
     export("--to", "transformers", "--k", "2", "--out", "out")
     monkeypatch.setattr(sys, "argv", ["assist.py", "def f"])

@@ -1,0 +1,186 @@
+"""K by batch size: none where nothing is accepted or passes are bound by compute; in the form that vLLM reads."""
+
+import importlib.util
+import json
+import os
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cost_model import SHAPE, latency
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, write_profile
+from draftlab.latency.k_schedule import Ranges, ranges, read_schedule, schedule
+from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps, total_ms
+from draftlab.latency.workload import Workload, constant_workload, workload_of
+
+BATCHES, WIDTHS, KS = (1, 2, 4, 8, 16, 32, 64), range(1, 12), range(1, 9)
+BUSY = 24  # tokens from which on a pass takes longer for more
+
+
+def roofline(name: str, ms: float, busy: float, context_ms: float = 0.0) -> CostModel:
+    """A model whose passes take ms up to busy tokens, and beyond in proportion."""
+
+    def point(width: int, batch: int, context: int) -> Point:
+        found = latency(width, ms * max(1, width * batch / busy) + context_ms * context * batch)
+        return Point(**found.model_dump(), batch=batch, context=context)
+
+    places = [(b, c) for b in BATCHES for c in (0, 100)]
+    profile = Profile(
+        kind="measured", name=name, sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
+        forward=[point(w, *at) for w in WIDTHS for at in places],
+        steady=[SteadyPoint(**point(1, *at).model_dump(), after=1) for at in places],
+        prefill=[latency(n, 1.0) for n in (1, 100)], host=[latency(1, 0.0), latency(11, 0.0)], bandwidth_gbs=10,
+        matmul_tflops={"float32": 0.1}, command="", versions={}, created="",
+    )  # fmt: skip
+    return CostModel.of(profile)
+
+
+def constant(alpha: float) -> Workload:
+    return constant_workload(alpha, tokens=60, prompt_tokens=10)
+
+
+def by_rule(found: Ranges, batch: int) -> int:
+    """vLLM's rule in its own words: inclusive ranges; gaps and what lies beyond inherit the K before."""
+    return [k for low, _, k in found if low <= batch][-1]
+
+
+@pytest.mark.parametrize("c", [0.01, 0.3])
+def test_nothing_is_drafted_where_nothing_is_accepted(c):
+    found = schedule(roofline("d", c, BUSY), roofline("t", 1.0, BUSY), [constant(0.0)], KS, 64, "vllm")
+    assert found.ranges == [(1, 64, 0)]
+    assert found.pays_up_to == 0
+    assert found.verdict().startswith("No draft")
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
+def test_nothing_is_drafted_where_every_token_costs_its_own_time(alpha):
+    """K tokens more cost K passes more, of which at most K are saved."""
+    found = schedule(roofline("d", 1e-6, 1e-3), roofline("t", 1.0, 1e-3), [constant(alpha)], KS, 64, "vllm")
+    assert found.ranges == [(1, 64, 0)]
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.95])
+def test_k_does_not_rise_with_the_streams_and_ends_at_none(alpha):
+    found = schedule(roofline("d", 1e-9, BUSY), roofline("t", 1.0, BUSY), [constant(alpha)], KS, 64, "vllm")
+    ks = [by_rule(found.ranges, batch) for batch in range(1, 65)]
+    assert ks == sorted(ks, reverse=True)
+    assert ks[0] > 1
+    assert ks[-1] == 0
+    assert found.pays_up_to == max(batch for batch, k in enumerate(ks, 1) if k)
+
+
+def test_a_dear_target_verifies_fewer_the_more_streams_there_are_and_a_longer_context_brings_them_back():
+    """vllm#48627: where keys and values are most of a pass, more streams do not make it bound by compute."""
+    draft = roofline("d", 0.01, BUSY)
+    short, long = (
+        schedule(draft, roofline("t", 1.0, BUSY, each), [constant(0.8)], KS, 64, "vllm") for each in (0.0, 0.5)
+    )
+    assert by_rule(short.ranges, 64) == 0 < by_rule(long.ranges, 64)
+
+
+def test_ranges_are_the_ks_that_they_were_made_of():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ks = rng.integers(0, 4, rng.integers(1, 40)).tolist()
+        found = ranges(ks)
+        assert [by_rule(found, batch) for batch in range(1, len(ks) + 1)] == ks
+        assert found[0][0] == 1
+        assert all(b[0] == a[1] + 1 and a[2] != b[2] for a, b in pairwise(found))
+        assert len(ks) == found[-1][1]
+
+
+def test_a_step_of_vllm_is_its_passes():
+    """Against a walk over texts with known outcomes: target K + 1, draft K + 2 and K - 1 times 1; no draft: 1."""
+    rng, k, prompt = np.random.default_rng(1), 3, 7
+    hits = [(rng.random(length) < 0.7).astype(float) for length in (40, 23)]
+    work = workload_of(hits, [prompt, prompt])
+    draft, target = roofline("d", 0.2, 6, 0.001), roofline("t", 1.0, 6, 0.01)
+    batch, total, plain, paused = 4, 0.0, 0.0, 0.0
+    for row in hits:
+        at = 0
+        while at < len(row):
+            context = np.array(prompt + at)
+            drafted = min(k, len(row) - at - 1)
+            total += float(target.forward_ms(drafted + 1, batch, context))
+            total += float(draft.forward_ms(drafted + 2, batch, context))
+            total += sum(float(draft.steady_ms(batch, context + i)) for i in range(1, drafted))
+            accepted = next((i for i in range(drafted) if not row[at + i]), drafted)
+            at += accepted + 1
+        for at in range(len(row)):
+            plain += float(target.steady_ms(batch, np.array(prompt + at)))
+            paused += float(draft.forward_ms(2, batch, np.array(prompt + at)))
+    costs = step_costs(draft, target, work, k, batch, "vllm")
+    by_k, alone = total_ms(costs, work, {n: steps(work, n) for n in (0, k)}), float(plain_ms(costs, work).sum())
+    assert by_k[k] == pytest.approx(total, rel=0.01)  # the first pass counts at the context of the step
+    assert alone == pytest.approx(plain)
+    assert by_k[0] == pytest.approx(plain + paused)
+    own = step_costs(draft, target, work, k, batch)
+    assert expected_time(own, work.prompt_tokens, steps(work, k)).total.sum() < 0.98 * total  # draftlab's engine
+    assert plain_ms(own, work).sum() == pytest.approx(plain)
+
+
+def written(folder: Path, *arguments: str) -> Path:
+    for name, model in (("d", roofline("d", 0.05, BUSY)), ("t", roofline("t", 1.0, BUSY))):
+        write_profile(model.profile, folder / f"{name}.yaml")
+    command = ["predict", "--draft-profile", str(folder / "d.yaml"), "--target-profile", str(folder / "t.yaml")]
+    result = CliRunner().invoke(app, [*command, "--max-tokens", "20", "--context", "10", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    (folder / "prediction.json").write_text(result.stdout)
+    return folder / "prediction.json"
+
+
+def test_a_prediction_has_the_schedule_a_figure_and_no_draft_as_a_candidate(tmp_path):
+    figure = ["--plot", str(tmp_path / "k.svg")]
+    file = written(tmp_path, "--alpha", "0.6", "--for", "vllm", "--batch", "1,8,64", *figure)
+    found = json.loads(file.read_text())["predictions"][0]
+    read = read_schedule(file, "d", None)
+    assert [list(each) for each in read.ranges] == found["schedule"]["ranges"]
+    assert {best["batch"]: best["k"] for best in found["best_ks"]}[64] == 0
+    assert "best K" in (tmp_path / "k.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--alpha", "0.6", "--batch", "1,8"), "has no schedule"),
+        (("--alpha", "0", "--batch", "1,8", "--for", "vllm"), "slower than no draft"),
+    ],
+)
+def test_predictions_without_a_schedule_to_write_are_refused(tmp_path, arguments, said):
+    file = written(tmp_path, *arguments)
+    with pytest.raises(UserError, match=said):
+        read_schedule(file, "d", None)
+
+
+def test_files_that_are_no_predictions_of_this_draft_are_refused(tmp_path):
+    file = written(tmp_path, "--alpha", "0.6", "--batch", "1,8", "--for", "vllm")
+    with pytest.raises(UserError, match="predicts other drafts than mine"):
+        read_schedule(file, "mine", "0" * 64)
+    (tmp_path / "other.json").write_text('{"predictions": [{"schedule": {"ranges": [[0, 2, 1]], "pays_up_to": 1}}]}')
+    with pytest.raises(UserError, match=r"is no prediction .*greater than 0"):
+        read_schedule(tmp_path / "other.json", "mine", None)
+
+
+@pytest.mark.vllm
+def test_vllm_reads_the_ranges_as_they_are_meant(tmp_path):
+    """By its own module, which imports nothing."""
+    program = os.environ.get("DRAFTLAB_TEST_VLLM")
+    if program is None:
+        pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
+    find = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
+    python = Path(program).absolute().parent / "python"
+    place = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
+    spec = importlib.util.spec_from_file_location("utils", Path(place) / "v1/spec_decode/dynamic/utils.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ks = [4, 4, 3, 1, 1, 0, 0]
+    dense = module.build_dynamic_sd_schedule_lookup(json.loads(json.dumps(ranges(ks))), 9, max(ks))
+    assert dense[1:] == [*ks, 0, 0]

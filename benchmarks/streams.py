@@ -104,7 +104,7 @@ def main(
         for place in (draft, target)
     )
     rows = [row(pair, work, k, n, measured[k, n]) for k in (0, *drafted) for n in at]
-    ranges = schedule(*pair, [work], drafted, max(at), "vllm")
+    ranges = schedule(pair[0], pair[1], [work], drafted, max(at), "vllm")
     with served(drafting(ranges.largest_k or 1, list(ranges.ranges))) as (server, _):
         scheduled = {n: bench(vllm, server.http.url, target, file, n, prompts) for n in at}
     print(json.dumps(result(rows, scheduled, ranges.model_dump(), max(drafted)) | {

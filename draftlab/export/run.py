@@ -255,8 +255,8 @@ def predicted_k(config: ExportConfig, draft: Path) -> tuple[int, str, Ranges] | 
     """Return the largest K of --prediction, why, and K by batch size; None without that option."""
     if config.prediction is None:
         return None
-    found = read_schedule(config.prediction, draft.name, provenance.fingerprint(draft))
-    return found.largest_k, f"the largest that is predicted for {found.describe()}", found.ranges
+    schedule = read_schedule(config.prediction, draft.name, provenance.fingerprint(draft))
+    return schedule.largest_k, f"the largest that is predicted for {schedule.describe()}", list(schedule.ranges)
 
 
 def _choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> tuple[int, str]:

@@ -94,27 +94,27 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
     Raises:
         UserError: no such file; it is of other drafts, has no schedule, or says that no draft pays.
     """
-    again = "; make it with draftlab predict --for vllm --batch 1,4,16 --json"
+    remedy = "; make it with draftlab predict --for vllm --batch 1,4,16 --json"
     try:
         predictions = _Predictions.model_validate(read_json(file)).predictions
     except ValidationError as error:
-        raise UserError(f"{file} is no prediction ({validation_text(error)}){again}") from None
-    found = next((each for each in predictions if each.draft_sha256 == sha256), None)
-    if found is None:
-        raise UserError(f"{file} predicts other drafts than {draft}{again}")
-    if found.schedule is None:
-        raise UserError(f"{file} has no schedule of K by batch size{again}")
-    if found.schedule.pays_up_to == 0:
+        raise UserError(f"{file} is no prediction ({validation_text(error)}){remedy}") from None
+    prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)
+    if prediction is None:
+        raise UserError(f"{file} predicts other drafts than {draft}{remedy}")
+    if prediction.schedule is None:
+        raise UserError(f"{file} has no schedule of K by batch size{remedy}")
+    if prediction.schedule.pays_up_to == 0:
         raise UserError(f"{file} predicts that {draft} is slower than no draft at every batch size: serve the target")
-    return found.schedule
+    return prediction.schedule
 
 
 def ranges(ks: Iterable[int]) -> Ranges:
     """Return the Ks of batch sizes 1, 2, ... as ranges of equal ones."""
-    found: Ranges = []
+    merged: Ranges = []
     for batch, k in enumerate(ks, 1):
-        if found and found[-1][2] == k:
-            found[-1] = (found[-1][0], batch, k)
+        if merged and merged[-1][2] == k:
+            merged[-1] = (merged[-1][0], batch, k)
         else:
-            found.append((batch, batch, k))
-    return found
+            merged.append((batch, batch, k))
+    return merged

@@ -112,13 +112,13 @@ def _predict(
                 speedups={k: plain / ms for k, ms in by_k.items()},
             )
         )  # fmt: skip
-    most, server, found = max(config.batch), config.server, None
+    most, server, by_batch = max(config.batch), config.server, None
     if server is not None and most > 1:
         if work.parallel:
             prediction.notes.append("vLLM fixes the K of a parallel draft when it starts: no schedule by batch size")
         else:
-            found = schedule(draft, target, list(works.values()), config.k, most, server)
-    return DraftPrediction(prediction=prediction, best_ks=grid, schedule=found, model=model, tasks=tasks)
+            by_batch = schedule(draft, target, list(works.values()), config.k, most, server)
+    return DraftPrediction(prediction=prediction, best_ks=grid, schedule=by_batch, model=model, tasks=tasks)
 
 
 def _drafted_by(draft: CostModel, work: Workload, config: PredictConfig) -> Workload:

@@ -165,8 +165,7 @@ def draft_shares(passes: Passes, steps: Mapping[At, float], k: int) -> dict[int,
     like_target: dict[int, list[float]] = defaultdict(list)
     for (batch, context), ms in steps.items():
         drafting[batch].append(ms - passes.ms(k + 1, batch, context))
-        one = passes.ms(1, batch, context)
-        like_target[batch].append(passes.ms(k + 2, batch, context) + (k - 1) * one)
+        like_target[batch].append(passes.ms(k + 2, batch, context) + (k - 1) * passes.ms(1, batch, context))
     shares = {batch: sum(drafting[batch]) / sum(like_target[batch]) for batch in drafting}
     if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
         raise UserError(
@@ -198,8 +197,8 @@ def _drafted(server: Server, prompt: list[int]) -> int:
 
 def _points(passes: Passes, shares: Mapping[int, float], k: int, farthest: int) -> list[Point]:
     grid = itertools.product(range(1, k + 3), shares, (0, farthest))
-    found = ((w, b, c, shares[b] * passes.ms(w, b, c)) for w, b, c in grid)
-    return [Point(width=w, batch=b, context=c, median_ms=ms, low_ms=ms, high_ms=ms, n=0) for w, b, c, ms in found]
+    times = ((w, b, c, shares[b] * passes.ms(w, b, c)) for w, b, c in grid)
+    return [Point(width=w, batch=b, context=c, median_ms=ms, low_ms=ms, high_ms=ms, n=0) for w, b, c, ms in times]
 
 
 def _profile(

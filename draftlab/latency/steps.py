@@ -75,13 +75,13 @@ def step_costs(
     """Return the costs for every context that occurs."""
     first = int(work.prompt_tokens.min()) - work.eagle  # a head reads the prompt's last place again
     contexts = np.arange(first, work.longest + k)
-    one, two = (draft.forward_ms(width, batch, contexts) for width in (1, 2))
+    single, two = (draft.forward_ms(width, batch, contexts) for width in (1, 2))
     widths = range(1, widest(work, k) + 1 if work.by_age else 1)
     costs = StepCosts(
         first=first,
         draft=draft.steady_ms(batch, contexts) + draft.host_ms(1),
         warmup=draft.warmup_ms(batch, contexts),
-        catch_up=np.concatenate([two[:1], two[:-1]]) - one,  # a pass over two tokens starts one token earlier
+        catch_up=np.concatenate([two[:1], two[:-1]]) - single,  # a pass over two tokens starts one token earlier
         verify=np.stack(
             [target.steady_ms(batch, contexts), *(target.forward_ms(j + 1, batch, contexts) for j in range(1, k + 1))]
         ),

@@ -99,10 +99,8 @@ def main(
         with served(drafting(k)) as (server, _):
             measured |= {(k, n): bench(vllm, server.http.url, target, file, n, prompts) for n in at}
     loads.append(psutil.getloadavg()[0])
-    pair = tuple(
-        CostModel.of(read_profile(out / "profile" / f"{place.name}.yaml"), extrapolate=True)
-        for place in (draft, target)
-    )
+    profiles = [read_profile(out / "profile" / f"{place.name}.yaml") for place in (draft, target)]
+    pair = CostModel.of(profiles[0], extrapolate=True), CostModel.of(profiles[1], extrapolate=True)
     rows = [row(pair, work, k, n, measured[k, n]) for k in (0, *drafted) for n in at]
     ranges = schedule(pair[0], pair[1], [work], drafted, max(at), "vllm")
     with served(drafting(ranges.largest_k or 1, list(ranges.ranges))) as (server, _):

@@ -4,8 +4,8 @@ Every stream gets the same prompt, so that all take the same steps and end toget
 of the answer leaves prefill and transport out.
 
 * vLLM puts the tokens of all streams in one pass. So a pass over w tokens of each of B streams is taken to cost what
-  one over a single token of w B streams does, but for keys and values, which it reads of B streams only: after L cached
-  tokens that is w B streams after L / w. N streams alone are therefore timed for N up to (K + 2) B.
+  one over a single token of w B streams does, but for keys and values, which it reads of B streams only. N streams
+  alone are therefore timed for N up to (K + 2) B, and keys and values by several lengths of prompts.
 * A step with the draft is a pass over K + 1 tokens of the target, one over K + 2 and K - 1 over one of the draft
   (steps.py). The draft's passes are taken to cost the same share of the target's; its time in the server's steps at
   every B gives that share. So what the server spends on drafting beside the passes is in it, too.
@@ -44,24 +44,27 @@ At = tuple[int, int]  # streams, context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Milliseconds of a pass over one token of N streams after L cached ones: intercept(N) + slope(N) L."""
+    """Milliseconds of a pass over N tokens without cached ones, [N], and of a cached token of one row."""
 
     streams: Sequence[int]
-    lines: np.ndarray  # [N, 2]: slope and intercept
+    tokens_ms: np.ndarray
+    cached_ms: float
 
     @staticmethod
     def of(times: Mapping[At, float]) -> "Passes":
-        streams, contexts = (sorted({at[i] for at in times}) for i in (0, 1))
-        rows = np.array([[times[n, context] for context in contexts] for n in streams])
-        if len(contexts) == 1:
-            return Passes(streams=streams, lines=np.stack([np.zeros(len(rows)), rows[:, 0]], 1))
-        slopes = np.maximum(np.polyfit(contexts, rows.T, 1)[0], 0)  # a longer context costs no less
-        return Passes(streams=streams, lines=np.stack([slopes, rows.mean(1) - slopes * np.mean(contexts)], 1))
+        """Return passes from the milliseconds of one token each of N streams after L cached ones, by N and L."""
+        by_streams: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for (streams, context), ms in times.items():
+            by_streams[streams].append((context, ms))
+        slopes = {n: np.polyfit(*zip(*row, strict=True), 1)[0] for n, row in by_streams.items() if len(row) > 1}
+        weight = sum(n * n for n in slopes)
+        cached = max(0.0, sum(n * slope for n, slope in slopes.items()) / weight) if slopes else 0.0
+        bare = [float(np.mean([ms - cached * n * c for c, ms in by_streams[n]])) for n in sorted(by_streams)]
+        return Passes(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
     def ms(self, width: int, batch: int, context: float) -> float:
-        """Return the time of a pass over width tokens of each row."""
-        slope, intercept = (float(np.interp(width * batch, self.streams, line)) for line in self.lines.T)
-        return intercept + slope * context / width
+        """Return the time of a pass over width tokens of each row after so many cached ones."""
+        return float(np.interp(width * batch, self.streams, self.tokens_ms)) + self.cached_ms * batch * context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,19 +130,19 @@ def profile_servers(config: ProfileServersConfig, output: Output) -> list[Profil
     prompt = heldout_prompts(config.data, tokenizer, count=1, length=max(config.context), seed=0)[0]
     warn_if_busy(read_environment())
     target, k = servers[0], _drafted(servers[1], prompt) if len(servers) > 1 else 0
-    streams = sorted({*config.batch, *(max(config.batch) * width for width in range(2, k + 3))})
-    timed = len(config.context) * (len(streams) + len(config.batch) * (len(servers) - 1))
+    more = {max(config.batch) * width for width in range(2, k + 3)}
+    places = list(itertools.product(config.batch, config.context))
+    alone = [*places, *((n, min(config.context)) for n in sorted(more))]
+    timed = len(alone) + len(places) * (len(servers) - 1)
     with heartbeat("requests"), progress("timings", config.repeats * timed) as advance:
         done = itertools.count(1)
         meter = Meter(
             prompt=prompt, tokens=config.tokens, repeats=config.repeats, advance=lambda _: advance(next(done), "")
         )
-        alone = {(n, meter.at(c)): meter.step_ms(target, n, c, False) for n in streams for c in config.context}
-        passes = Passes.of(alone)
+        passes = Passes.of({(n, meter.at(c)): meter.step_ms(target, n, c, False) for n, c in alone})
         shares = dict.fromkeys(config.batch, 1.0)
         costs = [(target, directory, shares, {c: meter.prefill_ms(target, c) for c in config.context})]
         for drafting in servers[1:]:
-            places = list(itertools.product(config.batch, config.context))
             took = {(b, meter.at(c)): meter.step_ms(drafting, b, c, True) for b, c in places}
             prefill = {c: max(0.0, meter.prefill_ms(drafting, c) - costs[0][3][c]) for c in config.context}
             costs.append((drafting, Path(config.draft), draft_shares(passes, took, k), prefill))

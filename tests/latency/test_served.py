@@ -22,7 +22,8 @@ def law(tokens: int, rows: int, context: float) -> float:
 
 
 def passes() -> Passes:
-    return Passes.of({(n, c): law(n, n, c) for n, c in itertools.product(STREAMS, CONTEXTS)})
+    """Many streams at the short context only."""
+    return Passes.of({(n, c): law(n, n, c) for n, c in itertools.product(STREAMS, CONTEXTS) if n <= 8 or c == 50})
 
 
 @pytest.mark.parametrize(("width", "batch"), itertools.product((1, 2, 5, 6), (1, 2, 4, 8)))
@@ -31,7 +32,7 @@ def test_a_wide_pass_is_one_of_as_many_streams_that_reads_the_keys_of_its_rows_o
         assert passes().ms(width, batch, context) == pytest.approx(law(width * batch, batch, context))
 
 
-def test_one_context_has_no_slope():
+def test_one_context_says_nothing_of_cached_tokens():
     found = Passes.of({(n, 50): law(n, n, 50) for n in STREAMS})
     assert found.ms(1, 4, 0) == pytest.approx(found.ms(1, 4, 900)) == pytest.approx(law(4, 4, 50))
 

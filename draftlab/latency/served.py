@@ -56,7 +56,8 @@ class Passes:
         by_streams: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for (streams, context), ms in times.items():
             by_streams[streams].append((context, ms))
-        slopes = {n: np.polyfit(*zip(*row, strict=True), 1)[0] for n, row in by_streams.items() if len(row) > 1}
+        lines = {n: np.array(row).T for n, row in by_streams.items() if len(row) > 1}
+        slopes = {n: float(np.polyfit(contexts, ms, 1)[0]) for n, (contexts, ms) in lines.items()}
         weight = sum(n * n for n in slopes)
         cached = max(0.0, sum(n * slope for n, slope in slopes.items()) / weight) if slopes else 0.0
         bare = [float(np.mean([ms - cached * n * c for c, ms in by_streams[n]])) for n in sorted(by_streams)]

@@ -101,7 +101,7 @@ class Meter:
             more = [each.num_drafts / streams for each in counters if each is not None]
             times.append((long - short) / (more[1] - more[0] if more else self.tokens))
             self.advance(1)
-        if min(times) <= 0:
+        if statistics.median(times) <= 0:
             raise UserError(f"{server.http.url} took less time for more tokens: other work disturbs it; add --tokens")
         return 1e3 * statistics.median(times)
 

@@ -638,7 +638,7 @@ def _(w: World) -> Settings:
 
 @case("profile-servers", "target alone")
 def _(w: World) -> Settings:
-    few = {"batch": "1,2", "context": "4,8", "tokens": 8, "repeats": 1}
+    few = {"batch": "1,2", "context": "4,8", "tokens": 24, "repeats": 1}
     return few | {"server": w.paced, "target": str(w.source), "data": str(w.text)}
 
 
@@ -755,5 +755,5 @@ def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]
     with ExitStack() as stack:
         server = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset())))
         drafting = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset(), draft=small)))
-        paced = [stack.enter_context(running(PacedVLLM(tokenizer, *pace))) for pace in ((0.002,), (0.02, 3))]
+        paced = [stack.enter_context(running(PacedVLLM(tokenizer, *pace))) for pace in ((0.01,), (0.03, 3))]
         yield World(root, source, draft, text, server, drafting, *paced)

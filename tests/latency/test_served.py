@@ -58,7 +58,7 @@ def small(family_dirs, tmp_path, monkeypatch):
 
 
 def profiled(small, *arguments: str, code: int = 0):
-    few = ["--batch", "1,2", "--tokens", "8", "--repeats", "1", "--out", "out"]
+    few = ["--batch", "1,2", "--tokens", "24", "--repeats", "1", "--out", "out"]
     result = CliRunner().invoke(app, ["profile-servers", *small, *few, *arguments])
     assert result.exit_code == code, (result.output, result.exception)
     return result

@@ -73,7 +73,7 @@ def main(
         "prompt_file": asked,
     }
     made("outputs build", out / "answers", target=str(target), **stored)
-    made("replay", out / "replay", draft=str(draft), directory=out / "answers")
+    made("replay", out / "replay", draft=[str(draft)], directory=out / "answers")
     made("export", out / "draft", draft=str(draft), target=str(target), to="vllm", dtype="bfloat16", k=max(drafted))
     work = workload_of_replay(read_replay(out / "replay"))
     file = out / BENCH
@@ -85,7 +85,7 @@ def main(
         return running(command, os.environ | VLLM_ON_CPU)
 
     def drafting(k: int, by_batch: Ranges | None = None) -> dict[str, object]:
-        return speculative_config(str((out / "draft").absolute()), k, "draft model", by_batch)
+        return speculative_config(str((out / "draft").absolute()), k, "draft model", k_by_batch=by_batch)
 
     loads, measured = [psutil.getloadavg()[0]], {}
     with served(None) as (plain, _), served(drafting(max(drafted))) as (speculative, _):

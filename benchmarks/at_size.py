@@ -5,9 +5,9 @@ target of 10 and 22 times its size. Profiles of the expansions and replays of th
 taken first, each by itself; predict combines them, and score then times the same prompts live. Wide against deep is
 measured twice: on drafts of equal blocks that were trained alike, and on one draft expanded in both ways to equal
 parameters, which write the same text and differ in latency alone. Drafts come from the folder of benchmarks.smollm2,
-which runs (--quick) if it is not there, and one of 24 layers is made here: beside a target of 3B, a draft of SmolLM2's
-own size is cheap. --quick: the embedded target and untrained drafts, in a few minutes. A run
-that was killed goes on in its folder; one with other settings has its own.
+which runs (--quick) if it is not there, and one of 24 layers is cut here: beside a target of 3B, a draft of nearly
+SmolLM2's own size is cheap. --quick: the embedded target and untrained drafts, in a few minutes. A run that was killed
+goes on in its folder; one with other settings has its own.
 """
 
 import json
@@ -102,12 +102,8 @@ def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
     target = study / "models" / "smollm2-135m-instruct"
     large = made(
-        "prune", folder / "pruned-24", source=str(target), outputs=runs / "answers", layers=24, vocab="16k",
+        "prune", folder / "24", source=str(target), outputs=runs / "answers", layers=24, vocab="16k",
         calibration_tokens=16384,
-    )  # fmt: skip
-    large = made(
-        "distill", folder / "24", draft=str(large), outputs=runs / "more-answers", steps=32, batch_size=8, lr=1e-3,
-        warmup_ratio=0.25, eval_steps=16, save_steps=16,
     )  # fmt: skip
     depths = [path for name in ("5x576", "12x256", "8x384") if (path := runs / "depth" / name).is_dir()]
     distilled = sorted(path for path in (runs / "distilled").iterdir() if path.is_dir())

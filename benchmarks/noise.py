@@ -29,7 +29,7 @@ from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
 TEXT = ("--data", "stdlib")
-COUNTS = ("num_prompts", "max_tokens", "repeats", "threads")
+SCORED = ("num_prompts", "max_tokens", "repeats", "threads", "dtype")  # settings of score
 QUICK = {"runs": 2, "num_prompts": 4, "max_tokens": 16, "repeats": 1, "steps": 4}
 
 
@@ -67,6 +67,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=120, help="of distillation")
     parser.add_argument("--threads", type=int, default=1, help="with more than one, seconds are the wall clock's")
     parser.add_argument("--quick", action="store_true", help="two runs over four prompts")
@@ -96,7 +97,7 @@ def score(options: argparse.Namespace, name: str) -> dict[str, Score]:
     make(
         options.folder, name, "score", "--target", str(options.target), "--draft", str(options.draft or "draft"),
         "--draft", str(options.target), "--drafter", "prompt-lookup", "--k", "2-3",
-        *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in COUNTS), *prompts,
+        *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in SCORED), *prompts,
     )  # fmt: skip
     scores = [read_score(file) for file in sorted((options.folder / name).rglob("score.json"))]
     return {score.name: score for score in scores}

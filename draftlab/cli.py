@@ -19,6 +19,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from draftlab import __version__
+from draftlab.auto.command import auto
 from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
@@ -196,7 +197,7 @@ def options(version: Annotated[bool, Option("--version", help="Print the version
 
 def _add_commands() -> None:
     groups = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()}
-    for panel, commands in {**PANELS, "Run saved commands": (run,)}.items():
+    for panel, commands in {"From a target to a served draft": (auto,), **PANELS, "Run saved commands": (run,)}.items():
         for command in commands:
             group, _, leaf = command.name.rpartition(" ")
             advanced = any(extra(field)["advanced"] for field in command.config.model_fields.values())

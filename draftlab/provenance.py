@@ -38,6 +38,18 @@ class Record(FileModel):
     peak_memory_bytes: int
     notes: dict[str, object] = Field(default_factory=dict)
 
+    @property
+    def worked_seconds(self) -> float:
+        """Return the seconds of the work itself where it says so, as trainings do, else of the command."""
+        seconds = self.notes.get("seconds")
+        return seconds if isinstance(seconds, float) else self.seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """Return the seconds of all processes, where a killed run was resumed."""
+        total = self.notes.get("total_seconds")
+        return max(self.seconds, self.worked_seconds, total if isinstance(total, float) else 0.0)
+
 
 class CurvePoint(FileModel, extra="ignore"):
     """A point of a training curve: the mean of some steps up to this one, or an evaluation on held-out text."""
@@ -106,11 +118,10 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
     for path in record.inputs:
         _add_stages(Path(path).resolve(), target, stages, record.created)
     tokens = record.notes.get("tokens", record.config.get("calibration_tokens"))
-    trained_seconds = record.notes.get("seconds")  # of all processes, where training was resumed
     stages[directory] = Stage(
         command=record.command,
         output=directory.name,
-        seconds=max(record.seconds, trained_seconds if isinstance(trained_seconds, float) else 0.0),
+        seconds=record.total_seconds,
         tokens=tokens if isinstance(tokens, int) else None,
         curve=_curve(directory / LOG_FILE),
     )

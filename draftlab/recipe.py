@@ -48,7 +48,7 @@ def read_recipe(path: Path) -> list[Step]:
     content = read_yaml(path, f"recipe {path}")
     if not isinstance(content, dict) or set(content) != {"steps"} or not isinstance(content["steps"], list):
         raise UserError(f"recipe {path}: want one key, steps, with a list of commands")
-    return [_read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)]
+    return [read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)]
 
 
 @command(RunConfig)
@@ -60,15 +60,19 @@ def run(config: RunConfig) -> Outcome:
         return Outcome(path=None, show=[f"{name}: {state}" for name, state in plan.items()], data={"steps": plan})
     outcome = Outcome(path=None, show=[], data={})
     for number, step in enumerate(steps, 1):
-        if is_done(step):
-            note(f"[{number}/{len(steps)}] {step}: already done")
-            outcome = Outcome(path=step.out, show=[str(step.out)], data={"path": str(step.out)})
-            continue
-        note(f"[{number}/{len(steps)}] {step}")
-        outcome = step.command.run(step.config)
+        outcome = run_step(step, f"[{number}/{len(steps)}] {step}")
         if outcome.missed:
             break
     return outcome
+
+
+def run_step(step: Step, label: str) -> Outcome:
+    """Run a step unless its output is there. label: what to print before it."""
+    if is_done(step):
+        note(f"{label}: already done")
+        return Outcome(path=step.out, show=[str(step.out)], data={"path": str(step.out)})
+    note(label)
+    return step.command.run(step.config)
 
 
 def is_done(step: Step) -> bool:
@@ -88,7 +92,8 @@ def is_done(step: Step) -> bool:
     )
 
 
-def _read_step(content: object, where: str) -> Step:
+def read_step(content: object, where: str) -> Step:
+    """Return the step that one entry of a recipe is. Raises UserError: no such command or setting."""
     if not isinstance(content, dict) or len(content) != 1:
         raise UserError(f"{where}: want one command with its settings, got {one_line(content, 80)}")
     name, settings = next(iter(content.items()))

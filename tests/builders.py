@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -85,6 +87,17 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
     return model.eval()
+
+
+def save_neox(out: Path, tokenizer: Path) -> Path:
+    """Save a random model that has other tensors than LLaMA's, with a tokenizer of so many ids."""
+    sizes: dict[str, Any] = {"vocab_size": SIZES["vocab_size"], "hidden_size": 32, "intermediate_size": 64}
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=512)
+    torch.manual_seed(0)
+    GPTNeoXForCausalLM(config).save_pretrained(out)
+    for file in tokenizer.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    return out
 
 
 def logits_by_transformers(directory: Path, ids: Tensor) -> Tensor:

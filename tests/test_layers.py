@@ -34,6 +34,7 @@ LAYERS = [
     ["search"],
     ["commands"],
     ["recipe"],
+    ["auto"],
     ["cli"],
     ["__main__"],
 ]
@@ -57,6 +58,7 @@ NO_TORCH = [
     "servers",
     "commands",
     "recipe",
+    "auto.command",
     "cli",
 ]
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "lm_eval", "peft", "safetensors", "numpy"}

@@ -22,7 +22,7 @@ from draftlab.benchmark.setup import (
     task_options,
 )
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
-from draftlab.config.drafters import DraftModelSpec, WidthsSpec
+from draftlab.config.drafters import DraftModelSpec, EagleSpec, MedusaSpec, WidthsSpec
 from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, note_if_slow, progress
 from draftlab.engine.batch_generate import turn_answers
@@ -294,6 +294,10 @@ def _described(
         for name, path in {"": setup.target, **setup.drafts}.items()
     }
     described |= {name: _model(run.model, name, None, []) for name, run in runs.items()}
+    for spec in setup.drafters:
+        if isinstance(spec, EagleSpec | MedusaSpec):
+            sha256 = provenance.fingerprint(Path(spec.heads))
+            described[spec.name] = described[spec.name].model_copy(update={"heads_sha256": sha256})
     parallel = [name for name in setup.drafts if drafts_in_parallel(models[name])]
     parallel += [name for name, run in runs.items() if isinstance(run.drafter, ParallelDrafter | ParallelTreeDrafter)]
     described |= {name: described[name].model_copy(update={"parallel": True}) for name in parallel}

@@ -90,6 +90,10 @@ class ExportConfig(DraftConfig, OutputConfig):
     prediction: Path | None = option(
         None, "Take K by batch size from this file, which draftlab predict --for vllm --json printed."
     )
+    scores: list[Path] = option(
+        factory=list, help="score.json files of the draft, or directories of them, for K and the card.",
+        shown_default="the workspace's runs",
+    )  # fmt: skip
     verify_with: Path | None = option(
         None,
         "Score the export where it runs: path of vllm; for GGUF of llama-server, or for draft models of a Python with "

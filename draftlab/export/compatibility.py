@@ -137,6 +137,13 @@ def check_files(draft_path: Path, target_path: Path, runtimes: list[str]) -> lis
     return findings
 
 
+def unservable(target: Path, runtime: str) -> str:
+    """Return why a runtime cannot run drafts that are cut from a target, by its files; empty: it can."""
+    files, size = ModelFiles.read(target), read_size(target)
+    findings = RUNTIME_CHECKS[runtime](files, files, size if isinstance(size, Shape) else None)
+    return "; ".join(finding.text for finding in findings if finding.level == "error")
+
+
 def check_perplexity(model: decoder.Decoder, prompts: list[list[int]], vocab: int) -> Finding:
     """prompts: token ids of text."""
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]

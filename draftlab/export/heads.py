@@ -33,6 +33,7 @@ from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import Llama
 from draftlab.output import Output
 from draftlab.prompts import Prompts
+from draftlab.results.score import Score
 from draftlab.sampling import SamplingParams
 
 DEFAULT_K, MOST = 3, 32
@@ -183,26 +184,28 @@ def export(config: ExportConfig, output: Output) -> Exported:
     folder = config.draft_directory()
     target = hub.locate(config.target, weights=config.verify_with is not None or _are_medusa(folder))
     heads = open_heads(folder, target)
-    k, reason, k_by_batch = run.predicted_k(config, folder) or (*_choose_k(config, heads), None)
+    scores = run.scores_of(config, folder, target)
+    chains = [score for score in scores if "," not in score.name]
+    k, reason, k_by_batch = run.predicted_k(config, folder) or (*_choose_k(config, heads, chains), None)
     _check(config, heads)
     prompts = run.load_verification_prompts(config, target, k) if config.verify_with is not None else None
     facts = run.facts_of(heads.folder)
     with output.directory() as work:
-        lines, verified = heads.write(config, work, k, run.target_name(config, target)), None
+        lines, verified = heads.write(config, work, k, run.target_name(config.target, target)), None
         if config.verify_with is not None and prompts is not None:
             prompts, verified = _verify(config, heads, work, prompts, k)
             lines.append(verified.line())
         script = None
         if config.to not in ("hf", "gguf"):
             script = scripts.script(
-                config.to, target=run.target_name(config, target), k=k, k_reason=reason, gguf=heads.file(config),
+                config.to, target=run.target_name(config.target, target), k=k, k_reason=reason, gguf=heads.file(config),
                 kind=heads.kind, layer_ids=heads.layer_ids, k_by_batch=k_by_batch,
             )  # fmt: skip
             (work / script[0]).write_text(script[1])
             lines.append(f"serve with: sh {output.out / script[0]}")
         text = card.Card(
             name=heads.folder.name, target=config.target, kind=heads.kind, summary=heads.describe() + ".",
-            commands=facts.commands, heldout=facts.heldout, scores=[], script=script,
+            commands=facts.commands, heldout=facts.heldout, scores=scores, script=script,
             verified=verified.line() if verified else "",
         ).text()  # fmt: skip
         (work / "README.md").write_text(text)
@@ -237,12 +240,12 @@ def _check(config: ExportConfig, heads: Heads) -> None:
             raise UserError(f"--verify-with {config.verify_with}: heads are verified with llama.cpp's llama-server")
 
 
-def _choose_k(config: ExportConfig, heads: Heads) -> tuple[int, str]:
-    if config.k is None:
-        return min(heads.most, DEFAULT_K), "a default; draftlab score measures the fastest"
-    if config.k > heads.most:
+def _choose_k(config: ExportConfig, heads: Heads, scores: list[Score]) -> tuple[int, str]:
+    if config.k is not None and config.k > heads.most:
         raise UserError(f"--k {config.k}: {heads.folder} drafts at most {heads.most} tokens")
-    return config.k, "set by --k"
+    if config.k is None and not scores:
+        return min(heads.most, DEFAULT_K), run.UNMEASURED_K
+    return run.choose_k(config, scores, None)
 
 
 def _verify(

@@ -24,10 +24,11 @@ from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary, known_ids
 from draftlab.output import Output
 from draftlab.prompts import Prompts, load_prompts
-from draftlab.results.score import Score, read_score
+from draftlab.results.score import Score, read_score, score_files
 from draftlab.sampling import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, DEFAULT_K, DEFAULT_CONTEXT = 48, 64, 4, 2048
+UNMEASURED_K = "a default; draftlab score measures the fastest"
 TURN_TOKENS = 128  # of an answer to an earlier turn, as score's by default
 
 
@@ -58,9 +59,9 @@ def export(config: ExportConfig, output: Output) -> Exported:
     draft = config.draft_directory()
     _check(config, draft, target)
     output.check_space(read_size(draft).weight_bytes(2), "the export")
-    scores = _scores(draft, target)
+    scores = scores_of(config, draft, target)
     k, k_reason, k_by_batch = predicted_k(config, draft) or (
-        *_choose_k(config, scores, parallel.trained_offsets(draft)), None
+        *choose_k(config, scores, parallel.trained_offsets(draft)), None
     )  # fmt: skip
     in_parallel, facts = parallel.pard_token(draft) is not None, facts_of(draft)
     prompts = load_verification_prompts(config, target, k) if config.verify_with is not None else None
@@ -83,7 +84,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
         script = None
         if config.to not in ("hf", "gguf"):
             script = scripts.script(
-                config.to, target=target_name(config, target), k=k, k_reason=k_reason, gguf=file,
+                config.to, target=target_name(config.target, target), k=k, k_reason=k_reason, gguf=file,
                 kind="parallel draft" if in_parallel else "draft model", heterogeneous=config.use_heterogeneous_vocab,
                 k_by_batch=k_by_batch,
             )  # fmt: skip
@@ -243,11 +244,11 @@ def _target_texts(config: ExportConfig, target: Path, prompts: Prompts, k: int) 
     return prompts, verify.generate_texts(model, [prompt.ids for prompt in prompts.rows], sampling, k)
 
 
-def _scores(draft: Path, target: Path) -> list[Score]:
-    """Return the newest scores of this very draft with this target."""
+def scores_of(config: ExportConfig, draft: Path, target: Path) -> list[Score]:
+    """Return the newest scores of this very draft or head with this target."""
     sha256 = provenance.fingerprint(draft)
-    scores = [read_score(file) for file in sorted(workspace.load().runs.rglob("score.json"))]
-    own = [s for s in scores if s.draft.sha256 == sha256 and s.target.name == target.name]
+    scores = map(read_score, score_files(config.scores or [workspace.load().runs]))
+    own = [s for s in scores if sha256 in (s.draft.sha256, s.draft.heads_sha256) and s.target.name == target.name]
     return sorted(own, key=lambda s: s.created, reverse=True)[:3]
 
 
@@ -259,7 +260,7 @@ def predicted_k(config: ExportConfig, draft: Path) -> tuple[int, str, Ranges] | 
     return schedule.largest_k, f"the largest that is predicted for {schedule.describe()}", list(schedule.ranges)
 
 
-def _choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> tuple[int, str]:
+def choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> tuple[int, str]:
     """trained: tokens that a parallel draft learnt to draft."""
     if config.k is not None:
         return config.k, "set by --k"
@@ -270,12 +271,12 @@ def _choose_k(config: ExportConfig, scores: list[Score], trained: int | None) ->
         return scores[0].best_k, f"the best that draftlab score measured on {scores[0].conditions.device}. {headline}"
     if trained is not None:
         return trained, "as many as the draft learnt to draft in one pass; draftlab score measures the fastest"
-    return DEFAULT_K, "a default; draftlab score measures the fastest"
+    return DEFAULT_K, UNMEASURED_K
 
 
-def target_name(config: ExportConfig, target: Path) -> str:
+def target_name(named: str, target: Path) -> str:
     """Return what a script calls the target: a hub name as it is, else an absolute path."""
-    return config.target if config.target.count("/") == 1 or not target.exists() else str(target.absolute())
+    return named if named.count("/") == 1 or not target.exists() else str(target.absolute())
 
 
 def facts_of(draft: Path) -> Facts:

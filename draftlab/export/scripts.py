@@ -9,10 +9,11 @@ import shlex
 from collections.abc import Sequence
 from typing import Literal
 
+from draftlab.config.drafters import PROMPT_LOOKUP_MAX
 from draftlab.latency.k_schedule import Ranges
 from draftlab.trust import printable
 
-DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "Medusa heads"]
+DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "Medusa heads", "prompt lookup"]
 VLLM_METHODS: dict[DraftKind, str] = {"EAGLE-3 head": "eagle3", "Medusa heads": "medusa"}
 DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
@@ -30,7 +31,7 @@ def script(
     target, k_reason, gguf = printable(target), printable(k_reason), printable(gguf)
     match runtime:
         case "transformers":
-            return "assist.py", _transformers(target, k, k_reason, heterogeneous)
+            return "assist.py", _transformers(target, k, k_reason, kind, heterogeneous)
         case "vllm":
             lines = _vllm(target, speculative_config("@", k, kind, heterogeneous, k_by_batch))
         case "speculators":
@@ -48,6 +49,9 @@ def speculative_config(
     draft: str, k: int, kind: DraftKind, heterogeneous: bool = False, k_by_batch: Ranges | None = None
 ) -> dict[str, object]:
     """Return vLLM's --speculative-config. k: the largest of k_by_batch."""
+    if kind == "prompt lookup":
+        window = {"prompt_lookup_max": PROMPT_LOOKUP_MAX, "prompt_lookup_min": 1}
+        return {"method": "ngram", "num_speculative_tokens": k, **window}
     method = VLLM_METHODS.get(kind, "draft_model")
     config: dict[str, object] = {"method": method, "model": draft, "num_speculative_tokens": k}
     config |= {"use_heterogeneous_vocab": True} if heterogeneous else {}
@@ -83,6 +87,12 @@ def _tensorrt_llm(target: str, k: int, kind: DraftKind, layer_ids: Sequence[int]
 
 
 def _sglang(target: str, k: int, kind: DraftKind) -> list[str]:
+    if kind == "prompt lookup":
+        return [
+            "# sh serve.sh [options of sglang.launch_server]; untested",
+            f"exec python -m sglang.launch_server --model-path {shlex.quote(target)} \\",
+            f'    --speculative-algorithm NGRAM --speculative-num-draft-tokens {k + 1} "$@"',
+        ]
     algorithm = "EAGLE3" if kind == "EAGLE-3 head" else "STANDALONE"
     options = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
     return [
@@ -94,20 +104,33 @@ def _sglang(target: str, k: int, kind: DraftKind) -> list[str]:
 
 
 def _llama_cpp(target: str, k: int, gguf: str, kind: DraftKind) -> list[str]:
+    usage = (
+        f"# sh serve.sh TARGET.gguf [options of llama-server]; draftlab export {target} --to gguf writes TARGET.gguf"
+    )
+    target_file = "target=${1:?GGUF file of the target}; shift"
+    if kind == "prompt lookup":  # nothing shorter than what is looked up is drafted
+        return [
+            usage, target_file, 'exec llama-server --model "$target" --spec-type ngram-simple \\',
+            f"    --spec-ngram-simple-size-n {min(PROMPT_LOOKUP_MAX, k)} --spec-ngram-simple-size-m {k} " + '"$@"',
+        ]  # fmt: skip
     spec_type = "draft-eagle3" if kind == "EAGLE-3 head" else "draft-simple"
     older = "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0"
     return [
-        f"# sh serve.sh TARGET.gguf [options of llama-server]; draftlab export {target} --to gguf writes TARGET.gguf",
+        usage,
         *([older] if kind == "draft model" else []),
         DIRECTORY,
-        "target=${1:?GGUF file of the target}; shift",
+        target_file,
         f'exec llama-server --model "$target" --spec-type {spec_type} \\',
         f'    --spec-draft-model "$here"/{shlex.quote(gguf)} --spec-draft-n-max {k} "$@"',
     ]
 
 
-def _transformers(target: str, k: int, k_reason: str, heterogeneous: bool) -> str:
-    two = "tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here), " if heterogeneous else ""
+def _transformers(target: str, k: int, k_reason: str, kind: DraftKind, heterogeneous: bool) -> str:
+    draft, options = _ASSISTANT.format(k=k), "assistant_model=draft"
+    if kind == "prompt lookup":
+        draft, options = "", f"prompt_lookup_num_tokens={k}, max_matching_ngram_size={PROMPT_LOOKUP_MAX}"
+    elif heterogeneous:
+        options += ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here)"
     return f"""# python assist.py "a prompt"; K = {k}: {k_reason}
 import sys
 from pathlib import Path
@@ -117,11 +140,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 target, here = {target!r}, Path(__file__).resolve().parent
 tokenizer = AutoTokenizer.from_pretrained(target)
 model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
-draft = AutoModelForCausalLM.from_pretrained(here, dtype=model.dtype).to(model.device)
+{draft}inputs = tokenizer(sys.argv[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
+output = model.generate(**inputs, {options}, max_new_tokens=64, do_sample=False)
+print(tokenizer.decode(output[0]))
+"""
+
+
+_ASSISTANT = """draft = AutoModelForCausalLM.from_pretrained(here, dtype=model.dtype).to(model.device)
 draft.generation_config.update(
     num_assistant_tokens={k}, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
 )
-inputs = tokenizer(sys.argv[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
-output = model.generate(**inputs, assistant_model=draft, {two}max_new_tokens=64, do_sample=False)
-print(tokenizer.decode(output[0]))
 """

@@ -23,7 +23,7 @@ from draftlab.results.leaderboard import (
     plain_rank,
     plain_speed,
 )
-from draftlab.results.score import Latency, Score, TaskResult, read_score
+from draftlab.results.score import Latency, Score, TaskResult, read_score, score_files
 from draftlab.results.tables import Rows, kv_bytes, optional, three_digits
 from draftlab.results.warnings import score_warnings
 
@@ -87,7 +87,7 @@ def write_report(paths: Sequence[Path], output: Output, accuracies: Sequence[Pat
     Raises:
         UserError: there is none, or a file is not a score.
     """
-    files = [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
+    files = score_files(paths)
     if not files:
         raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
     scores = with_accuracy(list(map(read_score, files)), accuracies)

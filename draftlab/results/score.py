@@ -65,6 +65,7 @@ class Model(FileModel):
     via_transformers: bool = False  # transformers ran it: draftlab's own decoder does not support its architecture
     parallel: bool = False  # it drafted all tokens of a step in one pass
     eagle: bool = False  # an EAGLE-3 head
+    heads_sha256: str | None = None  # of EAGLE-3 or Medusa heads, beside which other drafters may draft
 
 
 class Prompt(FileModel):
@@ -381,6 +382,11 @@ LIMITS = {
     "verify": ("Verification", "more accepted tokens would help most"),
     "host": ("Work on the host", "a faster engine would help most"),
 }
+
+
+def score_files(paths: Sequence[Path]) -> list[Path]:
+    """Return score.json files, named or anywhere under directories."""
+    return [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
 
 
 def read_score(path: Path) -> Score:

@@ -67,6 +67,7 @@ CALIBRATION_TOKENS = 8192
 SEQ_LEN = 256
 TOP_LOGPROBS = 64  # of the target, to distil from
 MEASURED_SHARE = 0.25  # of the time, reserved to measure the leaders
+TRIED_SHARES = (0.3, 0.6)  # of the time, after which rung 0, or a later one, has no further candidates
 REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
@@ -196,16 +197,13 @@ class Searcher:
         """Distil all candidates for a few steps, since a cut alone says little; then one in three on each rung."""
         config, before = self.config, search.spent_seconds
         while True:
+            search = self._try_all(search, before)
             rung, number = search.rungs[-1], len(search.rungs) - 1
-            for name in rung.left:
-                trial = self._trial(search, name)
-                search = search.with_trial(trial, before + time.time() - self.output.started_at)
-                write_search(search, self.output.state)
             competing = len(rung.names) - len(search.named)
             if number > 1 and competing <= config.finalists:
                 return search
             search = search.with_promises(lambda name, left, s=search: self._promise(s, name, left))
-            advancing, steps = search.rungs[0].best_first(), config.first_steps
+            advancing, steps = search.best(competing), config.first_steps
             if number > 0:
                 advancing = search.best(max(config.finalists, -(-competing // REDUCTION)))
                 steps = REDUCTION * rung.steps
@@ -213,18 +211,38 @@ class Searcher:
                     left = (1 - MEASURED_SHARE) * 60 * config.minutes - search.spent_seconds
                     shapes = [trial for trial in advancing if trial.name not in search.heads]
                     steps = affordable_steps(left, shapes, rung.steps, fewest=config.first_steps, most=config.max_steps)
+                    if steps <= rung.steps:  # the drafts are there already
+                        return search.with_only([trial.name for trial in advancing])
             search = search.next_rung(steps, advancing)
             note(f"rung {number + 1}: {len(advancing)} drafts, {steps} steps each")
             write_search(search, self.output.state)
 
+    def _try_all(self, search: Search, before: float) -> Search:
+        """Return the search with a trial of every candidate of the last rung, or of those that the time allows.
+
+        before: seconds that earlier processes spent.
+        """
+        until = TRIED_SHARES[min(len(search.rungs) - 1, 1)] * 60 * self.config.minutes
+        while left := search.rungs[-1].left:
+            fewer = search.without_late(max(2, self.config.finalists))
+            if search.spent_seconds > until and fewer != search:
+                note(f"rung {len(search.rungs) - 1}: no time for {len(left) - len(fewer.rungs[-1].left)} more drafts")
+                search = fewer
+                continue
+            trial = self._trial(search, left[0])
+            search = search.with_trial(trial, before + time.time() - self.output.started_at)
+            write_search(search, self.output.state)
+        return search
+
     def measure(self, search: Search) -> Search:
         """Score the leaders together, and rank them by their measured speed."""
         config, last, start = self.config, search.rungs[-1], time.time()
+        ks = sorted({trial.k for trial in last.trials if trial.name in last.names})
         scores = self._once(
             "score", benchmark.score, ScoreConfig,
             draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names if name in search.shapes],
             drafter=config.drafter, target=str(self.target), **self._prompts, **self.running,
-            k=sorted({trial.k for trial in last.trials}), num_prompts=config.num_prompts, max_tokens=MAX_TOKENS,
+            k=ks, num_prompts=config.num_prompts, max_tokens=MAX_TOKENS,
             repeats=1, tasks="none", seed=config.seed + 1,
         )  # fmt: skip
         ranked = rank([candidate_of(read_score(scores / name)) for name in last.names])

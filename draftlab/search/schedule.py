@@ -4,7 +4,7 @@ On each rung every candidate is made (on rung 0 only cut, on the others distille
 target's own text, and priced by a latency law; the best advance. Those of the last rung are measured.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +21,10 @@ FILE = "search.json"
 MAX_PASS_SHARE = 0.4  # of a target pass: at K = 1 and 3 of 4 accepted, such a draft gains a quarter
 MAX_WIDE_SHARE = 1.0  # for a parallel draft's only pass of a step: with 2 tokens accepted it gains a half
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
+
+
+class NoCheapShape(UserError):
+    """A target beside which too few shapes are cheap enough to draft."""
 
 
 class Trial(FileModel):
@@ -117,9 +121,22 @@ class Search(FileModel):
 
     def best(self, count: int) -> list[Trial]:
         """Return the top count candidates of the last rung, plus all that the user named."""
-        ranked = self.rungs[-1].best_first()
+        ranked = [trial for trial in self.rungs[-1].best_first() if trial.name in self.rungs[-1].names]
         top = [trial.name for trial in ranked if trial.name not in self.named][:count]
         return [trial for trial in ranked if trial.name in top or trial.name in self.named]
+
+    def with_only(self, names: Collection[str]) -> "Search":
+        """Return the search with only these and the named candidates left on the last rung; it keeps all trials."""
+        last, stay = self.rungs[-1], {*names, *self.named}
+        rung = last.model_copy(update={"names": [name for name in last.names if name in stay]})
+        return self.model_copy(update={"rungs": [*self.rungs[:-1], rung]})
+
+    def without_late(self, fewest: int) -> "Search":
+        """Return the search without the candidates that have no trial on the last rung, but at least fewest of all."""
+        last = self.rungs[-1]
+        competing = [name for name in last.names if name not in self.named]
+        ordered = sorted(competing, key=lambda name: name in last.left)
+        return self.with_only(ordered[: max(fewest, sum(name not in last.left for name in competing))])
 
     def next_rung(self, steps: int, advancing: Sequence[Trial]) -> "Search":
         """Return the search with one more rung, on which the heads have their trials already."""
@@ -153,17 +170,21 @@ def candidates(
 ) -> dict[str, Shape]:
     """Return the shapes whose pass takes at most a share of the target's, by name.
 
+    Those of middling cost come first, so that a search which runs out of time leaves out the extremes.
+
     Raises:
-        UserError: fewer than two of them.
+        NoCheapShape: fewer than two of them.
     """
     cheap = {shape_name(s): s for s in shapes if latency_ms(s) <= share * target_ms and s != source}
     if len(cheap) < 2:
         fastest = min(latency_ms(s) for s in shapes) / target_ms
-        raise UserError(
+        raise NoCheapShape(
             f"passes of {len(cheap)} of {len(shapes)} shapes take at most {share:.0%} of the target's, the "
             f"fastest {fastest:.0%}; try smaller --layers, --widths or --params"
         )
-    return cheap
+    ordered = sorted(cheap, key=lambda name: latency_ms(cheap[name]))
+    middle_first = sorted(cheap, key=lambda name: abs(ordered.index(name) - len(ordered) // 2))
+    return {name: cheap[name] for name in middle_first}
 
 
 def default_depths(source: Shape) -> list[int]:

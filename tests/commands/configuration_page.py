@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, get_args, get_origin
 
+from draftlab.auto.command import auto
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import bound, extra
@@ -25,7 +26,7 @@ is generated (`make docs`).
 
 
 def page() -> str:
-    return "\n".join([HEAD, *(section(command) for command in COMMANDS.values())])
+    return "\n".join([HEAD, *(section(command) for command in (auto, *COMMANDS.values()))])
 
 
 def section(command: Command) -> str:

@@ -97,6 +97,12 @@ CASES = [
     (("init", "--preset", "llama-3.1-8b", "--force"), "no preset 'llama-3.1-8b'; known: "),
     # no time, no text, no hub
     (("search", "--minutes", "0"), "--minutes 0"),
+    (("auto", "bert"), "bert is an encoder"),
+    (("auto", "draft", "--minutes", "0.001"), "--minutes 0.001 is too few for anything here: no draft and prompt"),
+    (("auto", "draft", "--prompts", "nope.jsonl"), "--prompts nope.jsonl: no such file"),
+    (("auto", "draft", "--prompts", "empty.jsonl"), "empty.jsonl:2: the prompt is empty"),
+    (("auto", "draft", "--for", "transformers", "--streams", "1,2"), "--streams: transformers' assisted generation"),
+    (("auto", "draft", "--for", "vllm", "--verify-with", "nope"), "--verify-with nope: no such program"),
     (("score", "--draft", "draft", "--prompt-file", "empty.jsonl"), "empty.jsonl:2: the prompt is empty"),
     (("distill", "--draft", "draft", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),
     (("prune", "--layers", "2", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),

@@ -14,13 +14,14 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
-from builders import TOKENIZER_TEXT, build
+from builders import TOKENIZER_TEXT, build, save_neox
 from loopback_servers import PacedVLLM, SmallVLLM, running
 from pydantic.fields import FieldInfo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftlab import provenance
+from draftlab.auto.command import auto
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import Config, bound, extra, option
@@ -713,6 +714,16 @@ def test_every_mode_runs_on_a_gpu(name: str, mode: str, world: World, tmp_path: 
     COMMANDS[name](**settings | {"device": "cuda"})
 
 
+def test_every_option_of_auto_is_read_or_refused(tokenizer_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    """A target that cannot be pruned has prompt lookup as its only candidate in vLLM, which is quick."""
+    monkeypatch.chdir(tmp_path)
+    target = save_neox(tmp_path / "neox", tokenizer_dir)
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(96)))
+    program = {"verify_with": Path(shutil.which("true") or "")}
+    settings = {"target": str(target), "prompt_file": Path("prompts.jsonl"), "server": "vllm", "out": Path("auto")}
+    assert unread(auto, settings | program) == set()
+
+
 def test_every_command_has_a_case() -> None:
     without = {"env"}  # has no settings
     assert {name for name, _ in CASES} | without == set(COMMANDS)
@@ -732,7 +743,7 @@ def test_an_ignored_option_is_noticed(world: World, tmp_path: Path, monkeypatch)
     assert unread(ignoring, CASES["tokenizer", ""](world)) == {"shuffled"}
 
 
-@pytest.mark.parametrize("command", [*COMMANDS.values(), run], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [*COMMANDS.values(), auto, run], ids=lambda command: command.name)
 def test_refused_options_exist(command: Command) -> None:
     for rule in command.config.only:
         assert set(rule.options) <= set(command.config.model_fields)

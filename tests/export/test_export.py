@@ -322,6 +322,16 @@ def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
     assert "2 x 64" in text
 
 
+def test_scores_from_elsewhere_choose_k_and_fill_the_card(space):
+    words = "score --draft draft --k 1 --num-prompts 2 --prompt-tokens 8 --max-tokens 6 --repeats 1 --out elsewhere"
+    assert CliRunner().invoke(app, words.split()).exit_code == 0
+    export("--to", "vllm", "--out", "without")
+    assert "Not measured yet" in Path("without/README.md").read_text()
+    export("--to", "vllm", "--scores", "elsewhere", "--out", "with")
+    assert "at K = 1: 2 prompts" in Path("with/README.md").read_text()
+    assert '\\"num_speculative_tokens\\": 1' in Path("with/serve.sh").read_text()
+
+
 def test_a_record_of_another_version_costs_the_card_its_history_only(space):
     record = Path("draft/draftlab.json")
     record.write_text('{"command": "distill", "of": "another version"}')
@@ -385,6 +395,24 @@ def test_steps_of_a_parallel_chain_by_hand():
     hit = np.array([[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=bool)
     # 1 stands, 2 falls as the second of its step and is the target's own; 3 stands, 4 as the second, 5 as the third
     assert verify.greedy_steps(hit, 3, 6) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "said"),
+    [
+        ("vllm", '\\"method\\": \\"ngram\\", \\"num_speculative_tokens\\": 5'),
+        ("sglang", "--speculative-algorithm NGRAM"),
+        ("llama.cpp", "--spec-type ngram-simple"),
+        ("transformers", "prompt_lookup_num_tokens=5, max_matching_ngram_size=3"),
+    ],
+)
+def test_scripts_of_prompt_lookup_name_no_draft(runtime, said):
+    file, text = scripts.script(runtime, target="target", k=5, k_reason="", kind="prompt lookup")
+    assert said in text
+    assert "draft-simple" not in text
+    assert "assistant_model" not in text
+    if file.endswith(".py"):
+        compile(text, file, "exec")
 
 
 @pytest.mark.parametrize(

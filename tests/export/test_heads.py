@@ -74,6 +74,23 @@ def exported(head: Path, target: Path, to: str, *more: str) -> Path:
     return out
 
 
+def test_scores_of_a_head_choose_k_and_fill_its_card(folder, target, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f(x):"}\n{"prompt": "class A:"}\n')
+    for drafter in (f"eagle:heads={folder}", f"eagle:heads={folder},prompt_lookup_max=3"):
+        words = ["--target", str(target), "--drafter", drafter, "--prompt-file", str(tmp_path / "prompts.jsonl")]
+        out = tmp_path / ("with-lookup" if "," in drafter else "alone")
+        k = "2" if "," in drafter else "1"
+        few = ["--k", k, "--max-tokens", "6", "--repeats", "1", "--out", str(out)]
+        assert CliRunner().invoke(app, ["score", *words, *few]).exit_code == 0
+    out = exported(
+        folder, target, "vllm", "--scores", str(tmp_path / "alone"), "--scores", str(tmp_path / "with-lookup")
+    )
+    card = (out / "README.md").read_text()
+    assert "at K = 1: 2 prompts" in card
+    assert "at K = 2: 2 prompts" in card
+    assert '\\"num_speculative_tokens\\": 1' in (out / "serve.sh").read_text()  # of the head alone, which is exported
+
+
 def refused(head: Path, target: Path, *arguments: str) -> str:
     result = CliRunner().invoke(app, ["export", str(head), "--target", str(target), "--out", "never", *arguments])
     assert result.exit_code == 1

@@ -109,6 +109,26 @@ def test_a_head_stays_to_the_end_and_is_neither_trained_nor_promised_more():
     assert [t.name for t in rung.best(1)] == ["a", "head"]
 
 
+def test_what_is_late_is_left_out_but_never_the_named_nor_the_fewest():
+    tried = search_of({"a": 50, "b": 60, "c": 40, "d": 30, "given": 10}, given=("given",))
+    rung = tried.next_rung(30, tried.rungs[0].best_first())
+    assert rung.rungs[-1].left == ["b", "a", "c", "d", "given"]
+    assert rung.without_late(2).rungs[-1].left == ["b", "a", "given"]
+    for name in ("b", "a", "c"):
+        rung = rung.with_trial(trial(name, 100), 1.0)
+    late = rung.without_late(2)
+    assert (late.rungs[-1].names, late.rungs[-1].left) == (["b", "a", "c", "given"], ["given"])
+    assert late.without_late(2) == late
+    assert [t.name for t in late.with_only(["a"]).best(3)] == ["a"]
+    assert len(late.with_only(["a"]).rungs[-1].trials) == 3  # what the others got is still shown
+
+
+def test_candidates_of_middling_cost_come_first():
+    tried = [resolve(TINY, layers=n) for n in (1, 2, 3, 4, 6)]
+    found = candidates(TINY, tried, lambda shape: float(shape.layers), 100)
+    assert [shape.layers for shape in found.values()] == [3, 2, 4, 1, 6]
+
+
 @given(
     left=st.floats(0, 1e4), besides=st.floats(0, 100), per_step=st.floats(1e-3, 10), count=st.integers(1, 9),
     fewest=st.integers(1, 30), span=st.integers(0, 1000),

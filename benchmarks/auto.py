@@ -1,0 +1,99 @@
+"""From targets to served drafts in one command: python -m benchmarks.auto; JSON on its last line, null where not run.
+
+tiny runs here from an empty folder, beside the drafts of recipes/quickstart.yaml, which are scored with it in one
+process. Directories of earlier runs are read with --smollm2. A gap needs the server that its option names.
+"""
+
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import environment
+from draftlab.auto.command import auto
+from draftlab.auto.verdict import Training, Verdict
+from draftlab.commands import COMMANDS
+from draftlab.distill.learning_curve import fit
+from draftlab.reading import read_model
+from draftlab.recipe import run
+from draftlab.results.compare import speedup_ratio
+from draftlab.results.score import read_score, score_files
+
+BY_HAND = Path("runs/quickstart")
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Everything is written here.")] = Path("runs/auto-tiny"),
+    minutes: Annotated[float, typer.Option(help="Time for tiny.")] = 10.0,
+    smollm2: Annotated[Path | None, typer.Option(help="Finished output of draftlab auto on SmolLM2.")] = None,
+    by_hand: Annotated[bool, typer.Option(help="Compare with the drafts of recipes/quickstart.yaml.")] = True,
+    vllm: Annotated[Path | None, typer.Option(help="Program of vllm, to compare what it accepts.")] = None,
+) -> None:
+    start, cpu = time.time(), _cpu_seconds()
+    auto(target="tiny", minutes=minutes, threads=1, out=folder)
+    seconds, cpu = time.time() - start, _cpu_seconds() - cpu
+    verdict, done = read_model(Verdict, folder, "auto.json"), [folder, *([smollm2] if smollm2 else [])]
+    errors = {path.name: forecast_error(path) for path in done}
+    known = [error for error in errors.values() if error is not None]
+    result = {
+        "tiny_minutes": seconds / 60,
+        "tiny_cpu_minutes": cpu / 60,
+        "planned_minutes": verdict.planned_minutes,
+        "auto_over_best_by_hand": over_by_hand(folder, verdict) if by_hand and verdict.use else None,
+        "server_rule_gap": None if vllm is None else gap(folder, vllm, minutes),
+        "streams_prediction_error": None,  # needs K by load, which is not built
+        "cost_forecast_error": max(known) if known else None,
+        "cost_forecast_errors": errors,
+        "verdicts": {path.name: read_model(Verdict, path, "auto.json").model_dump(mode="json") for path in done},
+    }
+    print(json.dumps(result | environment(1)))
+
+
+def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, float]:
+    """Return the speed-up of auto's choice over that of the best draft made by hand, timed in one process."""
+    run(recipe=Path("recipes/quickstart.yaml"))
+    drafts = [str(BY_HAND / "distilled" / name) for name in ("3x128", "4x192")]
+    ours = [] if verdict.drafter else [verdict.draft]
+    drafters = {"prompt-lookup", *(f"fallback:draft={draft}" for draft in drafts), *filter(None, [verdict.drafter])}
+    out = folder / "by-hand"
+    COMMANDS["score"](
+        target="tiny", draft=[*drafts, *ours], drafter=sorted(drafters), prompt_file=folder / "prompts/measure.jsonl",
+        k=[2, 3, 5], max_tokens=64, draft_int8=True, threads=1, repeats=2, out=out, force=True,
+    )  # fmt: skip
+    scores = {score.name.removesuffix("@int8"): score for score in map(read_score, score_files([out]))}
+    mine = scores.pop(verdict.ranking[0].name)
+    best = max(scores.values(), key=lambda score: score.best_k_speedup.value)
+    ratio = speedup_ratio(mine, best)
+    return {"value": ratio.value, "low": ratio.low, "high": ratio.high}
+
+
+def forecast_error(folder: Path) -> float | None:
+    """Return how far the curve of a run's first pilots, to a quarter of its training, is from what its end measured."""
+    if not (folder / "training.json").exists():
+        return None
+    training = read_model(Training, folder, "training.json")
+    last = training.pilots[-1]
+    early = [pilot for pilot in training.pilots if pilot.tokens <= last.tokens / 4 * 1.05]
+    if len(early) < 2:
+        return None
+    return abs(fit(early, training.k).at(last.tokens).value / last.length - 1)
+
+
+def gap(folder: Path, vllm: Path, minutes: float) -> Any:
+    """Return the acceptance of the choice in vLLM beside draftlab's of the same texts, as export counts both."""
+    out = folder.with_name(f"{folder.name}-vllm")
+    auto(target="tiny", minutes=minutes, threads=1, server="vllm", verify_with=vllm, out=out)
+    record = json.loads((out / "export/draftlab.json").read_text()) if (out / "export/draftlab.json").exists() else None
+    return record and record["notes"].get("acceptance")
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    typer.run(main)

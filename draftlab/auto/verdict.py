@@ -1,0 +1,162 @@
+"""The verdict of auto: what to serve with, or no draft, with the reason and what would change it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from draftlab.auto.plan import Kind, not_tried
+from draftlab.distill.learning_curve import Forecast, Pilot
+from draftlab.intervals import Interval
+from draftlab.reading import FileModel
+from draftlab.results.score import Score
+
+NO_DRAFT = "no draft"
+COMPARED, UNSEEN = "on the prompts that compared candidates", "on prompts that nothing was chosen on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A way to draft.
+
+    draft: its checkpoint or heads. shape: of a draft model. drafter: as score --drafter takes it; empty: a plain draft.
+    """
+
+    kind: Kind
+    draft: Path | None = None
+    shape: str = ""
+    drafter: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return what a score calls it."""
+        return self.drafter.replace("/", "_") if self.drafter or self.draft is None else self.draft.name
+
+    @property
+    def label(self) -> str:
+        """Return it in words."""
+        return {
+            "draft": f"draft model {self.shape}", "parallel": f"parallel draft {self.shape}",
+            "trimmed": f"draft model {self.shape} with a trimmed head", "eagle": "EAGLE-3 head",
+            "prompt-lookup": "prompt lookup", "fallback": f"prompt lookup, then draft model {self.shape}",
+            "fallback-eagle": "prompt lookup, then the EAGLE-3 head", "ngram": "n-grams of the target's answers",
+        }[self.kind]  # fmt: skip
+
+
+class Choice(FileModel):
+    """A candidate at one K, over all streams. speedup: the geometric mean over streams, of plain decoding.
+
+    name: of its scores. label: in words. tokens_per_pass, tokens_per_second: at the fewest streams.
+    """
+
+    kind: Kind
+    name: str
+    label: str
+    k: int
+    speedup: float
+    tokens_per_pass: float
+    tokens_per_second: float
+    changed: bool = False  # it changed the target's output, so that its speed-up does not count
+
+
+class Training(FileModel):
+    """The training of the winner so far. expected: by the curve, after twice the training. most: after any."""
+
+    k: int
+    pilots: list[Pilot]
+    expected: Interval | None = None
+    most: Interval | None = None
+    stopped: str = ""
+
+    def line(self) -> str:
+        """Return it in words; empty: there is no curve."""
+        if self.expected is None:
+            return ""
+        last = self.pilots[-1]
+        return (
+            f"{last.length:.2f} tokens per pass at K = {self.k} after {last.tokens:,.0f} tokens; twice that gives "
+            f"{self.expected}, any amount at most {self.most}; {self.stopped}."
+        )
+
+
+class Verdict(FileModel):
+    """auto.json. speedups: by streams, on prompts that nothing was chosen on if a draft seemed to gain at all."""
+
+    version: int = 1
+    target: str
+    use: bool
+    choice: str  # label of a candidate, or "no draft"
+    kind: Kind | None = None
+    k: int | None = None
+    speedups: dict[int, Interval]
+    measured_on: str  # in words
+    plain_tokens_per_second: float
+    reason: str
+    would_change: list[str] = Field(default_factory=list)
+    ranking: list[Choice]
+    training: Training | None
+    forecast: Forecast | None
+    left_out: dict[Kind, str]
+    planned_minutes: float
+    minutes: float
+    draft: str = ""  # checkpoint or heads of the choice
+    drafter: str = ""  # as score --drafter takes it; empty: a plain draft
+    serve: str = ""  # what to type
+    page: str = ""
+    notes: list[str] = Field(default_factory=list)
+
+    def head(self) -> str:
+        return f"Use {self.choice} with K = {self.k}" if self.use else "Do not use a draft here"
+
+    def lines(self) -> list[str]:
+        """Return the verdict for people."""
+        gains = [f"{gain.as_speedup()} at {n} stream{'s' * (n > 1)}" for n, gain in self.speedups.items()]
+        lines = [f"{self.head()}: {self.reason}.", f"measured: {'; '.join(gains)}, {self.measured_on}"]
+        lines += [f"what would change it: {text}" for text in self.would_change]
+        if self.training is not None and self.training.expected is not None:
+            lines.append(f"training: {self.training.line()}")
+        if self.forecast is not None:
+            lines.append(f"cost: {self.forecast.line()}")
+        lines += not_tried(self.left_out) + self.notes
+        return lines + [text for text in (self.serve and f"serve with: {self.serve}", self.page) if text]
+
+
+def ranking(candidates: Sequence[Candidate], scores: Mapping[int, Mapping[str, Score]]) -> list[Choice]:
+    """Return each candidate at its best K over all streams, the fastest first. scores: by streams and name."""
+    choices = [_at_best_k(each, [scores[n][each.name] for n in scores]) for each in candidates]
+    return sorted(choices, key=lambda choice: (choice.changed, -choice.speedup))
+
+
+def _at_best_k(candidate: Candidate, scores: Sequence[Score]) -> Choice:
+    ks = set.intersection(*(set(score.speculative) for score in scores))
+    gains = {k: math.exp(sum(math.log(s.speedup_value(k)) for s in scores) / len(scores)) for k in ks}
+    k = max(gains, key=lambda k: gains[k])
+    return Choice(
+        kind=candidate.kind, name=candidate.name, label=candidate.label, k=k, speedup=gains[k],
+        tokens_per_pass=scores[0].tokens_per_pass(k), tokens_per_second=scores[0].output_tps(k),
+        changed=any(score.output_differs for score in scores),
+    )  # fmt: skip
+
+
+def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
+    """Return whether a choice is worth serving, and why, by its speed-up at each number of streams."""
+    gains = [n for n, gain in speedups.items() if gain.low > 1]
+    losses = [n for n, gain in speedups.items() if gain.value < 1]
+    if not gains:
+        best = max(speedups.values(), key=lambda gain: gain.value)
+        return False, f"the fastest candidate gains nothing beyond the noise: {best.as_speedup()}"
+    if losses and _mean(speedups) <= 1:
+        return False, f"it gains at {_streams(gains)} and loses more at {_streams(losses)}"
+    if losses:
+        return True, f"it gains at {_streams(gains)}; at {_streams(losses)} it loses: turn it off there"
+    return True, f"it gains at {_streams(gains)}" if len(speedups) > 1 else "its gain is beyond the noise"
+
+
+def _mean(speedups: Mapping[int, Interval]) -> float:
+    return math.exp(sum(math.log(gain.value) for gain in speedups.values()) / len(speedups))
+
+
+def _streams(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers))} stream{'s' * (list(numbers) != [1])}"

@@ -1,0 +1,159 @@
+"""auto from an empty folder to a verdict; what is done is not done again, and a killed run ends as one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import SIZES, save_neox
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from draftlab.auto.verdict import Verdict, judged
+from draftlab.cli import app
+from draftlab.reading import read_model
+from draftlab.recipe import is_done, read_recipe
+from draftlab.search.schedule import Search, read_search
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"def parse{i}(line):\n    value = line.split()[{i}]\n" for i in range(112)]
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+    return tmp_path
+
+
+def ran(*words):
+    result = CliRunner().invoke(app, ["auto", *map(str, words), "--prompts", "prompts.jsonl", "--threads", "1"])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def times(folder):
+    return {str(file): os.stat(file).st_mtime_ns for file in folder.rglob("draftlab.json") if file.parent != folder}
+
+
+def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenizer_dir):
+    save_neox(space / "neox", tokenizer_dir)
+    words = ["neox", "--for", "vllm", "--out", "out", "--acceptance-length", "2.5"]
+    out = ran(*words)
+    verdict = read_model(Verdict, space / "out", "auto.json")
+    assert (verdict.use, verdict.reason) == judged(verdict.speedups)
+    assert verdict.choice == ("prompt lookup" if verdict.use else "no draft")
+    assert verdict.use or verdict.would_change
+    assert "cannot be pruned" in verdict.left_out["draft"]
+    assert "not known: that takes two rounds" in out
+    assert "vllm is not installed" in out
+    assert (space / "out/report/report.html").is_file()
+    page = (space / "out/index.html").read_text()
+    assert verdict.reason in page
+    assert "not tried: draft, parallel: it cannot be pruned" in page
+    assert (space / "out/export/serve.sh").is_file() == verdict.use
+    assert all(map(is_done, read_recipe(space / "out/recipe.yaml")))
+    before = times(space / "out")
+    assert "already done" in ran(*words)
+    assert times(space / "out") == before
+    same = ["auto", *words, "--prompts", "prompts.jsonl", "--threads", "1"]
+    assert json.loads(CliRunner().invoke(app, [*same, "--json"]).stdout)["choice"] == verdict.choice
+    other = CliRunner().invoke(app, [*same, "--streams", "1,2"])
+    assert other.exit_code == 1
+    assert "a run with other --streams" in other.output
+
+
+def test_no_draft_is_advised_where_nothing_gains(space, tokenizer_dir):
+    """At a high temperature a random model writes noise, of which nothing repeats: copies are wrong and cost time."""
+    save_neox(space / "neox", tokenizer_dir)
+    out = ran("neox", "--for", "vllm", "--temperature", "2", "--out", "out")
+    verdict = read_model(Verdict, space / "out", "auto.json")
+    assert (verdict.use, verdict.choice, verdict.kind, verdict.k) == (False, "no draft", None, None)
+    assert (verdict.serve, verdict.draft) == ("", "")
+    assert verdict.reason.startswith("the fastest candidate gains nothing beyond the noise")
+    assert verdict.speedups[1].low <= 1
+    assert verdict.ranking[0].tokens_per_pass < 1.2
+    assert out.splitlines()[0].startswith("Do not use a draft here: the fastest candidate gains nothing")
+    assert "what would change it: prompts whose answers repeat them" in out
+    assert "Do not use a draft here" in (space / "out/index.html").read_text()
+    assert not (space / "out/export").exists()
+
+
+def save_target(folder, tokenizer_dir):
+    """Save a random target of 12 layers."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 12, "max_position_embeddings": 512}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    for file in tokenizer_dir.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+
+
+def killed_when(ready, command, log):
+    """Run a command in a process of its own, until ready() is true; then kill it as a power cut would."""
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        while not ready():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_its_search_goes_on_with_what_was_there(space, tokenizer_dir):
+    """Whether a draft of a random target pays does not matter; that every step is made once does."""
+    save_target(space / "target", tokenizer_dir)
+    words = ["auto", "target", "--minutes", "4", "--prompts", "prompts.jsonl", "--threads", "1", "--out", "out"]
+    state = space / "out/.search.state"
+
+    def in_first_rung():
+        file = state / "search.json"
+        return file.exists() and len((rungs := read_model(Search, file, "")).rungs) == 2 and bool(rungs.rungs[1].trials)
+
+    killed_when(in_first_rung, [sys.executable, "-m", "draftlab", *words], space / "log")
+    plan, before, tried = (space / "out/plan.json").read_text(), times(space / "out"), read_search(state)
+    assert not (space / "out/search").exists()
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert (space / "out/plan.json").read_text() == plan
+    after = times(space / "out")
+    finished = {file: after[file] for file in before if ".search.state" not in file}
+    assert finished == {file: stamp for file, stamp in before.items() if ".search.state" not in file}
+    assert finished
+    searched = read_search(space / "out/search")
+    for rung, earlier in zip(searched.rungs, tried.rungs, strict=False):
+        same = {trial.name: trial.model_copy(update={"promise": None}) for trial in rung.trials}
+        assert {t.name: t.model_copy(update={"promise": None}) for t in earlier.trials}.items() <= same.items()
+    verdict = read_model(Verdict, space / "out", "auto.json")
+    assert {choice.kind for choice in verdict.ranking} == {
+        "draft", "parallel", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"
+    }  # fmt: skip
+    assert verdict.training is not None
+    again = CliRunner().invoke(app, words)
+    assert again.exit_code == 0
+    assert read_model(Verdict, space / "out", "auto.json") == verdict
+    planned = CliRunner().invoke(app, [*words, "--acceptance-length", "2", "--dry-run"])
+    assert planned.exit_code == 0, planned.output
+    assert "cost" in planned.output
+
+
+@pytest.mark.slow
+def test_tiny_from_an_empty_folder(tmp_path, monkeypatch):
+    """Its answers repeat themselves, so that copying surely gains; all that the page names is there."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["auto", "tiny", "--minutes", "4", "--threads", "1"])
+    assert result.exit_code == 0, result.output
+    out = tmp_path / "runs/auto-tiny"
+    verdict = read_model(Verdict, out, "auto.json")
+    assert verdict.use
+    assert verdict.speedups[1].low > 1
+    assert verdict.minutes < 1.5 * verdict.planned_minutes
+    assert len(verdict.ranking) >= 3
+    assert verdict.serve.startswith("draftlab score --target tiny --drafter ")
+    assert all(map(is_done, read_recipe(out / "recipe.yaml")))
+    assert (out / "report/report.html").is_file()
+    assert "What more training gives" in (out / "index.html").read_text()

@@ -1,0 +1,143 @@
+"""A plan fits its time, names what it leaves out and why, and hands the time on from step to step."""
+
+import json
+
+import pytest
+from builders import save_neox
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftlab.auto.costs import Machine
+from draftlab.auto.plan import EXPENDABLE, SERVED, SHARES, Plan, PlannedStep, make_plan, seconds_of_steps
+from draftlab.auto.prompts import sizes, write_prompts
+from draftlab.config.auto import AutoConfig
+from draftlab.errors import UserError
+
+FAST = Machine(
+    device="cpu", cores=1, dtype="float32", tflops=0.1, training_dtype="float32", training_tflops=0.1,
+    gigabytes_per_second=20, slowdown=1, free_memory=10**10, free_disk=10**10,
+)  # fmt: skip
+seconds = st.dictionaries(st.sampled_from(list(SHARES)), st.floats(0.1, 100), min_size=1)
+
+
+def prompt_file(folder, count):
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"def parse{i}(line):"}) + "\n" for i in range(count)))
+    return file
+
+
+def planned(target, tmp_path, minutes=60.0, machine=FAST, **settings):
+    files = {"prompt_file": prompt_file(tmp_path, 128)} if target != "tiny" else {}
+    config = AutoConfig.build(
+        {"target": str(target), "minutes": minutes, "out": tmp_path / "out", "threads": 1, **files, **settings}
+    )
+    return make_plan(config, machine)
+
+
+@given(seconds, st.floats(0, 1e5))
+def test_steps_get_what_they_need_and_all_of_the_time(least, total):
+    got = seconds_of_steps(least, total)
+    assert all(got[name] >= needed for name, needed in least.items())
+    assert sum(got.values()) == pytest.approx(max(total, sum(least.values())))
+
+
+@given(seconds, st.floats(1, 1e4), st.lists(st.floats(0, 1), min_size=12, max_size=12))
+def test_what_a_step_leaves_goes_to_the_later_ones(least, more, used):
+    """Steps that use a share of what they may take never run over the time; those that use all of it fill it."""
+    total = sum(least.values()) + more
+    steps = [
+        PlannedStep(name=n, command="", what="", minutes=s / 60, least_minutes=least[n] / 60)
+        for n, s in seconds_of_steps({name: least[name] for name in SHARES if name in least}, total).items()
+    ]
+    plan = Plan(
+        settings={}, target="", machine=FAST, prompts="", candidates=[], left_out={}, layers=[], widths=[],
+        first_steps=0, steps=steps,
+    )  # fmt: skip
+    for shares in (used, [1.0] * 12):
+        spent = 0.0
+        for step, share in zip(steps, shares, strict=False):
+            allowed = plan.seconds_for(step.name, spent)
+            assert allowed >= 60 * step.minutes * (1 - 1e-9)
+            spent += share * allowed
+        assert spent <= total * (1 + 1e-9)
+    assert spent == pytest.approx(total)
+
+
+def test_a_plan_names_its_steps_with_time_memory_and_disk(tmp_path):
+    plan = planned("tiny", tmp_path)
+    assert [step.name for step in plan.steps] == [name for name in SHARES if name != "trimmed"]
+    assert plan.minutes == pytest.approx(60)
+    assert plan.left_out == {"trimmed": "a vocabulary of 4,096 costs a draft little"}
+    needs = {step.name: step.needs for step in plan.steps}
+    assert "MB" in needs["answers"]["disk"]
+    assert "GB" in needs["eagle"]["memory"]
+    assert "GB" in needs["parallel"]["memory"]
+    assert len(plan.layers) * len(plan.widths) >= 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_less_time_drops_the_dearest_and_says_the_least(tmp_path):
+    slow = FAST.model_copy(update={"tflops": 0.02, "training_tflops": 0.02})
+    before: set[str] = set(planned("tiny", tmp_path, 600, slow).candidates)
+    for minutes in (8, 3, 1.5):
+        plan = planned("tiny", tmp_path, minutes, slow)
+        assert {*plan.candidates} <= before
+        assert sum(step.least_minutes for step in plan.steps) <= minutes
+        before = set(plan.candidates)
+    assert "prompt-lookup" in before
+    assert not {kind for kinds in EXPENDABLE[:-1] for kind in kinds} & before
+    assert "minutes" in plan.left_out["draft"]
+    with pytest.raises(UserError, match=r"--minutes 0\.2 is too few.*take 1 or more"):
+        planned("tiny", tmp_path, 0.2, slow)
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang", "llama.cpp", "transformers"])
+def test_only_what_a_server_runs_is_tried(tmp_path, server):
+    plan = planned("tiny", tmp_path, server=server)
+    assert {*plan.candidates} == {*SERVED[server]}
+    assert "ngram" not in plan.candidates
+
+
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory, tokenizer_dir):
+    return save_neox(tmp_path_factory.mktemp("neox") / "neox", tokenizer_dir)
+
+
+def test_a_target_that_cannot_be_pruned_keeps_lookup_and_says_why(neox, tmp_path):
+    plan = planned(neox, tmp_path)
+    assert plan.candidates == ["prompt-lookup", "ngram"]
+    assert "cannot be pruned" in plan.left_out["draft"]
+    assert "gpt_neox" in plan.left_out["eagle"]
+    assert {step.name for step in plan.steps} == {"answers", "score", "final", "export"}
+    with pytest.raises(UserError, match="gpt_neox models here, which decodes one prompt at a time"):
+        planned(neox, tmp_path, streams="1,2")
+
+
+def test_prompts_are_parted_without_overlap_and_always_alike(family_dirs, tmp_path):
+    config = AutoConfig.build(
+        {"target": str(family_dirs["llama"]), "prompt_file": prompt_file(tmp_path, 160), "streams": "1,5"}
+    )
+    assert sizes([1, 5]) == (50, 25)
+    parts = [write_prompts(config, family_dirs["llama"], tmp_path / name) for name in ("a", "b")]
+    texts = [[file.read_text() for file in (p.choose, p.measure, p.train) if file is not None] for p in parts]
+    assert texts[0] == texts[1]
+    rows = [set(text.splitlines()) for text in texts[0]]
+    assert list(map(len, rows)) == [50, 25, 85]
+    assert parts[0].train_count == 85
+    assert len(set.union(*rows)) == 160
+
+
+def test_bad_prompts_are_refused_in_a_line(family_dirs, tmp_path):
+    target = family_dirs["llama"]
+    with pytest.raises(UserError, match="90 different prompts; auto wants 96 or more"):
+        make_plan(AutoConfig.build({"target": str(target), "prompt_file": prompt_file(tmp_path, 90)}), FAST)
+    with pytest.raises(UserError, match="no chat template: name your users' prompts with --prompts"):
+        make_plan(AutoConfig.build({"target": str(target)}), FAST)
+    with pytest.raises(UserError, match="by --data or by --prompts"):
+        AutoConfig.build({"target": "tiny", "data": "stdlib", "prompt_file": "x"})
+    with pytest.raises(UserError, match="--verify-with: belongs to --for vllm"):
+        AutoConfig.build({"target": "tiny", "verify_with": "vllm"})
+    with pytest.raises(UserError, match="one prompt at a time"):
+        AutoConfig.build({"target": "tiny", "server": "transformers", "streams": "1,4"})
+    with pytest.raises(UserError, match="leave out the comma"):
+        AutoConfig.build({"target": "tiny", "out": "a,b"})

@@ -1,0 +1,57 @@
+"""A verdict says no more than its measurements: a gain beyond the noise, at some streams or all, or no draft."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from draftlab.auto.plan import Kind
+from draftlab.auto.verdict import Candidate, Verdict, judged
+from draftlab.intervals import Interval
+
+
+def gain(value: float, half: float = 0.05) -> Interval:
+    return Interval(value=value, low=value - half, high=value + half, n=24)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "use", "said"),
+    [
+        ({1: gain(1.5)}, True, "beyond the noise"),
+        ({1: gain(1.03)}, False, "gains nothing beyond the noise: 1.03x (0.98 to 1.08)"),
+        ({1: gain(0.8)}, False, "nothing beyond the noise"),
+        ({1: gain(1.5), 4: gain(1.2)}, True, "gains at 1, 4 streams"),
+        ({1: gain(1.5), 16: gain(0.9)}, True, "at 16 streams it loses: turn it off there"),
+        ({1: gain(1.2), 16: gain(0.6)}, False, "gains at 1 stream and loses more at 16 streams"),
+    ],
+)
+def test_a_draft_is_advised_where_it_gains(speedups, use, said):
+    verdict, reason = judged(speedups)
+    assert (verdict, said in reason) == (use, True), reason
+
+
+def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():
+    verdict = Verdict(
+        target="tiny", use=False, choice="no draft", speedups={1: gain(0.8)}, measured_on="on prompts",
+        reason="too slow", plain_tokens_per_second=100, would_change=["a cheaper draft"], ranking=[], training=None,
+        forecast=None, left_out={"eagle": "too few minutes", "fallback-eagle": "too few minutes"}, planned_minutes=10,
+        minutes=9,
+    )  # fmt: skip
+    text = "\n".join(verdict.lines())
+    assert text.startswith(
+        "Do not use a draft here: too slow.\nmeasured: 0.80x (0.75 to 0.85) at 1 stream, on prompts\n"
+    )
+    assert "what would change it: a cheaper draft" in text
+    assert "not tried: eagle, fallback-eagle: too few minutes" in text
+
+
+def test_candidates_have_the_names_of_their_scores():
+    assert Candidate(kind="draft", draft=Path("runs/a/2x64-1")).name == "2x64-1"
+    drafter = "fallback:draft=runs/a/2x64,outputs=runs/a/answers"
+    assert Candidate(kind="fallback", draft=Path("runs/a/2x64"), drafter=drafter).name == drafter.replace("/", "_")
+    assert Candidate(kind="fallback", drafter=drafter, shape="2x64").label == "prompt lookup, then draft model 2x64"
+
+
+def test_every_kind_of_candidate_has_words():
+    labels = [Candidate(kind=kind, draft=Path("a"), shape="2x64").label for kind in get_args(Kind)]
+    assert len(set(labels)) == len(get_args(Kind))

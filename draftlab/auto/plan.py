@@ -51,8 +51,8 @@ SERVED: dict[Runtime | None, tuple[Kind, ...]] = {
 OF_SHAPES: tuple[Kind, ...] = ("draft", "parallel", "trimmed", "fallback")  # cut from the target
 OF_HEADS: tuple[Kind, ...] = ("eagle", "fallback-eagle")
 SHARES = {  # of the time, by step; what is left out leaves its share to the others
-    "texts": 0.03, "answers": 0.15, "search": 0.35, "train": 0.17, "parallel": 0.07, "trimmed": 0.05, "eagle": 0.08,
-    "score": 0.13, "final": 0.06, "export": 0.01,
+    "texts": 0.03, "answers": 0.14, "search": 0.28, "train": 0.25, "parallel": 0.07, "trimmed": 0.05, "eagle": 0.08,
+    "score": 0.11, "final": 0.05, "export": 0.01,
 }  # fmt: skip
 COMMANDS = {
     "texts": "outputs build", "answers": "outputs build", "search": "search", "train": "distill, replay",

@@ -25,17 +25,15 @@ from draftlab.config.prune import PruneConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.config.search import SearchConfig
 from draftlab.console import note
-from draftlab.distill.distill import check_trimmable, distill
+from draftlab.distill.distill import distill
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.predict import best_k
 from draftlab.latency.profile import measure_law, profile_models
 from draftlab.latency.scaling_law import ScalingLaw, read_law
 from draftlab.latency.workload import Workload, workload_of_replay
-from draftlab.model import checkpoint, eagle, hub, llama
-from draftlab.model.decoder import check_mode, resolve_mode
-from draftlab.model.families import Budget, family
-from draftlab.model.shape import Shape, parse_count, resolve
+from draftlab.model import checkpoint, hub
+from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
@@ -54,14 +52,12 @@ from draftlab.search.schedule import (
     Trial,
     affordable_steps,
     candidates,
-    default_depths,
-    default_widths,
     read_search,
     write_search,
 )
+from draftlab.search.setup import check_heads, check_text, engine_settings, shapes, with_head
 from draftlab.target_outputs.build import build
 from draftlab.target_outputs.replay import read_replay, replay
-from draftlab.target_outputs.store import read_manifest
 
 CALIBRATION_TOKENS = 8192
 SEQ_LEN = 256
@@ -79,10 +75,10 @@ def search(config: SearchConfig, output: Output) -> Search:
             here, too few cheap shapes.
     """
     target, source = hub.locate(config.target), hub.locate(config.source)
-    _check_text(config)
+    check_text(config)
     common_vocabulary(source, target)
-    tried, named = shapes(config, _with_head(config, source)), dict(map(prunable_shape, config.against))
-    heads, running = check_heads(config, target), _running(config, [target, source])
+    tried, named = shapes(config, with_head(config, source)), dict(map(prunable_shape, config.against))
+    heads, running = check_heads(config, target), engine_settings(config, [target, source])
     paths = [path for path in (config.outputs, config.prompt_file, *config.heads.values()) if path is not None]
     output.claim_state([target, source, *paths], but=["minutes"])  # a search may resume with another number of minutes
     work = Searcher(config=config, output=output, target=target, source=source, running=running)
@@ -97,77 +93,17 @@ def search(config: SearchConfig, output: Output) -> Search:
     return result
 
 
-def _check_text(config: SearchConfig) -> None:
-    """Raises UserError: text that is not there, or stored outputs that nothing can be distilled from."""
-    if config.outputs is None or config.prompt_file is None:
-        hub.check_data(config.data)
-    if config.outputs is not None and read_manifest(config.outputs).top_logprobs == 0:
-        raise UserError(f"--outputs {config.outputs}: it stores no probabilities; build it with --use distill")
-
-
 def estimate(config: SearchConfig) -> Mapping[str, object]:
     """Return what a search would try."""
     target, source = (hub.locate(name, weights=False) for name in (config.target, config.source))
     common_vocabulary(source, target)
-    have = _with_head(config, source)
+    have = with_head(config, source)
     named = [*dict(map(prunable_shape, config.against)), *check_heads(config, target)]
     tried = ", ".join(f"{shape.layers} x {shape.hidden}" for shape in shapes(config, have))
     return {
         "target": read_size(target).describe(), "source": have.describe(), "try": tried,
         "compare with": ", ".join(named) or "nothing", "minutes": config.minutes,
     }  # fmt: skip
-
-
-def shapes(config: SearchConfig, source: Shape) -> list[Shape]:
-    """Return the shapes to try: every depth at every width, or at the width and ffn that meet a budget."""
-    depths = config.layers or default_depths(source)
-    if config.params is None:
-        widths = config.widths or default_widths(source)
-        return [resolve(source, layers=n, hidden=width) for n in depths for width in widths]
-    members = family(source, depths, Budget(amount=parse_count(config.params), kind="total"))
-    if missing := sorted({*depths} - {shape.layers for shape in members}):
-        note(f"no shape of {config.params} parameters has {', '.join(map(str, missing))} layers within the source")
-    return members
-
-
-def check_heads(config: SearchConfig, target: Path) -> dict[str, int]:
-    """Return the parameters of each EAGLE-3 head.
-
-    Raises:
-        UserError: two of one name, or a head that the target or the engine does not run.
-    """
-    if config.drafter:
-        llama.check_supported(target)
-    names = [hub.checkpoint_name(path) for path in (target, *config.heads.values())]
-    if len(set(names)) < 1 + len(config.drafter):
-        raise UserError(f"--drafter: two directories have the same name, rename one: {', '.join(names)}")
-    return {name: eagle.check(head, target).params() for name, head in config.heads.items()}
-
-
-def _with_head(config: SearchConfig, source: Path) -> Shape:
-    """Return the source's shape with the head that all candidates have.
-
-    Raises:
-        UserError: see check_trimmable.
-    """
-    shape = checkpoint.planned_shape(source)
-    if config.vocab is None:
-        return shape
-    check_trimmable(source, config.vocab)
-    return shape.model_copy(update={"draft_vocab": config.vocab})
-
-
-def _running(config: SearchConfig, models: list[Path]) -> dict[str, Any]:
-    """Return how the engine runs in every step."""
-    device = checkpoint.resolve_device(config.device)
-    dtype = checkpoint.resolve_dtype(config.dtype, device)
-    if config.drafter and config.mode == "graphs":
-        raise UserError("--drafter: heads read states of layers, which mode graphs does not keep")
-    mode = resolve_mode(config.mode, device, dtype, models)
-    mode = "eager" if config.drafter and mode == "graphs" else mode
-    check_mode(mode, device, dtype)
-    name = checkpoint.dtype_name(dtype)
-    return {"device": config.device, "dtype": name, "mode": mode, "threads": config.threads}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,7 +194,7 @@ def test_a_dry_run_says_what_would_be_tried(space):
 
 
 def test_a_budget_decides_the_widths(space, capsys):
-    from draftlab.search.run import shapes
+    from draftlab.search.setup import shapes
 
     words = ["search", "--layers", "4,12", "--params", "4m", "--dry-run"]
     result = CliRunner().invoke(app, [*words, "--json"])

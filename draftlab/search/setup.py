@@ -1,0 +1,75 @@
+"""Checks and choices of a search before anything is made: text, shapes, heads, and the mode that it runs in."""
+
+from pathlib import Path
+from typing import Any
+
+from draftlab.config.search import SearchConfig
+from draftlab.console import note
+from draftlab.distill.distill import check_trimmable
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, eagle, hub, llama
+from draftlab.model.decoder import check_mode, resolve_mode
+from draftlab.model.families import Budget, family
+from draftlab.model.shape import Shape, parse_count, resolve
+from draftlab.search.schedule import default_depths, default_widths
+from draftlab.target_outputs.store import read_manifest
+
+
+def check_text(config: SearchConfig) -> None:
+    """Raises UserError: text that is not there, or stored outputs that nothing can be distilled from."""
+    if config.outputs is None or config.prompt_file is None:
+        hub.check_data(config.data)
+    if config.outputs is not None and read_manifest(config.outputs).top_logprobs == 0:
+        raise UserError(f"--outputs {config.outputs}: it stores no probabilities; build it with --use distill")
+
+
+def shapes(config: SearchConfig, source: Shape) -> list[Shape]:
+    """Return the shapes to try: every depth at every width, or at the width and ffn that meet a budget."""
+    depths = config.layers or default_depths(source)
+    if config.params is None:
+        widths = config.widths or default_widths(source)
+        return [resolve(source, layers=n, hidden=width) for n in depths for width in widths]
+    members = family(source, depths, Budget(amount=parse_count(config.params), kind="total"))
+    if missing := sorted({*depths} - {shape.layers for shape in members}):
+        note(f"no shape of {config.params} parameters has {', '.join(map(str, missing))} layers within the source")
+    return members
+
+
+def check_heads(config: SearchConfig, target: Path) -> dict[str, int]:
+    """Return the parameters of each EAGLE-3 head.
+
+    Raises:
+        UserError: two of one name, or a head that the target or the engine does not run.
+    """
+    if config.drafter:
+        llama.check_supported(target)
+    names = [hub.checkpoint_name(path) for path in (target, *config.heads.values())]
+    if len(set(names)) < 1 + len(config.drafter):
+        raise UserError(f"--drafter: two directories have the same name, rename one: {', '.join(names)}")
+    return {name: eagle.check(head, target).params() for name, head in config.heads.items()}
+
+
+def with_head(config: SearchConfig, source: Path) -> Shape:
+    """Return the source's shape with the head that all candidates have.
+
+    Raises:
+        UserError: see check_trimmable.
+    """
+    shape = checkpoint.planned_shape(source)
+    if config.vocab is None:
+        return shape
+    check_trimmable(source, config.vocab)
+    return shape.model_copy(update={"draft_vocab": config.vocab})
+
+
+def engine_settings(config: SearchConfig, models: list[Path]) -> dict[str, Any]:
+    """Return how the engine runs in every step."""
+    device = checkpoint.resolve_device(config.device)
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    if config.drafter and config.mode == "graphs":
+        raise UserError("--drafter: heads read states of layers, which mode graphs does not keep")
+    mode = resolve_mode(config.mode, device, dtype, models)
+    mode = "eager" if config.drafter and mode == "graphs" else mode
+    check_mode(mode, device, dtype)
+    name = checkpoint.dtype_name(dtype)
+    return {"device": config.device, "dtype": name, "mode": mode, "threads": config.threads}

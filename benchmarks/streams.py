@@ -75,7 +75,7 @@ def main(
     made("outputs build", out / "answers", target=str(target), **stored)
     made("replay", out / "replay", draft=[str(draft)], directory=out / "answers")
     made("export", out / "draft", draft=str(draft), target=str(target), to="vllm", dtype="bfloat16", k=max(drafted))
-    work = workload_of_replay(read_replay(out / "replay"))
+    work = workload_of_replay(read_replay(out / "replay" / draft.name))
     file = out / BENCH
 
     def served(speculative: Speculative) -> Any:

@@ -91,7 +91,7 @@ def main(
     with served(None) as (plain, _), served(drafting(max(drafted))) as (speculative, _):
         COMMANDS["profile-servers"](
             server=plain.http.url, speculative_server=speculative.http.url, target=str(target), draft=str(draft),
-            batch=streams, repeats=repeats, out=out / "profile", force=True,
+            batch=streams, repeats=repeats, data="stdlib", out=out / "profile", force=True,
         )  # fmt: skip
         for k, server in ((0, plain), (max(drafted), speculative)):
             measured |= {(k, n): bench(vllm, server.http.url, target, file, n, prompts) for n in at}

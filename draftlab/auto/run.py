@@ -133,8 +133,9 @@ class AutoRun:
         choice: dict[str, Any] = {"choice": NO_DRAFT, "would_change": self._changes(ranking, scores, training)}
         if use:
             serve, said = serving.serve(
-                self.steps, chosen, best.k, scores=scored, prompts=self.prompts.measure, int8=self._int8
-            )
+                self.steps, chosen, best.k, scores=scored, prompts=self.prompts.measure, int8=self._int8,
+                k_by_streams={n: _best_k(by_name[best.name]) for n, by_name in scores.items()},
+            )  # fmt: skip
             choice = {
                 "choice": best.label, "kind": best.kind, "k": best.k, "drafter": chosen.drafter, "serve": serve,
                 "draft": str(chosen.draft or ""),
@@ -357,6 +358,11 @@ class AutoRun:
         if any("minutes" in reason for reason in self.plan.left_out.values()):
             changes.append("more --minutes: some candidates were not tried")
         return changes or ["prompts whose answers repeat them, or a target whose passes cost more beside a draft's"]
+
+
+def _best_k(score: Score) -> int:
+    """Return the fastest K, 0 where no draft is faster."""
+    return score.best_k if score.speedup(score.best_k).value > 1 else 0
 
 
 def _cost(length: float | None, training: Training | None) -> Forecast | None:

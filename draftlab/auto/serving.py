@@ -1,10 +1,12 @@
 """The last steps of auto: the page, and the export of the choice, verified in the server where it is installed."""
 
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftlab import provenance
 from draftlab.atomic import write_atomic
 from draftlab.auto.steps import Steps
 from draftlab.auto.verdict import Candidate
@@ -12,18 +14,26 @@ from draftlab.config.auto import VERIFIED, AutoConfig
 from draftlab.errors import UserError
 from draftlab.export import scripts
 from draftlab.export.run import target_name
+from draftlab.latency.k_schedule import schedule_of
 from draftlab.model import hub
 
 PROGRAMS = {"vllm": "vllm", "llama.cpp": "llama-server"}
 
 
 def serve(
-    steps: Steps, chosen: Candidate, k: int, *, scores: Sequence[Path], prompts: Path, int8: bool
+    steps: Steps,
+    chosen: Candidate,
+    k: int,
+    *,
+    scores: Sequence[Path],
+    prompts: Path,
+    int8: bool,
+    k_by_streams: Mapping[int, int],
 ) -> tuple[str, list[str]]:
     """Export the choice, with its script; return what to type, and what is to be known about it.
 
     scores: directories of its scores, for the card. prompts: to verify with, where the server is installed. int8: the
-    scores rounded drafts.
+    scores rounded drafts. k_by_streams: the best K of each number of streams, 0 for no draft.
     """
     config = steps.config
     settings = {"draft": str(chosen.draft), "target": config.target, "scores": [str(path) for path in scores]}
@@ -36,7 +46,7 @@ def serve(
         return f"draftlab score --target {config.target} --drafter {drafter} --k {k}{rounded}", []
     if chosen.draft is None:
         return _script(steps, k), ["prompt lookup has no weights: there is nothing to verify"]
-    settings |= {"to": config.server, "k": k}
+    settings |= {"to": config.server} | _k_settings(steps, chosen, k, k_by_streams)
     program = program_of(config)
     if program is None:
         return _typed(steps.make("export", "export", "export", **settings)), []
@@ -59,6 +69,18 @@ def program_of(config: AutoConfig) -> Path | None:
         return config.verify_with
     path = shutil.which(PROGRAMS.get(str(config.server), ""))
     return None if path is None else Path(path)
+
+
+def _k_settings(steps: Steps, chosen: Candidate, k: int, k_by_streams: Mapping[int, int]) -> dict[str, Any]:
+    """Return the export's settings of K: by the number of streams where vLLM can change it and that pays."""
+    schedule = schedule_of(k_by_streams)
+    alike = schedule.pays_up_to == 0 or len(schedule.ranges) == 1
+    if steps.config.server != "vllm" or chosen.kind == "parallel" or chosen.draft is None or alike:
+        return {"k": k}
+    row = {"draft_sha256": provenance.fingerprint(chosen.draft), "schedule": schedule.model_dump()}
+    file = steps.folder / "k-by-streams.json"
+    write_atomic(file, json.dumps({"predictions": [row]}))
+    return {"prediction": file}
 
 
 def _verified(steps: Steps, program: Path, prompts: Path, settings: dict[str, Any]) -> tuple[Path, str]:

@@ -257,7 +257,7 @@ def predicted_k(config: ExportConfig, draft: Path) -> tuple[int, str, Ranges] | 
     if config.prediction is None:
         return None
     schedule = read_schedule(config.prediction, draft.name, provenance.fingerprint(draft))
-    return schedule.largest_k, f"the largest that is predicted for {schedule.describe()}", list(schedule.ranges)
+    return schedule.largest_k, f"the largest for {schedule.describe()}", list(schedule.ranges)
 
 
 def choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> tuple[int, str]:

@@ -5,7 +5,7 @@ and beyond the last one its K holds. There is no axis of contexts (issue 48627),
 every token (steps.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
@@ -107,6 +107,13 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
     if prediction.schedule.pays_up_to == 0:
         raise UserError(f"{file} predicts that {draft} is slower than no draft at every batch size: serve the target")
     return prediction.schedule
+
+
+def schedule_of(ks: Mapping[int, int]) -> Schedule:
+    """Return the schedule of the best K by number of streams, 0 for no draft: each holds until the next number."""
+    streams = sorted(ks)
+    each = [ks[max(n for n in streams if n <= max(batch, streams[0]))] for batch in range(1, streams[-1] + 1)]
+    return Schedule(ranges=ranges(each), pays_up_to=next((n for n, k in enumerate(each) if not k), len(each)))
 
 
 def ranges(ks: Iterable[int]) -> Ranges:

@@ -41,7 +41,9 @@ def space(tmp_path, monkeypatch, family_dirs):
     return tmp_path
 
 
-def served(target: Path, chosen: Candidate, **settings: object) -> tuple[str, list[str]]:
+def served(
+    target: Path, chosen: Candidate, k_by_streams: dict[int, int] | None = None, **settings: object
+) -> tuple[str, list[str]]:
     config = AutoConfig.build({"target": str(target), "out": Path("out"), **settings})
     export = PlannedStep(name="export", command="export", what="", minutes=1, least_minutes=0)
     plan = Plan(
@@ -50,7 +52,8 @@ def served(target: Path, chosen: Candidate, **settings: object) -> tuple[str, li
     )  # fmt: skip
     Path("out").mkdir(exist_ok=True)
     steps = Steps(config=config, plan=plan, folder=Path("out"))
-    return serve(steps, chosen, 3, scores=[], prompts=Path("prompts.jsonl"), int8=False)
+    by_streams = k_by_streams or {1: 3}
+    return serve(steps, chosen, 3, scores=[], prompts=Path("prompts.jsonl"), int8=False, k_by_streams=by_streams)
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -69,6 +72,26 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
     assert (notes == []) == (draft is not None)
     if server == "llama.cpp" and draft is not None:
         assert list(Path("out/export").glob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("ks", "server", "ranges"),
+    [
+        ({1: 3, 4: 2, 16: 0}, "vllm", "[[1, 3, 3], [4, 15, 2], [16, 16, 0]]"),
+        ({2: 3, 4: 3, 8: 1}, "vllm", "[[1, 7, 3], [8, 8, 1]]"),
+        ({1: 3, 4: 3}, "vllm", None),
+        ({1: 0, 4: 3}, "vllm", None),
+        ({1: 3, 4: 2}, "sglang", None),
+    ],
+)
+def test_k_by_streams_is_in_vllms_script_where_it_differs_and_the_draft_pays_from_one_on(
+    ks, server, ranges, space, family_dirs
+):
+    chosen = Candidate(kind="draft", draft=Path("draft"))
+    command, _ = served(family_dirs["llama"], chosen, ks, server=server, streams=",".join(map(str, ks)))
+    text = Path(command.split()[1]).read_text()
+    assert (f'per_batch_size\\": {ranges}' in text) if ranges else ("per_batch_size" not in text)
+    assert "# K = 3: " in text
 
 
 def test_what_is_not_verified_is_said():

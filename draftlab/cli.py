@@ -222,7 +222,11 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
             signal.signal(number, _interrupt)
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before the command began
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def _interrupt(number: int, _: object) -> None:

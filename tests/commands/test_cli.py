@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from builders import TOKENIZER_TEXT, build
 from typer.testing import CliRunner
 
-from draftlab import data, workspace
+from draftlab import cli, data, workspace
 from draftlab.benchmark.lm_eval_tasks import TaskOptions, evaluate_tasks, prepare
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
@@ -380,3 +381,11 @@ def test_a_recorded_command_line_can_be_typed_again():
     settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "tree": None, "rule": "match"}
     line = ReplayConfig.build(settings).command_line("replay")
     assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"
+
+
+def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("draftlab.cli.app", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")

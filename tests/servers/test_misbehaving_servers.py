@@ -70,10 +70,11 @@ def drip(before: bytes, after: bytes = b"") -> Raw:
     ids=["body", "header", "chunks", "silence"],
 )
 def test_an_answer_that_never_ends_is_given_up_in_time(answer):
-    started = time.monotonic()
-    with raw_server(answer) as url, pytest.raises(UserError, match=r"/x: no whole answer in 0.3 s"):
-        client(url, seconds=0.3).get("/x")
-    assert time.monotonic() - started < 2
+    with raw_server(answer) as url:
+        impatient, started = client(url, seconds=0.3), time.monotonic()
+        with pytest.raises(UserError, match=r"/x: no whole answer in 0.3 s"):
+            impatient.get("/x")
+        assert time.monotonic() - started < 2.5  # of 0.3 s, on a busy machine; the silent one would take 3
 
 
 def test_a_huge_answer_is_not_kept():

@@ -33,7 +33,7 @@ import draftlab
 
 ROOT = Path(__file__).parents[2]
 TEXT = sorted((ROOT / "draftlab").glob("[a-w]*/*.py"))[:60]  # enough for some to be held out
-CHARACTERS = 1200  # of each: training evaluates on all that is held out, and search wants 48 prompts of it
+CHARACTERS = 1300  # of each: training evaluates on all that is held out, and search wants 48 prompts of it
 SHORT = ["--steps", "4", "--batch-size", "2", "--seq-len", "32", "--eval-steps", "2", "--save-steps", "2"]
 SMALL = ["--calibration-tokens", "256", "--seq-len", "64"]
 TIMED = ["--repeats", "3", "--mode", "eager"]

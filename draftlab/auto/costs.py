@@ -79,6 +79,10 @@ class Costs:
         seconds = max(read, computed) + self.machine.slowdown * LAYER_SECONDS * self.size.layers
         return passes * seconds
 
+    def read(self, tokens: int) -> float:
+        """Return the seconds in which the target reads tokens and stores its most probable next ones."""
+        return WRITING * tokens * self.size.flops_per_token(SEQ_LEN // 2) / (1e12 * self.machine.training_tflops)
+
     def train(self, draft: Shape, steps: int) -> float:
         return self._train(3 * draft.flops_per_token(SEQ_LEN // 2), steps)
 

@@ -51,8 +51,8 @@ SERVED: dict[Runtime | None, tuple[Kind, ...]] = {
 OF_SHAPES: tuple[Kind, ...] = ("draft", "parallel", "trimmed", "fallback")  # cut from the target
 OF_HEADS: tuple[Kind, ...] = ("eagle", "fallback-eagle")
 SHARES = {  # of the time, by step; what is left out leaves its share to the others
-    "texts": 0.03, "answers": 0.14, "search": 0.28, "train": 0.25, "parallel": 0.07, "trimmed": 0.05, "eagle": 0.08,
-    "score": 0.11, "final": 0.05, "export": 0.01,
+    "texts": 0.03, "answers": 0.22, "search": 0.24, "train": 0.22, "parallel": 0.06, "trimmed": 0.04, "eagle": 0.07,
+    "score": 0.08, "final": 0.04, "export": 0.01,
 }  # fmt: skip
 COMMANDS = {
     "texts": "outputs build", "answers": "outputs build", "search": "search", "train": "distill, replay",
@@ -145,14 +145,14 @@ def make_plan(config: AutoConfig, machine: Machine) -> Plan:
     costs = Costs(machine=machine, size=size, bytes_per_weight=width)
     left_out = _unsuitable(config, target, size)
     candidates: list[Kind] = [kind for kind in SERVED[config.server] if kind not in left_out]
-    least = _least(costs, config, candidates)
+    least = _least(costs, config, candidates, reads=not rows)
     for dropped in EXPENDABLE:
         minutes = math.ceil(sum(least.values()) / 60)
         if minutes <= config.minutes:
             break
         left_out |= {kind: f"with it the least is {minutes} minutes" for kind in dropped if kind in candidates}
         candidates = [kind for kind in candidates if kind not in dropped]
-        least = _least(costs, config, candidates)
+        least = _least(costs, config, candidates, reads=not rows)
     if sum(least.values()) > 60 * config.minutes:
         raise UserError(
             f"--minutes {config.minutes:g} is too few for anything here: no draft and prompt lookup take "
@@ -222,10 +222,11 @@ def arms(candidates: Sequence[Kind]) -> int:
     return 1 + len(candidates) * len(KS)
 
 
-def _least(costs: Costs, config: AutoConfig, candidates: Sequence[Kind]) -> dict[str, float]:
-    """Return the fewest seconds in which each step is worth it, by its name."""
+def _least(costs: Costs, config: AutoConfig, candidates: Sequence[Kind], *, reads: bool) -> dict[str, float]:
+    """Return the fewest seconds in which each step is worth it, by its name. reads: drafts learn from config.text."""
+    sequences = 2 * LEAST_SEQUENCES
     least = {
-        "answers": costs.write(2 * LEAST_SEQUENCES, ANSWER_TOKENS, 64),
+        "answers": costs.read(sequences * SEQ_LEN) if reads else costs.write(sequences, ANSWER_TOKENS, 64),
         "score": costs.score(arms(candidates), LEAST_PROMPTS, config.streams),
         "final": costs.score(2, sizes(config.streams)[1], config.streams, repeats=2), "export": 0.0,
     }  # fmt: skip
@@ -264,7 +265,7 @@ def _what(name: str, config: AutoConfig) -> str:
     streams = f"{', '.join(map(str, config.streams))} stream{'s' * (config.streams != [1])}"
     return {
         "texts": f"the target's answers to {choose} prompts, to replay drafts on",
-        "answers": "the target's answers to learn from",
+        "answers": "what drafts learn from: the target's answers, or text with its probabilities",
         "search": "a latency law of this machine; shapes are cut, distilled, replayed and measured",
         "train": "the winner in rounds, until more training no longer pays",
         "parallel": f"a parallel draft of {OFFSETS} tokens, from the winner",
@@ -299,8 +300,12 @@ def _needs(
 
 
 def answers_settings(config: AutoConfig, files: PromptFiles | None, count: int) -> dict[str, Any]:
-    """Return the settings of outputs build for what drafts learn from. files None: the target continues config.text."""
-    common = {"target": config.target, "temperature": max(0.5, config.temperature), "seed": config.seed}
+    """Return the settings of outputs build for what drafts learn from.
+
+    files None: config.text, which the target reads ten times as fast as it writes: training wants much of it.
+    """
+    common = {"target": config.target, "seed": config.seed}
     if files is None or files.train is None:
-        return common | {"data": config.text, "text": "target", "num_sequences": count, "seq_len": SEQ_LEN}
+        return common | {"data": config.text, "num_sequences": count, "seq_len": SEQ_LEN}
+    common["temperature"] = max(0.5, config.temperature)
     return common | {"prompt_file": files.train, "num_prompts": count, "max_new_tokens": ANSWER_TOKENS}

@@ -204,14 +204,15 @@ class AutoRun:
         )  # fmt: skip
 
     def _answers(self) -> Path:
-        """Store as many answers as the time allows, at the pace at which texts to replay were written."""
-        pace = 64 * SEQ_LEN / self._costs.write(64, SEQ_LEN, 64)
-        if any(step.name == "texts" for step in self.plan.steps):
-            pace = min(self.steps.rate(self._texts), MOST_FASTER * pace)
-        count = int(self.steps.seconds_for("answers") * pace / SEQ_LEN)
-        count = max(LEAST_SEQUENCES, min(count, MOST_SEQUENCES))
-        if self.prompts.train_count is not None:
-            count = min(count, self.prompts.train_count)
+        """Store as much to learn from as the time allows: answers at the pace of the texts to replay, or text."""
+        seconds, costs = self.steps.seconds_for("answers") - self._costs.start, self._costs
+        if self.prompts.train_count is None:
+            most, pace = MOST_SEQUENCES, 1 / costs.read(1)
+        else:
+            most, pace = min(MOST_SEQUENCES, self.prompts.train_count), 64 * SEQ_LEN / costs.write(64, SEQ_LEN, 64)
+            if any(step.name == "texts" for step in self.plan.steps):
+                pace = min(self.steps.rate(self._texts), MOST_FASTER * pace)
+        count = min(most, max(LEAST_SEQUENCES, int(seconds * pace / SEQ_LEN)))
         settings = answers_settings(self.config, self.prompts, count)
         return self.steps.make("answers", "answers", "outputs build", **settings)
 
@@ -227,7 +228,8 @@ class AutoRun:
         draft, training = self._rounds(searched / "draft", winner.name, max(2, winner.k), answers)
         drafts = [Candidate(kind="draft", draft=draft, shape=winner.name)]
         if "fallback" in kinds:
-            drafter = f"fallback:draft={draft},outputs={answers}"
+            written = answers if self.prompts.train is not None else self._texts  # by the target, to weigh copies by
+            drafter = f"fallback:draft={draft},outputs={written}"
             drafts.append(Candidate(kind="fallback", draft=draft, drafter=drafter, shape=winner.name))
         pace = self.steps.rate(draft) / self._tokens_per_step(draft)
         variants: dict[Kind, tuple[float, dict[str, Any]]] = {

@@ -41,7 +41,7 @@ class Candidate:
             "draft": f"draft model {self.shape}", "parallel": f"parallel draft {self.shape}",
             "trimmed": f"draft model {self.shape} with a trimmed head", "eagle": "EAGLE-3 head",
             "prompt-lookup": "prompt lookup", "fallback": f"prompt lookup, then draft model {self.shape}",
-            "fallback-eagle": "prompt lookup, then the EAGLE-3 head", "ngram": "n-grams of the target's answers",
+            "fallback-eagle": "prompt lookup, then the EAGLE-3 head", "ngram": "n-grams of what drafts learn from",
         }[self.kind]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from draftlab.auto.plan import not_tried
 from draftlab.auto.steps import Steps
-from draftlab.auto.verdict import Training, Verdict
+from draftlab.auto.verdict import Choice, Training, Verdict, streams
 from draftlab.distill.learning_curve import fit
 from draftlab.intervals import Interval
 from draftlab.results import plots
@@ -19,13 +19,13 @@ def page(verdict: Verdict, steps: Steps, command: str) -> str:
     """Return one page that loads nothing. command: what goes on with the run."""
     environment = Environment(loader=PackageLoader("draftlab.results"), autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
-    rows = [
-        [c.label, str(c.k), f"{c.tokens_per_pass:.2f}", three_digits(c.tokens_per_second), f"{c.speedup:.2f}x"]
-        for c in verdict.ranking
-    ]
     slower = sum(choice.speedup > 1 and not choice.changed for choice in verdict.ranking)
-    rows.insert(slower, ["no draft", "–", "1.00", three_digits(verdict.plain_tokens_per_second), "1.00x"])
-    heads = ["candidate", "K", "tokens per target pass", "tokens/s", "speed-up"]
+    rows = list(map(_row, verdict.ranking))
+    rows.insert(slower, ["no draft", "–", "1.00", three_digits(verdict.plain_tokens_per_second), "1.00x", "1.00x"])
+    fewest = min(verdict.speedups)
+    heads = ["candidate", "K", "tokens per target pass", "tokens/s", f"speed-up, {streams([fewest])}", "all streams"]
+    if len(verdict.speedups) == 1:
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
     return environment.get_template("auto.html.j2").render(
         title=f"A draft for {verdict.target}", answer=f"{verdict.head()}: {verdict.reason}.", serve=verdict.serve,
         changes=verdict.would_change, measured=[[str(n), gain.as_speedup()] for n, gain in verdict.speedups.items()],
@@ -35,6 +35,11 @@ def page(verdict: Verdict, steps: Steps, command: str) -> str:
         machine=steps.plan.machine.describe(), prompts=f"Prompts: {steps.plan.prompts}.", command=command,
         colours=(COLOURS, DARK_COLOURS),
     )  # fmt: skip
+
+
+def _row(choice: Choice) -> list[str]:
+    rates = [f"{choice.tokens_per_pass:.2f}", three_digits(choice.tokens_per_second)]
+    return [choice.label, str(choice.k), *rates, choice.at_fewest.as_speedup(), f"{choice.speedup:.2f}x"]
 
 
 def _steps(steps: Steps) -> list[list[str]]:

@@ -42,8 +42,11 @@ def serve(
         if chosen.draft is not None:
             out = steps.make("export", "export", "export", **settings, to="hf")
             drafter = drafter or f"model:draft={out}"
-        rounded = " --draft-int8" if int8 else ""
-        return f"draftlab score --target {config.target} --drafter {drafter} --k {k}{rounded}", []
+        how = f"--drafter {drafter} --k {k}{' --draft-int8' if int8 and chosen.draft is not None else ''}"
+        command = f"draftlab score --target {config.target} {how} --prompt-file {prompts}"
+        return command, [
+            "--for vllm, sglang, llama.cpp or transformers chooses for a server, and writes what starts it"
+        ]
     if chosen.draft is None:
         return _script(steps, k), ["prompt lookup has no weights: there is nothing to verify"]
     settings |= {"to": config.server} | _k_settings(steps, chosen, k, k_by_streams)

@@ -48,7 +48,7 @@ class Candidate:
 class Choice(FileModel):
     """A candidate at one K, over all streams. speedup: the geometric mean over streams, of plain decoding.
 
-    name: of its scores. label: in words. tokens_per_pass, tokens_per_second: at the fewest streams.
+    name: of its scores. label: in words. at_fewest, tokens_per_pass, tokens_per_second: at the fewest streams.
     """
 
     kind: Kind
@@ -56,6 +56,7 @@ class Choice(FileModel):
     label: str
     k: int
     speedup: float
+    at_fewest: Interval
     tokens_per_pass: float
     tokens_per_second: float
     changed: bool = False  # it changed the target's output, so that its speed-up does not count
@@ -112,7 +113,7 @@ class Verdict(FileModel):
 
     def lines(self) -> list[str]:
         """Return the verdict for people."""
-        gains = [f"{gain.as_speedup()} at {n} stream{'s' * (n > 1)}" for n, gain in self.speedups.items()]
+        gains = [f"{gain.as_speedup()} at {streams([n])}" for n, gain in self.speedups.items()]
         lines = [f"{self.head()}: {self.reason}.", f"measured: {'; '.join(gains)}, {self.measured_on}"]
         lines += [f"what would change it: {text}" for text in self.would_change]
         if self.training is not None and self.training.expected is not None:
@@ -120,7 +121,7 @@ class Verdict(FileModel):
         if self.forecast is not None:
             lines.append(f"cost: {self.forecast.line()}")
         lines += not_tried(self.left_out) + self.notes
-        return lines + [text for text in (self.serve and f"serve with: {self.serve}", self.page) if text]
+        return lines + [text for text in (self.serve and f"run it: {self.serve}", self.page) if text]
 
 
 def ranking(candidates: Sequence[Candidate], scores: Mapping[int, Mapping[str, Score]]) -> list[Choice]:
@@ -135,6 +136,7 @@ def _at_best_k(candidate: Candidate, scores: Sequence[Score]) -> Choice:
     k = max(gains, key=lambda k: gains[k])
     return Choice(
         kind=candidate.kind, name=candidate.name, label=candidate.label, k=k, speedup=gains[k],
+        at_fewest=scores[0].speedup(k),
         tokens_per_pass=scores[0].tokens_per_pass(k), tokens_per_second=scores[0].output_tps(k),
         changed=any(score.output_differs for score in scores),
     )  # fmt: skip
@@ -148,15 +150,16 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
         best = max(speedups.values(), key=lambda gain: gain.value)
         return False, f"the fastest candidate gains nothing beyond the noise: {best.as_speedup()}"
     if losses and _mean(speedups) <= 1:
-        return False, f"it gains at {_streams(gains)} and loses more at {_streams(losses)}"
+        return False, f"it gains at {streams(gains)} and loses more at {streams(losses)}"
     if losses:
-        return True, f"it gains at {_streams(gains)}; at {_streams(losses)} it loses: turn it off there"
-    return True, f"it gains at {_streams(gains)}" if len(speedups) > 1 else "its gain is beyond the noise"
+        return True, f"it gains at {streams(gains)}; at {streams(losses)} it loses: turn it off there"
+    return True, f"it gains at {streams(gains)}" if len(speedups) > 1 else "its gain is beyond the noise"
 
 
 def _mean(speedups: Mapping[int, Interval]) -> float:
     return math.exp(sum(math.log(gain.value) for gain in speedups.values()) / len(speedups))
 
 
-def _streams(numbers: Sequence[int]) -> str:
+def streams(numbers: Sequence[int]) -> str:
+    """Return numbers of streams in words."""
     return f"{', '.join(map(str, numbers))} stream{'s' * (list(numbers) != [1])}"

@@ -294,6 +294,9 @@ def plot_learning_curve(
             ax.plot([at, at], [gain.low, gain.high], color=colour)
             ax.plot(at, gain.value, color=colour, marker="o")
         ax.set(xlabel="training tokens", ylabel="tokens per target pass", xscale="log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter(lambda t, _: f"{t / 1e6:g}M" if t >= 1e6 else f"{t / 1e3:g}k")
+        ax.xaxis.set_minor_formatter(NullFormatter())
 
     return _svg(draw, "tokens per target pass against training tokens")
 

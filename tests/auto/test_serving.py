@@ -117,7 +117,10 @@ def test_a_server_that_does_not_start_costs_the_verification_only(space, family_
 def test_draftlabs_own_engine_gets_a_command(space, family_dirs):
     target = family_dirs["llama"]
     lookup, _ = served(target, Candidate(kind="prompt-lookup", drafter="prompt-lookup"))
-    assert lookup == f"draftlab score --target {target} --drafter prompt-lookup --k 3"
+    assert lookup == f"draftlab score --target {target} --drafter prompt-lookup --k 3 --prompt-file prompts.jsonl"
     command, _ = served(target, Candidate(kind="draft", draft=Path("draft")))
-    assert command == f"draftlab score --target {target} --drafter model:draft=out/export --k 3"
+    assert (
+        command
+        == f"draftlab score --target {target} --drafter model:draft=out/export --k 3 --prompt-file prompts.jsonl"
+    )
     assert Path("out/export/config.json").is_file()

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What one NVIDIA GPU says of drafts for LLaMA-65B; offline, with random weights, each part within nine minutes.
 #   bash benchmarks/gpu.sh [--small] [--out DIR] [PART ...]
-#   PART: machine tests ceilings sweep target drafts predict engine loss masks
+#   PART: machine tests ceilings sweep target drafts predict live engine loss masks
 # --small: small shapes on whatever device is there, to try the script. Results: DIR/PART.json, benchmarks/results/gpu if
-# left out. A part that fails leaves DIR/PART.failed with its last words, and the others run. The 65B target is
-# extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely holds it.
+# left out. A part that fails leaves DIR/PART.failed with its last words, and the others run. In target and predict the
+# 65B target is extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely holds it; live decodes with
+# all of it where it fits (one H200), else with its first layers.
 set -uo pipefail
 
 small= out=benchmarks/results/gpu parts=()
@@ -16,7 +17,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings sweep target drafts predict engine loss masks)
+[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings sweep target drafts predict live engine loss masks)
 
 cd "$(dirname "$0")/.."
 python=python3
@@ -31,12 +32,13 @@ if [ $small ]; then
   drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-tokens 16"
   engine="--prompts 1 --new-tokens 8" loss="--tokens 64 --vocab 256 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1 --losses fkl"
   masks=1 gigabytes=0.02
+  live="--target tiny-16x256 --drafts tiny-3x256,tiny-12x128 --k 1,3 --alphas 0.5,0.9 --prompt-tokens 16 --new-tokens 12 --dtype float32"
 else
   device=cuda mode=graphs
   sweep="--passes 60 --dtype bfloat16"
   target=llama-65b target_law="--layers 1,2,4,6,8,10 --widths 8192 --context 128,512 --repeats 20"
   drafts="noft-1.3b wide-1.3b wide-796m wide-543m wide-290m" points="--context 128,512 --repeats 20"
-  text="--context 128 --max-tokens 128" engine= loss= masks=12 gigabytes=1
+  text="--context 128 --max-tokens 128" engine= loss= live= masks=12 gigabytes=1
 fi
 
 part() {  # NAME COMMAND...: its JSON into NAME.json, or the end of what it said into NAME.failed
@@ -82,6 +84,8 @@ predict() {  # needs target and drafts
       --acceptance-length "$length@6" --json
   done
 }
+
+live() { part live $python -m benchmarks.large_target $live --device $device --mode $mode; }
 
 engine() {
   [ -d runs/gpu/3x256 ] || $draftlab prune --source tiny --layers 3 --width 256 --data stdlib --calibration-tokens 4096 \

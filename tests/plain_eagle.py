@@ -10,7 +10,7 @@ from builders import build
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftlab.model import eagle, llama
+from draftlab.model import checkpoint, eagle, llama
 from draftlab.model.eagle_llama import EagleLlama
 
 
@@ -87,7 +87,7 @@ class PlainHead:
         return x + w["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["mlp.up_proj.weight"] @ normed))
 
 
-def target_and_head(folder: Path) -> tuple[llama.Llama, EagleLlama]:
+def target_and_head(folder: Path, device: torch.device = checkpoint.CPU) -> tuple[llama.Llama, EagleLlama]:
     """Return a target whose last token decides nearly alone, written to folder, and a head that half knows its ways."""
     model: Any = build("llama", 1)
     generator = torch.Generator().manual_seed(0)
@@ -97,10 +97,10 @@ def target_and_head(folder: Path) -> tuple[llama.Llama, EagleLlama]:
                 matrix.weight.mul_(0.1)
         model.get_output_embeddings().get_parameter("weight").mul_(12)
     model.save_pretrained(folder)
-    target = llama.load(folder, torch.float32)
+    target = llama.load(folder, torch.float32, device)
     config = eagle.head_config(folder, None, 307)
     weights = {name: 0.02 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
-    weights["lm_head.weight"] = target.head.clone()
+    weights["lm_head.weight"] = target.head.cpu().clone()
     for name in ("norm", "layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm"):
         weights[f"{name}.weight"] = torch.ones(64)
     size, width = config.head_dim, config.kv_heads * config.head_dim
@@ -110,6 +110,6 @@ def target_and_head(folder: Path) -> tuple[llama.Llama, EagleLlama]:
     weights["layers.0.self_attn.o_proj.weight"] += shared.flatten(1)
     weights["layers.0.self_attn.q_proj.weight"][:, :64] += 2 * key.repeat(config.heads, 1)  # attends to its own token
     weights["layers.0.self_attn.k_proj.weight"][:, :64] += 2 * key.repeat(config.kv_heads, 1)
-    return target, EagleLlama(
-        eagle.Head(config=config, weights=weights, ids=torch.arange(307), embedding=None), target.embed, folder
-    )
+    weights = {name: weight.to(device) for name, weight in weights.items()}
+    head = eagle.Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)
+    return target, EagleLlama(head, target.embed, folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = {"machine", "ceilings", "sweep", "target", "drafts", "engine", "loss", "masks"}
+PARTS = {"machine", "ceilings", "sweep", "target", "drafts", "live", "engine", "loss", "masks"}
 
 
 def test_the_script_is_sound():
@@ -23,6 +23,7 @@ def test_every_part_writes_its_json(tmp_path):
     lengths = {f"predict_{length}" for length in ("2", "2.5", "3", "3.5", "4")}
     assert set(found) == PARTS | lengths
     assert len(found["sweep"]["rows"]["eager"]) == 3
+    assert set(found["live"]["speedup"]["0.9"]) == {"tiny-3x256", "tiny-12x128"}
     for name in lengths:
         assert [p["name"].split(",")[0] for p in found[name]["predictions"]] == ["tiny-3x256", "tiny-12x128"]
 

@@ -58,7 +58,6 @@ from draftlab.errors import UserError
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import Mode, checkpoint, eagle_llama, hub
 from draftlab.model.decoder import Decoder, with_mode
-from draftlab.model.eagle_llama import NativeEagle
 from draftlab.model.llama import Llama
 from draftlab.model.parallel import trained_offsets
 from draftlab.sampling import SamplingParams
@@ -173,7 +172,7 @@ class DrafterFactory:
     def _eagle(self, spec: EagleSpec) -> Drafter:
         target = _own_engine(spec, self.target)
         model = eagle_llama.load(Path(spec.heads), self.target_path, target)
-        drafter = EagleDrafter(target, NativeEagle(model, self.int8) if self.mode == "native" else model)
+        drafter = EagleDrafter(target, eagle_llama.with_mode(model, self.mode, self.int8))
         if spec.topk:
             return DynamicTreeDrafter(EagleTreeDrafter(drafter, (0,), "top"), spec.topk, spec.depth)
         if spec.prompt_lookup_max is not None:

@@ -222,8 +222,7 @@ def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models:
         return config.mode
     if config.device_map or any(isinstance(spec, MedusaSpec) for spec in config.drafters):
         return "eager"
-    mode = resolve_mode(config.mode, device, dtype, models)
-    return "eager" if mode == "graphs" and any(isinstance(spec, EagleSpec) for spec in config.drafters) else mode
+    return resolve_mode(config.mode, device, dtype, models)
 
 
 def _check(setup: Setup) -> None:
@@ -284,8 +283,6 @@ def _check_drafters(setup: Setup) -> None:
                 raise UserError(f"--drafter {spec.text} reads hidden states, which only mode eager keeps")
             medusa.read(Path(spec.heads), setup.target)
         if isinstance(spec, EagleSpec):
-            if setup.mode == "graphs":
-                raise UserError(f"--drafter {spec.text} reads states of layers, which mode graphs does not keep")
             eagle.check(Path(spec.heads), setup.target)
 
 

@@ -7,6 +7,7 @@ from pydantic import field_validator
 from typing_extensions import Self
 
 from draftlab.config.base import Config, Only, OutputConfig, from_workspace, option
+from draftlab.config.server_rules import SampleMethod
 from draftlab.config.shared import (
     CHAT_RULES,
     ChatMode,
@@ -100,6 +101,10 @@ class ExportConfig(DraftConfig, OutputConfig):
         "llama-cpp-python.",
     )
     temperature: float = option(0.0, "Temperature to verify at.", ge=0, advanced=True)
+    draft_sample_method: SampleMethod | None = option(
+        None, "vLLM: how the draft proposes above temperature 0. Default: as more is accepted at --temperature.",
+        advanced=True,
+    )  # fmt: skip
     gpu_memory_utilization: float | None = option(
         None, "Share of the memory that vLLM may take to verify. Default: vLLM's.", gt=0, le=1, advanced=True
     )
@@ -133,6 +138,11 @@ class ExportConfig(DraftConfig, OutputConfig):
             ("temperature", "data", "prompt_file", "prompts", "device"),
             lambda c: c.verify_with,
             "belongs to --verify-with",
+        ),
+        Only(
+            ("draft_sample_method",),
+            lambda c: c.to == "vllm" and not c.use_heterogeneous_vocab,
+            "belongs to --to vllm, which drafts greedily where vocabularies differ",
         ),
         Only(
             ("gpu_memory_utilization",), lambda c: c.verify_with and not c.is_gguf, "belongs to --verify-with of vLLM"

@@ -8,6 +8,7 @@ from draftlab.config.base import Only, option
 from draftlab.config.shared import SAMPLING
 
 ServerName = Literal["vllm", "vllm-probabilistic", "vllm-block", "sglang", "llama.cpp", "transformers"]
+SampleMethod = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
 
 
 class Acceptance(NamedTuple):

@@ -200,6 +200,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
             script = scripts.script(
                 config.to, target=run.target_name(config.target, target), k=k, k_reason=reason, gguf=heads.file(config),
                 kind=heads.kind, layer_ids=heads.layer_ids, k_by_batch=k_by_batch,
+                sampling=run.choose_sampling(config, verified),
             )  # fmt: skip
             (work / script[0]).write_text(script[1])
             lines.append(f"serve with: sh {output.out / script[0]}")
@@ -221,6 +222,8 @@ def _check(config: ExportConfig, heads: Heads) -> None:
         raise UserError(f"--use-heterogeneous-vocab: {heads.folder} has heads on the target's states, and its ids")
     if isinstance(heads, MedusaHeads) and config.to != "vllm":
         raise UserError(f"{heads.folder} has Medusa heads, which only vLLM serves: --to vllm")
+    if isinstance(heads, MedusaHeads) and config.draft_sample_method is not None:
+        raise UserError(f"--draft-sample-method: {heads.folder} has Medusa heads, with which vLLM drafts greedily")
     if config.to == "transformers":
         raise UserError(f"{heads.folder} is an EAGLE-3 head, and transformers has no EAGLE-3")
     runtime = {"gguf": "llama.cpp", "speculators": "vllm"}.get(config.to, config.to)
@@ -260,19 +263,20 @@ def _verify(
     if config.temperature > 0 and isinstance(heads, EagleHead):
         note(f"sampling {len(rows)} texts with {program.name}, then drafting along them here")
         texts = verify.to_sample(rows, run.NEW_TOKENS, k)
-        count = partial(count_chains, model, heads.model(model, outtype))
+        count = partial(count_chains, model, heads.model(model, outtype), temperature=config.temperature)
     else:
         note(f"decoding {len(rows)} texts with the heads here, then with {program.name}")
         sampling = SamplingParams(max_tokens=run.NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(heads.target))
         texts, emitted = decode_texts(model, heads.drafter(model, outtype), rows, sampling, k)
-        count = partial(steps_of, emitted)
+        count = lambda texts: {"greedy": steps_of(emitted, texts)}  # noqa: E731
     if not config.is_gguf:
-        speculators, speculative = config.to == "speculators", scripts.speculative_config(str(work), k, heads.kind)
-        target = work if speculators else heads.target
-        command = verify.vllm_command(
-            program, target, None if speculators else speculative, config.gpu_memory_utilization
-        )
-        return prompts, verify.in_vllm(command, texts, count, config.temperature)
+        alone = config.to == "speculators" or isinstance(heads, MedusaHeads)  # these draft greedily
+        method = "greedy" if alone else run.choose_sampling(config).method
+        speculative, target = scripts.speculative_config(str(work), k, heads.kind, method), heads.target
+        if config.to == "speculators":
+            speculative, target = None, work
+        command = verify.vllm_command(program, target, speculative, config.gpu_memory_utilization)
+        return prompts, verify.in_vllm(command, texts, count, config.temperature, method)
     return prompts, verify.against_llama_server(
         program, heads.target, work / heads.file(config), texts, "draft-eagle3", count, config.temperature
     )
@@ -293,11 +297,11 @@ def decode_texts(
     return verify.up_to_end(prompts, completions, sampling, k), emitted
 
 
-def count_chains(target: Llama, head: EagleLlama, texts: verify.TargetTexts) -> np.ndarray:
-    """Return tokens after the prefill's and steps of each text, [R, 2], if a head drafts along it."""
-    pairs = [(np.array(p), np.array(c)) for p, c in zip(texts.prompts, texts.completions, strict=True)]
-    scores = score_chains(target, head, pairs, target.shape.vocab, SamplingParams(), texts.k)
-    return verify.count_steps([scored.ranks == 0 for scored in scores], texts)
+def count_chains(target: Llama, head: EagleLlama, texts: verify.TargetTexts, temperature: float) -> verify.Counts:
+    """Return tokens after the prefill's and steps of each text, if a head drafts along it."""
+    sampling, vocab = SamplingParams(temperature=temperature), target.shape.vocab
+    scores = score_chains(target, head, texts.pairs, vocab, sampling, texts.k)
+    return verify.counts_of(scores, lambda: target, vocab, texts, temperature)
 
 
 def steps_of(emitted: Sequence[Sequence[int]], texts: verify.TargetTexts) -> np.ndarray:

@@ -86,7 +86,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
             script = scripts.script(
                 config.to, target=target_name(config.target, target), k=k, k_reason=k_reason, gguf=file,
                 kind="parallel draft" if in_parallel else "draft model", heterogeneous=config.use_heterogeneous_vocab,
-                k_by_batch=k_by_batch,
+                k_by_batch=k_by_batch, sampling=choose_sampling(config, verified),
             )  # fmt: skip
             (work / script[0]).write_text(script[1])
             if in_parallel and config.to not in PARALLEL_RUNTIMES:
@@ -201,11 +201,12 @@ def _verify(
     note(f"scoring the draft in {runtime.name} and here")
     if not config.is_gguf:
         kind = "draft model" if parallel.pard_token(directory) is None else "parallel draft"
-        speculative = scripts.speculative_config(str(directory.absolute()), texts.k, kind)
+        method = choose_sampling(config).method
+        speculative = scripts.speculative_config(str(directory.absolute()), texts.k, kind, method)
         command = verify.vllm_command(runtime, target, speculative, config.gpu_memory_utilization)
         return verify.in_vllm(
-            command, texts, lambda texts: verify.count_steps(verify.drafted_hits(directory, texts, device), texts),
-            config.temperature,
+            command, texts, lambda texts: verify.count_draft(directory, target, texts, config.temperature, device),
+            config.temperature, method,
         )  # fmt: skip
 
     def hits(texts: verify.TargetTexts) -> list[np.ndarray]:
@@ -219,8 +220,8 @@ def _verify(
     if not verify.serves(runtime):
         return verify.in_llama_cpp(runtime, file, config.outtype, texts, hits(texts), directory)
     return verify.against_llama_server(
-        runtime, target, file, texts, "draft-simple", lambda texts: verify.count_steps(hits(texts), texts),
-        config.temperature,
+        runtime, target, file, texts, "draft-simple",
+        lambda texts: {"greedy": verify.count_steps(hits(texts), texts)}, config.temperature,
     )  # fmt: skip
 
 
@@ -272,6 +273,19 @@ def choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> 
     if trained is not None:
         return trained, "as many as the draft learnt to draft in one pass; draftlab score measures the fastest"
     return DEFAULT_K, UNMEASURED_K
+
+
+def choose_sampling(config: ExportConfig, verified: verify.Verification | None = None) -> scripts.Sampling:
+    """Return how the draft proposes above temperature 0: as asked, or as more stands of what was sampled to verify."""
+    if config.use_heterogeneous_vocab:
+        return scripts.Sampling("greedy", "all that vLLM does where vocabularies differ")
+    if config.draft_sample_method is not None:
+        return scripts.Sampling(config.draft_sample_method, "set by --draft-sample-method")
+    if verified is None or len(verified.by_method) == 1:
+        return scripts.DEFAULT_SAMPLING
+    lengths = ", ".join(f"{name} {length:.3f}" for name, length in verified.by_method.items())
+    best = max(verified.by_method, key=verified.by_method.__getitem__)
+    return scripts.Sampling(best, f"tokens per target pass at {verified.temperature:g}: {lengths}")
 
 
 def target_name(named: str, target: Path) -> str:

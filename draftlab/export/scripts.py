@@ -7,33 +7,49 @@ transformers 5.23.
 import json
 import shlex
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from draftlab.config.drafters import PROMPT_LOOKUP_MAX
+from draftlab.config.server_rules import SampleMethod
 from draftlab.latency.k_schedule import Ranges
 from draftlab.trust import printable
 
 DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "Medusa heads", "prompt lookup"]
 VLLM_METHODS: dict[DraftKind, str] = {"EAGLE-3 head": "eagle3", "Medusa heads": "medusa"}
 DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
+ABOVE_ZERO = "above temperature 0 a drafted token stands with the target's probability of it"
+
+
+class Sampling(NamedTuple):
+    """How a draft proposes above temperature 0, where the server lets one choose."""
+
+    method: SampleMethod
+    reason: str
+
+
+DEFAULT_SAMPLING = Sampling("probabilistic", "a default; export --verify-with --temperature compares it with greedy")
 
 
 def script(
     runtime: str, *, target: str, k: int, k_reason: str, gguf: str = "", kind: DraftKind = "draft model",
     layer_ids: Sequence[int] = (), heterogeneous: bool = False, k_by_batch: Ranges | None = None,
+    sampling: Sampling = DEFAULT_SAMPLING,
 ) -> tuple[str, str]:  # fmt: skip
     """Return name and text of a script that lies in the draft's directory. Control characters become escapes.
 
     gguf: the draft's file, for llama.cpp. A parallel draft drafts in one pass where the runtime can. layer_ids: of an
     EAGLE-3 head, see eagle.HeadConfig. heterogeneous: the draft has a vocabulary of its own. k_by_batch: for vLLM, see
-    k_schedule.py.
+    k_schedule.py. sampling: for vLLM.
     """
     target, k_reason, gguf = printable(target), printable(k_reason), printable(gguf)
     match runtime:
         case "transformers":
             return "assist.py", _transformers(target, k, k_reason, kind, heterogeneous)
         case "vllm":
-            lines = _vllm(target, speculative_config("@", k, kind, heterogeneous, k_by_batch))
+            config = speculative_config(
+                "@", k, kind, sampling.method, heterogeneous=heterogeneous, k_by_batch=k_by_batch
+            )
+            lines = _vllm(target, config, sampling.reason)
         case "speculators":
             lines = ["# sh serve.sh [options of vllm serve]", DIRECTORY, 'exec vllm serve "$here" "$@"']
         case "tensorrt-llm":
@@ -46,9 +62,13 @@ def script(
 
 
 def speculative_config(
-    draft: str, k: int, kind: DraftKind, heterogeneous: bool = False, k_by_batch: Ranges | None = None
-) -> dict[str, object]:
-    """Return vLLM's --speculative-config. k: the largest of k_by_batch."""
+    draft: str, k: int, kind: DraftKind, sample_method: SampleMethod = "greedy", *, heterogeneous: bool = False,
+    k_by_batch: Ranges | None = None,
+) -> dict[str, object]:  # fmt: skip
+    """Return vLLM's --speculative-config.
+
+    k: the largest of k_by_batch. sample_method: not of Medusa heads and prompt lookup, whose tokens are certain.
+    """
     if kind == "prompt lookup":
         window = {"prompt_lookup_max": PROMPT_LOOKUP_MAX, "prompt_lookup_min": 1}
         return {"method": "ngram", "num_speculative_tokens": k, **window}
@@ -56,13 +76,16 @@ def speculative_config(
     config: dict[str, object] = {"method": method, "model": draft, "num_speculative_tokens": k}
     config |= {"use_heterogeneous_vocab": True} if heterogeneous else {}
     config |= {"num_speculative_tokens_per_batch_size": k_by_batch} if k_by_batch else {}
-    return config | ({"parallel_drafting": True} if kind == "parallel draft" else {})
+    config |= {"parallel_drafting": True} if kind == "parallel draft" else {}
+    return config if kind == "Medusa heads" else config | {"draft_sample_method": sample_method}
 
 
-def _vllm(target: str, settings: dict[str, object]) -> list[str]:
-    config = json.dumps(settings).replace('"', '\\"')
+def _vllm(target: str, settings: dict[str, object], reason: str) -> list[str]:
+    method, config = settings.get("draft_sample_method"), json.dumps(settings).replace('"', '\\"')
     speculative = '"' + config.replace("@", "$here") + '"'
+    about = f"draft_sample_method = {method}, above temperature 0: {printable(reason)}" if method else ABOVE_ZERO
     return [
+        f"# {about}",
         "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",
         DIRECTORY,
         f'exec vllm serve {shlex.quote(target)} --speculative-config {speculative} "$@"',
@@ -96,6 +119,7 @@ def _sglang(target: str, k: int, kind: DraftKind) -> list[str]:
     algorithm = "EAGLE3" if kind == "EAGLE-3 head" else "STANDALONE"
     options = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
     return [
+        f"# {ABOVE_ZERO}; thresholds below 1 are lossy",
         "# sh serve.sh [options of sglang.launch_server]; untested",
         DIRECTORY,
         f"exec python -m sglang.launch_server --model-path {shlex.quote(target)} \\",
@@ -116,6 +140,7 @@ def _llama_cpp(target: str, k: int, gguf: str, kind: DraftKind) -> list[str]:
     spec_type = "draft-eagle3" if kind == "EAGLE-3 head" else "draft-simple"
     older = "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0"
     return [
+        f"# {ABOVE_ZERO}: there is nothing to set",
         usage,
         *([older] if kind == "draft model" else []),
         DIRECTORY,

@@ -7,15 +7,17 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from draftlab.acceptance import expected
 from draftlab.acceptance.offset_logprobs import score_offsets
-from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
+from draftlab.config.server_rules import SampleMethod
 from draftlab.console import note
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError, one_line
@@ -26,7 +28,7 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.sentencepiece import PROBES
 from draftlab.reading import parse_json
 from draftlab.sampling import SamplingParams
-from draftlab.servers.client import spec_decode_counters
+from draftlab.servers.client import Server, spec_decode_counters
 from draftlab.servers.processes import running
 
 # without these its CPU build takes half of the memory, and a core of its own for every thread
@@ -52,13 +54,21 @@ class TargetTexts:
     def rows(self) -> list[list[int]]:
         return [p + c for p, c in zip(self.prompts, self.completions, strict=True)]
 
+    @property
+    def pairs(self) -> list[Text]:
+        return [(np.array(p), np.array(c)) for p, c in zip(self.prompts, self.completions, strict=True)]
 
-Count = Callable[[TargetTexts], np.ndarray]  # returns draftlab's tokens and steps of each text, [R, 2]
+
+Counts = Mapping[SampleMethod, np.ndarray]  # draftlab's tokens and steps of each text, [R, 2]
+Count = Callable[[TargetTexts], Counts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Acceptance length in draftlab, with a 95 % interval over texts, and in the runtime."""
+    """Acceptance length in draftlab, with a 95 % interval over texts, and in the runtime.
+
+    by_method: in draftlab, by how the draft samples; greedy alone at temperature 0.
+    """
 
     runtime: str
     k: int
@@ -66,6 +76,8 @@ class Verification:
     texts: int
     expected: Interval
     measured: float
+    method: SampleMethod
+    by_method: Mapping[SampleMethod, float]
     details: str
 
     def facts(self) -> dict[str, object]:
@@ -74,10 +86,11 @@ class Verification:
         numbers = {"measured": self.measured, "draftlab": expected.value, "low": expected.low, "high": expected.high}
         gap = self.measured - expected.value
         asked = {"k": self.k, "temperature": self.temperature, "texts": self.texts}
-        return {"runtime": self.runtime, **asked, "gap": gap, **numbers}
+        drafts = {"draft_sample_method": self.method, "by_method": dict(self.by_method)} if self.temperature else {}
+        return {"runtime": self.runtime, **asked, **drafts, "gap": gap, **numbers}
 
     def line(self) -> str:
-        sampled = f"temperature {self.temperature:g}, " if self.temperature else ""
+        sampled = f"temperature {self.temperature:g}, {self.method} drafts, " if self.temperature else ""
         return (
             f"{self.runtime}: {self.measured:.3f} tokens per target pass, in draftlab {self.expected.value:.3f} "
             f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, {sampled}{self.texts} texts; "
@@ -109,18 +122,46 @@ def up_to_end(prompts: list[list[int]], completions: list[list[int]], sampling: 
 def top1_hits(draft: Path, texts: TargetTexts, device: torch.device) -> list[np.ndarray]:
     """Return for each text which of its tokens are the draft's argmax, bool [n]."""
     model = decoder.load(draft, torch.float32, device)
-    pairs = [(np.array(p), np.array(c)) for p, c in zip(texts.prompts, texts.completions, strict=True)]
-    return [scored.ranks == 0 for scored in score_tokens(model, pairs, checkpoint.vocab_size(draft), SamplingParams())]
+    scores = score_tokens(model, texts.pairs, checkpoint.vocab_size(draft), SamplingParams())
+    return [scored.ranks == 0 for scored in scores]
 
 
-def drafted_hits(draft: Path, texts: TargetTexts, device: torch.device) -> list[np.ndarray]:
-    """Do the same for a draft that drafts as it was trained to: of a parallel draft [n, K], by the age of the step."""
-    token = parallel.pard_token(draft)
-    if token is None:
-        return top1_hits(draft, texts, device)
+def count_draft(draft: Path, target: Path, texts: TargetTexts, temperature: float, device: torch.device) -> Counts:
+    """Count the steps of a draft that drafts as it was trained to, and that samples as its target does."""
     model, vocab = decoder.load(draft, torch.float32, device), checkpoint.vocab_size(draft)
-    pairs = [(np.array(p), np.array(c)) for p, c in zip(texts.prompts, texts.completions, strict=True)]
-    return [scored.ranks == 0 for scored in score_offsets(model, pairs, vocab, SamplingParams(), texts.k, token)]
+    sampling, token = SamplingParams(temperature=temperature), parallel.pard_token(draft)
+    scores = (
+        score_tokens(model, texts.pairs, vocab, sampling)
+        if token is None
+        else score_offsets(model, texts.pairs, vocab, sampling, texts.k, token)
+    )
+    return counts_of(scores, lambda: decoder.load(target, torch.float32, device), vocab, texts, temperature)
+
+
+def counts_of(
+    scores: Sequence[TokenLogprobs], target: Callable[[], Decoder], vocab: int, texts: TargetTexts, temperature: float
+) -> Counts:
+    """Count the steps of a draft with this view of the texts' tokens, at their temperature.
+
+    A greedy draft's steps are certain, see greedy_steps; those of one that samples are expected (acceptance/expected).
+    vocab: logits that count.
+    """
+    greedy = count_steps([scored.ranks == 0 for scored in scores], texts)
+    if temperature == 0:
+        return {"greedy": greedy}
+    own = score_tokens(target(), texts.pairs, vocab, SamplingParams(temperature=temperature))
+    chances = [expected.chances(q.logprobs.T, p.logprobs).T for q, p in zip(scores, own, strict=True)]
+    return {"greedy": greedy, "probabilistic": expected_steps(chances, texts)}
+
+
+def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
+    """Return tokens and expected steps of each text, [R, 2], where each drafts k tokens; the prefill gives the first.
+
+    chances: that each token is accepted, [n] or [n, K] by the age of the step.
+    """
+    lengths = np.array(texts.tokens) - 1
+    counts = expected.chain(expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k)
+    return np.stack([counts.tokens + counts.truncated, counts.steps], 1)  # a cut step's own token counts, too
 
 
 def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
@@ -154,7 +195,7 @@ def in_llama_cpp(
     same = sum(a == b for a, b in zip(answer["ids"], ids, strict=True))
     tokens, steps = count_steps(own, texts).sum(0)
     result = compare(
-        f"llama.cpp ({answer['version']})", texts, 0.0, count_steps(hits, texts), float(tokens / steps),
+        f"llama.cpp ({answer['version']})", texts, 0.0, {"greedy": count_steps(hits, texts)}, float(tokens / steps),
         f"the same hits for {match:.2%} of tokens; its tokenizer gives the same ids for {same} of {len(PROBES)} "
         "probe texts",
     )  # fmt: skip
@@ -163,22 +204,33 @@ def in_llama_cpp(
     return result
 
 
-def in_vllm(command: Sequence[object], texts: TargetTexts, count: Count, temperature: float) -> Verification:
-    """Start a vLLM server of draft and target, and read its counters.
+def in_vllm(
+    command: Sequence[object], texts: TargetTexts, count: Count, temperature: float, method: SampleMethod = "greedy"
+) -> Verification:
+    """Start a vLLM server of draft and target, and read its counters. method: that of the command.
 
     Raises:
         UserError: it does not start, or has another acceptance.
     """
     with running(command, VLLM_ON_CPU | os.environ) as (server, _):
-        before = server.metrics()
-        sampling = SamplingParams(max_tokens=max(texts.tokens), temperature=temperature)
-        completions = [completion.ids for completion in server.generate(texts.prompts, sampling)]
-        counters = spec_decode_counters(before, server.metrics())
-    if counters is None:
-        raise UserError(f"{command[0]} drafted nothing: its /metrics count no speculative steps")
+        completions, measured = served_by_vllm(server, texts, temperature)
     texts, details = as_served(texts, completions, temperature)
-    measured = counters.acceptance.mean_acceptance_length
-    return compare(f"vLLM {server.version}", texts, temperature, count(texts), measured, details)
+    return compare(f"vLLM {server.version}", texts, temperature, count(texts), measured, details, method)
+
+
+def served_by_vllm(server: Server, texts: TargetTexts, temperature: float) -> tuple[list[list[int]], float]:
+    """Return what a running server writes after the prompts, and its tokens per target pass.
+
+    Raises:
+        UserError: its metrics count no speculative steps.
+    """
+    before = server.metrics()
+    sampling = SamplingParams(max_tokens=max(texts.tokens), temperature=temperature)
+    completions = [completion.ids for completion in server.generate(texts.prompts, sampling)]
+    counters = spec_decode_counters(before, server.metrics())
+    if counters is None:
+        raise UserError(f"{server.http.url} drafted nothing: its /metrics count no speculative steps")
+    return completions, counters.acceptance.mean_acceptance_length
 
 
 def as_served(texts: TargetTexts, completions: Sequence[list[int]], temperature: float) -> tuple[TargetTexts, str]:
@@ -224,18 +276,31 @@ def in_llama_server(command: Sequence[object], texts: TargetTexts, count: Count,
         UserError: it does not start, or has another acceptance.
     """
     with running(command, VLLM_ON_CPU | os.environ) as (server, _):
-        before = server.metrics()
-        asked = [SamplingParams(max_tokens=n, temperature=temperature, seed=i) for i, n in enumerate(texts.tokens)]
-        completions = [server.generate_ids(*each)[0] for each in zip(texts.prompts, asked, strict=True)]
-        counters = spec_decode_counters(before, server.metrics())
-    if counters is None:
-        raise UserError(f"{command[0]} drafted nothing: its /metrics count no speculative steps")
-    tokens = sum(len(ids) - 1 for ids in completions)
-    measured = tokens / (tokens - sum(counters.num_accepted_tokens_per_pos))
+        completions, measured = served_by_llama_cpp(server, texts, temperature)
     texts, details = as_served(texts, completions, temperature)
-    counts = count(texts)
-    counts[:, 0] = np.array(texts.tokens) - 1  # its last step drafts no more than fits
+    counts = {"greedy": to_the_limit(count(texts)["greedy"], texts)}
     return compare(f"llama.cpp {server.version}", texts, temperature, counts, measured, details)
+
+
+def served_by_llama_cpp(server: Server, texts: TargetTexts, temperature: float) -> tuple[list[list[int]], float]:
+    """Return what a running server writes after the prompts, and its tokens per target pass.
+
+    Raises:
+        UserError: its metrics count no speculative steps.
+    """
+    before = server.metrics()
+    asked = [SamplingParams(max_tokens=n, temperature=temperature, seed=i) for i, n in enumerate(texts.tokens)]
+    completions = [server.generate_ids(*each)[0] for each in zip(texts.prompts, asked, strict=True)]
+    counters = spec_decode_counters(before, server.metrics())
+    if counters is None:
+        raise UserError(f"{server.http.url} drafted nothing: its /metrics count no speculative steps")
+    tokens = sum(len(ids) - 1 for ids in completions)
+    return completions, tokens / (tokens - sum(counters.num_accepted_tokens_per_pos))
+
+
+def to_the_limit(counts: np.ndarray, texts: TargetTexts) -> np.ndarray:
+    """Return counts of a server whose last step drafts no more than fits a text."""
+    return np.stack([np.array(texts.tokens) - 1.0, counts[:, 1]], 1)
 
 
 def llama_server_command(program: Path, target: Path, draft: Path, texts: TargetTexts, spec_type: str) -> list[object]:
@@ -280,21 +345,32 @@ def count_steps(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
 
 
 def compare(
-    runtime: str, texts: TargetTexts, temperature: float, counts: np.ndarray, measured: float, details: str
-) -> Verification:
-    """Compare a runtime's acceptance length with draftlab's. counts: tokens and steps of each text, [R, 2].
+    runtime: str, texts: TargetTexts, temperature: float, counts: Counts, measured: float, details: str,
+    method: SampleMethod = "greedy",
+) -> Verification:  # fmt: skip
+    """Compare a runtime's acceptance length with draftlab's, see beside.
 
     Raises:
         UserError: it is outside the interval of draftlab's.
     """
-    expected = ratio_interval(counts)
-    result = Verification(
-        runtime=runtime, k=texts.k, temperature=temperature, texts=len(counts), expected=expected, measured=measured,
-        details=details,
-    )  # fmt: skip
-    if not expected.low <= measured <= expected.high:
+    result = beside(runtime, texts, temperature, counts, measured, details, method)
+    if not result.expected.low <= measured <= result.expected.high:
         raise UserError(f"--verify-with: the export has another acceptance. {result.line()}")
     return result
+
+
+def beside(
+    runtime: str, texts: TargetTexts, temperature: float, counts: Counts, measured: float, details: str,
+    method: SampleMethod = "greedy",
+) -> Verification:  # fmt: skip
+    """Return a runtime's acceptance length beside draftlab's. method: of the runtime's draft, above temperature 0."""
+    method = method if temperature else "greedy"
+    sums = {name: rows.sum(0) for name, rows in counts.items()}
+    return Verification(
+        runtime=runtime, k=texts.k, temperature=temperature, texts=len(texts.tokens), method=method, details=details,
+        expected=ratio_interval(counts[method]), measured=measured,
+        by_method={name: float(tokens / steps) for name, (tokens, steps) in sums.items()},
+    )  # fmt: skip
 
 
 def vllm_command(

@@ -20,7 +20,6 @@ from draftlab.latency.random_model import random_model
 from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
 from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory, parallel
 from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
-from draftlab.model.eagle_llama import NativeEagle
 from draftlab.model.families import locate_shape
 from draftlab.model.llama import Llama
 from draftlab.model.shape import Shape
@@ -96,13 +95,10 @@ def check(config: GridConfig, models: Models, device_map: str | None = None) -> 
     heads = list(filter(_is_head, paths))
     paths = [path for path in paths if path not in heads]
     for head in heads:
-        if device_map or config.mode == "graphs":
-            raise UserError(
-                f"{head} is an EAGLE-3 head, which runs in modes eager and native on the engine's own models"
-            )
+        if device_map:
+            raise UserError(f"{head} is an EAGLE-3 head, which runs beside the engine's own models: no --device-map")
         llama.check_supported(_target_of(head, models))
     mode = "eager" if device_map else resolve_mode(config.mode, device, dtype, paths)
-    mode = "eager" if heads and mode == "graphs" else mode
     check_mode(mode, device, dtype)
     for path in paths if mode != "eager" else ():
         llama.check_supported(path)
@@ -228,7 +224,7 @@ def _load(config: GridConfig, models: Models, device_map: str | None, mode: Mode
             target = next(decoders[name] for name, other in models.items() if other == path)
             assert isinstance(target, Llama)  # by check
             head = eagle_llama.load(place, path, target)
-            decoders[name] = HeadPasses(NativeEagle(head) if mode == "native" else head)
+            decoders[name] = HeadPasses(eagle_llama.with_mode(head, mode))
         else:
             decoders[name] = load(place, dtype, device, device_map)
     return {name: decoders[name] for name in models}

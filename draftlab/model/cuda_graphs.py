@@ -1,19 +1,20 @@
 """CUDA graphs of llama.py's narrow passes: one launch replays a pass, or the drafting of K tokens, for any lengths.
 
-B rows, T new tokens, K drafted tokens, S cached + new, V vocab. A graph has a fixed shape, cache memory and bucket of
-S; the rows' lengths are data. On a CPU the same static tensors are used without capture, as in tests.
+B rows, T new tokens, K drafted tokens, S cached + new, D hidden, V vocab. A graph has a fixed shape, cache memory and
+bucket of S; the rows' lengths are data. On a CPU the same static tensors are used without capture, as in tests.
 """
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftlab.model.attention import AttentionMetadata
 from draftlab.model.devices import staged
-from draftlab.model.llama import Cache, Llama, Tree
+from draftlab.model.llama import Cache, LayerStates, Llama, Tree
 
 BUCKET = 256  # S is rounded up to a multiple; positions after a row's end are masked
 WIDE = 512  # wider passes are bound by arithmetic, not by launches
@@ -30,6 +31,7 @@ class _Store:
     keys: Tensor
     values: Tensor
     user: weakref.ref[Tensor]
+    layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)  # by their layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,14 @@ class _Graph:
     ids: Tensor  # [B, T]
     used: Tensor  # [B, 1]
     logits: Tensor  # [B, last, V]
+    states: Tensor | None  # of an EAGLE-3 head, [B, T, D]; its output overwrites them
     replay: Callable[[], object]
 
 
 @dataclass(slots=True)
 class _Chain:
     logits: Tensor  # [B, V], after the texts
+    state: Tensor | None  # of an EAGLE-3 head, [B, 1, D]
     used: Tensor  # [B, 1]
     uniform: Tensor  # [B, K]
     drafted: tuple[Tensor, Tensor | None]
@@ -88,69 +92,101 @@ class CudaGraphLlama(Llama):
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         if tree is not None or ids.numel() > WIDE or not any(cache.used):  # prompts: each length is seen once
             return super().forward(ids, cache, last, tree)
+        return self._replayed(ids, cache, last).logits
+
+    def _replayed(self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None) -> _Graph:
+        """Replay a pass; its outputs are in its graph. states: of an EAGLE-3 head, [B, T, D]."""
         width = ids.shape[1]
-        end = _end(cache, width)
-        key = (cache.keys.data_ptr(), len(ids), width, last, end)
+        end, layers = _end(cache, width), () if cache.layer_states is None else cache.layer_states.ids
+        key = (cache.keys.data_ptr(), len(ids), width, last, end, *layers)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(ids, cache, last, end)
+            self._graphs[key] = self._capture(ids, cache, last, end, states)
         graph = self._graphs[key]
         graph.ids.copy_(ids)
         graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
+        if graph.states is not None:
+            graph.states.copy_(states)
         graph.replay()
         cache.used = [used + width for used in cache.used]
-        return graph.logits
+        return graph
+
+    def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
+        """Return memory that belongs to the cache's, so that graphs write to one place for every text."""
+        store = next(store for store in self._stores if store.keys.data_ptr() == cache.keys.data_ptr())
+        if ids not in store.layer_states:
+            store.layer_states[ids] = super().new_layer_states(cache, ids)
+        return store.layer_states[ids]
 
     @torch.inference_mode()
     def draft_chain(
-        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler
+        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Draft K tokens after the cached ones, see draft_chain; all choices and passes are one graph.
 
-        choose: hashable; equal ones share a graph. It must not synchronise with the device.
+        choose: hashable; equal ones share a graph. It must not synchronise with the device. state: of an EAGLE-3 head,
+        of each text's last place, [B, 1, D].
         """
         rows, count = uniform.shape
         end = _end(cache, count - 1)
         key = (cache.keys.data_ptr(), rows, count, end, choose)
         if key not in self._chains:
-            self._chains[key] = self._capture_chain(logits, cache, uniform, choose, end)
+            self._chains[key] = self._capture_chain(logits, cache, uniform, choose, end, state)
         graph = self._chains[key]
         graph.logits.copy_(logits)
+        if graph.state is not None:
+            graph.state.copy_(state)
         graph.uniform.copy_(uniform)
         graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
         graph.replay()
         cache.used = [used + count - 1 for used in cache.used]
         return graph.drafted
 
-    def _capture_chain(self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, end: int) -> _Chain:
+    def _capture_chain(
+        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, end: int, state: Tensor | None
+    ) -> _Chain:
         used = staged(cache.used, self.device).unsqueeze(1)
-        keys, values = cache.keys.detach(), cache.values
-        graph = _Chain(logits.clone(), used, uniform.clone(), (used, None), lambda: None)
+        memory = Cache(cache.keys.detach(), cache.values)
+        kept = None if state is None else state.clone()
+        graph = _Chain(logits.clone(), kept, used, uniform.clone(), (used, None), lambda: None)
 
         def run() -> None:
-            length = used
+            length, own = used, graph.state
 
             def following(token: Tensor) -> Tensor:
-                nonlocal length
+                nonlocal length, own
                 metadata = self.attention_metadata(length, 1, end)
                 length = length + 1
-                return self.decode(token.unsqueeze(1), keys, values, metadata, 1)[:, -1]
+                logits, own = self._pass(token.unsqueeze(1), memory, metadata, 1, own)
+                return logits[:, -1]
 
             graph.drafted = draft_chain(graph.logits, graph.uniform, choose, following)
 
         graph.replay = capture(run, self.device) if self.device.type == "cuda" else run
         return graph
 
-    def _capture(self, ids: Tensor, cache: Cache, last: int, end: int) -> _Graph:
+    def _capture(self, ids: Tensor, cache: Cache, last: int, end: int, states: Tensor | None) -> _Graph:
         ids, used = ids.clone(), staged(cache.used, self.device).unsqueeze(1)
-        keys, values = cache.keys.detach(), cache.values  # the cache may be collected before the graph
-        logits = torch.empty(
-            *ids.shape[:1], last or ids.shape[1], self.shape.vocab, dtype=keys.dtype, device=self.device
-        )
+        states = None if states is None else states.clone()
+        # the cache may be collected before the graph
+        memory = Cache(cache.keys.detach(), cache.values, layer_states=cache.layer_states)
+        size = (len(ids), last or ids.shape[1], self.shape.vocab)
+        logits = torch.empty(size, dtype=memory.keys.dtype, device=self.device)
 
         def run() -> None:
-            logits.copy_(self.decode(ids, keys, values, self.attention_metadata(used, ids.shape[1], end), last))
+            metadata = self.attention_metadata(used, ids.shape[1], end)
+            made, own = self._pass(ids, memory, metadata, last, states)
+            logits.copy_(made)
+            if states is not None:
+                states.copy_(own)
 
-        return _Graph(ids, used, logits, capture(run, self.device, self._pool) if self.device.type == "cuda" else run)
+        replay = capture(run, self.device, self._pool) if self.device.type == "cuda" else run
+        return _Graph(ids, used, logits, states, replay)
+
+    def _pass(
+        self, ids: Tensor, cache: Cache, metadata: AttentionMetadata, last: int, states: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a pass; also return the states after it, of an EAGLE-3 head."""
+        return self.decode(ids, cache.keys, cache.values, metadata, last, layer_states=cache.layer_states), None
 
 
 def _end(cache: Cache, width: int) -> int:

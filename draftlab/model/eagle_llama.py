@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.model import eagle
+from draftlab.model import Mode, cuda_graphs, eagle
 from draftlab.model.attention import AttentionMetadata, pinned_backends
+from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.eagle import Head
 from draftlab.model.llama import Cache, Llama, Tree, rms_norm, rotary
 from draftlab.model.native_cpu import WIDE, NativeLlama
@@ -91,6 +92,37 @@ class NativeEagle(EagleLlama, NativeLlama):
             return super().step(ids, states.to(self.embed), cache, last, tree)
         states = states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         return self.narrow_pass(ids, cache, last, tree, states), states
+
+
+class CudaGraphEagle(EagleLlama, CudaGraphLlama):
+    """A head whose narrow passes are replayed graphs, see CudaGraphLlama."""
+
+    def __init__(self, model: EagleLlama) -> None:
+        CudaGraphLlama.__init__(self, model)
+
+    @torch.inference_mode()
+    def step(
+        self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run one pass, see EagleLlama.step."""
+        if tree is not None or ids.numel() > cuda_graphs.WIDE or not any(cache.used):
+            return super().step(ids, states, cache, last, tree)
+        graph = self._replayed(ids, cache, last, states)
+        assert graph.states is not None  # as given
+        return graph.logits, graph.states
+
+    def _pass(
+        self, ids: Tensor, cache: Cache, metadata: AttentionMetadata, last: int, states: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert states is not None  # by step and draft_chain
+        return self.decode_states(ids, states, cache, metadata, last)
+
+
+def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
+    """Return a head with passes that run in the mode of its target. int8: in mode native."""
+    if mode == "native":
+        return NativeEagle(head, int8)
+    return CudaGraphEagle(head) if mode == "graphs" else head
 
 
 def load(folder: Path, target_path: Path, target: Llama) -> EagleLlama:

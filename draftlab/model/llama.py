@@ -178,6 +178,11 @@ class Llama:
         size = (s.layers, rows, s.kv_heads, capacity, s.head_dim)
         return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
 
+    def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
+        """Return memory for the states after some layers at every place of a cache."""
+        rows, capacity = cache.keys.shape[1], cache.capacity
+        return LayerStates(ids, self.embed.new_zeros(rows, capacity, len(ids) * self.shape.hidden))
+
     def check_fits(self, capacity: int) -> None:
         """Raises UserError: capacity exceeds the model's context."""
         if capacity > self.context:

@@ -66,10 +66,7 @@ def engine_settings(config: SearchConfig, models: list[Path]) -> dict[str, Any]:
     """Return how the engine runs in every step."""
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
-    if config.drafter and config.mode == "graphs":
-        raise UserError("--drafter: heads read states of layers, which mode graphs does not keep")
     mode = resolve_mode(config.mode, device, dtype, models)
-    mode = "eager" if config.drafter and mode == "graphs" else mode
     check_mode(mode, device, dtype)
     name = checkpoint.dtype_name(dtype)
     return {"device": config.device, "dtype": name, "mode": mode, "threads": config.threads}

@@ -15,8 +15,7 @@ from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from draftlab.engine.drafters.tree import full_tree
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
-from draftlab.errors import UserError
-from draftlab.model import eagle, llama
+from draftlab.model import Mode, eagle, eagle_llama, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import feed, with_mode
 from draftlab.model.eagle import Head
@@ -40,14 +39,16 @@ def folder(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_pat
     return out
 
 
-@pytest.fixture(scope="module", params=["eager", "native"])
+@pytest.fixture(scope="module", params=["eager", "native", "graphs"])
 def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llama.Llama:
-    return with_mode(llama.load(family_dirs["llama"], torch.float32), request.param)
+    model = llama.load(family_dirs["llama"], torch.float32)
+    return CudaGraphLlama(model) if request.param == "graphs" else with_mode(model, request.param)
 
 
 def drafter_of(folder: Path, target: llama.Llama, family_dirs: dict[str, Path]) -> Any:
     head = EagleLlama(eagle.read(folder, family_dirs["llama"], target.embed.dtype), target.embed, folder)
-    return recording(EagleDrafter, target, NativeEagle(head) if isinstance(target, NativeLlama) else head)
+    modes: dict[type, Mode] = {NativeLlama: "native", CudaGraphLlama: "graphs"}
+    return recording(EagleDrafter, target, eagle_llama.with_mode(head, modes.get(type(target), "eager")))
 
 
 @pytest.fixture(scope="module")
@@ -201,10 +202,3 @@ def test_sampled_replay_expects_what_sampling_counts(near_head):
 
     assert error(chances) < 5
     assert error([np.repeat(row[:, :1], k, 1) for row in chances]) > 5
-
-
-def test_modes_without_states_are_refused(folder, family_dirs):
-    target = llama.load(family_dirs["llama"], torch.float32)
-    head = EagleLlama(eagle.read(folder, family_dirs["llama"], torch.float32), target.embed, folder)
-    with pytest.raises(UserError, match="mode"):
-        EagleDrafter(CudaGraphLlama(target), head)

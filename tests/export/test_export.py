@@ -22,11 +22,12 @@ from typer.testing import CliRunner
 
 from draftlab import provenance, workspace
 from draftlab.cli import app
+from draftlab.config.export import ExportConfig
 from draftlab.distill.vocabulary import resize
 from draftlab.engine.generate import ModelDrafter, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import RULES
 from draftlab.errors import UserError
-from draftlab.export import gguf, gguf_tokenizer, hf, scripts, verify
+from draftlab.export import gguf, gguf_tokenizer, hf, run, scripts, verify
 from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
 from draftlab.results.score import read_score
@@ -272,7 +273,8 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     place = str(space / "a folder")
     if runtime == "vllm":
         config = json.loads(words[words.index("--speculative-config") + 1])
-        assert config == {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
+        asked = {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
+        assert config == asked | {"draft_sample_method": "probabilistic"}
     elif runtime == "sglang":
         assert words[words.index("--speculative-draft-model-path") + 1] == place
         assert words[words.index("--speculative-num-draft-tokens") + 1] == "4"
@@ -452,9 +454,8 @@ def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
         assert verify.greedy_steps(hit.tolist(), writing.k, writing.tokens[row])[1] == len(accepted)
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
-def test_a_sampled_text_tells_the_steps_that_made_it(space, rule):
-    """A server that lets the draft's most probable token stand with the target's probability, by either rule."""
+def target_and_draft() -> tuple[llama.Llama, llama.Llama]:
+    """Write a target, and a draft that agrees with it now and then; return both."""
     model: Any = build("llama", 1, num_hidden_layers=2)
     for folder, scale in (("target", 12), ("draft", 1.2)):
         with torch.no_grad():
@@ -462,6 +463,13 @@ def test_a_sampled_text_tells_the_steps_that_made_it(space, rule):
             model.model.layers[0].mlp.down_proj.weight.mul_(scale)
         model.save_pretrained(folder)
     target, draft = (llama.load(Path(folder), torch.float32) for folder in ("target", "draft"))
+    return target, draft
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_a_sampled_text_tells_the_steps_that_made_it(space, rule):
+    """A server that lets the draft's most probable token stand with the target's probability, by either rule."""
+    target, draft = target_and_draft()
     prompts, how = [[0, 17, 44], [0, 5, 250, 31]], SamplingParams(max_tokens=24, temperature=1.0)
     live = list(
         speculative_decode(target, ModelDrafter(draft), prompts, 3, how, rule=RULES.get(rule), draft_temperature=0.0)
@@ -472,6 +480,50 @@ def test_a_sampled_text_tells_the_steps_that_made_it(space, rule):
         assert steps == len([step for step in live if step.row == row]) - 1
         assert 23 <= tokens <= 24
     assert counts[:, 0].sum() > counts[:, 1].sum()
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_steps_that_are_certain_are_expected_as_they_are(k):
+    """To the end of a text whose last step is cut, is whole, or has accepted all of its draft."""
+    hits = [np.random.default_rng(seed).random((seed % 9 + 1, k)) < 0.7 for seed in range(60)]
+    texts = verify.TargetTexts(
+        prompts=[[1]] * 60, completions=[[1] * len(h) for h in hits], tokens=[*map(len, hits)], k=k
+    )
+    for rows in (hits, [row[:, 0] for row in hits]):
+        wanted = verify.count_steps(rows, texts)
+        np.testing.assert_allclose(verify.expected_steps([row.astype(float) for row in rows], texts), wanted)
+
+
+def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space):
+    """Over many texts, within five standard errors; as a greedy draft would is another number."""
+    target, draft = target_and_draft()
+    prompts, how = [[0, 17, 44]] * 200, SamplingParams(max_tokens=24, temperature=0.8)
+    live = list(speculative_decode(target, ModelDrafter(draft), prompts, 3, how))
+    served, _ = verify.as_served(verify.to_sample(prompts, 24, 3), output_tokens(live), 0.8)
+    counts = verify.count_draft(Path("draft"), Path("target"), served, 0.8, torch.device("cpu"))
+    taken = np.bincount([step.row for step in live]) - 1
+
+    def error(rows: np.ndarray) -> float:
+        differences = taken - rows[:, 1]
+        return abs(differences.mean()) / (differences.std(ddof=1) / len(differences) ** 0.5)
+
+    assert error(counts["probabilistic"]) < 5 < error(counts["greedy"])
+
+
+def test_a_script_drafts_above_temperature_0_as_more_is_accepted(space):
+    """By what draftlab counts in the texts of the verification; as asked, whatever that is; else by a default."""
+    greedy, sampled = np.array([[30.0, 20.0]] * 2), np.array([[30.0, 24.0]] * 2)
+    texts, config = verify.to_sample([[1], [1]], 31, 3), ExportConfig(to="vllm", target="t")
+    for steps, best in (((greedy, sampled), "greedy"), ((sampled, greedy), "probabilistic")):
+        counts: verify.Counts = {"greedy": steps[0], "probabilistic": steps[1]}
+        verified = verify.compare("vLLM", texts, 0.7, counts, 30 / steps[1][0, 1], "", "probabilistic")
+        chosen = run.choose_sampling(config, verified)
+        text = scripts.script("vllm", target="t", k=3, k_reason="", sampling=chosen)[1]
+        assert f"# draft_sample_method = {best}, above temperature 0: tokens per target pass at 0.7: greedy 1." in text
+        asked = ExportConfig(to="vllm", target="t", draft_sample_method="greedy")
+        assert run.choose_sampling(asked, verified) == ("greedy", "set by --draft-sample-method")
+    at_zero = verify.compare("vLLM", texts, 0.0, {"greedy": greedy}, 1.5, "")
+    assert run.choose_sampling(config, at_zero) == scripts.DEFAULT_SAMPLING
 
 
 def test_the_temperature_is_refused_where_nothing_is_sampled(space):
@@ -582,7 +634,8 @@ def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dir
 
 
 @pytest.mark.vllm
-def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs):
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "0.7", "--draft-sample-method", "probabilistic"]])
+def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs, sampling):
     """On the embedded target and a draft that is its first layers: some tokens stand, and some do not."""
     program = os.environ.get("DRAFTLAB_TEST_VLLM")
     if program is None:
@@ -591,6 +644,6 @@ def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs):
     prune = ["prune", "--source", "tiny", "--layers", "8", "--data", "stdlib", "--calibration-tokens", "4096"]
     assert runner.invoke(app, [*prune, "--out", "cut"]).exit_code == 0
     export = ["export", "cut", "--to", "vllm", "--target", "tiny", "--data", "stdlib", "--verify-with", program]
-    result = runner.invoke(app, [*export, "--out", "out"])
+    result = runner.invoke(app, [*export, *sampling, "--out", "out"])
     assert result.exit_code == 0, result.output
     assert "tokens per target pass, in draftlab" in result.stdout

@@ -176,7 +176,9 @@ def test_fewer_medusa_heads_are_the_first(medusa_folder, target):
     out = exported(medusa_folder, target, "vllm", "--k", "2")
     assert json.loads((out / "config.json").read_text())["num_heads"] == 2
     assert '\\"num_speculative_tokens\\": 2' in (out / "serve.sh").read_text()
+    assert "draft_sample_method" not in (out / "serve.sh").read_text()
     assert "at most 3 tokens" in refused(medusa_folder, target, "--to", "vllm", "--k", "4")
+    assert "drafts greedily" in refused(medusa_folder, target, "--to", "vllm", "--draft-sample-method", "greedy")
     assert "only vLLM" in refused(medusa_folder, target, "--to", "sglang")
 
 
@@ -184,6 +186,7 @@ def test_fewer_medusa_heads_are_the_first(medusa_folder, target):
     ("runtime", "words"),
     [
         ("vllm", '\\"method\\": \\"eagle3\\"'),
+        ("vllm", '\\"draft_sample_method\\": \\"probabilistic\\"'),
         ("sglang", "--speculative-algorithm EAGLE3"),
         ("llama.cpp", "--spec-type draft-eagle3"),
         ("tensorrt-llm", "eagle3_layers_to_capture: [1, 7, 12]"),
@@ -218,7 +221,7 @@ def test_a_sampled_text_tells_the_steps_that_made_it(tmp_path, rule):
     live = list(speculative_decode(target, drafter, [prompt], K, sampling, rule=RULES.get(rule), draft_temperature=0.0))
     ids = [token for step in live for token in step.tokens]
     served, _ = verify.as_served(verify.to_sample([prompt], 40, K), [ids], 1.0)
-    tokens, steps = heads.count_chains(target, head, served)[0]
+    tokens, steps = heads.count_chains(target, head, served, 1.0)["greedy"][0]
     assert steps == len(live) - 1
     assert 39 <= tokens <= 40  # the last step may have had one more
     assert tokens > steps

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from plain_eagle import target_and_head
 from test_engine import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from draftlab.benchmark import throughput
 from draftlab.benchmark.stalls import timed_steps
 from draftlab.benchmark.throughput import measure_throughput
+from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import ModelDrafter, Sampler, decode, output_tokens, speculative_decode
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
+from draftlab.model.eagle_llama import CudaGraphEagle
 from draftlab.sampling import SamplingParams
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -122,6 +125,47 @@ def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
             torch.testing.assert_close(found.q, wanted.q)
         assert drafters[1].cache.used == drafters[0].cache.used
     assert len(graphed._chains) == 1
+
+
+@DEVICES
+@pytest.mark.parametrize("warp", [{}, {"temperature": 0.9, "top_k": 40}])
+def test_a_head_drafts_from_the_states_that_graphs_of_its_target_keep(tmp_path, device, warp):
+    """Texts beside each other, then others in the same memory, where states of the first ones still are."""
+    target, head = target_and_head(tmp_path, torch.device(device))
+    graphs = CudaGraphLlama(target), CudaGraphEagle(head)
+    sampling, made = SamplingParams(max_tokens=24, **warp), []
+    drafters = {target: EagleDrafter(target, head), graphs[0]: EagleDrafter(*graphs)}
+    for prompts in (RAGGED[:3], RAGGED[1:4], [prompt[:4] for prompt in RAGGED[:3]]):
+        found = [list(speculative_decode(model, drafters[model], prompts, 4, sampling)) for model in drafters]
+        assert [(step.row, step.accepted, step.tokens) for step in found[0]] == [
+            (step.row, step.accepted, step.tokens) for step in found[1]
+        ]
+        assert sum(step.accepted for step in found[0]) > 0
+        made.append((len(graphs[0]._stores), len(graphs[1]._stores), len(graphs[1]._chains)))
+    assert made == [(1, 1, 1)] * 3
+
+
+def test_a_plain_text_after_a_heads_does_not_write_states(tmp_path):
+    target, head = target_and_head(tmp_path)
+    graphs, sampling = (CudaGraphLlama(target), CudaGraphEagle(head)), SamplingParams(max_tokens=12)
+    drafter = EagleDrafter(*graphs)
+    expected = output_tokens(speculative_decode(graphs[0], drafter, [RAGGED[0]], 2, sampling))
+    states = drafter.layer_states.states.clone()
+    assert output_tokens(decode(graphs[0], [RAGGED[0][:-1]], sampling))
+    assert torch.equal(drafter.layer_states.states, states)
+    assert output_tokens(speculative_decode(graphs[0], drafter, [RAGGED[0]], 2, sampling)) == expected
+
+
+def test_what_is_captured_of_a_head_never_waits_for_the_device(tmp_path):
+    target, head = target_and_head(tmp_path)
+    graphs = CudaGraphLlama(target), CudaGraphEagle(head)
+    for warp in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8, top_k=40)):
+        list(speculative_decode(graphs[0], EagleDrafter(*graphs), RAGGED[:3], 3, warp))
+    assert all(len(each) > 0 for model in graphs for each in (model._graphs, graphs[1]._chains))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        for model in graphs:
+            for graph in [*model._graphs.values(), *model._chains.values()]:
+                graph.replay()
 
 
 def test_what_is_captured_never_waits_for_the_device(family_dirs):

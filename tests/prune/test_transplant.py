@@ -361,5 +361,6 @@ def test_a_draft_of_another_vocabulary_decodes_as_the_target_with_two_tokenizers
 def test_the_script_for_vllm_lets_it_translate(space):
     call("export", "draft", "--to", "vllm", "--use-heterogeneous-vocab", "--k", "3", "--out", "out")
     assert '\\"use_heterogeneous_vocab\\": true' in (space / "out/serve.sh").read_text()
+    assert '\\"draft_sample_method\\": \\"greedy\\"' in (space / "out/serve.sh").read_text()
     assert checkpoint.vocab_size(space / "out") == 307
     assert "its own, which the server translates" in (space / "out/README.md").read_text()

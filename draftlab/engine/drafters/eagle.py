@@ -5,15 +5,16 @@ has a place for each: position i holds the state after token i beside token i + 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftlab.engine.drafters.tree import Siblings, TreeDrafter
 from draftlab.engine.generate import Draft, Sampler
-from draftlab.errors import UserError
-from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
-from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.cuda_graphs import draft_chain
+from draftlab.model.devices import staged
+from draftlab.model.eagle_llama import CudaGraphEagle, EagleLlama
 from draftlab.model.llama import Cache, LayerStates, Llama, Parents, Tree
 from draftlab.sampling import SamplingParams
 
@@ -21,20 +22,19 @@ from draftlab.sampling import SamplingParams
 class EagleDrafter:
     """Drafts a chain, one pass of the head per token; what the target has read since is fed first, in one pass."""
 
+    cache: Any
+    layer_states: LayerStates
+
     def __init__(self, target: Llama, head: EagleLlama) -> None:
-        """Raises UserError: the target's passes keep no states."""
-        if isinstance(target, CudaGraphLlama):
-            raise UserError("EAGLE-3 heads read states of the target's layers, which mode graphs does not keep")
         self.target, self.head = target, head
-        self.reset(1, 1)
 
     def reset(self, rows: int, capacity: int) -> None:
+        self.cache = None  # frees its memory before the next one is allocated
         self.cache = self.head.new_cache(rows, capacity)
-        width = len(self.head.layer_ids) * self.target.shape.hidden
-        self.layer_states = LayerStates(self.head.layer_ids, self.target.embed.new_zeros(rows, capacity, width))
         self.read = [0] * rows  # positions of each row that hold the target's states
 
     def attach(self, cache: Cache) -> None:
+        self.layer_states = self.target.new_layer_states(cache, self.head.layer_ids)
         cache.layer_states = self.layer_states
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
@@ -43,13 +43,17 @@ class EagleDrafter:
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits, state = self.last_logits(texts)
+        sampler = Sampler(sampling.unlimited(), self.target.shape.vocab)
 
         def following(token: Tensor) -> Tensor:
             nonlocal state
             logits, state = self.head.step(token.unsqueeze(1), state, self.cache, last=1)
             return logits[:, -1]
 
-        ids, q = draft_chain(logits, uniform, Sampler(sampling.unlimited(), self.target.shape.vocab), following)
+        if isinstance(self.head, CudaGraphEagle):
+            ids, q = self.head.draft_chain(logits, self.cache, uniform, sampler, state)
+        else:
+            ids, q = draft_chain(logits, uniform, sampler, following)
         return Draft(ids=ids, q=q, counts=[count] * len(texts))
 
     def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
@@ -61,7 +65,7 @@ class EagleDrafter:
         width = max(end - min(read, end - 1) for end, read in zip(ends, self.read, strict=True))
         starts = [max(0, end - width) for end in ends]
         rows = [(text[at + 1 : at + 1 + width] + [0] * width)[:width] for text, at in zip(texts, starts, strict=True)]
-        ids, first = torch.tensor(rows, device=self.head.device), torch.tensor(starts, device=self.head.device)
+        ids, first = staged(rows, self.head.device), staged(starts, self.head.device)
         row = torch.arange(len(rows), device=self.head.device)
         places = first.unsqueeze(1) + torch.arange(width, device=self.head.device)
         fed = self.head.combine(self.layer_states.states[row.unsqueeze(1), places])
@@ -69,7 +73,7 @@ class EagleDrafter:
         at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]  # of each text's last place
         logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))
         self.cache.used, self.read = list(ends), list(ends)
-        chosen = torch.tensor(at, device=self.head.device)
+        chosen = staged(at, self.head.device)
         return logits[row, chosen - min(at)], states[row, chosen].unsqueeze(1)
 
 

@@ -1,0 +1,149 @@
+"""A LLaMA-65B-shaped target with the paper's five drafts, live: the engine's own steps, with random weights.
+
+Random drafts agree with nothing, so each drafted token is accepted by a coin of chance alpha, in a rule of its own: all
+passes, choices and rollbacks are those of sampled decoding, and alpha is the paper's law. On a device that does not
+hold the target its first layers run, as many as fit ("layers"); a 65B target fits one H200 in bfloat16. "paper": the
+throughput of Wide-796M over that of earlier drafts, on 4 x A100 (2402.01528, third version).
+"""
+
+import json
+from collections.abc import Iterator
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks import environment
+from draftlab.console import note
+from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_decode
+from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, Verdict
+from draftlab.latency.machine_state import device_name, steady_clock, steady_step_clock
+from draftlab.latency.random_model import random_model
+from draftlab.model import Mode, checkpoint, memory
+from draftlab.model.cuda_graphs import BUCKET
+from draftlab.model.decoder import with_mode
+from draftlab.model.families import locate_shape
+from draftlab.model.llama import Llama
+from draftlab.model.shape import Shape, parse_numbers
+from draftlab.sampling import SamplingParams
+
+DRAFTS = "noft-1.3b,wide-1.3b,wide-796m,wide-543m,wide-290m"
+PAPER = {"wide_796m_over_earlier_drafts": 2.11, "on": "4 x A100-80GB"}
+ROOM = 8e9  # bytes beside the target: the largest draft, caches, graphs
+
+
+def main(
+    target: Annotated[str, typer.Option(help="Shape of the target.")] = "llama-65b",
+    drafts: Annotated[str, typer.Option(help="Shapes of drafts, by comma.")] = DRAFTS,
+    k: Annotated[str, typer.Option(help="Drafted tokens, as 1,2,4.")] = "1,2,4,6,8",
+    alphas: Annotated[str, typer.Option(help="Chances of a drafted token, by comma.")] = "0.5,0.6,0.7,0.8,0.9",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after it.")] = 64,
+    mode: Annotated[str, typer.Option(help="eager, native or graphs.")] = "graphs",
+    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+    room: Annotated[float, typer.Option(help="Bytes beside the target.")] = ROOM,
+) -> None:
+    place, ks = torch.device(device), parse_numbers(k)
+    torch.manual_seed(0)
+    prompt = [(7 * i) % 1000 + 3 for i in range(prompt_tokens)]
+    bench = Bench(place, mode, dtype, prompt, new_tokens, max(ks))  # type: ignore[arg-type]
+    whole = shape_of(target)
+    shape = as_fits(whole, memory.free_bytes(place) - room, bench.dtype.itemsize)
+    note(f"{target}: {shape.layers} of {whole.layers} layers, {shape.weight_bytes(bench.dtype.itemsize) / 1e9:.1f} GB")
+    model, chances = bench.load(shape), [float(alpha) for alpha in alphas.split(",")]
+    plain, rows = [bench.plain(model)], {}
+    for name in drafts.split(","):
+        draft = bench.load(shape_of(name))
+        rows[name] = [*bench.rows(model, ModelDrafter(draft), ks, chances)]
+        del draft
+        plain.append(bench.plain(model))  # beside each draft
+        fastest = best(rows[name], max(chances))
+        note(
+            f"{name}: {fastest['tokens_per_second']:.1f} tokens/s at {max(chances):g}, {plain[-1]:.1f} without a draft"
+        )
+    alone = median(plain)
+    leaders = {alpha: {name: best(found, alpha) for name, found in rows.items()} for alpha in chances}
+    result = {
+        "benchmark": "large_target", "target": target, "layers": shape.layers, "of_layers": whole.layers,
+        "dtype": dtype, "mode": mode, "device": device_name(place), "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens, "plain_tokens_per_second": alone, "plain_runs": plain, "paper": PAPER,
+        "speedup": {a: {n: row["tokens_per_second"] / alone for n, row in each.items()} for a, each in leaders.items()},
+        "best_k": {alpha: {name: row["k"] for name, row in each.items()} for alpha, each in leaders.items()},
+        "fastest": {a: max(each, key=lambda n: each[n]["tokens_per_second"]) for a, each in leaders.items()},
+        "rows": rows,
+    }  # fmt: skip
+    print(json.dumps(result | environment(torch.get_num_threads())))
+
+
+class Bench:
+    """One prompt of random tokens, decoded with and without a draft."""
+
+    def __init__(self, device: torch.device, mode: Mode, dtype: str, prompt: list[int], new_tokens: int, k: int):
+        """k: the largest."""
+        self.device, self.mode, self.dtype, self.prompt = device, mode, checkpoint.DTYPES[dtype], prompt
+        self.sampling = SamplingParams(max_tokens=new_tokens, temperature=1.0)
+        self.context = -(-(len(prompt) + new_tokens + k) // BUCKET) * BUCKET
+        self.clock, self.step_clock = steady_clock(device), steady_step_clock(device)
+
+    def load(self, shape: Shape) -> Llama:
+        return with_mode(random_model(shape, self.dtype, self.device, self.context), self.mode)
+
+    def plain(self, target: Llama) -> float:
+        """Return tokens per second after the prefill."""
+        self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))  # captures graphs
+        return self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))[0]
+
+    def rows(self, target: Llama, drafter: Drafter, ks: list[int], alphas: list[float]) -> Iterator[dict[str, float]]:
+        for k in ks:
+            self._timed(self._steps(target, drafter, k, max(alphas)))  # captures graphs of every width
+            for alpha in alphas:
+                per_second, per_pass = self._timed(self._steps(target, drafter, k, alpha))
+                yield {"k": k, "alpha": alpha, "tokens_per_second": per_second, "tokens_per_pass": per_pass}
+
+    def _steps(self, target: Llama, drafter: Drafter, k: int, alpha: float) -> Iterator[Any]:
+        return speculative_decode(
+            target, drafter, [self.prompt], k, self.sampling, self.step_clock, rule=by_coin(alpha),
+            draft_temperature=0.0,
+        )  # fmt: skip
+
+    def _timed(self, steps: Iterator[Any]) -> tuple[float, float]:
+        next(steps)  # the prefill
+        start = self.clock()
+        made = [len(step.tokens) for step in steps]
+        return sum(made) / (self.clock() - start), sum(made) / len(made)
+
+
+def by_coin(alpha: float) -> Rule:
+    """Return a rule that accepts each token of a chain with chance alpha, whatever it is."""
+
+    def rule(p: Tensor, tokens: Tokens, chance: Any) -> Verdict:
+        assert isinstance(chance, Uniforms)
+        draws = torch.stack([*chance.draws])[: len(tokens.ids)].tolist() if tokens.ids else []  # one wait
+        accepted = next((i for i, draw in enumerate(draws) if draw >= alpha), len(draws))
+        return list(range(accepted)), p[accepted]
+
+    return rule
+
+
+def shape_of(name: str) -> Shape:
+    shape = locate_shape(name)[1]
+    assert isinstance(shape, Shape)  # files of configs/widths
+    return shape
+
+
+def as_fits(shape: Shape, free: float, itemsize: int) -> Shape:
+    """Return the shape with as many of its layers as fit, at least one."""
+    layer = shape.body_params() / shape.layers * itemsize
+    beside = (shape.params() - shape.body_params()) * itemsize
+    return shape.model_copy(update={"layers": max(1, min(shape.layers, int((free - beside) / layer)))})
+
+
+def best(rows: list[dict[str, float]], alpha: float) -> dict[str, float]:
+    return max((row for row in rows if row["alpha"] == alpha), key=lambda row: row["tokens_per_second"])
+
+
+if __name__ == "__main__":
+    typer.run(main)

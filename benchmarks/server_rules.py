@@ -1,0 +1,143 @@
+"""Servers' rules above temperature 0 against their own counters: vLLM's draft_sample_method, and llama.cpp's server.
+
+For each draft and method one server samples the same prompts at each temperature, and draftlab counts along what it
+wrote, under that server's rule. server_rule_gap: draftlab's tokens per target pass less the server's. half_width: of
+the 95 % interval of draftlab's over texts. by_method: draftlab's count of the same texts under either method. block:
+vLLM with rejection_sample_method block. What a killed run has measured stays in its folder.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks import environment
+from draftlab.commands import COMMANDS
+from draftlab.config.server_rules import SampleMethod
+from draftlab.console import note
+from draftlab.export import gguf, heads, scripts, verify
+from draftlab.export.scripts import DraftKind
+from draftlab.export.verify import TargetTexts
+from draftlab.model import checkpoint, eagle_llama, hub, llama, parallel
+from draftlab.prompts import load_prompts
+from draftlab.servers.client import Server
+from draftlab.servers.processes import running
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A server with a draft. method: how the draft proposes there; name: of its file."""
+
+    name: str
+    method: SampleMethod
+    command: list[object]
+    ask: Callable[[Server, TargetTexts, float], tuple[list[list[int]], float]]
+    workers: int = 8  # requests at a time
+
+
+def main(
+    drafts: Annotated[list[Path], typer.Argument(help="Drafts and EAGLE-3 heads.")],
+    target: Annotated[str, typer.Option(help="Their target.")],
+    prompt_file: Annotated[Path, typer.Option(help="Prompts, of which first turns are asked.")],
+    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 16,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each.")] = 64,
+    k: Annotated[int, typer.Option(help="Drafted tokens.")] = 3,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0.7,1",
+    vllm: Annotated[Path | None, typer.Option(help="vllm's program.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
+    methods: Annotated[
+        str, typer.Option(help="Of vLLM: probabilistic, greedy, block; by comma.")
+    ] = "probabilistic,greedy",
+    folder: Annotated[Path, typer.Option(help="Exports and results are written here.")] = Path("runs/server-rules"),
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the memory for vLLM.")] = None,
+) -> None:
+    place = hub.locate(target).absolute()
+    asked = load_prompts(prompt_file, "", checkpoint.load_tokenizer(place), count=prompts, tokens=None, seed=0)
+    texts = verify.to_sample([prompt.ids for prompt in asked.rows], new_tokens, k)
+    asked_at = [float(text) for text in temperatures.split(",")]
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for draft in drafts:
+        settings = [] if llama_server is None else [in_llama_cpp(folder, draft, place, texts, llama_server)]
+        if vllm is not None:
+            settings += in_vllm(folder, draft, place, texts, vllm, methods.split(","), gpu_memory_utilization)
+        for setting in settings:
+            file = folder / f"{draft.name}-{setting.name}.json"
+            if not file.exists():
+                found = measured(setting, exported(folder, draft, place, "vllm"), place, texts, asked_at)
+                file.write_text(json.dumps([{"draft": draft.name, **row} for row in found]))
+            rows += json.loads(file.read_text())
+    worst = max(rows, key=lambda row: abs(row["server_rule_gap"]) / row["half_width"])
+    about = {"benchmark": "server_rules", "target": place.name, "prompts": asked.sha256}
+    facts = {name: worst[name] for name in ("server_rule_gap", "half_width")}  # of the row where it is largest
+    print(json.dumps(about | facts | {"rows": rows} | environment(torch.get_num_threads())))
+
+
+def in_vllm(
+    folder: Path, draft: Path, target: Path, texts: TargetTexts, program: Path, methods: list[str], share: float | None
+) -> Iterator[Setting]:
+    out = exported(folder, draft, target, "vllm")
+    plain: DraftKind = "draft model" if parallel.pard_token(out) is None else "parallel draft"
+    for name in methods:
+        method: SampleMethod = "greedy" if name == "greedy" else "probabilistic"
+        kind = "EAGLE-3 head" if hub.is_eagle_head(out) else plain
+        speculative = scripts.speculative_config(str(out.absolute()), texts.k, kind, method)
+        speculative |= {"rejection_sample_method": "block"} if name == "block" else {}
+        command = verify.vllm_command(program, target, speculative, share)
+        yield Setting(name=f"vllm-{name}", method=method, command=command, ask=verify.served_by_vllm)
+
+
+def in_llama_cpp(folder: Path, draft: Path, target: Path, texts: TargetTexts, program: Path) -> Setting:
+    file, out = folder / f"{target.name}.gguf", exported(folder, draft, target, "llama.cpp")
+    if not file.exists():
+        gguf.write(target, file, "f32")
+    spec_type = "draft-eagle3" if hub.is_eagle_head(draft) else "draft-simple"
+    command = verify.llama_server_command(program, file, next(out.glob("*.gguf")), texts, spec_type)
+    return Setting(name="llama.cpp", method="greedy", command=command, ask=verify.served_by_llama_cpp, workers=1)
+
+
+def exported(folder: Path, draft: Path, target: Path, to: str) -> Path:
+    out = folder / f"{draft.name}-{to}"
+    if not out.exists():
+        settings: dict[str, Any] = {"outtype": "f32"} if to == "llama.cpp" else {}
+        COMMANDS["export"](draft=str(draft), target=str(target), to=to, out=out, **settings)
+    return out
+
+
+def measured(
+    setting: Setting, draft: Path, target: Path, texts: TargetTexts, temperatures: list[float]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each temperature; draftlab counts when the server has ended, and its memory is free."""
+    note(f"starting {setting.name} with {draft.name}")
+    answers = []
+    with running(setting.command, verify.VLLM_ON_CPU | os.environ) as (server, _):
+        asked = replace(server, workers=setting.workers)
+        for temperature in temperatures:
+            answers.append((temperature, *setting.ask(asked, texts, temperature)))
+            note(f"temperature {temperature:g}: {answers[-1][2]:.3f} tokens per target pass")
+    for temperature, completions, length in answers:
+        served, details = verify.as_served(texts, completions, temperature)
+        counts = counted(draft, target, served, temperature)
+        if setting.name == "llama.cpp":
+            counts = {"greedy": verify.to_the_limit(counts["greedy"], served)}
+        found = verify.beside(setting.name, served, temperature, counts, length, details, setting.method)
+        about = {"server": f"{server.kind} {server.version}", "setting": setting.name, "tokens": sum(served.tokens)}
+        gap, half_width = found.expected.value - length, (found.expected.high - found.expected.low) / 2
+        yield about | found.facts() | {"server_rule_gap": gap, "half_width": half_width}
+
+
+def counted(draft: Path, target: Path, texts: TargetTexts, temperature: float) -> verify.Counts:
+    device = checkpoint.resolve_device("auto")
+    if not hub.is_eagle_head(draft):
+        return verify.count_draft(draft, target, texts, temperature, device)
+    model = llama.load(target, torch.float32, device)
+    return heads.count_chains(model, eagle_llama.load(draft, target, model), texts, temperature)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -32,7 +32,7 @@ if [ $small ]; then
   drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-tokens 16"
   engine="--prompts 1 --new-tokens 8" loss="--tokens 64 --vocab 256 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1 --losses fkl"
   masks=1 gigabytes=0.02
-  live="--target tiny-16x256 --drafts tiny-3x256,tiny-12x128 --k 1,3 --alphas 0.5,0.9 --prompt-tokens 16 --new-tokens 12 --dtype float32"
+  live="--target tiny-16x256 --drafts tiny-3x256,tiny-12x128 --k 1,3 --alphas 0.5,0.9 --prompt-tokens 16 --new-tokens 12 --dtype float32 --room 1e8"
 else
   device=cuda mode=graphs
   sweep="--passes 60 --dtype bfloat16"

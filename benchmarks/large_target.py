@@ -83,7 +83,8 @@ class Bench:
 
     def __init__(self, device: torch.device, mode: Mode, dtype: str, prompt: list[int], new_tokens: int, k: int):
         """k: the largest."""
-        self.device, self.mode, self.dtype, self.prompt = device, mode, checkpoint.DTYPES[dtype], prompt
+        self.device, self.dtype, self.prompt = device, checkpoint.DTYPES[dtype], prompt
+        self.mode: Mode = mode
         self.sampling = SamplingParams(max_tokens=new_tokens, temperature=1.0)
         self.context = -(-(len(prompt) + new_tokens + k) // BUCKET) * BUCKET
         self.clock, self.step_clock = steady_clock(device), steady_step_clock(device)

@@ -124,7 +124,7 @@ def measured(
         served, details = verify.as_served(texts, completions, temperature)
         counts = counted(draft, target, served, temperature)
         if setting.name == "llama.cpp":
-            counts = {"greedy": verify.to_the_limit(counts["greedy"], served)}
+            counts = verify.to_the_limit(counts, served)
         found = verify.beside(setting.name, served, temperature, counts, length, details, setting.method)
         about = {"server": f"{server.kind} {server.version}", "setting": setting.name, "tokens": sum(served.tokens)}
         gap, half_width = found.expected.value - length, (found.expected.high - found.expected.low) / 2

@@ -24,6 +24,7 @@ def test_every_part_writes_its_json(tmp_path):
     assert set(found) == PARTS | lengths
     assert len(found["sweep"]["rows"]["eager"]) == 3
     assert set(found["live"]["speedup"]["0.9"]) == {"tiny-3x256", "tiny-12x128"}
+    assert (found["live"]["layers"], found["live"]["of_layers"]) == (16, 16)
     for name in lengths:
         assert [p["name"].split(",")[0] for p in found[name]["predictions"]] == ["tiny-3x256", "tiny-12x128"]
 

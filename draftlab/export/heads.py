@@ -7,7 +7,6 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -263,12 +262,19 @@ def _verify(
     if config.temperature > 0 and isinstance(heads, EagleHead):
         note(f"sampling {len(rows)} texts with {program.name}, then drafting along them here")
         texts = verify.to_sample(rows, run.NEW_TOKENS, k)
-        count = partial(count_chains, model, heads.model(model, outtype), temperature=config.temperature)
+        head = heads.model(model, outtype)
+
+        def count(texts: verify.TargetTexts) -> verify.Counts:
+            return count_chains(model, head, texts, config.temperature)
+
     else:
         note(f"decoding {len(rows)} texts with the heads here, then with {program.name}")
         sampling = SamplingParams(max_tokens=run.NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(heads.target))
         texts, emitted = decode_texts(model, heads.drafter(model, outtype), rows, sampling, k)
-        count = lambda texts: {"greedy": steps_of(emitted, texts)}  # noqa: E731
+
+        def count(texts: verify.TargetTexts) -> verify.Counts:
+            return {"greedy": steps_of(emitted, texts)}
+
     if not config.is_gguf:
         alone = config.to == "speculators" or isinstance(heads, MedusaHeads)  # these draft greedily
         method = "greedy" if alone else run.choose_sampling(config).method

@@ -278,7 +278,7 @@ def in_llama_server(command: Sequence[object], texts: TargetTexts, count: Count,
     with running(command, VLLM_ON_CPU | os.environ) as (server, _):
         completions, measured = served_by_llama_cpp(server, texts, temperature)
     texts, details = as_served(texts, completions, temperature)
-    counts = {"greedy": to_the_limit(count(texts)["greedy"], texts)}
+    counts = to_the_limit(count(texts), texts)
     return compare(f"llama.cpp {server.version}", texts, temperature, counts, measured, details)
 
 
@@ -298,9 +298,9 @@ def served_by_llama_cpp(server: Server, texts: TargetTexts, temperature: float) 
     return completions, tokens / (tokens - sum(counters.num_accepted_tokens_per_pos))
 
 
-def to_the_limit(counts: np.ndarray, texts: TargetTexts) -> np.ndarray:
-    """Return counts of a server whose last step drafts no more than fits a text."""
-    return np.stack([np.array(texts.tokens) - 1.0, counts[:, 1]], 1)
+def to_the_limit(counts: Counts, texts: TargetTexts) -> Counts:
+    """Return the counts of a server that drafts greedily, and in the last step no more than fits a text."""
+    return {"greedy": np.stack([np.array(texts.tokens) - 1.0, counts["greedy"][:, 1]], 1)}
 
 
 def llama_server_command(program: Path, target: Path, draft: Path, texts: TargetTexts, spec_type: str) -> list[object]:
@@ -366,10 +366,10 @@ def beside(
     """Return a runtime's acceptance length beside draftlab's. method: of the runtime's draft, above temperature 0."""
     method = method if temperature else "greedy"
     sums = {name: rows.sum(0) for name, rows in counts.items()}
+    lengths: dict[SampleMethod, float] = {name: float(tokens / steps) for name, (tokens, steps) in sums.items()}
     return Verification(
         runtime=runtime, k=texts.k, temperature=temperature, texts=len(texts.tokens), method=method, details=details,
-        expected=ratio_interval(counts[method]), measured=measured,
-        by_method={name: float(tokens / steps) for name, (tokens, steps) in sums.items()},
+        expected=ratio_interval(counts[method]), measured=measured, by_method=lengths,
     )  # fmt: skip
 
 

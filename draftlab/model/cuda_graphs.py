@@ -104,7 +104,7 @@ class CudaGraphLlama(Llama):
         graph = self._graphs[key]
         graph.ids.copy_(ids)
         graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
-        if graph.states is not None:
+        if graph.states is not None and states is not None:
             graph.states.copy_(states)
         graph.replay()
         cache.used = [used + width for used in cache.used]
@@ -133,7 +133,7 @@ class CudaGraphLlama(Llama):
             self._chains[key] = self._capture_chain(logits, cache, uniform, choose, end, state)
         graph = self._chains[key]
         graph.logits.copy_(logits)
-        if graph.state is not None:
+        if graph.state is not None and state is not None:
             graph.state.copy_(state)
         graph.uniform.copy_(uniform)
         graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
@@ -176,7 +176,7 @@ class CudaGraphLlama(Llama):
             metadata = self.attention_metadata(used, ids.shape[1], end)
             made, own = self._pass(ids, memory, metadata, last, states)
             logits.copy_(made)
-            if states is not None:
+            if states is not None and own is not None:
                 states.copy_(own)
 
         replay = capture(run, self.device, self._pool) if self.device.type == "cuda" else run

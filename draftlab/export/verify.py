@@ -365,7 +365,7 @@ def beside(
 ) -> Verification:  # fmt: skip
     """Return a runtime's acceptance length beside draftlab's. method: of the runtime's draft, above temperature 0."""
     method = method if temperature else "greedy"
-    sums = {name: rows.sum(0) for name, rows in counts.items()}
+    sums: dict[SampleMethod, np.ndarray] = {name: rows.sum(0) for name, rows in counts.items()}
     lengths: dict[SampleMethod, float] = {name: float(tokens / steps) for name, (tokens, steps) in sums.items()}
     return Verification(
         runtime=runtime, k=texts.k, temperature=temperature, texts=len(texts.tokens), method=method, details=details,

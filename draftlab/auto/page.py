@@ -44,9 +44,9 @@ def _row(choice: Choice) -> list[str]:
 
 def _steps(steps: Steps) -> list[list[str]]:
     """Return the rows of the plan's steps; a candidate that turned out not to be possible took no time."""
-    taken = steps.seconds_by_step()
+    seconds = steps.seconds_by_step()
     return [
-        [step.name, step.what, f"{step.minutes:.1f}", f"{taken.get(step.name, 0.0) / 60:.1f}"]
+        [step.name, step.what, f"{step.minutes:.1f}", f"{seconds.get(step.name, 0.0) / 60:.1f}"]
         for step in steps.plan.steps
     ]
 

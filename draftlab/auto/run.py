@@ -239,8 +239,8 @@ class AutoRun:
         for kind, (steps_per_second, settings) in variants.items():
             if kind in kinds:
                 count = int(self.steps.seconds_for(kind) * steps_per_second)
-                made = self._tried(left_out, kind, "distill", count, draft=str(draft), outputs=answers, **settings)
-                drafts += [Candidate(kind=kind, draft=made, shape=winner.name)] if made is not None else []
+                trained = self._tried(left_out, kind, "distill", count, draft=str(draft), outputs=answers, **settings)
+                drafts += [Candidate(kind=kind, draft=trained, shape=winner.name)] if trained is not None else []
         return drafts, training
 
     def _rounds(self, draft: Path, name: str, k: int, answers: Path) -> tuple[Path, Training]:
@@ -324,15 +324,15 @@ class AutoRun:
         afforded = int(each / (self._answer_seconds * arms(self.plan.candidates)))
         choose = len(self.prompts.choose.read_text().splitlines())
         prompts = max(LEAST_PROMPTS, min(afforded - 5, choose)) // together * together or together
-        how: dict[str, Any] = {"server_rule": config.rule} if config.rule is not None else {}
+        options: dict[str, Any] = {"server_rule": config.rule} if config.rule is not None else {}
         if self._int8:
-            how["draft_int8"] = True
+            options["draft_int8"] = True
         chosen_on = {"prompt_file": self.prompts.choose, "num_prompts": prompts, "repeats": 1}
         measured_on = {"prompt_file": self.prompts.measure, "repeats": 2}
         out = self.steps.make(
             step, step, "score", target=config.target, draft=[str(c.draft) for c in candidates if not c.drafter],
             drafter=[c.drafter for c in candidates if c.drafter], k=list(KS) if k is None else [k],
-            max_tokens=MAX_TOKENS, batch=streams, temperature=config.temperature, **how,
+            max_tokens=MAX_TOKENS, batch=streams, temperature=config.temperature, **options,
             **(chosen_on if k is None else measured_on),
         )  # fmt: skip
         for score in map(read_score, score_files([out])):

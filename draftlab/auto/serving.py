@@ -42,8 +42,8 @@ def serve(
         if chosen.draft is not None:
             out = steps.make("export", "export", "export", **settings, to="hf")
             drafter = drafter or f"model:draft={out}"
-        how = f"--drafter {drafter} --k {k}{' --draft-int8' if int8 and chosen.draft is not None else ''}"
-        command = f"draftlab score --target {config.target} {how} --prompt-file {prompts}"
+        options = f"--drafter {drafter} --k {k}{' --draft-int8' if int8 and chosen.draft is not None else ''}"
+        command = f"draftlab score --target {config.target} {options} --prompt-file {prompts}"
         return command, [
             "--for vllm, sglang, llama.cpp or transformers chooses for a server, and writes what starts it"
         ]

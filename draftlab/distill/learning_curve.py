@@ -1,4 +1,4 @@
-"""What more training gives: tokens per target pass against training tokens, fitted to pilot runs, with its interval.
+"""The return of more training: tokens per target pass against training tokens, fitted to pilot runs, with its interval.
 
 A power law toward a limit, length = limit - scale * (tokens / first)^-exponent, as losses follow (Kaplan et al. 2020,
 2001.08361; Hoffmann et al. 2022, 2203.15556). The posterior of its three parameters is computed on a grid, under
@@ -72,7 +72,7 @@ class LearningCurve:
 
 
 class Forecast(FileModel):
-    """What training to a length costs: the median and 95 % of the drawn curves; None: more than any amount."""
+    """The cost of training to a length: the median and 95 % of the drawn curves; None: more than any amount."""
 
     length: float
     tokens: float | None

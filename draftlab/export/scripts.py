@@ -21,7 +21,7 @@ ABOVE_ZERO = "above temperature 0 a drafted token stands with the target's proba
 
 
 class Sampling(NamedTuple):
-    """How a draft proposes above temperature 0, where the server lets one choose."""
+    """The draft's proposals above temperature 0, where the server has a setting for them."""
 
     method: SampleMethod
     reason: str

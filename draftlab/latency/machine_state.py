@@ -77,9 +77,9 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
         return (getattr(after, name) or 0.0) - (getattr(before, name) or 0.0)
 
     seconds = max(grown("clock"), 1e-9)
-    wanted = grown("ran") + grown("waited")
+    runnable = grown("ran") + grown("waited")
     shares = {
-        "waited_share": None if before.waited is None or not wanted else grown("waited") / wanted,
+        "waited_share": None if before.waited is None or not runnable else grown("waited") / runnable,
         "stolen_share": None if before.stolen is None else grown("stolen") / (seconds * environment.cores),
         "pressure": None if before.pressed is None else grown("pressed") / seconds,
     }

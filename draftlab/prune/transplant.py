@@ -193,8 +193,8 @@ def matching_roles(
         a, b = new_roles[name], old_roles[name]
         if a not in new.special or b not in old.special or new.special[a] in old.added:
             continue
-        taken = shared | {source for _, source in roles.values()}
-        if a not in [i for i, _ in roles.values()] and not (name == "pad" and b in taken):
+        used = shared | {source for _, source in roles.values()}
+        if a not in [i for i, _ in roles.values()] and not (name == "pad" and b in used):
             roles[name] = (a, b)
     return roles
 

@@ -22,7 +22,7 @@ from draftlab.reading import FileModel
 WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
 START_SECONDS = 2.0  # of a command, until its models are loaded
 CANDIDATE_SECONDS = 2.0  # of a shape in a search, besides what its sizes cost
-TRAINING = {"float32": 1.5, "bfloat16": 4.0}  # times the machine's products: attention, optimizers, Python
+TRAINING = {"float32": 1.5, "bfloat16": 2.0}  # times the machine's products: attention, optimizers, Python
 WRITING = 3.0  # times the products
 LAW_SECONDS, LAW_PASSES = 8.0, 600  # passes as long as the target's
 LAYER_SECONDS = 3e-5  # of a pass, whatever its size
@@ -63,8 +63,10 @@ class Costs:
     size: Shape | ApproximateSize
     bytes_per_weight: int
 
-    def compute(self, flops: float) -> float:
-        return flops / (1e12 * self.machine.tflops)
+    def compute(self, flops: float, *, training: bool = False) -> float:
+        """Return the seconds of so many operations in the engine's dtype, or in that of training."""
+        tflops = self.machine.training_tflops if training else self.machine.tflops
+        return self.machine.slowdown * flops / (1e12 * tflops)
 
     @property
     def start(self) -> float:
@@ -75,21 +77,21 @@ class Costs:
         """Return the seconds in which the target writes so many tokens for each of some prompts."""
         passes = math.ceil(sequences / batch) * tokens
         read = self.size.weight_bytes(self.bytes_per_weight) / (1e9 * self.machine.gigabytes_per_second)
+        layers = LAYER_SECONDS * self.size.layers
         computed = WRITING * self.compute(batch * self.size.flops_per_token(SEQ_LEN // 2))
-        seconds = max(read, computed) + self.machine.slowdown * LAYER_SECONDS * self.size.layers
-        return passes * seconds
+        return passes * max(self.machine.slowdown * (read + layers), computed)
 
     def read(self, tokens: int) -> float:
         """Return the seconds in which the target reads tokens and stores its most probable next ones."""
-        return WRITING * tokens * self.size.flops_per_token(SEQ_LEN // 2) / (1e12 * self.machine.training_tflops)
+        return WRITING * self.compute(tokens * self.size.flops_per_token(SEQ_LEN // 2), training=True)
 
     def train(self, draft: Shape, steps: int) -> float:
         return self._train(3 * draft.flops_per_token(SEQ_LEN // 2), steps)
 
     def _train(self, flops_per_token: float, steps: int) -> float:
         """Return the seconds of training steps, of so many operations for each token."""
-        overhead = TRAINING[self.machine.training_dtype]
-        return overhead * flops_per_token * steps * BATCH_SIZE * SEQ_LEN / (1e12 * self.machine.training_tflops)
+        flops = flops_per_token * steps * BATCH_SIZE * SEQ_LEN
+        return TRAINING[self.machine.training_dtype] * self.compute(flops, training=True)
 
     def train_head(self, steps: int) -> float:
         """Return the seconds of an EAGLE-3 head's training: the target's pass, and some layers of its size."""

@@ -17,6 +17,7 @@ from draftlab.auto import verdict as verdicts
 from draftlab.auto.costs import BATCH_SIZE, MAX_TOKENS, OFFSET_COST, SEQ_LEN, WRITTEN, Costs, measure_machine
 from draftlab.auto.page import page
 from draftlab.auto.plan import (
+    ANSWER_TOKENS,
     KS,
     LEAST_PROMPTS,
     LEAST_SEQUENCES,
@@ -29,7 +30,7 @@ from draftlab.auto.plan import (
     arms,
     make_plan,
 )
-from draftlab.auto.prompts import PromptFiles, write_prompts
+from draftlab.auto.prompts import CHOOSE, PromptFiles, write_prompts
 from draftlab.auto.steps import Steps
 from draftlab.auto.verdict import NO_DRAFT, Candidate, Choice, Training, Verdict
 from draftlab.config.auto import AutoConfig
@@ -51,7 +52,7 @@ MIN_GAIN = 0.01  # of tokens per pass, by twice the training: less does not pay
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
 BEHIND_LOOKUP = 3  # tokens that a head drafts where no match is long enough, as in recipes/smollm2.yaml
 CONTINUED_LR = 2.0e-3  # of a draft that has learnt already, as in recipes/smollm2.yaml
-MOST_FASTER = 4.0  # than planned; the record of a build that was killed counts the last run's time only
+MOST_FASTER = 4.0  # or slower than planned; the record of a build that was killed counts the last run's time only
 NOT_SAME = ("acceptance_length", "out")  # settings that a repeated command may change
 
 
@@ -204,15 +205,16 @@ class AutoRun:
         )  # fmt: skip
 
     def _answers(self) -> Path:
-        """Store as much to learn from as the time allows: answers at the pace of the texts to replay, or text."""
-        seconds, costs = self.steps.seconds_for("answers") - self._costs.start, self._costs
-        if self.prompts.train_count is None:
-            most, pace = MOST_SEQUENCES, 1 / costs.read(1)
-        else:
-            most, pace = min(MOST_SEQUENCES, self.prompts.train_count), 64 * SEQ_LEN / costs.write(64, SEQ_LEN, 64)
-            if any(step.name == "texts" for step in self.plan.steps):
-                pace = min(self.steps.rate(self._texts), MOST_FASTER * pace)
-        count = min(most, max(LEAST_SEQUENCES, int(seconds * pace / SEQ_LEN)))
+        """Store as much to learn from as the time allows, at the pace at which texts to replay were written."""
+        costs, slower = self._costs, 1.0  # than planned
+        if any(step.name == "texts" for step in self.plan.steps):
+            slower = self.steps.record(self._texts).seconds / costs.write(CHOOSE, WRITTEN, 16)
+            slower = min(max(slower, 1 / MOST_FASTER), MOST_FASTER)
+        seconds = self.steps.seconds_for("answers") - costs.start
+        most, sequence_seconds = MOST_SEQUENCES, costs.read(SEQ_LEN)
+        if self.prompts.train_count is not None:
+            most, sequence_seconds = min(most, self.prompts.train_count), costs.write(64, ANSWER_TOKENS, 64) / 64
+        count = min(most, max(LEAST_SEQUENCES, int(seconds / (slower * sequence_seconds))))
         settings = answers_settings(self.config, self.prompts, count)
         return self.steps.make("answers", "answers", "outputs build", **settings)
 

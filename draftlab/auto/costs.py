@@ -22,7 +22,7 @@ from draftlab.reading import FileModel
 WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
 START_SECONDS = 2.0  # of a command, until its models are loaded
 CANDIDATE_SECONDS = 2.0  # of a shape in a search, besides what its sizes cost
-TRAINING = {"float32": 1.5, "bfloat16": 2.0}  # times the machine's products: attention, optimizers, Python
+TRAINING = {"float32": 1.5, "bfloat16": 3.0}  # times the machine's products: attention, optimizers, Python
 WRITING = 3.0  # times the products
 LAW_SECONDS, LAW_PASSES = 8.0, 600  # passes as long as the target's
 LAYER_SECONDS = 3e-5  # of a pass, whatever its size
@@ -66,7 +66,7 @@ class Costs:
     def compute(self, flops: float, *, training: bool = False) -> float:
         """Return the seconds of so many operations in the engine's dtype, or in that of training."""
         tflops = self.machine.training_tflops if training else self.machine.tflops
-        return self.machine.slowdown * flops / (1e12 * tflops)
+        return flops / (1e12 * tflops)
 
     @property
     def start(self) -> float:
@@ -79,7 +79,7 @@ class Costs:
         read = self.size.weight_bytes(self.bytes_per_weight) / (1e9 * self.machine.gigabytes_per_second)
         layers = LAYER_SECONDS * self.size.layers
         computed = WRITING * self.compute(batch * self.size.flops_per_token(SEQ_LEN // 2))
-        return passes * max(self.machine.slowdown * (read + layers), computed)
+        return passes * (max(read, computed) + self.machine.slowdown * layers)
 
     def read(self, tokens: int) -> float:
         """Return the seconds in which the target reads tokens and stores its most probable next ones."""

@@ -246,30 +246,37 @@ class AutoRun:
         return drafts, training
 
     def _rounds(self, draft: Path, name: str, k: int, answers: Path) -> tuple[Path, Training]:
-        """Train in rounds that double the training, until the curve or the time says stop; return the best draft."""
+        """Train in rounds that double the training, until the curve or the time says stop; return the best draft.
+
+        A round too short to learn anything says nothing of more training: the next one is twice as long.
+        """
         start, budget = self.steps.spent, self.steps.seconds_for("train")
-        per_step = self._tokens_per_step(draft)
-        drafts = [draft]
-        pilots = [self._pilot(draft, 0, k, None)]
+        per_step, shortest, rounds = self._tokens_per_step(draft), LEAST_STEPS, 0
+        drafts, pilots = [draft], [self._pilot(draft, 0, k, None)]
         while True:
             training = self._training(k, pilots)
+            affordable = (budget - (self.steps.spent - start)) * self.steps.rate(drafts[-1]) / per_step
+            count = int(min(max(shortest, pilots[-1].tokens / per_step), affordable))
+            if not training.stopped and count < shortest:
+                training = training.model_copy(update={"stopped": "no time was left for more"})
             write_atomic(self.steps.folder / TRAINING, training.model_dump_json(indent=1))
             if training.stopped:
-                break
-            affordable = (budget - (self.steps.spent - start)) * self.steps.rate(drafts[-1]) / per_step
-            count = int(min(max(LEAST_STEPS, pilots[-1].tokens / per_step), affordable))
-            if count < LEAST_STEPS:
-                training = training.model_copy(update={"stopped": "no time was left for more"})
-                break
-            number = len(drafts)
-            seed = self.config.seed + number
+                return max(zip(drafts, pilots, strict=True), key=lambda pair: pair[1].length)[0], training
+            rounds += 1
             longer = self._distilled(
-                "train", f"{name}-{number}", "distill", count, draft=str(drafts[-1]), outputs=answers, seed=seed
-            )
-            drafts.append(longer)
-            pilots.append(self._pilot(drafts[-1], number, k, pilots[-1]))
-        write_atomic(self.steps.folder / TRAINING, training.model_dump_json(indent=1))
-        return max(zip(drafts, pilots, strict=True), key=lambda pair: pair[1].length)[0], training
+                "train", f"{name}-{rounds}", "distill", count, draft=str(drafts[-1]), outputs=answers,
+                seed=self.config.seed + rounds,
+            )  # fmt: skip
+            if self._learnt(longer):
+                drafts.append(longer)
+                pilots.append(self._pilot(longer, rounds, k, pilots[-1]))
+            else:
+                shortest = 2 * count
+
+    def _learnt(self, draft: Path) -> bool:
+        """Return whether a training's best evaluation came after some of its steps."""
+        after = self.steps.record(draft).notes["after"]
+        return isinstance(after, dict) and after["step"] > 0
 
     def _pilot(self, draft: Path, number: int, k: int, before: Pilot | None) -> Pilot:
         """Replay a draft over the target's answers; return its tokens per pass after all its training."""

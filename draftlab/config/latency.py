@@ -71,7 +71,7 @@ class ProfileServersConfig(OutputConfig):
     api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
     target: str = target()
     draft: str = option("draft", "Name of the draft, or its directory.")
-    batch: Numbers = numbers("1,2,4,8", "Streams at once.")
+    batch: Numbers = numbers("1,2,4,8", "Batch sizes: streams at once.")
     context: Numbers = numbers("32,160", "Lengths of the prompt.")
     tokens: int = option(64, "Tokens by which a long answer exceeds a short one.", ge=8)
     repeats: int = option(3, "Repeats of every timing.", ge=1)

@@ -79,6 +79,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
     "medusa": ("medusa", "--target", "model", "--data", "text", "--heads", "2", *SHORT),
     "expand": ("expand", "model", "--layers", "20"),
+    "transplant": ("transplant", "model", "--target", "other"),
     "law": ("law", "--source", "made/expand", "--layers", "1-3", "--widths", "32,64", "--context", "16,64", *TIMED),
     "score": (
         "score", "--target", "model", "--draft", "made/prune", "--drafter", "prompt-lookup", "--data", "text", "--k",
@@ -116,7 +117,7 @@ class Campaign:
         self.folder, self.wholes, self.changes, self.millis = folder, {}, {}, {}
         (folder / "made").mkdir(parents=True, exist_ok=True)
         if not (folder / "model").exists():
-            apart = multiprocessing.get_context("spawn").Process(target=make_model, args=(folder / "model",))
+            apart = multiprocessing.get_context("spawn").Process(target=make_models, args=(folder,))
             apart.start()  # in a process of its own: commands are forked from this one, which must have no threads
             apart.join()
             (folder / "text").mkdir()
@@ -202,14 +203,16 @@ class _Room:
         shutil.rmtree(self.path)
 
 
-def make_model(folder: Path) -> None:
-    """Write a random model of five layers with a small tokenizer."""
+def make_models(folder: Path) -> None:
+    """Write random models of five layers with small tokenizers: model, and other, of another vocabulary."""
     from builders import SIZES, TOKENIZER_TEXT, build
 
     from draftlab.model.tokenizer import train_tokenizer
 
-    build("llama").save_pretrained(folder)
-    train_tokenizer(TOKENIZER_TEXT, SIZES["vocab_size"], folder)
+    more = [*TOKENIZER_TEXT, "for line in lines: print(line)\n" * 9]
+    for name, vocab, text in (("other", 330, more), ("model", SIZES["vocab_size"], TOKENIZER_TEXT)):
+        build("llama", vocab_size=vocab).save_pretrained(folder / name)
+        train_tokenizer(text, vocab, folder / name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,15 @@ from draftlab.engine.drafters.tree import (
     node_depths,
     observed,
 )
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import (
+    Draft,
+    Drafter,
+    ModelDrafter,
+    TargetCacheReader,
+    decode,
+    output_tokens,
+    speculative_decode,
+)
 from draftlab.engine.rejection_rules import match
 from draftlab.engine.verify import distribution, draw
 from draftlab.model import llama
@@ -160,6 +168,8 @@ def test_q_is_what_was_sampled(models, ngrams, name):
     """The tokens come back from q by inverse CDF with the draws that the drafter was given."""
     proposing, uniform = drafter(name, models, ngrams), torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     proposing.reset(3, 40)
+    if isinstance(proposing, TargetCacheReader):
+        proposing.attach(models["target"].new_cache(3, 40))
     draft = proposing.propose(PROMPTS, 4, SamplingParams(temperature=0.9, top_k=50), uniform)
     assert draft.q is not None
     assert torch.equal(draw(draft.q, uniform[:, : draft.ids.shape[1]]), draft.ids)

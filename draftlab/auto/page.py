@@ -3,9 +3,9 @@
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from draftlab.auto.plan import not_tried
+from draftlab.auto.plan import not_tried, streams
 from draftlab.auto.steps import Steps
-from draftlab.auto.verdict import Choice, Training, Verdict, streams
+from draftlab.auto.verdict import Choice, Training, Verdict
 from draftlab.distill.learning_curve import fit
 from draftlab.intervals import Interval
 from draftlab.results import plots

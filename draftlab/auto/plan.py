@@ -124,6 +124,11 @@ def not_tried(left_out: Mapping[Kind, str]) -> list[str]:
     return [f"not tried: {', '.join(each)}: {reason}" for reason, each in kinds.items()]
 
 
+def streams(numbers: Sequence[int]) -> str:
+    """Return numbers of streams in words."""
+    return f"{', '.join(map(str, numbers))} stream{'s' * (list(numbers) != [1])}"
+
+
 def make_plan(config: AutoConfig, machine: Machine) -> Plan:
     """Return what fits the time on a machine.
 
@@ -262,7 +267,6 @@ def _what(name: str, config: AutoConfig) -> str:
     """Return a step in words."""
     choose, measure = sizes(config.streams)
     server = config.server or "draftlab's engine"
-    streams = f"{', '.join(map(str, config.streams))} stream{'s' * (config.streams != [1])}"
     return {
         "texts": f"the target's answers to {choose} prompts, to replay drafts on",
         "answers": "what drafts learn from: the target's answers, or text with its probabilities",
@@ -271,7 +275,7 @@ def _what(name: str, config: AutoConfig) -> str:
         "parallel": f"a parallel draft of {OFFSETS} tokens, from the winner",
         "trimmed": "the winner with a head for frequent ids",
         "eagle": "an EAGLE-3 head",
-        "score": f"all candidates side by side, for {server} at {streams}",
+        "score": f"all candidates side by side, for {server} at {streams(config.streams)}",
         "final": f"the choice on {measure} other prompts",
         "export": f"the choice for {server}, its script and card, and a page",
     }[name]

@@ -280,9 +280,8 @@ class AutoRun:
 
     def _pilot(self, draft: Path, number: int, k: int, before: Pilot | None) -> Pilot:
         """Replay a draft over the target's answers; return its tokens per pass after all its training."""
-        rule: dict[str, Any] = {"server_rule": self.config.rule} if self.config.rule is not None else {}
         replayed = self.steps.make(
-            "train", f"replay-{number}", "replay", directory=self._texts, draft=[str(draft)], k=[k], **rule
+            "train", f"replay-{number}", "replay", directory=self._texts, draft=[str(draft)], k=[k]
         )
         row = rows_of(read_replay(replayed / draft.name), [Drafting(k=k)], "prefill")[0]
         notes = self.steps.record(draft).notes
@@ -333,15 +332,13 @@ class AutoRun:
         afforded = int(each / (self._answer_seconds * arms(self.plan.candidates)))
         choose = len(self.prompts.choose.read_text().splitlines())
         prompts = max(LEAST_PROMPTS, min(afforded - 5, choose)) // together * together or together
-        options: dict[str, Any] = {"server_rule": config.rule} if config.rule is not None else {}
-        if self._int8:
-            options["draft_int8"] = True
+        rounded = {"draft_int8": True} if self._int8 else {}
         chosen_on = {"prompt_file": self.prompts.choose, "num_prompts": prompts, "repeats": 1}
         measured_on = {"prompt_file": self.prompts.measure, "repeats": 2}
         out = self.steps.make(
             step, step, "score", target=config.target, draft=[str(c.draft) for c in candidates if not c.drafter],
             drafter=[c.drafter for c in candidates if c.drafter], k=list(KS) if k is None else [k],
-            max_tokens=MAX_TOKENS, batch=streams, temperature=config.temperature, **options,
+            max_tokens=MAX_TOKENS, batch=streams, temperature=config.temperature, **rounded,
             **(chosen_on if k is None else measured_on),
         )  # fmt: skip
         for score in map(read_score, score_files([out])):

@@ -17,8 +17,6 @@ from draftlab.export.run import target_name
 from draftlab.latency.k_schedule import schedule_of
 from draftlab.model import hub
 
-PROGRAMS = {"vllm": "vllm", "llama.cpp": "llama-server"}
-
 
 def serve(
     steps: Steps,
@@ -70,7 +68,7 @@ def program_of(config: AutoConfig) -> Path | None:
     """Return the server's program; None where it is not installed."""
     if config.verify_with is not None:
         return config.verify_with
-    path = shutil.which(PROGRAMS.get(str(config.server), ""))
+    path = shutil.which(VERIFIED.get(str(config.server), ""))
     return None if path is None else Path(path)
 
 

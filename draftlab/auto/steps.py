@@ -78,7 +78,9 @@ class Steps:
         from draftlab.commands import COMMANDS
 
         fields, config = COMMANDS[command].config.model_fields, self.config
-        shared: dict[str, Any] = {"seed": config.seed, "trust_remote_code": config.trust_remote_code or None}
+        shared: dict[str, Any] = {
+            "seed": config.seed, "trust_remote_code": config.trust_remote_code or None, "server_rule": config.rule,
+        }  # fmt: skip
         if command != "export":  # whose device belongs to the verification
             shared["device"] = config.device
         if command in ("search", "score", "replay"):

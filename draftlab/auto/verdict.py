@@ -1,13 +1,13 @@
 """The verdict of auto: what to serve with, or no draft, with the reason and what would change it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 from pydantic import Field
 
-from draftlab.auto.plan import Kind, not_tried
+from draftlab.auto.plan import Kind, not_tried, streams
 from draftlab.distill.learning_curve import Forecast, Pilot
 from draftlab.intervals import Interval
 from draftlab.reading import FileModel
@@ -132,7 +132,7 @@ def ranking(candidates: Sequence[Candidate], scores: Mapping[int, Mapping[str, S
 
 def _at_best_k(candidate: Candidate, scores: Sequence[Score]) -> Choice:
     ks = set.intersection(*(set(score.speculative) for score in scores))
-    gains = {k: math.exp(sum(math.log(s.speedup_value(k)) for s in scores) / len(scores)) for k in ks}
+    gains = {k: geometric_mean(s.speedup_value(k) for s in scores) for k in ks}
     k = max(gains, key=lambda k: gains[k])
     return Choice(
         kind=candidate.kind, name=candidate.name, label=candidate.label, k=k, speedup=gains[k],
@@ -149,17 +149,8 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
     if not gains:
         best = max(speedups.values(), key=lambda gain: gain.value)
         return False, f"the fastest candidate gains nothing beyond the noise: {best.as_speedup()}"
-    if losses and _mean(speedups) <= 1:
+    if losses and geometric_mean(gain.value for gain in speedups.values()) <= 1:
         return False, f"it gains at {streams(gains)} and loses more at {streams(losses)}"
     if losses:
         return True, f"it gains at {streams(gains)}; at {streams(losses)} it loses: turn it off there"
     return True, f"it gains at {streams(gains)}" if len(speedups) > 1 else "its gain is beyond the noise"
-
-
-def _mean(speedups: Mapping[int, Interval]) -> float:
-    return math.exp(sum(math.log(gain.value) for gain in speedups.values()) / len(speedups))
-
-
-def streams(numbers: Sequence[int]) -> str:
-    """Return numbers of streams in words."""
-    return f"{', '.join(map(str, numbers))} stream{'s' * (list(numbers) != [1])}"

@@ -13,10 +13,7 @@ from draftlab.config.server_rules import ServerName
 from draftlab.model import hub
 
 Runtime = Literal["vllm", "sglang", "llama.cpp", "transformers"]
-RULES: dict[Runtime, ServerName] = {
-    "vllm": "vllm", "sglang": "sglang", "llama.cpp": "llama.cpp", "transformers": "transformers"
-}  # fmt: skip
-VERIFIED = ("vllm", "llama.cpp")  # runtimes that an export can be verified in
+VERIFIED = {"vllm": "vllm", "llama.cpp": "llama-server"}  # runtimes that an export can be verified in, with programs
 
 
 class AutoConfig(OutputConfig, shared.CheckpointSettings):
@@ -71,7 +68,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     @property
     def rule(self) -> ServerName | None:
         """Return the rule that what is drafted is accepted by; None: greedy decoding, or draftlab's own."""
-        return RULES[self.server] if self.server is not None and self.temperature > 0 else None
+        return self.server if self.temperature > 0 else None
 
     def default_name(self) -> str:
         return f"auto-{hub.checkpoint_name(Path(self.target.partition('@')[0]))}"

@@ -67,8 +67,13 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     @property
     def rule(self) -> ServerName | None:
-        """Return the rule that what is drafted is accepted by; None: greedy decoding, or draftlab's own."""
-        return self.server if self.temperature > 0 else None
+        """Return the rule that what is drafted is accepted by; None: greedy decoding, or draftlab's own.
+
+        The script for vLLM asks for sampled drafts, so that is its rule here.
+        """
+        if self.temperature == 0:
+            return None
+        return "vllm-probabilistic" if self.server == "vllm" else self.server
 
     def default_name(self) -> str:
         return f"auto-{hub.checkpoint_name(Path(self.target.partition('@')[0]))}"

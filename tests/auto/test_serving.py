@@ -74,6 +74,15 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
         assert list(Path("out/export").glob("*.gguf"))
 
 
+def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, family_dirs):
+    target, settings = family_dirs["llama"], {"server": "vllm", "temperature": 0.8}
+    rule = AutoConfig.build({"target": str(target), **settings}).rule
+    command, _ = served(target, Candidate(kind="draft", draft=Path("draft")), **settings)
+    method = {"vllm-probabilistic": "probabilistic", "vllm": "greedy"}[rule]
+    assert f"draft_sample_method = {method}, above temperature 0" in Path(command.split()[1]).read_text()
+    assert AutoConfig.build({"target": str(target), **settings, "temperature": 0}).rule is None
+
+
 @pytest.mark.parametrize(
     ("ks", "server", "ranges"),
     [

@@ -114,21 +114,39 @@ def test_help_does_not_import_torch():
 
 
 MISSING = [
-    "distill --draft nope", "train --model nope --data stdlib", "score --draft nope@q8_0", "check nope", "export nope",
-    "outputs build --target nope", "replay outputs --draft nope", "search --target nope", "eagle --target nope",
+    "distill --draft nope",
+    "train --model nope --data stdlib",
+    "score --draft nope@q8_0",
+    "check nope",
+    "export nope",
+    "outputs build --target nope",
+    "replay outputs --draft nope",
+    "search --target nope",
+    "eagle --target nope",
     "medusa --target nope",
-]  # fmt: skip
+    "prune --source nope --layers 2",
+    "prune-masks --source nope --layers 2",
+    "expand nope --layers 40",
+    "profile nope",
+    "law --source nope",
+    "import nope",
+    "predict --alpha 0.5 --draft-profile nope --target-profile nope",
+]
+SAID = {"import": "nope does not exist", "predict": "no profile at nope"}  # fmt: skip
 
 
-def test_a_missing_checkpoint_is_said_before_torch_is_imported(tmp_path):
+def test_what_is_missing_is_said_before_torch_is_imported(tmp_path):
     code = f"""
 import sys
 from typer.testing import CliRunner
 from draftlab.cli import app
 CliRunner().invoke(app, ["init", "--preset", "tiny"])
 for mistake in {MISSING}:
-    result = CliRunner().invoke(app, [*mistake.split(), *(["--out", "x"] if mistake[:5] != "check" else [])])
-    assert (result.exit_code, "no checkpoint at nope" in result.stderr) == (1, True), (mistake, result.output)
+    command = mistake.split()[0]
+    out = ["--out", "x"] if command not in ("check", "predict", "prune") else []
+    result = CliRunner().invoke(app, [*mistake.split(), *out])
+    said = {SAID}.get(command, "no checkpoint at nope")
+    assert (result.exit_code, said in result.stderr) == (1, True), (mistake, result.output)
     assert "torch" not in sys.modules, mistake
 """
     environ = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}

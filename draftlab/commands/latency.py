@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.latency import LawConfig, LawFitConfig, PredictConfig, ProfileConfig, ProfileServersConfig
 from draftlab.console import note_if_slow
+from draftlab.model.families import locate_shape
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 @command(ProfileConfig, dry_run=True)
 def profile(config: ProfileConfig, output: Output) -> Outcome:
     """Measure the latency of passes by tokens fed, batch size and context; models named together take turns."""
+    for name in config.models:
+        locate_shape(name)  # before torch is imported
     from draftlab.commands.latency_tables import profile_table
     from draftlab.latency.profile import estimate, profile_models
 
@@ -40,6 +43,7 @@ def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
 @command(LawConfig, dry_run=True)
 def law(config: LawConfig, output: Output) -> Outcome:
     """Measure a few shapes with random weights, and fit latency as a function of layers, width and bytes."""
+    locate_shape(config.source)  # before torch is imported
     from draftlab.latency.profile import law_estimate, measure_law
 
     if output.dry_run:
@@ -58,6 +62,10 @@ def law_fit(config: LawFitConfig) -> Outcome:
 @command(PredictConfig)
 def predict(config: PredictConfig) -> Outcome:
     """Predict the speed-up for every K, from acceptance and profiles that may come from other machines."""
+    from draftlab.latency.roofline import is_measured
+
+    for spec in (*config.draft_profile, config.target_profile):
+        is_measured(spec)  # before torch is imported
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table, plot_best_k
     from draftlab.latency.predict import verdict
     from draftlab.latency.predict_pairs import predict_drafts

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.make import DesignConfig, ExpandConfig, ImportConfig, InitConfig, TokenizerConfig, TransplantConfig
 from draftlab.console import note_if_slow
+from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ def init(config: InitConfig) -> Outcome:
 @command(ImportConfig, name="import", dry_run=True)
 def import_checkpoint(config: ImportConfig, output: Output) -> Outcome:
     """Convert a GGUF file, .bin files, or a PEFT adapter with its base to a Hugging Face directory."""
+    path = hub.import_source(config.source)
     from draftlab.importing import run
 
-    source = run.inspect(config)
+    source = run.inspect(config, path)
     if output.dry_run:
         return plan(output, source.facts())
     run.convert(source, output)
@@ -52,6 +54,7 @@ def design(config: DesignConfig) -> Outcome:
 @command(ExpandConfig, dry_run=True)
 def expand(config: ExpandConfig, output: Output) -> Outcome:
     """Enlarge a checkpoint without changing its function: to measure its drafts at the cost of a larger target."""
+    hub.check_typed(config.source)
     from draftlab.prune import expand as expansion
 
     if output.dry_run:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.prune import PruneConfig, PruneMasksConfig
+from draftlab.model import families
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 @command(PruneConfig, dry_run=True)
 def prune(config: PruneConfig, output: Output) -> Outcome:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
+    families.locate_shape(config.source)  # before torch is imported
     from draftlab.prune import run, source
 
     if output.dry_run:
@@ -23,6 +25,7 @@ def prune(config: PruneConfig, output: Output) -> Outcome:
 @command(PruneMasksConfig, dry_run=True)
 def prune_masks(config: PruneMasksConfig, output: Output) -> Outcome:
     """Train masks that select what to cut (Sheared LLaMA), then cut and refit as prune does."""
+    families.locate_shape(config.source)  # before torch is imported
     from draftlab.prune import run, source
 
     if output.dry_run:

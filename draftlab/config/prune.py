@@ -105,10 +105,12 @@ class CutConfig(RefitSettings, OutputConfig, CheckpointSettings):
         Raises:
             UserError: there is no such source, or it does not hold the shape asked for.
         """
-        from draftlab.model import checkpoint, families
+        from draftlab.model import families
         from draftlab.model.shape import parse_count
 
         _, place = families.locate_shape(self.source, weights)
+        from draftlab.model import checkpoint  # which imports torch
+
         have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
         if self.untie and not have.tied:
             raise UserError(f"--untie: {self.source} has a head of its own already; leave it out")

@@ -61,7 +61,7 @@ def _around_gguf(file: Path, directory: str | None, force: bool) -> Workspace:
         from draftlab.importing import run  # torch, which other ways do not need
 
         with output.locked():
-            run.convert(run.inspect(config), output)
+            run.convert(run.inspect(config, hub.import_source(config.source)), output)
     return Workspace(target=str(out), source=str(out), data="stdlib")
 
 

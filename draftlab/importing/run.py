@@ -51,14 +51,13 @@ class ImportSource:
         }
 
 
-def inspect(config: ImportConfig) -> ImportSource:
-    """Identify the layout of a path or hub name; no weights are read.
+def inspect(config: ImportConfig, source: Path) -> ImportSource:
+    """Identify the layout of what was named, see hub.import_source; no weights are read.
 
     Raises:
         UserError: it cannot be imported, and why.
     """
     note(f"inspecting {config.source}")
-    source = hub.import_source(config.source)
     dtype = None if config.dtype == "auto" else checkpoint.DTYPES[config.dtype]
     layout = other_layout(source)
     if layout is None:
@@ -211,8 +210,6 @@ def _merged(model: Any, source: ImportSource) -> Any:
 
 
 def _not_importable(source: Path) -> str:
-    if not source.exists():
-        return "does not exist"
     if source.is_dir() and len(list(source.glob("*.gguf"))) > 1:
         return "has several GGUF files; name one of them"
     if source.is_dir() and any(source.glob("*.safetensors")):

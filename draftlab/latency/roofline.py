@@ -121,6 +121,17 @@ def _check_fits(what: str, weight_bytes: float, cache_bytes: float, device: Devi
         raise UserError(f"{what} needs {need:.0f} GB ({cache}); {device.name} has {room:.0f} GB")
 
 
+def is_measured(spec: str) -> bool:
+    """Return whether spec is the output of ``draftlab profile``, not the terms of a computed one.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if not Path(spec).exists() and "@" not in spec:
+        raise UserError(f"no profile at {spec}; measure one with draftlab profile, or compute one with {EXAMPLE}")
+    return Path(spec).exists()
+
+
 def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int) -> Profile:
     """Read the output of ``draftlab profile``, or compute one from ``SHAPE@DEVICE,mode[,dtype][,experts=8/2]``.
 
@@ -130,11 +141,9 @@ def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], l
     Raises:
         UserError: it is neither.
     """
-    name, at, rest = spec.partition("@")
-    if Path(spec).exists():
+    if is_measured(spec):
         return read_profile(Path(spec))
-    if not at:
-        raise UserError(f"no profile at {spec}; measure one with draftlab profile, or compute one with {EXAMPLE}")
+    name, _, rest = spec.partition("@")
     place, *words = rest.split(",")
     shape = _named(name, presets(shipped("widths")), read_shape_file)
     device = _named(place, devices(), read_device)

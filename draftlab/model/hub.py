@@ -63,10 +63,12 @@ def import_source(name: str) -> Path:
     """Return the path to import from: the given one, or that of a hub repository's .bin files or adapter, downloaded.
 
     Raises:
-        UserError: the repository cannot be downloaded.
+        UserError: there is no such path, or the repository cannot be downloaded.
     """
-    if Path(name).exists() or name.count("/") != 1 or Path(name).is_absolute():
+    if Path(name).exists():
         return Path(name)
+    if name.count("/") != 1 or Path(name).is_absolute():
+        raise UserError(f"{name} does not exist")
     repo, _, revision = name.partition("@")
     return _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
 

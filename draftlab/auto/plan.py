@@ -65,6 +65,7 @@ EXPENDABLE: tuple[tuple[Kind, ...], ...] = (  # in turn
 ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
+ROUNDS = 6  # of training, at most as they are seen
 LARGE_VOCAB = 16_384  # from which a trimmed head pays
 
 
@@ -84,7 +85,10 @@ class PlannedStep(FileModel):
 
 
 class Plan(FileModel):
-    """plan.json. settings: of the config that it is for. left_out: candidates that are not tried, and why."""
+    """plan.json. settings: of the config that it is for. left_out: candidates that are not tried, and why.
+
+    disk: bytes of its drafts, while the last of them is trained.
+    """
 
     version: Literal[1] = 1
     settings: dict[str, Any]
@@ -96,6 +100,7 @@ class Plan(FileModel):
     layers: list[int]  # to search
     widths: list[int]
     first_steps: int
+    disk: int = 0
     steps: list[PlannedStep]
 
     @property
@@ -177,8 +182,17 @@ def make_plan(config: AutoConfig, machine: Machine) -> Plan:
     return Plan(
         settings=config.settings(), target=f"{hub.checkpoint_name(target)}, {size.describe()}", machine=machine,
         prompts=about, candidates=candidates, left_out=left_out, layers=grid[0], widths=grid[1], first_steps=grid[2],
-        steps=steps,
+        disk=_disk(size, candidates), steps=steps,
     )  # fmt: skip
+
+
+def _disk(size: Shape | ApproximateSize, candidates: Sequence[Kind]) -> int:
+    """Return the bytes of all drafts, and of the state of one training; a search keeps two finalists."""
+    if "draft" not in candidates:
+        return 0
+    draft = guessed_draft(size)
+    drafts = 2 + ROUNDS + len({"parallel", "trimmed"} & {*candidates}) + 1  # the export
+    return drafts * draft.weight_bytes() + 12 * draft.params()
 
 
 def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, float]:
@@ -298,9 +312,15 @@ def _needs(
     if name in ("train", "parallel", "trimmed"):
         cost = training_cost(guessed_draft(size), None, tokens=LEAST_STEPS * BATCH_SIZE * SEQ_LEN, seq_len=SEQ_LEN)
         return {key: cost[key] for key in ("memory", "disk")}
+    if name == "export":
+        return {"disk": f"{guessed_draft(size).weight_bytes() / 1e6:,.4g} MB for a draft"} if grid[0] else {}
     if name == "search":
         return {"shapes": f"{len(grid[0]) * len(grid[1])}: layers {grid[0]}, widths {grid[1]}"}
-    return {"memory": f"about {size.weight_bytes(4) / 1e9:.2g} GB for the target"} if name in ("score", "texts") else {}
+    return (
+        {"memory": f"about {size.weight_bytes(4) / 1e9:.2g} GB for the target"}
+        if name in ("score", "final", "texts")
+        else {}
+    )
 
 
 def answers_settings(config: AutoConfig, files: PromptFiles | None, count: int) -> dict[str, Any]:

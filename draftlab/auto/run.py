@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftlab.atomic import write_atomic
+from draftlab.atomic import check_space, write_atomic
 from draftlab.auto import serving
 from draftlab.auto import verdict as verdicts
 from draftlab.auto.costs import BATCH_SIZE, MAX_TOKENS, OFFSET_COST, SEQ_LEN, WRITTEN, Costs, measure_machine
@@ -60,10 +60,12 @@ def plan(config: AutoConfig, folder: Path) -> Plan:
     """Return the plan of an unfinished run in folder, or a new one.
 
     Raises:
-        UserError: the run there had other settings; see make_plan.
+        UserError: the run there had other settings, or the disk is too small; see make_plan.
     """
     if not (folder / PLAN).exists():
-        return make_plan(config, measure_machine(config))
+        new = make_plan(config, measure_machine(config))
+        check_space(folder, new.disk, "its drafts")
+        return new
     before = read_model(Plan, folder, PLAN)
     now, then = ({k: v for k, v in s.items() if k not in NOT_SAME} for s in (config.settings(), before.settings))
     if changed := [config.flag(name) for name in now if now[name] != then.get(name)]:
@@ -122,7 +124,8 @@ class AutoRun:
         if best.speedup > 1 and not best.changed:
             measured = self._scores("final", [chosen], best.k)
             scored.append(self.steps.folder / "final")
-        speedups = {n: by_name[best.name].speedup(best.k) for n, by_name in measured.items()}
+        of_best = {n: by_name[best.name] for n, by_name in measured.items()}
+        speedups = {n: score.speedup(best.k) for n, score in of_best.items()}
         use, reason = verdicts.judged(speedups)
         if best.changed:
             use, reason = False, f"every candidate changes the target's output in {self.plan.machine.dtype}"
@@ -144,6 +147,7 @@ class AutoRun:
             notes += said
         return Verdict(
             target=hub.checkpoint_name(hub.locate(self.config.target)), use=use, reason=reason, speedups=speedups,
+            doubt="; ".join(dict.fromkeys(score.doubt for score in of_best.values() if score.doubt is not None)),
             measured_on=verdicts.COMPARED if measured is scores else verdicts.UNSEEN, ranking=ranking,
             plain_tokens_per_second=next(iter(scores[min(scores)].values())).output_tps(0), training=training,
             forecast=cost, left_out=left_out, planned_minutes=self.plan.minutes, minutes=self.steps.spent / 60,

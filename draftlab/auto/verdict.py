@@ -83,7 +83,10 @@ class Training(FileModel):
 
 
 class Verdict(FileModel):
-    """auto.json. speedups: by streams, on prompts that nothing was chosen on if a draft seemed to gain at all."""
+    """auto.json. speedups: by streams, on prompts that nothing was chosen on if a draft seemed to gain at all.
+
+    doubt: why nobody can tell from these scores; empty: nothing speaks against them.
+    """
 
     version: int = 1
     target: str
@@ -95,6 +98,7 @@ class Verdict(FileModel):
     measured_on: str  # in words
     plain_tokens_per_second: float
     reason: str
+    doubt: str = ""
     would_change: list[str] = Field(default_factory=list)
     ranking: list[Choice]
     training: Training | None
@@ -109,7 +113,10 @@ class Verdict(FileModel):
     notes: list[str] = Field(default_factory=list)
 
     def head(self) -> str:
-        return f"Use {self.choice} with K = {self.k}" if self.use else "Do not use a draft here"
+        choice = f"use {self.choice} with K = {self.k}" if self.use else "do not use a draft here"
+        if self.doubt:
+            return f"Cannot tell, because {self.doubt}; measure again on a quiet machine. By these numbers, {choice}"
+        return choice[0].upper() + choice[1:]
 
     def lines(self) -> list[str]:
         """Return the verdict for people."""

@@ -1,17 +1,21 @@
 """A plan fits its time, names what it leaves out and why, and hands the time on from step to step."""
 
 import json
+from shutil import _ntuple_diskusage as usage
 
 import pytest
 from builders import save_neox
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftlab.auto import run
 from draftlab.auto.costs import Machine
 from draftlab.auto.plan import EXPENDABLE, SERVED, SHARES, Plan, PlannedStep, make_plan, seconds_of_steps
 from draftlab.auto.prompts import sizes, write_prompts
 from draftlab.config.auto import AutoConfig
 from draftlab.errors import UserError
+from draftlab.model.hub import locate
+from draftlab.model.size import read_size
 
 FAST = Machine(
     device="cpu", cores=1, dtype="float32", tflops=0.1, training_dtype="float32", training_tflops=0.1,
@@ -73,6 +77,17 @@ def test_a_plan_names_its_steps_with_time_memory_and_disk(tmp_path):
     assert "GB" in needs["eagle"]["memory"]
     assert "GB" in needs["parallel"]["memory"]
     assert len(plan.layers) * len(plan.widths) >= 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_too_small_for_the_drafts_is_said_before_anything_runs(tmp_path, monkeypatch):
+    config = AutoConfig.build({"target": "tiny", "out": tmp_path / "out", "threads": 1})
+    new = planned("tiny", tmp_path)
+    assert new.disk > 10 * read_size(locate("tiny")).weight_bytes() / 6
+    assert "MB" in {step.name: step.needs for step in new.steps}["export"]["disk"]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, new.disk - 1))
+    with pytest.raises(UserError, match="not enough disk: its drafts take"):
+        run.plan(config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -45,6 +45,19 @@ def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():
     assert "not tried: eagle, fallback-eagle: too few minutes" in text
 
 
+def test_a_verdict_from_scores_in_doubt_says_that_nobody_can_tell():
+    settings = {
+        "target": "tiny", "use": True, "choice": "prompt lookup", "k": 3, "speedups": {1: gain(1.5)},
+        "reason": "a gain", "measured_on": "on prompts", "plain_tokens_per_second": 100, "ranking": [],
+        "training": None, "forecast": None, "left_out": {}, "planned_minutes": 10, "minutes": 9,
+    }  # fmt: skip
+    assert Verdict(**settings).lines()[0] == "Use prompt lookup with K = 3: a gain."
+    doubtful = Verdict(**settings, doubt="12 of 40 steps stalled")
+    assert doubtful.lines()[0].startswith("Cannot tell, because 12 of 40 steps stalled; measure again on a quiet")
+    assert "use prompt lookup with K = 3: a gain" in doubtful.lines()[0]
+    assert doubtful.model_dump(mode="json")["doubt"] == "12 of 40 steps stalled"
+
+
 def test_candidates_have_the_names_of_their_scores():
     assert Candidate(kind="draft", draft=Path("runs/a/2x64-1")).name == "2x64-1"
     drafter = "fallback:draft=runs/a/2x64,outputs=runs/a/answers"

@@ -1,7 +1,9 @@
 """From targets to served drafts in one command: python -m benchmarks.auto; JSON on its last line, null where not run.
 
 tiny runs here from an empty folder, beside the drafts of recipes/quickstart.yaml, which are scored with it in one
-process. Directories of earlier runs are read with --smollm2. A gap needs the server that its option names.
+process. Finished runs on SmolLM2 are read with --smollm2. server_rule_gap, the server's tokens per target pass less
+draftlab's, needs the server that --vllm names; server_rule_half_width is that of draftlab's interval.
+streams_prediction_error is what benchmarks.streams measured last.
 """
 
 import json
@@ -17,33 +19,42 @@ from draftlab.auto.command import auto
 from draftlab.auto.verdict import Training, Verdict
 from draftlab.commands import COMMANDS
 from draftlab.distill.learning_curve import fit
-from draftlab.reading import read_model
+from draftlab.reading import read_model, read_object
 from draftlab.recipe import run
 from draftlab.results.compare import speedup_ratio
 from draftlab.results.score import read_score, score_files
 
 BY_HAND = Path("runs/quickstart")
+STREAMS = Path(__file__).parent / "results/streams.json"
 
 
 def main(
     folder: Annotated[Path, typer.Option(help="Everything is written here.")] = Path("runs/auto-tiny"),
     minutes: Annotated[float, typer.Option(help="Time for tiny.")] = 10.0,
-    smollm2: Annotated[Path | None, typer.Option(help="Finished output of draftlab auto on SmolLM2.")] = None,
+    smollm2: Annotated[
+        list[Path] | None, typer.Option(help="Finished output of draftlab auto on SmolLM2; repeat.")
+    ] = None,
     by_hand: Annotated[bool, typer.Option(help="Compare with the drafts of recipes/quickstart.yaml.")] = True,
     vllm: Annotated[Path | None, typer.Option(help="Program of vllm, to compare what it accepts.")] = None,
 ) -> None:
     start, cpu = time.time(), _cpu_seconds()
     auto(target="tiny", minutes=minutes, threads=1, out=folder)
     seconds, cpu = time.time() - start, _cpu_seconds() - cpu
-    verdict, done = read_model(Verdict, folder, "auto.json"), [folder, *([smollm2] if smollm2 else [])]
+    verdict, done = read_model(Verdict, folder, "auto.json"), [folder, *(smollm2 or [])]
     errors = {path.name: forecast_error(path) for path in done}
     known = [error for error in errors.values() if error is not None]
+    by_hand_ratio = over_by_hand(folder, verdict) if by_hand else None
+    served = None if vllm is None else gap(folder, vllm, minutes)
     result = {
         "tiny_minutes": seconds / 60,
         "tiny_cpu_minutes": cpu / 60,
         "planned_minutes": verdict.planned_minutes,
-        "auto_over_best_by_hand": over_by_hand(folder, verdict) if by_hand and verdict.use else None,
-        "server_rule_gap": None if vllm is None else gap(folder, vllm, minutes),
+        "auto_over_best_by_hand": by_hand_ratio and by_hand_ratio["value"],
+        "by_hand": by_hand_ratio,
+        "server_rule_gap": served and served["gap"],
+        "server_rule_half_width": served and (served["high"] - served["low"]) / 2,
+        "served": served,
+        "streams_prediction_error": read_object(STREAMS)["streams_prediction_error"],
         "cost_forecast_error": max(known) if known else None,
         "cost_forecast_errors": errors,
         "verdicts": {path.name: read_model(Verdict, path, "auto.json").model_dump(mode="json") for path in done},
@@ -52,7 +63,7 @@ def main(
 
 
 def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
-    """Return the speed-up of auto's choice over that of the best way to draft made by hand, timed in one process.
+    """Return the speed-up of auto's choice, 1 of no draft, over the best way made by hand, timed in one process.
 
     By hand: prompt lookup, the drafts of recipes/quickstart.yaml, and lookup in front of each.
     """
@@ -61,7 +72,7 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
         run(recipe=Path("recipes/quickstart.yaml"))
     drafters = ["prompt-lookup", *(f"fallback:draft={draft}" for draft in drafts)]
     by_hand = {*(Path(draft).name for draft in drafts), *(drafter.replace("/", "_") for drafter in drafters)}
-    ours = [] if verdict.drafter else [verdict.draft]
+    ours = [verdict.draft] if verdict.use and not verdict.drafter else []
     out = folder / "by-hand"
     COMMANDS["score"](
         target="tiny", draft=[*drafts, *ours], drafter=sorted({*drafters, *filter(None, [verdict.drafter])}),
@@ -69,11 +80,14 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
         out=out, force=True,
     )  # fmt: skip
     scores = {score.name.removesuffix("@int8"): score for score in map(read_score, score_files([out]))}
-    mine = scores[verdict.ranking[0].name]
     best = max((scores[name] for name in by_hand), key=lambda score: score.best_k_speedup.value)
-    ratio = speedup_ratio(mine, best)
     speedups = {name: score.best_k_speedup.as_speedup() for name, score in scores.items()}
-    return {"value": ratio.value, "low": ratio.low, "high": ratio.high, "best": best.name, "speedups": speedups}
+    gain = best.best_k_speedup
+    ends = {"value": 1 / gain.value, "low": 1 / gain.high, "high": 1 / gain.low}
+    if verdict.use:
+        ratio = speedup_ratio(scores[verdict.ranking[0].name], best)
+        ends = {"value": ratio.value, "low": ratio.low, "high": ratio.high}
+    return {**ends, "best": best.name, "speedups": speedups}
 
 
 def forecast_error(folder: Path) -> float | None:
@@ -89,7 +103,10 @@ def forecast_error(folder: Path) -> float | None:
 
 
 def gap(folder: Path, vllm: Path, minutes: float) -> Any:
-    """Return the acceptance of the choice in vLLM beside draftlab's of the same texts, as export counts both."""
+    """Return the acceptance of the choice in vLLM beside draftlab's of the same texts, as export counts both.
+
+    None: prompt lookup or no draft was chosen, which exports nothing to verify.
+    """
     out = folder.with_name(f"{folder.name}-vllm")
     auto(target="tiny", minutes=minutes, threads=1, server="vllm", verify_with=vllm, out=out)
     record = json.loads((out / "export/draftlab.json").read_text()) if (out / "export/draftlab.json").exists() else None

@@ -119,7 +119,7 @@ def _sglang(target: str, k: int, kind: DraftKind) -> list[str]:
     algorithm = "EAGLE3" if kind == "EAGLE-3 head" else "STANDALONE"
     options = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
     return [
-        f"# {ABOVE_ZERO}; thresholds below 1 are lossy",
+        f"# {ABOVE_ZERO}; thresholds below 1 are lossy, and speculative_use_rejection_sampling stays off",
         "# sh serve.sh [options of sglang.launch_server]; untested",
         DIRECTORY,
         f"exec python -m sglang.launch_server --model-path {shlex.quote(target)} \\",

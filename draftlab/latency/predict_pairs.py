@@ -35,10 +35,20 @@ class BestK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Acceptance, and the name and hash of the draft model that it is of; None: assumed."""
+    """Acceptance, the name and hash of the draft model that it is of, and the rule that it is by; None: assumed.
+
+    rule: None where it is assumed, or greedy.
+    """
 
     work: Workload
     model: tuple[str, str | None] | None = None
+    rule: str | None = None
+
+    def note_for(self, server: str | None) -> list[str]:
+        """Return in words that a server accepts by another rule; empty: it does not."""
+        if server is None or self.rule in (None, "rejection", "block"):
+            return []
+        return [f"this acceptance is by --rule {self.rule}, which is not {server}'s: --server-rule {server} sets it"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +92,7 @@ def predict_drafts(config: PredictConfig) -> list[DraftPrediction]:
     models = [source.model or (draft.profile.name, draft.profile.sha256) for draft, source in pairs]
     accuracies.check(models)
     return [
-        _predict(draft, target, source.work, config, model, accuracies.of(*model))
+        _predict(draft, target, source, config, model, accuracies.of(*model))
         for (draft, source), model in zip(pairs, models, strict=True)
     ]
 
@@ -90,15 +100,16 @@ def predict_drafts(config: PredictConfig) -> list[DraftPrediction]:
 def _predict(
     draft: CostModel,
     target: CostModel,
-    work: Workload,
+    source: Source,
     config: PredictConfig,
     model: tuple[str, str | None],
     tasks: list[TaskResult],
 ) -> DraftPrediction:
     prompts = config.context or [None]
-    work, grid = _drafted_by(draft, work, config), []
+    work, grid = _drafted_by(draft, source.work, config), []
     works = {prompt: _at(work, prompt) for prompt in prompts}
     prediction = predict(draft, target, works[prompts[0]], config.k, config.batch[0], config.server)
+    prediction.notes.extend(source.note_for(config.server))
     by_steps = {k: steps(work, k) for k in config.k}
     for batch, prompt in product(config.batch, prompts):
         costs = step_costs(draft, target, works[prompt], max(config.k), batch, config.server)
@@ -152,12 +163,24 @@ def _sources(config: PredictConfig) -> list[Source]:
         from draftlab.target_outputs.replay import read_replay
 
         replays = map(read_replay, config.replay)
-        return [Source(work=workload_of_replay(each), model=(each.draft, each.draft_sha256)) for each in replays]
+        return [
+            Source(
+                work=workload_of_replay(each), model=(each.draft, each.draft_sha256),
+                rule=each.rule if each.sampling.temperature > 0 else None,
+            )
+            for each in replays
+        ]  # fmt: skip
     if config.score:
         from draftlab.results.score import read_score
 
         scores = map(read_score, config.score)
-        return [Source(work=workload_of_score(each), model=(each.draft.name, each.draft.sha256)) for each in scores]
+        return [
+            Source(
+                work=workload_of_score(each), model=(each.draft.name, each.draft.sha256),
+                rule=each.conditions.rule if each.conditions.temperature > 0 else None,
+            )
+            for each in scores
+        ]  # fmt: skip
     alpha = config.alpha
     if config.acceptance_length is not None:
         length, _, k = config.acceptance_length.partition("@")

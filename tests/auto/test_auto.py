@@ -78,9 +78,10 @@ def test_no_draft_is_advised_where_nothing_gains(space, tokenizer_dir):
     assert verdict.reason.startswith("the fastest candidate gains nothing beyond the noise")
     assert verdict.speedups[1].low <= 1
     assert verdict.ranking[0].tokens_per_pass < 1.2
-    assert "\nDo not use a draft here: the fastest candidate gains nothing" in out
+    assert verdict.head().lower().endswith("do not use a draft here")  # a busy machine comes before it
+    assert f"\n{verdict.head()}: the fastest candidate gains nothing" in out
     assert "what would change it: prompts whose answers repeat them" in out
-    assert "Do not use a draft here" in (space / "out/index.html").read_text()
+    assert "o not use a draft here" in (space / "out/index.html").read_text()
     assert not (space / "out/export").exists()
 
 

@@ -404,6 +404,11 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
         out = json.loads(call(*files, source, tmp_path, "--k", "1,2,3,5", "--json").stdout)
         found = {row["k"]: row["speedup"]["value"] for row in out["predictions"][0]["rows"]}
         assert found == pytest.approx(exact, rel=1e-9 if source == "--replay" else 0.02)
+    for temperature, rule, said in ((0.0, "match", False), (0.8, "match", True), (0.8, "rejection", False)):
+        of_rule = {"rule": rule, "sampling": SamplingParams(max_tokens=NEW, temperature=temperature)}
+        (tmp_path / "replay.json").write_text(replay.model_copy(update=of_rule).model_dump_json())
+        out = call(*files, "--replay", tmp_path, "--for", "vllm", "--k", "1-3").stdout
+        assert ("by --rule match, which is not vllm's" in " ".join(out.split())) == said
 
 
 def test_accuracy_stands_beside_a_prediction(files, tmp_path):

@@ -1,9 +1,10 @@
 """From targets to served drafts in one command: python -m benchmarks.auto; JSON on its last line, null where not run.
 
 tiny runs here from an empty folder, beside the drafts of recipes/quickstart.yaml, which are scored with it in one
-process. Finished runs on SmolLM2 are read with --smollm2. server_rule_gap, the server's tokens per target pass less
-draftlab's, needs the server that --vllm names; server_rule_half_width is that of draftlab's interval.
-streams_prediction_error is what benchmarks.streams measured last.
+process. Finished runs on SmolLM2 are read with --smollm2. server_rule_gap is draftlab's tokens per target pass less the
+server's, of the draft chosen for tiny in the server that --vllm names; without it, or where no draft was chosen, the
+largest that benchmarks.server_rules measured last. server_rule_half_width: of draftlab's interval there.
+streams_prediction_error: what benchmarks.streams measured last.
 """
 
 import json
@@ -25,7 +26,7 @@ from draftlab.results.compare import speedup_ratio
 from draftlab.results.score import read_score, score_files
 
 BY_HAND = Path("runs/quickstart")
-STREAMS = Path(__file__).parent / "results/streams.json"
+STREAMS, RULES = (Path(__file__).parent / "results" / name for name in ("streams.json", "server_rules.json"))
 
 
 def main(
@@ -45,14 +46,15 @@ def main(
     known = [error for error in errors.values() if error is not None]
     by_hand_ratio = over_by_hand(folder, verdict) if by_hand else None
     served = None if vllm is None else gap(folder, vllm, minutes)
+    rules = read_object(RULES)
     result = {
         "tiny_minutes": seconds / 60,
         "tiny_cpu_minutes": cpu / 60,
         "planned_minutes": verdict.planned_minutes,
         "auto_over_best_by_hand": by_hand_ratio and by_hand_ratio["value"],
         "by_hand": by_hand_ratio,
-        "server_rule_gap": served and served["gap"],
-        "server_rule_half_width": served and (served["high"] - served["low"]) / 2,
+        "server_rule_gap": -served["gap"] if served else rules["server_rule_gap"],
+        "server_rule_half_width": (served["high"] - served["low"]) / 2 if served else rules["half_width"],
         "served": served,
         "streams_prediction_error": read_object(STREAMS)["streams_prediction_error"],
         "cost_forecast_error": max(known) if known else None,

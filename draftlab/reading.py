@@ -7,6 +7,7 @@ import math
 import re
 import reprlib
 import stat
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,6 +124,12 @@ def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
             yield number, parse_json(line)
         except ValueError as error:
             raise UserError(f"{file}:{number}: not JSON ({one_line(error)})") from None
+
+
+def check_json_lines(file: Path | None) -> None:
+    """Check that a file can be read later. Raises UserError: see read_json_lines."""
+    if file is not None:
+        deque(read_json_lines(file), maxlen=0)
 
 
 def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> Kind:

@@ -59,6 +59,12 @@ def folder_name(text: str, label: str) -> str:
     return name
 
 
+def check_address(url: str | None) -> None:
+    """Raises UserError: what is given is no address of a server."""
+    if url is not None and not (url.startswith(("http://", "https://")) and url.isprintable()):
+        raise UserError(f"server {url.rpartition('@')[2]!r} is not an address; want http://HOST:PORT")
+
+
 def without_secrets(address: str) -> str:
     """Return an address of the web without user, password, query and fragment; other texts as they are."""
     if not address.startswith(("http://", "https://")):

@@ -1,7 +1,9 @@
 """Imports point up in the list only, and --help stays light."""
 
 import ast
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import draftlab
+from draftlab.model.hub import EMBEDDED
 
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
@@ -133,26 +136,64 @@ MISSING = [
     "predict --alpha 0.5 --draft-profile nope --target-profile nope",
 ]
 SAID = {"import": "nope does not exist", "predict": "no profile at nope"}  # fmt: skip
+TORN = "torn: model-2.safetensors, named in model.safetensors.index.json, is missing"
+WRONG = {  # what is there and is something else, and what is missing besides models
+    "distill --draft tiny --data nope.txt": "data 'nope.txt': neither a built-in source nor a file or folder",
+    "score --draft tiny --data stdlibs": "did you mean 'stdlib'",
+    "prune --source tiny --layers 2 --data nope.txt": "data 'nope.txt'",
+    "prune --source tiny --layers 2 --data a.gguf": "cannot read .gguf; want .jsonl, .md, .py, .txt",
+    "prune --source tiny --layers 2 --outputs nope": "nope is not a store of target outputs",
+    "outputs build --data nope.txt": "data 'nope.txt'",
+    "score --draft tiny --prompt-file nope.jsonl": "nope.jsonl: No such file",
+    "outputs build --prompt-file a.gguf": "a.gguf:1: not JSON",
+    "distill --draft a.gguf": "a.gguf is a GGUF file",  # before the workspace's data, which is not there either
+    "score --draft a.gguf": "a.gguf is a GGUF file",
+    "expand a.gguf --layers 40": "a.gguf is a GGUF file",
+    "distill --draft torn --data stdlib": TORN,
+    "score --draft torn --data stdlib": TORN,
+    "replay nope --draft tiny": "nope is not a store of target outputs",
+    "online rollback nope": "nope is not a directory",
+    "score-servers --server nope --speculative-server http://h:1": "'nope' is not an address",
+    "profile-servers --server nope": "'nope' is not an address",
+    "predict --alpha 0.5 --draft-profile a --target-profile a --k 1000000000000": "at most 1,000 tokens are drafted",
+}
 
 
-def test_what_is_missing_is_said_before_torch_is_imported(tmp_path):
+def said_before_torch_is_imported(said: dict[str, str], folder: Path) -> None:
+    """Check the error of every command line, in a workspace of tiny, and that nothing is written."""
     code = f"""
 import sys
 from typer.testing import CliRunner
 from draftlab.cli import app
 CliRunner().invoke(app, ["init", "--preset", "tiny"])
-for mistake in {MISSING}:
+WITHOUT_OUT = ("check", "predict", "prune", "online")
+for mistake, message in {said}.items():
     command = mistake.split()[0]
-    out = ["--out", "x"] if command not in ("check", "predict", "prune") else []
-    result = CliRunner().invoke(app, [*mistake.split(), *out])
-    said = {SAID}.get(command, "no checkpoint at nope")
-    assert (result.exit_code, said in result.stderr) == (1, True), (mistake, result.output)
+    result = CliRunner().invoke(app, [*mistake.split(), *(["--out", "x"] if command not in WITHOUT_OUT else [])])
+    assert (result.exit_code, message in result.stderr) == (1, True), (mistake, result.output)
     assert "torch" not in sys.modules, mistake
 """
     environ = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    before = {path.name for path in folder.iterdir()}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environ, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["draftlab.yaml"]
+    assert {path.name for path in folder.iterdir()} == before | {"draftlab.yaml"}
+
+
+def test_what_is_missing_is_said_before_torch_is_imported(tmp_path):
+    said_before_torch_is_imported(
+        {mistake: SAID.get(mistake.split()[0], "no checkpoint at nope") for mistake in MISSING}, tmp_path
+    )
+
+
+def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF\n")
+    (tmp_path / "torn").mkdir()
+    shutil.copy(EMBEDDED / "tiny" / "config.json", tmp_path / "torn")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "torn/model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "torn/model-1.safetensors").touch()
+    said_before_torch_is_imported(WRONG, tmp_path)
 
 
 def test_no_module_outgrows_its_job():

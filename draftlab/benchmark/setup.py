@@ -119,8 +119,7 @@ def set_up(config: ScoreConfig, *, weights: bool = True) -> Setup:
         UserError: a model, prompts or data that cannot be had, or settings that do not fit the models.
     """
     target = hub.locate(config.target, weights)
-    reads_data = config.prompt_file is None or any(spec.reads_data for spec in config.drafters)
-    source = hub.check_data(config.data) if reads_data else config.data
+    source = hub.check_data(config.data) if config.reads_data else config.data
     drafts = _drafts_by_name(config.draft, weights)
     default = next(iter(drafts.values()), None)
     if default is None and config.needs_default_draft:

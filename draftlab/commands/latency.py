@@ -8,6 +8,7 @@ from draftlab.config.latency import LawConfig, LawFitConfig, PredictConfig, Prof
 from draftlab.console import note_if_slow
 from draftlab.model.families import locate_shape
 from draftlab.output import Output
+from draftlab.trust import check_address
 
 if TYPE_CHECKING:
     from draftlab.latency.scaling_law import ScalingLaw
@@ -31,6 +32,8 @@ def profile(config: ProfileConfig, output: Output) -> Outcome:
 @command(ProfileServersConfig)
 def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
     """Measure the passes of a target and its draft in running vLLM servers, by streams at once."""
+    check_address(config.server)
+    check_address(config.speculative_server)
     with note_if_slow("loading torch and transformers"):
         from draftlab.latency.served import profile_servers as measure
     from draftlab.commands.latency_tables import profile_table

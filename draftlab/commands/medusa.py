@@ -9,8 +9,8 @@ from draftlab.output import Output
 @command(MedusaConfig, dry_run=True)
 def medusa(config: MedusaConfig, output: Output) -> Outcome:
     """Train Medusa heads on the frozen target, for score --drafter medusa:heads=DIR."""
+    hub.check_typed(config.target, weights=not output.dry_run)
     hub.check_data(config.data)
-    hub.check_typed(config.target)
     from draftlab.distill.medusa_heads import plan_medusa, train_medusa
 
     if output.dry_run:

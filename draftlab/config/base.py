@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typing_extensions import Self
@@ -21,6 +21,7 @@ from draftlab.trust import without_secrets
 
 OUTPUT, SERVER, TRAINING, CHECKPOINTS = "Output", "Server", "Training", "Evaluation and checkpoints"  # panels of --help
 TRUST = "trust_remote_code"
+MAX_K = 1_000  # far more than any draft pays for; tables, passes and loops grow with K
 
 
 def option(
@@ -66,13 +67,21 @@ def from_workspace(name: str, help: str, **others: Any) -> Any:
 
 
 def _numbers(value: object) -> object:
+    """Return the numbers of a text, or of a file's list, by the same rules."""
     try:
-        return parse_numbers(value) if isinstance(value, str) else value
+        return parse_numbers(",".join(map(str, value)) if isinstance(value, list) else str(value))
     except UserError as error:
         raise ValueError(str(error)) from None
 
 
+def _at_most_max_k(ks: list[int]) -> list[int]:
+    if ks[-1] > MAX_K:
+        raise ValueError(f"at most {MAX_K:,} tokens are drafted per step")
+    return ks
+
+
 Numbers = Annotated[list[int], BeforeValidator(_numbers)]  # ascending; written 1-6 or 2,4,8
+DraftedTokens = Annotated[Numbers, AfterValidator(_at_most_max_k)]
 
 
 def numbers(default: str, help: str, **others: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import field_validator
 from typing_extensions import Self
 
-from draftlab.config.base import Config, Only, OutputConfig, from_workspace, option
+from draftlab.config.base import MAX_K, Config, Only, OutputConfig, from_workspace, option
 from draftlab.config.server_rules import SampleMethod
 from draftlab.config.shared import (
     CHAT_RULES,
@@ -87,7 +87,8 @@ class ExportConfig(DraftConfig, OutputConfig):
     use_heterogeneous_vocab: bool = option(
         False, "Keep the draft's own vocabulary: vLLM and transformers can translate between two.", advanced=True
     )
-    k: int | None = option(None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1)
+    k: int | None = option(None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1, le=MAX_K)
+    k_reason: str | None = option(None, "Why --k is what it is, for the script. Default: set by --k.", advanced=True)
     prediction: Path | None = option(
         None, "Take K by batch size from this file, which draftlab predict --for vllm --json printed."
     )
@@ -129,6 +130,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         Only(("k",), lambda c: c.to not in ("hf", "gguf") or c.verify_with, "belongs to a script or --verify-with"),
         Only(("prediction",), lambda c: c.to == "vllm", "only vLLM changes K by batch size: --to vllm"),
         Only(("k",), lambda c: c.prediction is None, "--prediction has it"),
+        Only(("k_reason",), lambda c: c.k is not None, "needs --k"),
         Only(
             ("verify_with",),
             lambda c: c.to not in ("sglang", "tensorrt-llm", "transformers"),

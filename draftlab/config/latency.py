@@ -7,7 +7,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab.config.accuracy import accuracy_of
-from draftlab.config.base import SERVER, Config, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import MAX_K, SERVER, Config, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import (
     SPLITS,
     CheckpointSettings,
@@ -32,7 +32,7 @@ ACCEPTANCE = ("replay", "score", "alpha", "acceptance_length")
 class GridConfig(OutputConfig):
     """The passes to time, and how they run."""
 
-    k: int = option(8, "Most drafted tokens: passes over 1 to K + 1 tokens are timed.", ge=1)
+    k: int = option(8, "Most drafted tokens: passes over 1 to K + 1 tokens are timed.", ge=1, le=MAX_K)
     batch: Numbers = numbers("1", "Batch sizes, as 1,4,16.")
     context: Numbers = numbers("16,128,480", "Cached tokens before a pass, and lengths of prompts.")
     repeats: int = option(20, "Timed repeats of every pass, after a warm-up.", ge=3)
@@ -89,7 +89,7 @@ class LawConfig(GridConfig):
     source: str = source()
     layers: Numbers | None = option(None, "Depths to time. Default: those that span the source.", typed=str)
     widths: Numbers | None = option(None, "Widths to time at every depth. Default: those of the source.", typed=str)
-    k: int = option(1, "Most drafted tokens: 1 suffices for drafts.", ge=1)
+    k: int = option(1, "Most drafted tokens: 1 suffices for drafts.", ge=1, le=MAX_K)
     context: Numbers = numbers("16,256", "Cached tokens before a pass, and lengths of prompts.")
     repeats: int = option(10, "Timed repeats of every pass, after a warm-up.", ge=3)
     plot: Path | None = option(None, "Figure to write, .svg or .png: measured latency and the law.")
@@ -114,10 +114,10 @@ class PredictConfig(Config):
     score: list[Path] = option(factory=list, help="Acceptance from score.json; one file, or one per draft.")
     alpha: float | None = option(None, "Acceptance probability of every token.", ge=0, le=1)
     acceptance_length: str | None = option(None, "Tokens per target pass at some K, as 2.8@4.")
-    k: Numbers = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
+    k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     batch: Numbers = numbers("1", "Batch sizes, or streams, as 1,4,16; results by K are of the smallest.")
     context: Numbers | None = option(None, "Prompt lengths. Default: those of the texts, or 128.", typed=str)
-    max_tokens: int = option(128, "Tokens per text, with --alpha or --acceptance-length.", ge=2)
+    max_tokens: int = option(128, "Tokens per text, with --alpha or --acceptance-length.", ge=2, le=1_000_000)
     accuracy: list[Path] = accuracy_of("with the drafts, shown beside their speed-ups")
     extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
     server: Literal["vllm"] | None = option(

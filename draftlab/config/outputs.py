@@ -7,8 +7,9 @@ from pydantic import BeforeValidator, Field
 
 from draftlab import workspace
 from draftlab.config import shared
-from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import Config, DraftedTokens, Only, OutputConfig, numbers, option
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
+from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.hub import checkpoint_name
 from draftlab.sampling import SamplingParams
@@ -17,11 +18,21 @@ DISTILL_PROMPT_TOKENS, DISTILL_TEMPERATURE, DISTILL_TOP_LOGPROBS = 32, 1.0, 64
 DISTILL_BATCH, REPLAY_BATCH = 64, 16
 REPLAY_PROMPTS, REPLAY_PROMPT_TOKENS = 64, 64  # of a data source
 
+MANIFEST = "manifest.json"
+
 _SERVER = (
     Only(("served_model", "tokenizer", "api_key_file"), lambda c: c.server, "needs --server"),
     Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
     Only(("dtype", "device", "device_map", "memory"), lambda c: not c.server, "the server decides that itself"),
 )
+
+
+def check_store(directory: Path | None) -> None:
+    """Raises UserError: a directory without the manifest of stored outputs."""
+    if directory is not None and not (directory / MANIFEST).exists():
+        raise UserError(
+            f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
+        )
 
 
 def _widths(value: object) -> object:
@@ -198,7 +209,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
         factory=list, help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft."
     )
     target: str = shared.target()
-    k: Numbers = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
+    k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     tree: Widths | None = option(None, "A tree instead: branches at each depth, as 4,2,1.", typed=str)
     confidence: float | None = option(
         None, "Draft only while the draft's largest probability is at least this.", ge=0, le=1

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel
 
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
+from draftlab.config.outputs import check_store
 from draftlab.config.shared import (
     CheckpointSettings,
     TrainingSettings,
@@ -20,6 +21,7 @@ from draftlab.config.shared import (
 )
 from draftlab.console import note
 from draftlab.errors import UserError
+from draftlab.model import hub
 
 if TYPE_CHECKING:
     from draftlab.model.shape import Shape
@@ -99,6 +101,12 @@ class CutConfig(RefitSettings, OutputConfig, CheckpointSettings):
         head = "" if self.vocab is None else f"-v{self.vocab}"
         return f"{self.prefix}-{shape_name(self.shapes()[2])}{head}"
 
+    def check_text(self) -> None:
+        """Raises UserError: the text to calibrate on is not there."""
+        check_store(self.outputs)
+        if self.outputs is None:
+            hub.check_data(self.data)
+
     def shapes(self, *, weights: bool = False) -> "tuple[Path | Shape, Shape, Shape]":
         """Return the source (its directory, or a shape without weights), its shape, and the shape to cut from it.
 
@@ -109,6 +117,7 @@ class CutConfig(RefitSettings, OutputConfig, CheckpointSettings):
         from draftlab.model.shape import parse_count
 
         _, place = families.locate_shape(self.source, weights)
+        self.check_text()
         from draftlab.model import checkpoint  # which imports torch
 
         have = checkpoint.planned_shape(place) if isinstance(place, Path) else place

@@ -9,7 +9,7 @@ from typing_extensions import Self
 from draftlab import workspace
 from draftlab.config import shared
 from draftlab.config.accuracy import TASKS, TaskSettings, accuracy_of
-from draftlab.config.base import SERVER, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.drafters import DrafterSpec, DraftModelSpec, parse_drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.errors import UsageError, UserError
@@ -74,7 +74,7 @@ class ScoreConfig(
 ):
     """Settings of score."""
 
-    k: Numbers = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
+    k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
     tasks: str = option("none", "lm-eval tasks to measure accuracy on as well, separated by commas.", panel=TASKS)
     task_limit: int = option(200, "Items per task.", ge=1, panel=TASKS, advanced=True)
@@ -117,6 +117,11 @@ class ScoreConfig(
     @property
     def drafters(self) -> list[DrafterSpec]:
         return [parse_drafter(text) for text in self.drafter]
+
+    @property
+    def reads_data(self) -> bool:
+        """Return whether prompts, or what a drafter learns from, come from --data."""
+        return self.prompt_file is None or any(spec.reads_data for spec in self.drafters)
 
     @property
     def needs_default_draft(self) -> bool:

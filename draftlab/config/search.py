@@ -6,7 +6,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab.config import shared
-from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.drafters import EagleSpec, parse_drafter
 from draftlab.errors import UserError
 from draftlab.model.hub import checkpoint_name
@@ -34,7 +34,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         factory=list, help="EAGLE-3 head that is kept to the end, eagle:heads=DIR; repeat for several.",
         panel=CANDIDATES,
     )  # fmt: skip
-    k: Numbers = numbers("1-6", "Numbers of drafted tokens to try.")
+    k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try.")
     parallel: bool = option(False, "Search for parallel drafts, which learn to draft the most of --k in one pass.")
     target: str = shared.target()
     source: str = shared.source()

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from draftlab.data.conversations import Message, read_messages
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.reading import read_by_library, read_json_lines
 
@@ -111,15 +111,9 @@ def _read(source: str) -> Iterator[Document]:
         return PYTHON_SOURCES[source]()
     if source.startswith("hf:"):
         return _hub_dataset(source.removeprefix("hf:"))
+    hub.check_local_text(source)
     path = Path(source)
-    if not path.exists():
-        hint = did_you_mean(source, PYTHON_SOURCES)
-        raise UserError(f"data {source!r}: neither a built-in source nor a file or folder{hint}")
     files = [f for f in sorted(path.rglob("*")) if f.suffix in READERS] if path.is_dir() else [path]
-    if path.is_file() and path.suffix not in READERS:
-        raise UserError(
-            f"data {source!r}: cannot read {path.suffix or 'a file without suffix'}; want {sorted(READERS)}"
-        )
     return (doc for file in files for doc in READERS[file.suffix](file))
 
 
@@ -210,5 +204,5 @@ def _overlap(lines: set[str], others: set[str]) -> float:
     return len(lines & others) / len(lines) if lines else 0.0
 
 
-PYTHON_SOURCES = {"stdlib": _stdlib, "stdlib-tests": _stdlib_tests, "packages": _packages}
-READERS = {".txt": _text_file, ".md": _text_file, ".py": _text_file, ".jsonl": _json_lines}
+PYTHON_SOURCES = dict(zip(hub.BUILT_IN_TEXT, (_stdlib, _stdlib_tests, _packages), strict=True))
+READERS = {suffix: _json_lines if suffix == ".jsonl" else _text_file for suffix in hub.TEXT_SUFFIXES}

@@ -19,6 +19,8 @@ EMBEDDED = Path(__file__).parents[1] / "embedded"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]  # configuration and tokenizer
 TIMEOUT_SECONDS = 3
+BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
+TEXT_SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:
@@ -49,14 +51,15 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     return _from_hub(str(name), weights)
 
 
-def check_typed(*names: str | Path | None) -> None:
-    """Refuse names of no local checkpoint, before torch is imported; those of the hub are looked up later.
+def check_typed(*names: str | Path | None, weights: bool = False) -> None:
+    """Refuse what is no local checkpoint, before torch is imported; those of the hub are looked up later.
 
-    A name may end in @TYPE, of rounded weights.
+    A name may end in @TYPE, of rounded weights. weights: their files must be here, too.
     """
     for name in map(str, filter(None, names)):
-        if not Path(name).exists() and (name.count("/") != 1 or Path(name).is_absolute()):
-            locate(name.rpartition("@")[0] or name, weights=False)
+        place = name if Path(name).exists() else name.rpartition("@")[0] or name
+        if Path(place).exists() or place.count("/") != 1 or Path(place).is_absolute():
+            locate(place, weights)
 
 
 def import_source(name: str) -> Path:
@@ -127,8 +130,16 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def check_data(mixture: str) -> str:
-    """Return the mixture. Raises UserError: part of it is on the hub, which cannot be reached."""
-    on_hub = [part.strip().partition("=")[0] for part in mixture.split(",") if part.strip().startswith("hf:")]
+    """Return the mixture.
+
+    Raises:
+        UserError: part of it is nothing that can be read here, or on the hub, which cannot be reached.
+    """
+    names = [part.strip().partition("=")[0] for part in mixture.split(",")]
+    on_hub = [name for name in names if name.startswith("hf:")]
+    for name in names:
+        if name not in (*on_hub, *BUILT_IN_TEXT, ""):
+            check_local_text(name)
     reason = offline_reason() if on_hub else None
     if reason:
         raise UserError(
@@ -136,6 +147,17 @@ def check_data(mixture: str) -> str:
             "name local text: --data FILE, a folder, or stdlib"
         )
     return mixture
+
+
+def check_local_text(source: str) -> None:
+    """Raises UserError: no such file or folder, or one that is not text."""
+    path = Path(source)
+    if not path.exists():
+        hint = did_you_mean(source, BUILT_IN_TEXT)
+        raise UserError(f"data {source!r}: neither a built-in source nor a file or folder{hint}")
+    if path.is_file() and path.suffix not in TEXT_SUFFIXES:
+        suffix = path.suffix or "a file without suffix"
+        raise UserError(f"data {source!r}: cannot read {suffix}; want {', '.join(TEXT_SUFFIXES)}")
 
 
 def offline_reason() -> str | None:

@@ -13,11 +13,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from draftlab.atomic import write_atomic
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
 from draftlab.reading import read_yaml, validation_text
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
 Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"]
+MOST_NUMBERS = 10_000  # of a list as 1-6
 
 
 class Row(NamedTuple):
@@ -345,15 +346,21 @@ def parse_vocab(text: str) -> int:
 
 
 def parse_numbers(text: str) -> list[int]:
-    """Parse '1-4' or '2,4,8' or '1-3,8' to ascending numbers. Raises UserError: anything else, or a number below 1."""
+    """Parse '1-4' or '2,4,8' or '1-3,8' to ascending numbers.
+
+    Raises:
+        UserError: anything else, a number below 1, or more than MOST_NUMBERS.
+    """
     numbers: set[int] = set()
     for part in text.split(","):
         low, _, high = part.partition("-")
-        if not re.fullmatch(r"\s*\d+\s*(-\s*\d+\s*)?", part):
-            raise UserError(f"{text!r} is not a list of numbers; write 1-6 or 2,4,8")
+        if not re.fullmatch(r"\s*\d{1,18}\s*(-\s*\d{1,18}\s*)?", part):
+            raise UserError(f"{one_line(text, 80)!r} is not a list of numbers; write 1-6 or 2,4,8")
+        if int(high or low) - int(low) + len(numbers) >= MOST_NUMBERS:
+            raise UserError(f"{one_line(text, 80)!r} lists more than {MOST_NUMBERS:,} numbers")
         numbers |= set(range(int(low), int(high or low) + 1))
     if not numbers or min(numbers) < 1:
-        raise UserError(f"{text!r} has a number below 1; write 1-6 or 2,4,8")
+        raise UserError(f"{one_line(text, 80)!r} has a number below 1; write 1-6 or 2,4,8")
     return sorted(numbers)
 
 

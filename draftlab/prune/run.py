@@ -16,7 +16,7 @@ from draftlab.data import open_batches, open_heldout
 from draftlab.distill import distributed
 from draftlab.distill.checkpointer import process_state
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub, saving
+from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import frequent_ids, read_head_ids, template_ids, write_head_ids
 from draftlab.output import Output
@@ -75,8 +75,6 @@ def prune(config: PruneConfig, output: Output) -> Pruned:
     Raises:
         UserError: see open_source; a tied source where a rotation is asked for.
     """
-    if config.outputs is None:
-        hub.check_data(config.data)
     source, shape = open_source(config)
     output.check_space(shape.weight_bytes(source.stored_dtype.itemsize), "the draft")
     if config.basis == "pca" and source.shape.tied:
@@ -101,7 +99,6 @@ def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
         UserError: see open_source and train_masks.
     """
     distributed.check(masks=True)
-    hub.check_data(config.data)
     source, shape = open_source(config)
     output.check_space(shape.weight_bytes(source.stored_dtype.itemsize), "the draft")
     head = _head(config, source, shape)

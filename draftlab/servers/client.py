@@ -20,7 +20,7 @@ from draftlab.reading import parse_json, read_bytes
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import ADAPTERS, ROUNDING, Adapter, Answer, Completion, PromptLogprobs, checked_ids
-from draftlab.trust import is_name, without_secrets
+from draftlab.trust import check_address, is_name, without_secrets
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
@@ -177,8 +177,7 @@ class Server:
             UserError: no answer, not an OpenAI-compatible server, no such model, or the key file cannot be read.
         """
         base = url.rstrip("/").removesuffix("/v1")
-        if not base.startswith(("http://", "https://")) or not url.isprintable():
-            raise UserError(f"server {url.rpartition('@')[2]!r} is not an address; want http://HOST:PORT")
+        check_address(url)
         http = HttpClient(base, _read_key(api_key_file), wait)
         listing = http.get("/v1/models", tries=1)
         try:

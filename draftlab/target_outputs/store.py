@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
 from draftlab.atomic import check_free, remove_left_overs, replacing, write_atomic
+from draftlab.config.outputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
@@ -29,7 +30,7 @@ from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.repeats import repeats
 from draftlab.trust import folder_name
 
-MANIFEST, HELDOUT = "manifest.json", "heldout"
+HELDOUT = "heldout"
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
     "top_ids": np.uint32, "top_logprobs": np.float16, "rest_logprob": np.float32, "token_logprob": np.float16,
@@ -152,10 +153,7 @@ def write_store(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    if not (directory / MANIFEST).exists():
-        raise UserError(
-            f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
-        )
+    check_store(directory)
     return read_model(Manifest, directory / MANIFEST)
 
 

@@ -18,6 +18,7 @@ from draftlab.benchmark.lm_eval_tasks import TaskOptions, evaluate_tasks, prepar
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.config.outputs import ReplayConfig
+from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.model import llama, native_cpu
 from draftlab.model.shape import parse_numbers
@@ -284,9 +285,19 @@ def test_tables_have_one_look():
 
 def test_parse_numbers():
     assert parse_numbers("1-3,8") == [1, 2, 3, 8]
-    for bad in ("", "a", "3-", "-2", "0", "2-1"):
+    assert parse_numbers("1-10000") == list(range(1, 10_001))
+    assert parse_numbers("1-6,3-8") == list(range(1, 9))
+    for bad in ("", "a", "3-", "-2", "0", "2-1", "1-10001", "1-9999,20000-20002", "1-1000000000000", "9" * 5000):
         with pytest.raises(UserError):
             parse_numbers(bad)
+
+
+def test_numbers_of_files_keep_the_rules_of_the_command_line():
+    built = [ScoreConfig.build({"k": k}).k for k in ([3, 1, 1], "1-3", 2)]
+    assert built == [[1, 3], [1, 2, 3], [2]]
+    for bad in ([], [0], [-1], [True], ["a"], [1, 1001]):
+        with pytest.raises(UserError):
+            ScoreConfig.build({"k": bad})
 
 
 def test_shells_complete_commands():

@@ -48,7 +48,8 @@ from draftlab.model.size import read_size
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.results.decoding import Example
-from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
+from draftlab.results.environment import Environment
+from draftlab.results.score import Conditions, Latency, Model, Prompt, Score, TaskResult
 from draftlab.target_outputs.repeats import distinct_ngrams
 
 LATENCY_PASSES = 60

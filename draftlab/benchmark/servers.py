@@ -25,7 +25,8 @@ from draftlab.prompts import Prompts, load_prompts
 from draftlab.reading import FileModel, read_model
 from draftlab.results.accuracy import Accuracies
 from draftlab.results.decoding import Counters, ServedGeneration
-from draftlab.results.score import Conditions, Environment, Model, Prompt, Score
+from draftlab.results.environment import Environment
+from draftlab.results.score import Conditions, Model, Prompt, Score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 from draftlab.target_outputs.repeats import distinct_ngrams

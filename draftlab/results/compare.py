@@ -71,6 +71,11 @@ class Candidate:
         return self.score is not None and self.score.output_differs
 
     @property
+    def doubt(self) -> str | None:
+        """The reason why its speed-up is not known; None: there is none, or it was predicted."""
+        return None if self.score is None else self.score.doubt
+
+    @property
     def plain_tokens_per_second(self) -> float:
         """Tokens per second without a draft, in the same run."""
         return self.score.output_tps(0) if self.score else self.tokens_per_second / self.speedup.value
@@ -213,6 +218,8 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
         name, ratio = ranked.candidate.name, ranked.ratio_to_fastest
         if ranked.candidate.output_differs:
             lines.append(_discounted(ranked.candidate))
+        elif ranked.candidate.doubt is not None:
+            lines.append(f"{name} cannot be told from {fastest}, because {ranked.candidate.doubt}.")
         elif ratio is None or ratio.n < 2:
             lines.append(f"{name} cannot be tested against {fastest}: that takes scores over several prompts.")
         elif ranked.significant:
@@ -228,7 +235,8 @@ def comparison_table(ranking: Sequence[Ranked]) -> Table:
     plain = ["no draft", "–", "1.00", f"{ranking[0].candidate.plain_tokens_per_second:.4g}", "1.00x", "", "–"]
     at = sum(not r.candidate.output_differs and r.candidate.speedup.value > 1 for r in ranking)
     rows = [_row(ranked) for ranked in ranking]
-    table = terminal_table(HEADS, [*rows[:at], plain, *rows[at:]], best=0, flexible=0)
+    doubtful = at > 0 and ranking[0].candidate.doubt is not None
+    table = terminal_table(HEADS, [*rows[:at], plain, *rows[at:]], best=None if doubtful else 0, flexible=0)
     table.caption = Text(
         "* Fastest. ~ No significant difference from the fastest draft. Each draft at its best K; its speed-up is of a "
         "K chosen on other prompts. Relative to fastest: ratio of the two speed-ups, paired where both have the same "
@@ -240,11 +248,13 @@ def comparison_table(ranking: Sequence[Ranked]) -> Table:
 def missed_thresholds(
     candidate: Candidate, acceptance_length: float, min_speedup: float | None, min_acceptance_length: float | None
 ) -> list[str]:
-    """Return one sentence for each of the user's thresholds that a candidate does not reach."""
-    name, speedup, missed = candidate.name, candidate.speedup.value, []
+    """Return one sentence for each of the user's thresholds that a candidate does not reach, or cannot be judged by."""
+    name, speedup, doubt, missed = candidate.name, candidate.speedup.value, candidate.doubt, []
     if min_speedup is not None and candidate.output_differs:
         missed.append(f"{name}: its output is not the target's own, so that no speed-up counts")
-    if min_speedup is not None and speedup < min_speedup:
+    if min_speedup is not None and doubt is not None:
+        missed.append(f"{name}: cannot tell whether it reaches --min-speedup {min_speedup}, because {doubt}")
+    elif min_speedup is not None and speedup < min_speedup:
         missed.append(f"{name}: speed-up {speedup:.3f} is below --min-speedup {min_speedup}")
     if min_acceptance_length is not None and acceptance_length < min_acceptance_length:
         bar = f"--min-acceptance-length {min_acceptance_length}"
@@ -260,7 +270,7 @@ def as_dict(ranked: Ranked) -> dict[str, Any]:
         "mean_acceptance_length": c.score.acceptance(c.k).mean_acceptance_length if c.score else c.tokens_per_pass,
         "tokens_per_target_pass": c.tokens_per_pass, "tokens_per_second": c.tokens_per_second,
         "plain_tokens_per_second": c.plain_tokens_per_second,
-        "speedup": c.speedup.model_dump(), "identical": not c.output_differs,
+        "speedup": c.speedup.model_dump(), "doubt": c.doubt, "identical": not c.output_differs,
         "ratio_to_fastest": ranked.ratio_to_fastest and ranked.ratio_to_fastest.model_dump(),
         "same_prompts": ranked.paired, "significant": ranked.significant,
         "accuracy": [r.model_dump(exclude={"items"}) for r in c.tasks],
@@ -272,6 +282,8 @@ def _first_line(c: Candidate) -> str:
     at = f"at K = {c.k} ({'measured' if c.score else 'predicted'})"
     if c.output_differs:
         return _discounted(c)
+    if c.doubt is not None:
+        return f"Cannot tell which is fastest: {c.name} has {c.speedup.as_speedup()} {at}, but {c.doubt}."
     if c.speedup.high < 1:
         return f"Plain decoding is fastest: the best draft, {c.name}, reaches {c.speedup} of its speed {at}."
     if c.speedup.low <= 1:

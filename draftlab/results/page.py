@@ -68,6 +68,20 @@ def categories(entries: list[Entry]) -> Figure | None:
     )  # fmt: skip
 
 
+def batches(entries: list[Entry]) -> tuple[list[str], Rows] | None:
+    """Return heads and rows of the speed-ups by batch size; None where all scores have the same one."""
+    sizes = sorted({e.score.conditions.batch for e in entries})
+    if len(sizes) == 1:
+        return None
+    rows: dict[str, dict[int, str]] = {}
+    for e in entries:
+        size = e.score.conditions.batch
+        by_size = rows.setdefault(e.score.name.removesuffix(f"-b{size}"), {})
+        by_size[size] = "cannot tell" if e.score.doubt else f"{e.best_k_speedup.as_speedup()}, K = {e.k}"
+    heads = ["draft", *(f"batch {size}" for size in sizes)]
+    return heads, [[name, *(by_size.get(size, "–") for size in sizes)] for name, by_size in rows.items()]
+
+
 def cost_rows(entries: list[Entry]) -> Rows:
     """Return what each draft cost to make: minutes, tokens, commands."""
     return [[e.score.name, *_cost(e.score.made)] for e in entries]

@@ -44,6 +44,7 @@ def markdown(scores: list[Score]) -> str:
     parts = [
         _plain(_answer(entries)),
         _markdown_table(_board_heads(scores), _board_rows(entries)),
+        _markdown_table(*by_batch) if (by_batch := page.batches(entries)) else "",
         _markdown_table(["draft", "minutes", "tokens", "made by"], page.cost_rows(entries)),
         "\n".join(f"- **{_plain(e.score.name)}**: {e.score.verdict()}" for e in entries),
         "\n".join(f"- Warning: {_plain(text)}" for text in score_warnings(scores)),
@@ -194,6 +195,7 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "tokens_per_target_pass": score.tokens_per_pass(k),
         **_speedup_columns(entry, k),
         "implied_speedup": score.implied_speedup(k),
+        "doubt": score.doubt,
         "output_tps": score.output_tps(k),
         "plain_output_tps": score.output_tps(0),
         "first_token_ms": score.first_token_ms(k),

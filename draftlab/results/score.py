@@ -24,12 +24,13 @@ from draftlab.results.decoding import (
     median_timings,
     timings_by_prompt,
 )
+from draftlab.results.environment import Environment
 from draftlab.sampling import SamplingParams
 
 DISAGREE = 1.25  # ratio of the implied to the measured speed-up, or its inverse, from which one of them is wrong
 MANY_STALLS = 0.1  # share of steps
 UNEVEN = 1.5  # slowest over fastest repeat of a prompt, from which the machine must have been busy
-BUSY = 0.5  # share of the cores that other work uses
+MANY_UNEVEN = 1 / 3  # share of prompts: one in twenty is then slow in two repeats of three, so by its median, too
 
 
 class Latency(FileModel):
@@ -73,25 +74,6 @@ class Prompt(FileModel):
 
     tokens: NonNegativeInt
     category: str = ""
-
-
-class Environment(FileModel):
-    """The machine, just before measuring."""
-
-    system: str
-    processor: str
-    cores: int
-    busy_cores: float  # used by other work
-    governor: str | None  # CPU frequency governor
-    driver: str | None  # NVIDIA driver
-    # while it was timed, where Linux says it:
-    waited_share: float | None = None  # of the time in which the decoding thread wanted a core, without one
-    stolen_share: float | None = None  # of the cores' time, given to other machines by the hypervisor
-    pressure: float | None = None  # share of the time in which some thread of the machine waited for a core
-
-    @property
-    def busy(self) -> bool:
-        return self.busy_cores > BUSY * self.cores
 
 
 class Conditions(FileModel):
@@ -340,13 +322,15 @@ class Score(FileModel):
         implied, measured = self.implied_speedup(k), self.speedup_value(k)
         if implied is not None and not 1 / DISAGREE <= implied / measured <= DISAGREE:
             return f"latencies and acceptance imply {implied:.2f}x at K = {k}, and {measured:.2f}x was measured"
-        if self.environment is not None and self.environment.busy:
-            return f"other work kept {self.environment.busy_cores:.1f} of {self.environment.cores} cores busy"
-        if self.environment is not None and (self.environment.stolen_share or 0) > MANY_STALLS:
-            return f"the hypervisor gave {self.environment.stolen_share:.0%} of the cores' time to other machines"
+        device, threads = self.conditions.device, self.conditions.threads
+        if self.environment is not None and (reason := self.environment.doubt(device, threads)) is not None:
+            return reason
         stalled, steps = self.stalls
         if stalled > MANY_STALLS * steps:
             return f"{stalled} of {steps} steps stalled"
+        uneven, worst = self.uneven_prompts
+        if uneven > MANY_UNEVEN * self.conditions.prompts:
+            return f"{uneven} of {self.conditions.prompts} prompts took up to {worst:.1f} times as long when repeated"
         return None
 
     def headline(self) -> str:

@@ -46,14 +46,16 @@ def score_table(scores: list[Score]) -> Table:
     rows = [_score_row(e) for e in entries]
     plain = [NO_DRAFT, "–", "–", "–", "1.00", plain_speed(entries, three_digits), "1.00x", "–", "–"]
     rows.insert(plain_rank(entries), plain)
-    table = terminal_table(SCORE_HEADS, rows, best=0)
+    doubtful = plain_rank(entries) > 0 and entries[0].score.doubt is not None
+    table = terminal_table(SCORE_HEADS, rows, best=None if doubtful else 0)
     sampling = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
+    dtypes = " or ".join(dict.fromkeys(s.conditions.dtype for s in scores))
     prompts = {e.best_k_speedup.n for e in entries}
     task = next((e.accuracy.task for e in entries if e.accuracy), None)
     table.caption = Text(
         f"* Fastest. Each draft at its best K, {sampling}. c: time of a draft pass over that of a target pass. plain: "
         "tok/s without a draft. Speed-up: of a K chosen on other prompts, with a 95% bootstrap interval over prompts, "
-        f"n = {' to '.join(map(str, sorted({min(prompts), max(prompts)})))}. KV bytes: per token."
+        f"n = {' to '.join(map(str, sorted({min(prompts), max(prompts)})))}. KV bytes: per token, in {dtypes}."
         + (f" acc: {task}." if task else "")
     )
     return table
@@ -123,5 +125,5 @@ def _score_row(entry: Entry) -> list[str]:
         f"{three_digits(score.output_tps(entry.k))}\n{three_digits(score.output_tps(0))}",
         f"{gain.value:.2f}x\n{interval}",
         optional(entry.accuracy and entry.accuracy.value, ".3f"),
-        "–" if kv is None else format_count(kv),
+        optional(kv, ","),
     ]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from draftlab.results.decoding import median_timings
+from draftlab.results.environment import LONG_WAITS
 from draftlab.results.score import UNEVEN, Score
 
 FEW_PROMPTS = 8
@@ -10,7 +11,6 @@ LOOPING_4GRAMS = 0.5
 LATER = 0.05  # the draft's share of the prefill, in the whole time without it
 RARE = 1e-3  # share of the steps whose stalls cannot move a result
 MANY_STEPS = 0.1  # share of the steps
-LONG_WAITS = 0.1  # share of the time
 
 
 def score_warnings(scores: Sequence[Score]) -> list[str]:

@@ -25,8 +25,9 @@ from draftlab.results.compare import (
     verdict_lines,
 )
 from draftlab.results.decoding import Counters, Generation, ServedGeneration
-from draftlab.results.report import html, json_rows
-from draftlab.results.score import Environment, Latency, Prompt, Score, TaskResult
+from draftlab.results.environment import Environment
+from draftlab.results.report import html, json_rows, markdown
+from draftlab.results.score import Latency, Prompt, Score, TaskResult
 from draftlab.results.warnings import score_warnings
 
 
@@ -292,3 +293,57 @@ def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_di
         assert in_parallel.implied_speedup(k) == pytest.approx(one_pass)
         lookup_first = change(found, draft=draft.model_copy(update={"sha256": None}))
         assert lookup_first.implied_speedup(k) is None
+
+
+BUSY_MACHINE = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
+
+
+def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
+    """On one CPU thread CPU seconds are counted, which run on while a thread waits for a core, but not in it."""
+    base = at("draft", [0.2] * PROMPTS)
+    idle = BUSY_MACHINE.model_copy(update={"busy_cores": 0.0})
+    for waits, said in (
+        ({"waited_share": 0.25}, "waited for a core in 25%"),
+        ({"pressure": 0.6}, "in 60% of the time"),
+    ):
+        waiting = change(base, environment=idle.model_copy(update=waits))
+        for device, threads, doubted in (("p", 2, True), ("p", 1, False), ("p", None, True)):
+            doubt = conditioned(waiting, device=device, threads=threads).doubt
+            assert (said in str(doubt)) == doubted, (device, threads)
+    on_gpu = conditioned(change(base, environment=idle.model_copy(update={"pressure": 1.0})), device="H100", threads=1)
+    assert on_gpu.doubt is None
+    for uneven, doubted in ((2, False), (3, True)):
+        again = [plain(g.prompt, (2 if g.prompt < uneven else 1) * g.decode_seconds) for g in base.plain]
+        found = change(base, plain=[*base.plain, *again]).doubt
+        assert (found == f"{uneven} of 8 prompts took up to 2.0 times as long when repeated") == doubted
+        assert (found is None) != doubted
+
+
+def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path):
+    doubtful = change(at("loud", [0.1] * PROMPTS), environment=BUSY_MACHINE)
+    sound = at("right", [0.2] * PROMPTS)
+    places = rank(read_candidates(kept(tmp_path, sound, doubtful)))
+    assert verdict_lines(places)[0].startswith("Cannot tell which is fastest: loud has ")
+    assert "but other work kept 1.5 of 2 cores busy" in verdict_lines(places)[0]
+    assert [as_dict(place)["doubt"] for place in places] == [doubtful.doubt, None]
+    assert "* " not in rendered(comparison_table(places), 80).partition("* Fastest")[0]
+    assert json_rows([doubtful, sound])[0]["doubt"] == doubtful.doubt
+    assert {row["doubt"] for row in json_rows([sound])} == {None}
+    alone = CliRunner().invoke(app, ["compare", str(tmp_path / "loud"), "--min-speedup", "1.01"])
+    assert alone.exit_code == 3
+    assert "loud: cannot tell whether it reaches --min-speedup 1.01, because other work kept 1.5 of 2" in alone.stderr
+    last = rank(read_candidates(kept(tmp_path / "o", at("first", [0.05] * PROMPTS), doubtful)))
+    assert verdict_lines(last)[1] == f"loud cannot be told from first, because {doubtful.doubt}."
+
+
+def test_scores_of_several_batches_stand_side_by_side():
+    one, four = at("draft-b1", [0.2] * PROMPTS), conditioned(at("draft-b4", [0.3] * PROMPTS), batch=4)
+    other = conditioned(change(at("other-b4", [0.4] * PROMPTS), environment=BUSY_MACHINE), batch=4)
+    assert "batch 4" not in markdown([one])
+    text = markdown([one, four, other])
+    assert "| draft | batch 1 | batch 4 |" in text
+    fast, slow = (f"{s.best_k_speedup.as_speedup()}, K = 4" for s in (one, four))
+    assert f"| draft | {fast} | {slow} |" in text
+    assert "| other | – | cannot tell |" in text
+    assert "By batch size" in html([one, four], command="")
+    assert "By batch size" not in html([one], command="")

@@ -18,9 +18,10 @@ from draftlab.model.shape import Shape
 from draftlab.provenance import CurvePoint, Stage
 from draftlab.results import plots
 from draftlab.results.decoding import Example, ExampleStep, Generation
+from draftlab.results.environment import Environment
 from draftlab.results.leaderboard import Mark
 from draftlab.results.report import html, json_rows, markdown
-from draftlab.results.score import Conditions, Environment, Latency, Model, Prompt, Score, TaskResult
+from draftlab.results.score import Conditions, Latency, Model, Prompt, Score, TaskResult
 from draftlab.results.tables import score_table
 from draftlab.results.warnings import score_warnings
 

@@ -9,6 +9,7 @@ from draftlab.latency.cost_model import Profile, pass_bytes
 from draftlab.latency.predict import Prediction, required_length
 from draftlab.latency.predict_pairs import BestK, DraftPrediction
 from draftlab.latency.scaling_law import ScalingLaw
+from draftlab.results.leaderboard import NO_DRAFT
 from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Latency
 from draftlab.results.tables import terminal_table
@@ -71,7 +72,7 @@ def plot_law(path: Path, law: ScalingLaw) -> None:
 
 
 def k_table(prediction: Prediction) -> Table:
-    """Return one row per K, the best marked."""
+    """Return one row per K, the fastest marked, which may be no draft."""
     heads = (
         "K", "tokens\nper pass", "break\neven", "tok/s", "speed-up\n95% interval", "free\ndraft", "perfect\ndraft",
         "% draft,\nverify, host",
@@ -85,35 +86,35 @@ def k_table(prediction: Prediction) -> Table:
         for row in prediction.rows
     ]  # fmt: skip
     best = prediction.best
+    rows.insert(0, [NO_DRAFT, "1.00", "–", f"{prediction.plain_tokens_per_second:.4g}", "1.00", "–", "–", "–"])
+    fastest = prediction.rows.index(best) + 1 if best.speedup.value > 1 else 0
     title = f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"
-    table = terminal_table(heads, rows, best=prediction.rows.index(best), title=title)
+    table = terminal_table(heads, rows, best=fastest, title=title)
     table.caption = (
-        f"* Fastest. Plain decoding: {prediction.plain_tokens_per_second:.4g} tok/s. Tokens per pass include the "
-        f"target's own. free draft: speed-up if drafting took no time; perfect draft: if all tokens were accepted. In "
-        f"closed form, with c = {prediction.c:.3f} and beta = {best.beta:.2f}, K = {best.k} gives "
-        f"{best.closed_form_speedup:.2f}. Intervals are over texts, without the spread of latencies."
+        "* Fastest. Tokens per pass include the target's own. free draft: speed-up if drafting took no time; perfect "
+        f"draft: if all tokens were accepted. In closed form, with c = {prediction.c:.3f} and beta = {best.beta:.2f}, "
+        f"K = {best.k} gives {best.closed_form_speedup:.2f}. Intervals are over texts, without the spread of latencies."
     )
     return table
 
 
 def draft_table(predictions: list[Prediction]) -> Table:
-    """Return one row per draft at its best K, and what each needs to be as fast as the fastest."""
+    """Return one row per draft at its best K, and what each needs to be as fast as the fastest, or as no draft."""
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
+    helps = fastest.best.speedup.value > 1
     heads = ("draft", "c", "K", "tokens\nper pass", "tok/s", "speed-up\n95% interval", "needed to\nbe fastest")
     rows = []
     for p in predictions:
-        needed = required_length(p, fastest.best.speedup.value)
+        needed = required_length(p, max(1.0, fastest.best.speedup.value))
         text = "impossible" if needed is None else f"{needed[1]:.2f} at K = {needed[0]}"
         rows.append([
             p.name, f"{p.c:.3f}", str(p.best.k), f"{p.best.tokens_per_pass.value:.2f}",
-            f"{p.best.tokens_per_second:.4g}", str(p.best.speedup), "" if p is fastest else text,
+            f"{p.best.tokens_per_second:.4g}", str(p.best.speedup), "" if helps and p is fastest else text,
         ])  # fmt: skip
     title = f"Predicted with {fastest.target}, batch size {fastest.batch}"
-    table = terminal_table(heads, rows, best=predictions.index(fastest), title=title)
-    table.caption = (
-        f"* Fastest. Plain decoding: {fastest.plain_tokens_per_second:.4g} tok/s. needed to be fastest: tokens per "
-        "target pass."
-    )
+    rows.append([NO_DRAFT, "–", "–", "1.00", f"{fastest.plain_tokens_per_second:.4g}", "1.00", ""])
+    table = terminal_table(heads, rows, best=predictions.index(fastest) if helps else len(predictions), title=title)
+    table.caption = "* Fastest. needed to be fastest: tokens per target pass."
     return table
 
 

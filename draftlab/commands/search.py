@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @command(SearchConfig, dry_run=True)
 def search(config: SearchConfig, output: Output) -> Outcome:
     """Find the shape and K with which the target is fastest here; a killed search resumes."""
-    hub.check_typed(config.target, config.source)
+    hub.check_typed(config.target, config.source, weights=not output.dry_run)
     from draftlab.search import run
 
     if output.dry_run:
@@ -30,6 +30,7 @@ def search(config: SearchConfig, output: Output) -> Outcome:
 def _rung_table(search: "Search") -> "Table":
     """Return a table of every candidate on its last rung."""
     from draftlab.model.shape import format_count
+    from draftlab.results.leaderboard import NO_DRAFT
     from draftlab.results.tables import terminal_table
 
     measured = {each.name: each for each in search.measured}
@@ -50,7 +51,10 @@ def _rung_table(search: "Search") -> "Table":
         "pre-\ndicted", "measured",
     )  # fmt: skip
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}, the fastest marked"
-    table = terminal_table(columns, list(shown.values()), best=list(shown).index(search.winner.name), title=title)
+    plain = search.winner.tokens_per_second / search.winner.gain.value
+    rows = [*shown.values(), [NO_DRAFT, "", "", "", "", "1.00", "1.00x", f"1.00x, {plain:.4g} tokens/s"]]
+    best = list(shown).index(search.winner.name) if search.pays else len(shown)
+    table = terminal_table(columns, rows, best=best, title=title)
     table.caption = (
         f"{search.spent_seconds / 60:.1f} minutes. Predicted from a replay and the latency law"
         f"{', of a head its profile' if search.heads else ''}, at the best K and after the steps in the table."

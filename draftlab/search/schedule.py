@@ -90,6 +90,11 @@ class Search(FileModel):
     def winner(self) -> Measured:
         return self.measured[0]
 
+    @property
+    def pays(self) -> bool:
+        """Return whether the fastest draft is faster than no draft."""
+        return not self.winner.changed and self.winner.gain.value > 1
+
     def with_trial(self, trial: Trial, spent_seconds: float) -> "Search":
         """Return the search with one more trial on the last rung."""
         last = self.rungs[-1]
@@ -153,6 +158,8 @@ class Search(FileModel):
             f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} tokens/s measured, "
             f"{_spread(winner.gain)} of plain decoding (predicted {best.speedup:.2f}x at K = {best.k})."
         ]
+        if not self.pays:
+            lines.insert(0, "No draft is faster: plain decoding is. The best of the candidates:")
         for other in others:
             label = f"{other.name}{' (named)' if other.name in self.named else ''}"
             lines.append(f"{label}: {_against(other)}. {_difference(best, predicted[other.name])}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -432,6 +433,19 @@ def test_drafts_side_by_side_say_what_the_slower_one_needs(files, tmp_path):
     shown = call(*files, "--draft-profile", "slow.yaml", "--alpha", "0.7", "--context", "16", "--max-tokens", "60")
     assert "* draft" in shown.stdout
     assert "at K =" in shown.stdout
+
+
+def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
+    options = (*files, "--context", "16", "--max-tokens", "60")
+    for alpha, marked in (("0.9", False), ("0.01", True)):
+        shown = call(*options, "--alpha", alpha, "--k", "3-4").stdout
+        assert len(re.findall(r"^\* no draft +1\.00", shown, re.M)) == marked
+        assert len(re.findall(r"^(\* )?no draft +1\.00", shown, re.M)) == 1
+        assert bool(re.search(r"^\* [34] ", shown, re.M)) != marked
+    write_profile(profile("slow", law(1.4, 0.1, 0.004, 0.3)), tmp_path / "slow.yaml")
+    shown = call(*options, "--draft-profile", "slow.yaml", "--alpha", "0.01").stdout
+    assert "* no draft" in shown
+    assert "* draft" not in shown
 
 
 @pytest.mark.parametrize(

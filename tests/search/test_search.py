@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_report import rendered
 from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
+from draftlab.commands.search import _rung_table
 from draftlab.config.search import SearchConfig
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
@@ -256,6 +258,21 @@ def test_outputs_that_cannot_be_distilled_from_are_refused_before_anything_is_cl
         assert result.exit_code == 1
         assert said in result.output
     assert not (space / "runs").exists()
+
+
+@pytest.mark.parametrize(("gain", "changed", "pays"), [(1.2, False, True), (0.85, False, False), (1.2, True, False)])
+def test_no_draft_is_a_row_and_wins_where_no_draft_is_faster(gain, changed, pays):
+    found = search_of({"a": 120, "b": 110})
+    spread = Interval(value=gain, low=gain, high=gain, n=8)
+    measured = [
+        Measured(name=name, k=2, length=2.0, tokens_per_second=100 * gain, gain=spread, changed=changed)
+        for name in ("a", "b")
+    ]
+    found = found.model_copy(update={"measured": measured})
+    assert found.explain()[0].startswith("No draft is faster") != pays
+    table = rendered(_rung_table(found), 120)
+    assert ("* a " in table, "* no draft" in table) == (pays, not pays)
+    assert "1.00x, 100 tokens/s" in table
 
 
 def test_a_draft_that_changes_what_is_written_is_named():

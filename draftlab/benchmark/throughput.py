@@ -1,12 +1,14 @@
 """Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
 
 An arm is plain decoding, or one draft at one K. Every repeat runs all arms on each batch of prompts, in alternating
-order, so that drift of the machine affects all arms equally. Steps that stalled count as the others of their kind.
+order, so that drift of the machine affects all arms equally. Steps that stalled count as the others of their kind; runs
+with many of them are repeated.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from draftlab.benchmark.stalls import TimedStep, timed_steps, without_stalls
 from draftlab.console import note, note_if_slow
@@ -20,6 +22,9 @@ from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 from draftlab.model.decoder import Decoder, model_vocab_size
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
+
+MANY_STALLED = 0.2  # share of a run's steps; the usual ones, by which stalls are judged, are the other four fifths
+TRIES = 2  # more, of a run whose steps stall
 
 Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
 PLAIN: Arm = ("", 0)
@@ -70,17 +75,19 @@ def measure_throughput(
         for arm in sorted(arms, key=lambda arm: -arm[1]) if isinstance(target, CudaGraphLlama) else []:
             for group in _first_of_each_length(groups, prompts):  # longest caches first: longer ones replace shorter
                 deque(decode_to_the_end(arm, [prompts[i] for i in group], group), maxlen=0)
-        for arm in arms:
-            if not warm_up(lambda arm=arm: _pass_seconds(decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))):
-                note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not reach a steady state: its times vary")
-    runs_of: dict[Arm, list[_Run]] = {arm: [] for arm in arms}
+        _warm_up(arms, lambda arm: decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))
+    runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}  # by repeat and group
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     done = 0
+
+    def run(arm: Arm, group: list[int]) -> list[list[Step]]:
+        return _by_row(decode_arm(arm, [prompts[i] for i in group], group), len(group))
+
     for repeat in range(repeats):
         for number, group in enumerate(groups):
             for arm in reversed(arms) if (repeat + number) % 2 else arms:
-                rows = _by_row(decode_arm(arm, [prompts[i] for i in group], group), len(group))
-                runs_of[arm] += map(_Run, group, (steps[0] for steps in rows), timed_steps(rows))
+                rows = run(arm, group)
+                runs_of[arm][repeat, number] = _runs(group, rows)
                 if repeat == 0:
                     tokens[arm] += [[t for step in steps for t in step.tokens] for steps in rows]
             done += len(group)
@@ -90,7 +97,10 @@ def measure_throughput(
                 f"the target answers each of the {len(prompts)} prompts with one token, its end, so there is nothing "
                 "to time; a chat model needs prompts in its own format, other models longer prompts"
             )
-    return Measured(generations={arm: _generations(runs) for arm, runs in runs_of.items()}, tokens=tokens)
+    for _ in range(TRIES):
+        _repeat_stalled(runs_of, lambda arm, number: _runs(groups[number], run(arm, groups[number])))
+    generations = {arm: _generations(list(chain.from_iterable(runs.values()))) for arm, runs in runs_of.items()}
+    return Measured(generations=generations, tokens=tokens)
 
 
 def _decoder(
@@ -108,6 +118,12 @@ def _decoder(
         return speculative_decode(target, drafters[name], prompts, k, sampling, clock, numbers, rule, draft_temperature)
 
     return decode_arm
+
+
+def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> None:
+    for arm in arms:
+        if not warm_up(lambda arm=arm: _pass_seconds(decode_first(arm))):
+            note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not reach a steady state: its times vary")
 
 
 def _by_row(steps: Iterator[Step], count: int) -> list[list[Step]]:
@@ -141,6 +157,28 @@ class _Run:
     prompt: int
     prefill: Step
     steps: list[TimedStep]
+
+
+def _runs(group: list[int], rows: list[list[Step]]) -> list[_Run]:
+    return list(map(_Run, group, (steps[0] for steps in rows), timed_steps(rows)))
+
+
+def _repeat_stalled(
+    runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]], again: Callable[[Arm, int], list[_Run]]
+) -> None:
+    """Replace runs in which too many steps stalled. again: takes the arm and the number of the group."""
+    stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]
+    if stalled:
+        note(f"repeating {len(stalled)} runs in which over {MANY_STALLED:.0%} of the steps stalled")
+    for arm, at in stalled:
+        runs_of[arm][at] = again(arm, at[1])
+
+
+def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]]:
+    """Return the repeats and groups of an arm in which too many steps stalled."""
+    mended = iter(without_stalls([run.steps for each in runs.values() for run in each]))
+    steps = {at: [timed for _ in each for timed in next(mended)] for at, each in runs.items()}
+    return [at for at, each in steps.items() if sum(t.stall > 0 for t in each) > MANY_STALLED * len(each)]
 
 
 def _generations(runs: list[_Run]) -> list[Generation]:

@@ -1,17 +1,19 @@
 """Stalls are taken out of timings, and nothing else is."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from builders import build
 
 from draftlab import intervals
+from draftlab.benchmark import throughput
 from draftlab.benchmark.stalls import TimedStep, without_stalls
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.engine.generate import Step
 from draftlab.model import llama
-from draftlab.results.decoding import median_timings
+from draftlab.results.decoding import Generation, median_timings
 from draftlab.sampling import SamplingParams
 
 PROMPTS = [[1 + i, 2, 3 + i] for i in range(8)]
@@ -28,7 +30,6 @@ def models(tmp_path_factory):
 
 def measured(models, share: float, factor: tuple[float, float]) -> Measured:
     """Decode on a clock that advances by about one tick per reading, and by many in a share of them."""
-    target, draft = models
     rng, now = random.Random(0), 0.0
 
     def clock() -> float:
@@ -37,10 +38,43 @@ def measured(models, share: float, factor: tuple[float, float]) -> Measured:
         now += rng.uniform(0.95, 1.05) * (3 * rng.uniform(*factor) if stalled else 1)
         return now
 
+    return measured_on(models, clock)
+
+
+def measured_on(models, clock: Callable[[], float]) -> Measured:
+    target, draft = models
     return measure_throughput(
         target, {"draft": draft}, PROMPTS, ks=[1, 3], sampling=SamplingParams(max_tokens=41), repeats=2,
         advance=lambda done: None, clock=clock,
     )  # fmt: skip
+
+
+def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(models, monkeypatch):
+    def in_a_storm(storm: range) -> tuple[list[Generation], int]:
+        readings, now = 0, 0
+
+        def clock() -> float:
+            nonlocal readings, now
+            readings += 1
+            now += 100 if readings in storm else 1
+            return now
+
+        found = measured_on(models, clock)
+        return [g for arm in ARMS for g in found.generations[arm]], readings
+
+    def full_of_stalls(runs: list[Generation]) -> int:
+        return sum(g.stalled_steps > throughput.MANY_STALLED * len(g.drafted) for g in runs)
+
+    quiet, readings = in_a_storm(range(0))
+    storm = range(readings // 2, readings // 2 + readings // 20)  # of about two runs in the middle
+    calm, more = in_a_storm(storm)
+    assert (full_of_stalls(quiet), full_of_stalls(calm)) == (0, 0)
+    assert 1.02 * readings < more < 1.3 * readings
+    assert [g.tokens for g in calm] == [g.tokens for g in quiet]
+    monkeypatch.setattr(throughput, "TRIES", 0)
+    stormy, same = in_a_storm(storm)
+    assert full_of_stalls(stormy) > 0
+    assert same == readings
 
 
 @pytest.mark.parametrize("share", [0.01, 0.03, 0.1])

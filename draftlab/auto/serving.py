@@ -17,6 +17,8 @@ from draftlab.export.run import target_name
 from draftlab.latency.k_schedule import schedule_of
 from draftlab.model import hub
 
+FASTEST = "the fastest that draftlab auto measured"
+
 
 def serve(
     steps: Steps,
@@ -77,7 +79,7 @@ def _k_settings(steps: Steps, chosen: Candidate, k: int, k_by_streams: Mapping[i
     schedule = schedule_of(k_by_streams)
     alike = schedule.pays_up_to == 0 or len(schedule.ranges) == 1
     if steps.config.server != "vllm" or chosen.kind == "parallel" or chosen.draft is None or alike:
-        return {"k": k}
+        return {"k": k, "k_reason": FASTEST}
     row = {"draft_sha256": provenance.fingerprint(chosen.draft), "schedule": schedule.model_dump()}
     file = steps.folder / "k-by-streams.json"
     write_atomic(file, json.dumps({"predictions": [row]}))
@@ -104,7 +106,7 @@ def _script(steps: Steps, k: int) -> str:
     folder, config = steps.folder / "export", steps.config
     file, text = scripts.script(
         str(config.server), target=target_name(config.target, hub.locate(config.target)), k=k,
-        k_reason="the fastest that draftlab auto measured", kind="prompt lookup",
+        k_reason=FASTEST, kind="prompt lookup",
     )  # fmt: skip
     folder.mkdir(exist_ok=True)
     write_atomic(folder / file, text)

@@ -262,17 +262,23 @@ def predicted_k(config: ExportConfig, draft: Path) -> tuple[int, str, Ranges] | 
 
 
 def choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> tuple[int, str]:
-    """trained: tokens that a parallel draft learnt to draft."""
+    """Return K and why, with what the newest score says. trained: tokens that a parallel draft learnt to draft."""
+    measured = _headline(scores[0]) if scores else ""
     if config.k is not None:
-        return config.k, "set by --k"
+        reason = config.k_reason or "set by --k"
+        return config.k, f"{reason}. Score: {measured}" if measured else reason
     if scores:
-        headline = scores[0].headline()
-        if not headline.startswith("Faster"):
-            note(f"{scores[0].name}: {headline}")
-        return scores[0].best_k, f"the best that draftlab score measured on {scores[0].conditions.device}. {headline}"
+        return scores[0].best_k, f"the best that draftlab score measured on {scores[0].conditions.device}. {measured}"
     if trained is not None:
         return trained, "as many as the draft learnt to draft in one pass; draftlab score measures the fastest"
     return DEFAULT_K, UNMEASURED_K
+
+
+def _headline(score: Score) -> str:
+    headline, k = score.headline(), score.best_k
+    if not headline.startswith("Faster"):
+        note(f"{score.name}: {headline}")
+    return f"{headline} at K = {k}{score.implied_text(k)}"
 
 
 def choose_sampling(config: ExportConfig, verified: verify.Verification | None = None) -> scripts.Sampling:

@@ -9,7 +9,7 @@ from builders import build
 
 from draftlab.auto.costs import Machine
 from draftlab.auto.plan import SERVED, Plan, PlannedStep
-from draftlab.auto.serving import serve, unverified
+from draftlab.auto.serving import FASTEST, serve, unverified
 from draftlab.auto.steps import Steps
 from draftlab.auto.verdict import Candidate
 from draftlab.config.auto import AutoConfig
@@ -67,7 +67,7 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
     program, script = command.split()[:2]
     assert Path(script).is_file()
     assert (program, Path(script).name) == (("python", "assist.py") if server == "transformers" else ("sh", "serve.sh"))
-    assert "K = 3" in Path(script).read_text()
+    assert f"K = 3: {FASTEST}" in Path(script).read_text()
     assert Path("out/export/README.md").is_file() == (draft is not None)
     assert (notes == []) == (draft is not None)
     if server == "llama.cpp" and draft is not None:

@@ -331,7 +331,15 @@ def test_scores_from_elsewhere_choose_k_and_fill_the_card(space):
     assert "Not measured yet" in Path("without/README.md").read_text()
     export("--to", "vllm", "--scores", "elsewhere", "--out", "with")
     assert "at K = 1: 2 prompts" in Path("with/README.md").read_text()
-    assert '\\"num_speculative_tokens\\": 1' in Path("with/serve.sh").read_text()
+    text, score = Path("with/serve.sh").read_text(), read_score(next(Path("elsewhere").rglob("score.json")))
+    assert '\\"num_speculative_tokens\\": 1' in text
+    said = f"{score.headline()} at K = 1 (latencies and acceptance imply {score.implied_speedup(1):.2f}x)"
+    assert (
+        text.splitlines()[1] == f"# K = 1: the best that draftlab score measured on {score.conditions.device}. {said}"
+    )
+    for words, reason in (([], "set by --k"), (["--k-reason", "a test\nrm -r"], "a test\\nrm -r")):
+        export("--to", "vllm", "--scores", "elsewhere", "--k", "3", *words, "--out", "typed", "--force")
+        assert Path("typed/serve.sh").read_text().splitlines()[1] == f"# K = 3: {reason}. Score: {said}"
 
 
 def test_a_record_of_another_version_costs_the_card_its_history_only(space):

@@ -111,6 +111,14 @@ def check_space(out: Path, needed: int, contents: str) -> None:
         )
 
 
+def check_writable(file: Path) -> None:
+    """Raises UserError: nothing can be written in the place of a file, as a trial shows."""
+    try:
+        tempfile.TemporaryFile(dir=_existing_parent(file)).close()
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
+
+
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Keep other processes from making out, and remove what killed ones left beside it.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftlab import provenance
-from draftlab.atomic import remove_state, removed_if_unused
+from draftlab.atomic import check_writable, remove_state, removed_if_unused
 from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
 from draftlab.console import is_main_process, note, progress
 from draftlab.data import open_batches, open_heldout
@@ -240,6 +240,8 @@ def _importance(config: PruneConfig, source: Source, chunks: list[Tensor]) -> Im
     }
     if file is not None and file.exists():
         return load_scores(file, facts)
+    if file is not None:
+        check_writable(file)
     with progress("calibrate", source.shape.layers) as advance:
         importance = calibrate(source.walk(), source.shape, chunks, lambda done: advance(done, "layers"))
     if file is not None:

@@ -303,6 +303,20 @@ def test_a_transplant_that_cannot_be_is_refused_before_torch_is_imported(argumen
     assert run.stdout.strip() == "False"
 
 
+def test_a_disk_that_takes_nothing_is_said_by_init(monkeypatch):
+    monkeypatch.chdir("/sys")  # which not even root can write to
+    result = RUNNER.invoke(app, ["init", "--preset", "tiny"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: cannot write draftlab.yaml: ")
+
+
+def test_scores_are_not_computed_for_a_cache_that_cannot_be_written(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("draftlab.prune.run.calibrate", lambda *_: pytest.fail("calibrated"))
+    result = RUNNER.invoke(app, ["prune", "--layers", "2", "--scores-cache", "/sys/scores"])
+    assert "cannot write /sys/scores: " in result.stderr
+
+
 @pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
 def test_wrong_usage_exits_with_2(arguments, folder, monkeypatch):
     monkeypatch.chdir(folder)

@@ -17,7 +17,7 @@ SEED ?= 0
 POINTS ?= 500
 MINUTES ?= inf
 chaos: .venv/ready
-	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/chaos:tests/results $(BIN)/python tests/chaos/campaign.py --seed $(SEED) --points $(POINTS) --minutes $(MINUTES)
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/chaos:tests/results:tests/model $(BIN)/python tests/chaos/campaign.py --seed $(SEED) --points $(POINTS) --minutes $(MINUTES)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -181,12 +181,10 @@ def load_tokenizer(header: Header, context: int | None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    try:
+    with read_by_library(f"{header.file}: its tokenizer cannot be read"):
         original: Any = AutoTokenizer.from_pretrained(
             header.file.parent, gguf_file=header.file.name, trust_remote_code=False
         )
-    except (ValueError, KeyError, IndexError, NotImplementedError, OSError) as error:
-        raise UserError(f"{header.file}: its tokenizer cannot be read: {' '.join(str(error).split())[:200]}") from None
     spec = json.loads(original.backend_tokenizer.to_str())
     if header.settings.get("tokenizer.ggml.model") == "gpt2":
         set_pre_tokenizer(spec, _pre_tokenizer(header))

@@ -193,17 +193,18 @@ def _merged(model: Any, source: ImportSource) -> Any:
     warnings.filterwarnings("ignore", module="peft")  # about a base of another name: all tensors are compared below
     problem = f"the adapter {source.layout.path} does not fit {source.base}"
     try:
-        adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(source.layout.path)))
-        stored = load_peft_weights(str(source.layout.path), device="cpu")
-        expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        odd = sorted(stored.keys() ^ expected.keys())
-        if odd:
-            raise UserError(f"{problem}: {'only the adapter' if odd[0] in stored else 'only the base'} has {odd[0]}")
-        set_peft_model_state_dict(adapted, stored)
-        return adapted.merge_and_unload()
-    except (ValueError, RuntimeError, KeyError, NotImplementedError, OSError) as error:
-        raise UserError(f"{problem}: {' '.join(str(error).split())[:300]}") from None
-    except pickle.UnpicklingError:
+        with read_by_library(problem):
+            adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(source.layout.path)))
+            stored = load_peft_weights(str(source.layout.path), device="cpu")
+            expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            if odd := sorted(stored.keys() ^ expected.keys()):
+                only = "only the adapter" if odd[0] in stored else "only the base"
+                raise UserError(f"{problem}: {only} has {odd[0]}")
+            set_peft_model_state_dict(adapted, stored)
+            return adapted.merge_and_unload()
+    except UserError as error:
+        if not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise
         raise UserError(
             f"{source.layout.path} is damaged or has more than weights; code in pickles is not run"
         ) from None

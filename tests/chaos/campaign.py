@@ -45,7 +45,16 @@ TESTS = (
     "servers", "test_trust.py", "benchmark/test_stalls.py", "engine", "commands/test_cli.py",
     "model/test_bad_checkpoints.py",
 )  # fmt: skip
-MEASURED = ("law", "score", "search")  # times are written, and decide: the names of files are compared
+MEASURED = ("law", "profile", "score", "search")  # times are written, and decide: the names of files are compared
+WITHOUT_OUT = ("run", "init")
+PRINTING = {"check", "compare", "design", "env", "law-fit", "outputs info", "outputs verify", "predict"}
+UNTRIED = {  # that write
+    "accuracy": "needs tasks of lm-eval",
+    "profile-servers": "needs servers of vLLM",
+    "score-servers": "needs two servers",
+    "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)",
+    "online rollback": "one atomic write, of the ledger that online update writes",
+}
 # name -> command and what it reads of the others; out is added
 COMMANDS: dict[str, tuple[str, ...]] = {
     "tokenizer": ("tokenizer", "--data", "text", "--vocab", "300", "--megabytes", "0.02"),
@@ -80,6 +89,18 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "medusa": ("medusa", "--target", "model", "--data", "text", "--heads", "2", *SHORT),
     "expand": ("expand", "model", "--layers", "20"),
     "transplant": ("transplant", "model", "--target", "other"),
+    "log": ("outputs import", "files/log.jsonl", "--tokenizer", "model", "--seq-len", "16", "--top-logprobs", "2"),
+    "written": (
+        "outputs build", "--target", "model", "--data", "text", "--text", "target", "--num-sequences", "64",
+        "--seq-len", "24", "--prompt-tokens", "8", "--top-logprobs", "4",
+    ),
+    "online": (
+        "online update", "--traffic", "traffic", "--outputs", "made/written", "--draft", "made/prune", "--steps", "4",
+        "--batch-size", "2", "--eval-steps", "2", "--save-steps", "2",
+    ),
+    "run": ("run", "files/recipe.yaml"),
+    "init": ("init", "--gguf", "made/gguf/prune-f32.gguf", "--data", "text"),
+    "profile": ("profile", "made/expand", "--k", "1", "--context", "16,64", *TIMED),
     "law": ("law", "--source", "made/expand", "--layers", "1-3", "--widths", "32,64", "--context", "16,64", *TIMED),
     "score": (
         "score", "--target", "model", "--draft", "made/prune", "--drafter", "prompt-lookup", "--data", "text", "--k",
@@ -123,6 +144,7 @@ class Campaign:
             (folder / "text").mkdir()
             for file in TEXT:
                 (folder / "text" / f"{file.parent.name}-{file.stem}.txt").write_text(file.read_text()[:CHARACTERS])
+            write_files(folder)
         for name in names:
             self._whole(name)
 
@@ -135,7 +157,7 @@ class Campaign:
                 ended = running.wait()
                 if ended.code:
                     raise SystemExit(f"{name} fails without a fault: {ended.error}")
-                (room / "out").rename(out)
+                self.output(name, room).rename(out)
             facts.write_text(json.dumps([ended.changes, int(1000 * (time.monotonic() - running.started_at))]))
         self.changes[name], self.millis[name] = json.loads(facts.read_text())
         self.wholes[name] = self.files(name, out)
@@ -146,7 +168,16 @@ class Campaign:
 
     def arguments(self, name: str) -> list[str]:
         first, *others = COMMANDS[name]
-        return [*first.split(), *others, "--out", "out"]
+        return [*first.split(), *others, *(() if name in WITHOUT_OUT else ("--out", "out"))]
+
+    def output(self, name: str, room: Path) -> Path:
+        """Return what a command made; init writes beside what it reads."""
+        if name == "init":
+            (room / "out").mkdir(exist_ok=True)
+            for part in ("draftlab.yaml", "models"):
+                if (room / part).exists():
+                    (room / part).rename(room / "out" / part)
+        return room / "out"
 
     def attempt(self, name: str, fault: Fault) -> str:
         """Run a command with a fault, and then until it ends; return the verdict."""
@@ -158,11 +189,11 @@ class Campaign:
                 if ended.code == 0:
                     break
                 ended = run(self.arguments(name), room)
-                if ended.code == 1 and "exists and is not empty" in ended.error:
+                if ended.code == 1 and re.search("exists(; edit it| and is not empty)", ended.error):
                     break  # the fault came after the output was in its place
                 if ended.code:
                     return f"cannot go on: {ended.message[:200]}"
-            if (files := self.files(name, room / "out")) != self.wholes[name]:
+            if (files := self.files(name, self.output(name, room))) != self.wholes[name]:
                 return f"other files: {_differing(files, self.wholes[name])}"
             if ended.code == 0 and (left := left_overs(room)):
                 return f"left over: {left[0]}"
@@ -180,7 +211,7 @@ class Campaign:
                     return f"traceback: {one.message[:200]}"
             if all(one.code for one in ended):
                 return f"both lose: {ended[0].message[:100]} / {ended[1].message[:100]}"
-            if self.files(name, room / "out") != self.wholes[name]:
+            if self.files(name, self.output(name, room)) != self.wholes[name]:
                 return "other files"
             return f"left over: {left[0]}" if (left := left_overs(room)) else "passed"
 
@@ -195,7 +226,7 @@ class _Room:
 
     def __enter__(self) -> Path:
         self.path = Path(tempfile.mkdtemp(prefix="room-", dir=self.folder))
-        for name in ("model", "text", "made"):
+        for name in ("model", "other", "text", "made", "files", "traffic"):
             (self.path / name).symlink_to(self.folder / name)
         return self.path
 
@@ -213,6 +244,20 @@ def make_models(folder: Path) -> None:
     for name, vocab, text in (("other", 330, more), ("model", SIZES["vocab_size"], TOKENIZER_TEXT)):
         build("llama", vocab_size=vocab).save_pretrained(folder / name)
         train_tokenizer(text, vocab, folder / name)
+
+
+def write_files(folder: Path) -> None:
+    """Write a server's log, a recipe of two steps, and the place of traffic: twice what the command written makes."""
+    entry = {"prompt_ids": [5, 6], "ids": [7, 9], "top_ids": [[7, 8], [3, 9]]}
+    entry |= {"logprobs": [-0.5, -1.5], "top_logprobs": [[-0.5, -2.0], [-0.75, -1.5]]}
+    steps = {"tokenizer": {"data": "text", "vocab": 300, "megabytes": 0.02}, "expand": {"source": "model", "layers": 9}}
+    recipe = {"steps": [{name: settings | {"out": f"out/{name}"}} for name, settings in steps.items()]}
+    (folder / "files").mkdir()
+    (folder / "files" / "log.jsonl").write_text((json.dumps(entry) + "\n") * 40)
+    (folder / "files" / "recipe.yaml").write_text(json.dumps(recipe))
+    (folder / "traffic").mkdir()
+    for day in ("1", "2"):
+        (folder / "traffic" / day).symlink_to(folder / "made" / "written")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""A seeded fuzzer over every reader: PYTHONPATH=tests:tests/results python tests/chaos/fuzz.py --count 2000 --seed 0.
+"""A seeded fuzzer over every reader.
+
+PYTHONPATH=tests:tests/results:tests/model python tests/chaos/fuzz.py --count 2000 --seed 0
 
 Prints one line per failure, with the number that repeats it (--only), and JSON on its last line. Exit 1 if any failed.
 """
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +40,8 @@ class Verdict:
 class Fuzzer:
     """Good files of every kind, each damaged by the number of an input, the seed, and nothing else."""
 
-    def __init__(self, root: Path, seed: int) -> None:
-        self.seed, self.readers = seed, readers(root)
+    def __init__(self, root: Path, seed: int, only: Sequence[str] = ()) -> None:
+        self.seed, self.readers = seed, [r for r in readers(root) if not only or r.name in only]
         self.good = {reader.name: plain(reader.read(reader.file)) for reader in self.readers}
 
     def input(self, number: int) -> tuple[Reader, Damaged]:
@@ -144,12 +146,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--start", type=int, default=0, help="number of the first input")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--readers", default="", help="names of those to try, by comma")
     parser.add_argument("--only", type=int, help="number of one input to repeat")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
+    only = args.readers.split(",") if args.readers else []
     numbers = range(args.start, args.start + args.count) if args.only is None else [args.only]
     with tempfile.TemporaryDirectory() as root:
-        result = run(Fuzzer(Path(root), args.seed), numbers, args.verbose or args.only is not None)
+        result = run(Fuzzer(Path(root), args.seed, only), numbers, args.verbose or args.only is not None)
     print(json.dumps(result))
     return int(any(result[name] for name in FAILURES))
 

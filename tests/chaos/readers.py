@@ -12,35 +12,47 @@ import numpy as np
 import torch
 import yaml
 from builders import TOKENIZER_TEXT, build
+from peft import LoraConfig, get_peft_model
 from pydantic import BaseModel
 from test_report import score
+from test_sentencepiece import train_sentencepiece
 
 from draftlab import provenance, turns, workspace
 from draftlab.atomic import STATE_RECORD, claim_state, run_identity
+from draftlab.auto.costs import Machine
+from draftlab.auto.plan import Plan, PlannedStep
+from draftlab.auto.verdict import Training
+from draftlab.benchmark.servers import PlainAnswers
 from draftlab.config.prune import PruneConfig
 from draftlab.data.sources import documents
 from draftlab.distill import sealed
 from draftlab.distill.checkpointer import RECORD, Checkpoint, _checked, write_record
+from draftlab.distill.learning_curve import Pilot
 from draftlab.distill.online import Ledger, Round, read_ledger
 from draftlab.distill.run import read_log
 from draftlab.engine.drafters import medusa
 from draftlab.export import gguf as gguf_writer
 from draftlab.importing import gguf
-from draftlab.importing.run import _read_bin
+from draftlab.importing.run import _adapter_source, _merged, _read_bin
+from draftlab.intervals import Interval
 from draftlab.latency.cost_model import Point, Profile, SteadyPoint, read_profile, write_profile
+from draftlab.latency.k_schedule import Schedule, read_schedule
 from draftlab.latency.roofline import read_device
 from draftlab.model import checkpoint, eagle, hub
 from draftlab.model.families import widths_folder
 from draftlab.model.hf_files import check_causal, eos_ids
+from draftlab.model.layouts import Layout
 from draftlab.model.shape import Shape, read_shape_file, write_shape_file
 from draftlab.model.tokenizer import train_tokenizer
 from draftlab.model.trimmed_head import read_head_ids, write_head_ids
 from draftlab.model.weights import Weights
 from draftlab.prompts import file_prompts
 from draftlab.prune.importance import Importance, load_scores, save_scores
+from draftlab.reading import read_model
 from draftlab.recipe import read_recipe
 from draftlab.results.accuracy import Accuracies, Accuracy, AccuracyConditions, ModelAccuracy
 from draftlab.results.compare import read_candidates
+from draftlab.results.decoding import ServedGeneration
 from draftlab.results.score import Latency, TaskResult, read_score
 from draftlab.sampling import SamplingParams
 from draftlab.search.schedule import Rung, Search, Trial, read_search
@@ -85,6 +97,18 @@ def readers(root: Path) -> list[Reader]:
     importance = Importance(**{name: torch.rand(3, 4) for name in Importance.__slots__})
     save_scores(importance, root / "importance.safetensors", {"source": "x"})
     tokenizer = checkpoint.load_tokenizer(model)
+    adapter = _adapter(root / "adapter", model)
+    (root / "sentencepiece").mkdir()
+    train_sentencepiece(root / "sentencepiece")
+
+    def imported(file: Path) -> Any:
+        header = gguf.read_header(file)
+        weights = gguf.load(header, gguf.load_config(header), torch.float32).state_dict()
+        return dict(weights), sorted(gguf.load_tokenizer(header, 64).get_vocab().items())
+
+    def merged(file: Path) -> Any:
+        source = _adapter_source(Layout(kind="adapter", path=file.parent), None, str(model))
+        return dict(_merged(checkpoint.load_model(model, torch.float32), source).state_dict())
 
     def encoded(file: Path) -> Any:
         loaded = checkpoint.load_tokenizer(file.parent)
@@ -120,6 +144,17 @@ def readers(root: Path) -> list[Reader]:
         Reader("Medusa manifest", heads / medusa.MANIFEST, "json", lambda f: medusa.read(f.parent, model)),
         Reader("Medusa heads", heads / medusa.WEIGHTS, "tensors", lambda f: medusa.read(f.parent, model)),
         Reader("GGUF", root / "draft.gguf", "binary", lambda f: gguf.describe(gguf.read_header(f))),
+        Reader("GGUF whole", root / "draft.gguf", "binary", imported),
+        Reader("adapter_config", adapter / "adapter_config.json", "json", merged),
+        Reader("adapter", adapter / "adapter_model.safetensors", "tensors", merged),
+        Reader("tokenizer.model", root / "sentencepiece/tokenizer.model", "binary", encoded),
+        Reader("prediction", root / "prediction.json", "json", lambda f: read_schedule(f, "d", "0")),
+        Reader(
+            "prediction again", root / "prediction.json", "json", lambda f: [c.speedup for c in read_candidates([f])]
+        ),
+        Reader("plan.json", root / "plan.json", "json", lambda f: read_model(Plan, f)),
+        Reader("training.json", root / "training.json", "json", lambda f: read_model(Training, f)),
+        Reader("plain answers", root / "plain.json", "json", lambda f: read_model(PlainAnswers, f)),
         Reader(".bin", root / "pickled/pytorch_model.bin", "binary", lambda f: sorted(_read_bin(f))),
         Reader("store manifest", store / "manifest.json", "json", lambda f: read_store(f.parent).outputs),
         Reader("store", store / "shard-00000.safetensors", "tensors", lambda f: read_store(f.parent).outputs, True),
@@ -169,6 +204,12 @@ def _model(folder: Path) -> Path:
     train_tokenizer(TOKENIZER_TEXT, VOCAB, folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
     write_head_ids(folder, [0, 1, 2, 5, 9])
+    return folder
+
+
+def _adapter(folder: Path, model: Path) -> Path:
+    adapted = get_peft_model(checkpoint.load_model(model, torch.float32), LoraConfig(r=2, target_modules="all-linear"))
+    adapted.save_pretrained(folder)
     return folder
 
 
@@ -270,6 +311,29 @@ def _records(root: Path) -> None:
         created="",
     )  # fmt: skip
     dump("ledger.json", Ledger(live=1, rounds=(judged,)))
+    machine = Machine(
+        device="cpu", cores=2, dtype="float32", tflops=0.1, training_dtype="float32", training_tflops=0.1,
+        gigabytes_per_second=10, slowdown=1, free_memory=1 << 33, free_disk=1 << 33,
+    )  # fmt: skip
+    step = PlannedStep(
+        name="score", command="score", what="score", minutes=2, least_minutes=1, needs={"memory": "1 GB"}
+    )
+    dump("plan.json", Plan(
+        settings={"target": "tiny", "minutes": 5}, target="tiny", machine=machine, prompts="p", candidates=["draft"],
+        left_out={"eagle": "no time"}, layers=[1, 2], widths=[64], first_steps=20, steps=[step],
+    ))  # fmt: skip
+    length = Interval(value=2.0, low=1.9, high=2.1, n=8)
+    pilots = [Pilot(tokens=1e4 * n, length=1.5 + n / 8, deviation=0.1, seconds=9) for n in (1, 2)]
+    dump("training.json", Training(k=3, pilots=pilots, expected=length, most=length, stopped="no time"))
+    runs = [ServedGeneration(prompt=n, tokens=3, seconds=0.5) for n in (0, 1)]
+    dump("plain.json", PlainAnswers(
+        kind="vllm", model="m", version="1", asked={"seed": 0}, runs=runs, tokens=[[1, 2, 3], [4, 5, 6]]
+    ))  # fmt: skip
+    gain = length.model_dump()
+    row = {"k": 2, "tokens_per_pass": gain, "speedup": gain, "tokens_per_second": 90.0}
+    schedule = Schedule(ranges=[(1, 4, 3), (5, 8, 1)], pays_up_to=8)
+    prediction = {"name": "d", "target": "t", "rows": [row], "draft_sha256": "0", "schedule": schedule.model_dump()}
+    (root / "prediction.json").write_text(json.dumps({"predictions": [prediction]}))
     _profile(root / "profile.yaml")
     shutil.copyfile(sorted((widths_folder().parent / "profiles").glob("*.yaml"))[0], root / "device.yaml")
     write_shape_file(SHAPE, root / "shape.yaml", "a shape")

@@ -68,8 +68,7 @@ def measure_throughput(
     by_name = {name: drafter for name, (drafter, _) in runs.items()}
     clock = clock or step_clock_for(target.device)
     decode_arm = _decoder(target, by_name, sampling, clock, rule, draft_temperature)
-    endless = replace(sampling, stop_token_ids=())
-    decode_to_the_end = _decoder(target, by_name, endless, clock, rule, draft_temperature)
+    decode_to_the_end = _decoder(target, by_name, replace(sampling, stop_token_ids=()), clock, rule, draft_temperature)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     with note_if_slow(f"warming up {len(arms)} ways of decoding; these passes do not count"):
         for arm in sorted(arms, key=lambda arm: -arm[1]) if isinstance(target, CudaGraphLlama) else []:
@@ -78,7 +77,6 @@ def measure_throughput(
         _warm_up(arms, lambda arm: decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))
     runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}  # by repeat and group
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
-    done = 0
 
     def run(arm: Arm, group: list[int]) -> list[list[Step]]:
         return _by_row(decode_arm(arm, [prompts[i] for i in group], group), len(group))
@@ -90,15 +88,13 @@ def measure_throughput(
                 runs_of[arm][repeat, number] = _runs(group, rows)
                 if repeat == 0:
                     tokens[arm] += [[t for step in steps for t in step.tokens] for steps in rows]
-            done += len(group)
-            advance(done)
+            advance(repeat * len(prompts) + group[-1] + 1)
         if all(len(text) < 2 for text in tokens[PLAIN]):
             raise UserError(
                 f"the target answers each of the {len(prompts)} prompts with one token, its end, so there is nothing "
                 "to time; a chat model needs prompts in its own format, other models longer prompts"
             )
-    for _ in range(TRIES):
-        _repeat_stalled(runs_of, lambda arm, number: _runs(groups[number], run(arm, groups[number])))
+    _repeat_stalled(runs_of, lambda arm, number: _runs(groups[number], run(arm, groups[number])))
     generations = {arm: _generations(list(chain.from_iterable(runs.values()))) for arm, runs in runs_of.items()}
     return Measured(generations=generations, tokens=tokens)
 
@@ -164,14 +160,15 @@ def _runs(group: list[int], rows: list[list[Step]]) -> list[_Run]:
 
 
 def _repeat_stalled(
-    runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]], again: Callable[[Arm, int], list[_Run]]
+    runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]], rerun: Callable[[Arm, int], list[_Run]]
 ) -> None:
-    """Replace runs in which too many steps stalled. again: takes the arm and the number of the group."""
-    stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]
-    if stalled:
-        note(f"repeating {len(stalled)} runs in which over {MANY_STALLED:.0%} of the steps stalled")
-    for arm, at in stalled:
-        runs_of[arm][at] = again(arm, at[1])
+    """Replace runs in which too many steps stalled. rerun: takes the arm and the number of the group."""
+    for _ in range(TRIES):
+        stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]
+        if stalled:
+            note(f"repeating {len(stalled)} runs in which over {MANY_STALLED:.0%} of the steps stalled")
+        for arm, at in stalled:
+            runs_of[arm][at] = rerun(arm, at[1])
 
 
 def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]]:

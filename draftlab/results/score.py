@@ -322,12 +322,14 @@ class Score(FileModel):
         implied, measured = self.implied_speedup(k), self.speedup_value(k)
         if implied is not None and not 1 / DISAGREE <= implied / measured <= DISAGREE:
             return f"latencies and acceptance imply {implied:.2f}x at K = {k}, and {measured:.2f}x was measured"
-        device, threads = self.conditions.device, self.conditions.threads
-        if self.environment is not None and (reason := self.environment.doubt(device, threads)) is not None:
+        machine, running = self.environment, (self.conditions.device, self.conditions.threads)
+        if machine is not None and (reason := machine.doubt(*running)) is not None:
             return reason
         stalled, steps = self.stalls
         if stalled > MANY_STALLS * steps:
             return f"{stalled} of {steps} steps stalled"
+        if machine is not None and machine.counts_cpu_seconds(*running):
+            return None
         uneven, worst = self.uneven_prompts
         if uneven > MANY_UNEVEN * self.conditions.prompts:
             return f"{uneven} of {self.conditions.prompts} prompts took up to {worst:.1f} times as long when repeated"

@@ -317,6 +317,9 @@ def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
         found = change(base, plain=[*base.plain, *again]).doubt
         assert (found == f"{uneven} of 8 prompts took up to 2.0 times as long when repeated") == doubted
         assert (found is None) != doubted
+        counted = change(base, plain=[*base.plain, *again], environment=idle)
+        assert conditioned(counted, device="p", threads=1).doubt is None
+        assert (conditioned(counted, device="p", threads=2).doubt is None) != doubted
 
 
 def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path):

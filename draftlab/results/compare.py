@@ -252,10 +252,10 @@ def missed_thresholds(
     name, speedup, doubt, missed = candidate.name, candidate.speedup.value, candidate.doubt, []
     if min_speedup is not None and candidate.output_differs:
         missed.append(f"{name}: its output is not the target's own, so that no speed-up counts")
-    if min_speedup is not None and doubt is not None:
-        missed.append(f"{name}: cannot tell whether it reaches --min-speedup {min_speedup}, because {doubt}")
-    elif min_speedup is not None and speedup < min_speedup:
+    if min_speedup is not None and speedup < min_speedup:
         missed.append(f"{name}: speed-up {speedup:.3f} is below --min-speedup {min_speedup}")
+    elif min_speedup is not None and doubt is not None:
+        missed.append(f"{name}: cannot tell whether it reaches --min-speedup {min_speedup}, because {doubt}")
     if min_acceptance_length is not None and acceptance_length < min_acceptance_length:
         bar = f"--min-acceptance-length {min_acceptance_length}"
         missed.append(f"{name}: acceptance length {acceptance_length:.3f} is below {bar}")

@@ -120,12 +120,17 @@ class AutoRun:
         scores, scored = self._scores("score", candidates), [self.steps.folder / "score"]
         ranking = verdicts.ranking(candidates, scores)
         best, measured = ranking[0], scores
-        chosen = next(each for each in candidates if each.name == best.name)
-        if best.speedup > 1 and not best.changed:
-            measured = self._scores("final", [chosen], best.k)
-            scored.append(self.steps.folder / "final")
-        of_best = {n: by_name[best.name] for n, by_name in measured.items()}
-        speedups = {n: score.speedup(best.k) for n, score in of_best.items()}
+        for number, finalist in enumerate(verdicts.finalists(ranking)):
+            name = "final" if number == 0 else f"final-{number + 1}"
+            of_finalist = self._scores("final", [_named(candidates, finalist.name)], finalist.k, name)
+            gains, _ = verdicts.judged(verdicts.speedups(of_finalist, finalist))
+            if gains or number == 0:
+                best, measured = finalist, of_finalist
+                scored[1:] = [self.steps.folder / name]
+            if gains:
+                break
+        chosen, speedups = _named(candidates, best.name), verdicts.speedups(measured, best)
+        of_best = [by_name[best.name] for by_name in measured.values()]
         use, reason = verdicts.judged(speedups)
         if best.changed:
             use, reason = False, f"every candidate changes the target's output in {self.plan.machine.dtype}"
@@ -147,7 +152,7 @@ class AutoRun:
             notes += said
         return Verdict(
             target=hub.checkpoint_name(hub.locate(self.config.target)), use=use, reason=reason, speedups=speedups,
-            doubt="; ".join(dict.fromkeys(score.doubt for score in of_best.values() if score.doubt is not None)),
+            doubt="; ".join(dict.fromkeys(score.doubt for score in of_best if score.doubt is not None)),
             measured_on=verdicts.COMPARED if measured is scores else verdicts.UNSEEN, ranking=ranking,
             plain_tokens_per_second=next(iter(scores[min(scores)].values())).output_tps(0), training=training,
             forecast=cost, left_out=left_out, planned_minutes=self.plan.minutes, minutes=self.steps.spent / 60,
@@ -325,10 +330,12 @@ class AutoRun:
         record = self.steps.record(draft)
         return float(str(record.notes["tokens"])) / int(str(record.config["steps"]))
 
-    def _scores(self, step: str, candidates: list[Candidate], k: int | None = None) -> dict[int, dict[str, Score]]:
+    def _scores(
+        self, step: str, candidates: list[Candidate], k: int | None = None, name: str = ""
+    ) -> dict[int, dict[str, Score]]:
         """Score candidates at every number of streams.
 
-        k: a choice's, on the prompts to measure with; None: several, on those to choose by.
+        k: a choice's, on the prompts to measure with; None: several, on those to choose by. name: of the output.
         """
         config, streams = self.config, self.config.streams
         together, scores = math.lcm(*streams), dict[int, dict[str, Score]]()
@@ -340,8 +347,8 @@ class AutoRun:
         chosen_on = {"prompt_file": self.prompts.choose, "num_prompts": prompts, "repeats": 1}
         measured_on = {"prompt_file": self.prompts.measure, "repeats": 2}
         out = self.steps.make(
-            step, step, "score", target=config.target, draft=[str(c.draft) for c in candidates if not c.drafter],
-            drafter=[c.drafter for c in candidates if c.drafter], k=list(KS) if k is None else [k],
+            step, name or step, "score", target=config.target,
+            draft=[str(c.draft) for c in candidates if not c.drafter], drafter=[c.drafter for c in candidates if c.drafter], k=list(KS) if k is None else [k],
             max_tokens=MAX_TOKENS, batch=streams, temperature=config.temperature, **rounded,
             **(chosen_on if k is None else measured_on),
         )  # fmt: skip
@@ -356,20 +363,24 @@ class AutoRun:
         """Return what would make a draft pay."""
         changes, fewest = [], min(scores)
         trained = next((c for c in ranking if c.kind == "draft"), None)
-        if trained is not None and training is not None:
-            score = scores[fewest][trained.name]
-            needed, share = score.break_even_length(trained.k), score.time_shares(trained.k).get("draft", 0.0)
+        needed = 0.0 if trained is None else scores[fewest][trained.name].break_even_length(trained.k)
+        if trained is not None and training is not None and trained.tokens_per_pass < needed:
+            share = scores[fewest][trained.name].time_shares(trained.k).get("draft", 0.0)
             changes.append(
                 f"{trained.label} has {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k} and "
                 f"needs {needed:.2f} to break even; drafting takes {share:.0%} of the time"
             )
-            if len(training.pilots) > 1 and 1 <= needed <= training.k + 1:
+            if len(training.pilots) > 1 and needed <= training.k + 1:
                 changes.append(f"more training: {forecast(training.pilots, needed, k=training.k).line()}")
         if len(scores) > 1 and any(score.speedup(ranking[0].k).low > 1 for score in scores[fewest].values()):
             changes.append(f"fewer streams: at {fewest} there is a gain")
         if any("minutes" in reason for reason in self.plan.left_out.values()):
             changes.append("more --minutes: some candidates were not tried")
         return changes or ["prompts whose answers repeat them, or a target whose passes cost more beside a draft's"]
+
+
+def _named(candidates: list[Candidate], name: str) -> Candidate:
+    return next(each for each in candidates if each.name == name)
 
 
 def _best_k(score: Score) -> int:

@@ -149,6 +149,22 @@ def _at_best_k(candidate: Candidate, scores: Sequence[Score]) -> Choice:
     )  # fmt: skip
 
 
+def finalists(ranking: Sequence[Choice]) -> list[Choice]:
+    """Return what to measure on other prompts: the fastest, if it seems to gain, then what gained beyond the noise.
+
+    The later ones are for the case that the fastest was so by chance; two, so that none is by trying often.
+    """
+    first, *others = ranking
+    if first.speedup <= 1 or first.changed:
+        return []
+    return [first, *(each for each in others if each.at_fewest.low > 1 and not each.changed)][:2]
+
+
+def speedups(scores: Mapping[int, Mapping[str, Score]], choice: Choice) -> dict[int, Interval]:
+    """Return the speed-up of a choice by streams. scores: by streams and name."""
+    return {n: by_name[choice.name].speedup(choice.k) for n, by_name in scores.items()}
+
+
 def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
     """Return whether a choice is worth serving, and why, by its speed-up at each number of streams."""
     gains = [n for n, gain in speedups.items() if gain.low > 1]

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from draftlab.auto.plan import Kind
-from draftlab.auto.verdict import Candidate, Verdict, judged
+from draftlab.auto.verdict import Candidate, Choice, Verdict, finalists, judged
 from draftlab.intervals import Interval
 
 
@@ -28,6 +28,22 @@ def gain(value: float, half: float = 0.05) -> Interval:
 def test_a_draft_is_advised_where_it_gains(speedups, use, said):
     verdict, reason = judged(speedups)
     assert (verdict, said in reason) == (use, True), reason
+
+
+def choice(name: str, speedup: float, half: float = 0.05, changed: bool = False) -> Choice:
+    return Choice(
+        kind="draft", name=name, label=name, k=2, speedup=speedup, at_fewest=gain(speedup, half), tokens_per_pass=1.5,
+        tokens_per_second=100, changed=changed,
+    )  # fmt: skip
+
+
+def test_what_is_measured_again_seemed_to_gain_and_the_second_beyond_the_noise():
+    first, second, noise = choice("a", 1.2, 0.3), choice("b", 1.15), choice("c", 1.1, 0.2)
+    assert finalists([first, noise, second]) == [first, second]
+    assert finalists([first, second, choice("d", 1.12)]) == [first, second]
+    assert finalists([first, noise]) == [first]
+    assert finalists([choice("a", 0.9), second]) == []
+    assert finalists([choice("a", 1.5, changed=True)]) == []
 
 
 def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():

@@ -348,7 +348,8 @@ class AutoRun:
         measured_on = {"prompt_file": self.prompts.measure, "repeats": 2}
         out = self.steps.make(
             step, name or step, "score", target=config.target,
-            draft=[str(c.draft) for c in candidates if not c.drafter], drafter=[c.drafter for c in candidates if c.drafter], k=list(KS) if k is None else [k],
+            draft=[str(c.draft) for c in candidates if not c.drafter],
+            drafter=[c.drafter for c in candidates if c.drafter], k=list(KS) if k is None else [k],
             max_tokens=MAX_TOKENS, batch=streams, temperature=config.temperature, **rounded,
             **(chosen_on if k is None else measured_on),
         )  # fmt: skip

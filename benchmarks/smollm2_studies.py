@@ -2,12 +2,14 @@
 
 FOLDER is that of python -m benchmarks.smollm2, after `draftlab run` of recipes/smollm2-depth.yaml, -losses.yaml,
 -pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml there; what was not run is null.
-The last line is one JSON object; --figures writes the figures.
+The last line is one JSON object; --figures writes the figures. A file in place of FOLDER is such an object, to draw.
 """
 
 import json
+import math
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,15 +31,32 @@ Rows = dict[str, dict[str, Any]]
 DRAFTED = range(1, 7)
 DRAWN = ("next_sentence acc_norm", "which_article acc", "local_gsm8k_answer bits_per_byte")
 K, LENGTH = 3, "tokens per target pass"  # beside accuracy
+EQUAL = ["5x576", "8x384", "12x256"]  # 16M parameters in their blocks
+CUTS = {
+    "default": "the default", "pca": "untied, rotated", "even": "even layers", "no-refit": "no refit",
+    "masks": "masks, weights frozen", "joint-3e-5": "joint masks, 3e-5", "joint-1e-4": "joint masks, 1e-4",
+    "joint-1e-3": "joint masks, 1e-3", "joint-3e-3": "joint masks, 3e-3", "first": "first layers, neurons",
+    "random": "random",
+}  # fmt: skip
+DRAFTERS = {"plain@int8": "plain draft", "prompt-lookup": "prompt lookup"}
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where the recipes ran.")] = Path("runs/smollm2-study"),
+    folder: Annotated[Path, typer.Argument(help="Where the recipes ran, or what an earlier run printed.")] = Path(
+        "runs/smollm2-study"
+    ),
     figures: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
 ) -> None:
-    runs = folder / "runs"
+    found = json.loads(folder.read_text() if folder.is_file() else json.dumps(studies(folder / "runs")))
+    if figures is not None:
+        draw(figures, found)
+    print(json.dumps(found))
+
+
+def studies(runs: Path) -> dict[str, Any]:
+    """Return every study that was run."""
     depth, losses, pruning = (drafts(runs / name) for name in ("depth", "losses", "pruning"))
-    found = {
+    return {
         "depth": depth
         and {
             "drafts": depth,
@@ -51,10 +70,8 @@ def main(
         "batches": live(runs / "batch"),
         "passes": passes(runs / "cache"),
         "accuracy": accuracy(runs / "accuracy", {**depth, **pruning}),
-    }
-    if figures is not None:
-        draw(figures, found)
-    print(json.dumps(found | {"benchmark": "smollm2_studies"} | environment(1)))
+        "benchmark": "smollm2_studies",
+    } | environment(1)
 
 
 def drafts(folder: Path) -> Rows:
@@ -175,42 +192,116 @@ def accuracy(folder: Path, rows: Rows) -> dict[str, Any] | None:
 
 
 def draw(folder: Path, found: dict[str, Any]) -> None:
-    """Write one figure for each study that was run."""
-    if found["depth"] and found["depth"]["live"]:
-        drafts, timed = found["depth"]["drafts"], found["depth"]["live"]
-        kinds = {"whole width, 576": [n for n in timed if "x576" in n], "16M in blocks": ["5x576", "8x384", "12x256"]}
-        y = {
-            "tokens per target pass, K = 3": lambda n: drafts[n]["tokens_per_pass"][K][0],
-            "ms of a pass": lambda n: timed[n]["pass_ms"],
-            "speed-up": lambda n: timed[n]["speedup"][0],
-        }
-        panels = [
-            Panel(
-                x="layers", y=label,
-                series={kind: sorted((timed[n]["layers"], value(n)) for n in names) for kind, names in kinds.items()},
-            )
-            for label, value in y.items()
-        ]  # fmt: skip
-        save_figure(folder / "smollm2-depth.svg", panels)
-    rates(folder / "smollm2-losses.svg", found["losses"])
-    if found["accuracy"]:
-        rows = list(found["accuracy"]["drafts"].values())
-        columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-        panels = [panel(columns, metric, LENGTH) for metric in DRAWN]
-        save_figure(folder / "smollm2-accuracy.svg", panels)
+    """Write one figure for each study that was run. found: as it is read from JSON."""
+    figures = {
+        "depth": depth_panels(found["depth"]),
+        "pruning": pruning_panels(found["pruning"]),
+        "losses": loss_panels(found["losses"], found["texts"]),
+        "batch": batch_panels(found["batches"], found["passes"]),
+        "accuracy": accuracy_panels(found["accuracy"]),
+    }
+    for name, panels in figures.items():
+        if panels:
+            save_figure(folder / f"smollm2-{name}.svg", panels)
 
 
-def rates(path: Path, rows: Rows | None) -> None:
-    """Draw the acceptance of each loss by its rate. rows: by LOSS-RATE."""
+def depth_panels(depth: dict[str, Any] | None) -> list[Panel]:
+    """Return tokens per pass, the time of a pass and the speed-up of drafts, by layers."""
+    if not depth or not depth["live"] or not all(depth["passes"].values()):
+        return []
+    drafts, timed = depth["drafts"], depth["live"]
+    kinds = {"16M in blocks": EQUAL, "whole width, 576": [name for name in timed if "x576" in name]}
+
+    def series(value: Callable[[str], float]) -> dict[str, list[tuple[float, float]]]:
+        return {kind: sorted((timed[n]["layers"], value(n)) for n in names) for kind, names in kinds.items()}
+
+    ms = {
+        f"{mode}, {kind}": sorted((rows[name]["layers"], rows[name]["ms"]["1 x 256"]) for name in names)
+        for mode, rows in depth["passes"].items()
+        for kind, names in kinds.items()
+    }
+    return [
+        Panel(x="layers", y=f"{LENGTH}, K = {K}", series=series(lambda n: drafts[n]["tokens_per_pass"][str(K)][0])),
+        Panel(x="layers", y="ms of a pass behind 256 tokens", series=ms),
+        Panel(x="layers", y="speed-up", series=series(lambda n: timed[n]["speedup"][0])),
+    ]
+
+
+def pruning_panels(rows: Rows | None) -> list[Panel]:
+    """Return held-out acceptance right after the cut and distilled, and tokens per pass with intervals."""
     if not rows:
-        return
-    series: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for name, row in rows.items():
+        return []
+    names = [name for name in CUTS if name in rows]
+    accepted = {
+        label: [(float(x), rows[name][key]) for x, name in enumerate(names)]
+        for label, key in (("cut", "acceptance_before"), ("distilled", "acceptance"))
+    }
+    tokens = [rows[name]["tokens_per_pass"][str(K)] for name in names]
+    points = {"drafts": [(float(x), value) for x, (value, _, _) in enumerate(tokens)]}
+    bars = {"drafts": error_bars([(low, high) for _, low, high in tokens])}
+    labels = [CUTS[name] for name in names]
+    return [
+        Panel(x="", y="held-out acceptance", series=accepted, names=labels, lines={name: [] for name in accepted}),
+        Panel(x="", y=f"tokens per pass, K = {K}", series=points, names=labels, lines=bars, bottom=1),
+    ]
+
+
+def loss_panels(losses: Rows | None, texts: Rows | None) -> list[Panel]:
+    """Return the acceptance and the tokens per greedy pass of losses, named LOSS-RATE, and of texts; bars: one sd."""
+    by_rate: dict[str, Rows] = defaultdict(dict)
+    for name, row in sorted((losses or {}).items()):
         loss, _, rate = name.rpartition("-")
-        series[loss].append((float(rate), row["acceptance"]["mean"]))
-    save_figure(
-        path, [Panel(x="rate of Muon", y="held-out acceptance", series={k: sorted(v) for k, v in series.items()})]
-    )
+        by_rate[f"rate {rate}"][loss] = row
+    written = {"texts": {name.removeprefix("texts/"): row for name, row in (texts or {}).items()}}
+    return [
+        spread_panel("acceptance", "held-out acceptance", by_rate),
+        spread_panel("tokens_per_pass", f"tokens per greedy pass, K = {K}", by_rate, bottom=1),
+    ] * bool(losses) + [spread_panel("acceptance", "held-out acceptance", written)] * bool(texts)
+
+
+def spread_panel(value: str, label: str, groups: dict[str, Rows], bottom: float = 0) -> Panel:
+    """Return a panel of means over seeds by name, a series for each group."""
+    names = list(dict.fromkeys(name for rows in groups.values() for name in rows))
+    spreads = {group: [rows[name][value] for name in names] for group, rows in groups.items()}
+    ends = {
+        group: [(each["mean"] - (each["sd"] or 0.0), each["mean"] + (each["sd"] or 0.0)) for each in row]
+        for group, row in spreads.items()
+    }
+    series = {group: [(float(x), each["mean"]) for x, each in enumerate(row)] for group, row in spreads.items()}
+    bars = {group: error_bars(row) for group, row in ends.items()}
+    return Panel(x="", y=label, series=series, names=names, lines=bars, bottom=bottom)
+
+
+def error_bars(ends: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return a line that is a bar from low to high at x = 0, 1, ..., with gaps between them."""
+    return [(float(x), at) for x, (low, high) in enumerate(ends) for at in (low, high, math.nan)]
+
+
+def batch_panels(timed: Rows | None, passes: Rows | None) -> list[Panel]:
+    """Return the speed-up by prompts at once, for each drafter and K, and the time of a pass by context and rows."""
+    gains: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, row in (timed or {}).items():
+        for k, gain in row["by_k"].items():
+            gains[f"{DRAFTERS[name.rpartition('-b')[0]]}, K = {k}"].append((row["batch"], gain))
+    ms: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, row in (passes or {}).items():
+        for at, value in row["ms"].items():
+            rows, context = at.split(" x ")
+            ms[f"{'draft' if name == 'plain' else 'target'}, rows: {rows}"].append((float(context), value))
+    shown = [("prompts at once", "speed-up", gains), ("tokens in the cache", "ms of a pass over one token", ms)]
+    return [
+        Panel(x=x, y=y, series={name: sorted(points) for name, points in sorted(series.items())})
+        for x, y, series in shown
+        if series
+    ]
+
+
+def accuracy_panels(accuracies: dict[str, Any] | None) -> list[Panel]:
+    if not accuracies:
+        return []
+    rows = list(accuracies["drafts"].values())
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return [panel(columns, metric, LENGTH) for metric in DRAWN]
 
 
 if __name__ == "__main__":

@@ -35,12 +35,17 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One plot of a figure. series: points by name. lines: by the same names; by default through the points."""
+    """One plot of a figure. series: points by name. lines: by the same names; by default through the points.
+
+    names: of x = 0, 1, ..., where x is no number. bottom: where y starts.
+    """
 
     x: str
     y: str
     series: dict[str, list[tuple[float, float]]]
     lines: dict[str, list[tuple[float, float]]] | None = None
+    names: list[str] | None = None
+    bottom: float = 0
 
 
 def save_figure(path: Path, panels: Sequence[Panel]) -> None:
@@ -72,7 +77,12 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
                 ax.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle="", label=name)
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
             ax.set(xlabel=panel.x, ylabel=panel.y)
-            ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
+            room = 1.08 if panel.names is None else 1.3  # points side by side leave none for the legend
+            ax.set_ylim(panel.bottom, panel.bottom + room * (ax.get_ylim()[1] - panel.bottom))
+            if all(float(x).is_integer() for points in panel.series.values() for x, _ in points):
+                ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+            if panel.names is not None:
+                ax.set_xticks(range(len(panel.names)), panel.names, rotation=60, ha="right", rotation_mode="anchor")
             if len(panel.series) > 1:
                 ax.legend(frameon=False)
     return figure

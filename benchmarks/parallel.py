@@ -2,7 +2,8 @@
 
 Both come from one draft that was distilled for a while. The ordinary one is distilled further, and the other becomes a
 parallel draft, in so many steps fewer as its steps read more tokens. Then draftlab score times both, the parallel
-weights as an ordinary draft, prompt lookup and n-grams in one process, greedily and at temperature 1.
+weights as an ordinary draft, prompt lookup and n-grams in one process, greedily and at temperature 1. This is on tiny;
+SmolLM2's two drafts are those of a finished recipes/smollm2.yaml, whose scores are read, and only replayed here.
 """
 
 import json
@@ -15,33 +16,38 @@ import torch
 import typer
 
 from benchmarks import environment
+from benchmarks.smollm2 import MODELS, TARGET, category, scores
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
 from draftlab.distill.parallel import Offsets, expected_tokens
+from draftlab.distill.run import read_log
+from draftlab.distill.trainer import EvalRecord
 from draftlab.latency.profiler import measure_latency
 from draftlab.latency.random_model import random_model
 from draftlab.model import checkpoint, hub
+from draftlab.model.parallel import trained_offsets
 from draftlab.model.shape import Shape
+from draftlab.provenance import read_record
 from draftlab.prune.trial_model import prunable_shape
+from draftlab.results.report import json_rows
+from draftlab.results.score import Score
 from draftlab.target_outputs.replay import Drafting, read_replay
 
 TEMPERATURES = (0.0, 1.0)
 ACCEPTANCE = (0.5, 0.6, 0.7, 0.8, 0.9)  # to say what could be gained
 OTHERS = ["prompt-lookup", "ngram:tokens=500000"]
 
+Rows = list[dict[str, Any]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What a target's drafts are made from. questions: a file of prompts; none: held-out text of data."""
+    """What tiny's drafts are made from."""
 
-    name: str
-    target: str
     start: Path  # draft
     outputs: Path  # to distil from
     answers: Path  # to replay on
-    data: str
-    questions: Path | None
 
 
 def main(
@@ -50,8 +56,8 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of the ordinary draft, beyond what both have in common.")] = 300,
     common: Annotated[int, typer.Option(help="Steps in common.")] = 300,
     shape: Annotated[Path, typer.Option(help="Of tiny's draft.")] = Path("configs/widths/tiny-3x256.yaml"),
-    smollm2: Annotated[Path, typer.Option(help="Folder with target, draft, outputs, answers, prompts.jsonl.")] = Path(
-        "runs/smollm2"
+    smollm2: Annotated[Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")] = Path(
+        "runs/smollm2-study"
     ),
     vllm: Annotated[Path | None, typer.Option(help="vllm's program, to compare its counters on tiny.")] = None,
     losses: Annotated[str, typer.Option(help="Losses of the parallel draft, by comma; the first is scored.")] = "fkl",
@@ -67,14 +73,12 @@ def main(
         return
     if quick:
         steps, common, k = min(steps, 24), min(common, 24), min(k, 4)
-    pairs = [tiny_pair(folder / "tiny", shape, common, 4 if quick else 16)]
-    if (smollm2 / "target").is_dir():
-        parts = {part: smollm2 / part for part in ("outputs", "answers")}
-        target, start, questions = str(smollm2 / "target"), smollm2 / "draft", smollm2 / "prompts.jsonl"
-        pairs.append(Pair(name="smollm2", target=target, start=start, data="stdlib", questions=questions, **parts))
+    pair = tiny_pair(folder / "tiny", shape, common, 4 if quick else 16)
+    measured = {"tiny": measure(pair, folder / "tiny", k, steps, losses.split(","), quick)}
+    if (smollm2 / "runs" / "score-sampled" / "draftlab.json").exists():
+        measured["smollm2"] = studied(smollm2, folder / "smollm2")
     else:
-        note(f"no SmolLM2 in {smollm2}: on tiny alone")
-    measured = {pair.name: measure(pair, folder / pair.name, k, steps, losses.split(","), quick) for pair in pairs}
+        note(f"recipes/smollm2.yaml has not run in {smollm2}: on tiny alone")
     gap = vllm_gap(folder / "tiny", vllm) if vllm is not None else None
     names = ("parallel_over_plain_draft", "tokens_per_pass", "as_plain_draft_loss")
     summary = {name: {pair: row[name] for pair, row in measured.items()} for name in names}
@@ -89,9 +93,7 @@ def tiny_pair(folder: Path, shape: Path, common: int, batch: int) -> Pair:
     outputs = made("outputs build", folder / "outputs", **rows)
     answers = made("outputs build", folder / "answers", use="replay", target="tiny", data="stdlib", num_prompts=32)
     start = made("distill", folder / "start", draft=str(cut), outputs=outputs, steps=common, batch_size=batch)
-    return Pair(
-        name="tiny", target="tiny", start=start, outputs=outputs, answers=answers, data="stdlib", questions=None
-    )
+    return Pair(start=start, outputs=outputs, answers=answers)
 
 
 def measure(pair: Pair, folder: Path, k: int, steps: int, losses: list[str], quick: bool) -> dict[str, Any]:
@@ -105,51 +107,97 @@ def measure(pair: Pair, folder: Path, k: int, steps: int, losses: list[str], qui
     ]
     drafts = {"plain": plain, "parallel": parallel[0]}
     replays = {
-        "plain": replayed(folder, pair, plain, k, True),
-        **{path.name: replayed(folder, pair, path, k, True) for path in parallel},
-        "parallel as plain": replayed(folder, pair, parallel[0], k, False),
+        "plain": replayed(folder, pair.answers, plain, k, True),
+        **{path.name: replayed(folder, pair.answers, path, k, True) for path in parallel},
+        "parallel as plain": replayed(folder, pair.answers, parallel[0], k, False),
     }
-    scores = {str(t): scored(folder, pair, drafts, k, t, quick) for t in TEMPERATURES}
-    greedy = scores["0.0"]
-    best_of = {name: max(by_k.values()) for name, by_k in replays.items()}
-    target, draft = (checkpoint.planned_shape(path) for path in (hub.locate(pair.target), pair.start))
-    return {
-        "parallel_over_plain_draft": ratio(greedy, "parallel-" + losses[0], "plain"),
-        "tokens_per_pass": {"plain": best_of["plain"], "parallel": best_of[parallel[0].name]},
-        "as_plain_draft_loss": 1 - best_of["parallel as plain"] / best_of["plain"],
-        "at_temperature_1": ratio(scores["1.0"], "parallel-" + losses[0], "plain"),
+    rows = {str(t): scored(folder, drafts, k, t, quick) for t in TEMPERATURES}
+    target, draft = (checkpoint.planned_shape(path) for path in (hub.locate("tiny"), pair.start))
+    return compared(rows, replays, parallel[0].name) | {
+        "shape": draft.describe(),
         "costs": costs(target, draft, k, 5 if quick else 30),
-        "replayed": replays,
-        "scores": scores,
         "steps": {"plain": steps, "parallel": fewer},
         "seconds": {path.name: seconds(path) for path in (plain, *parallel)},
+        "heldout": {path.name: heldout(path) for path in (plain, *parallel)},
     }
 
 
-def replayed(folder: Path, pair: Pair, draft: Path, k: int, parallel: bool) -> dict[int, float]:
+def studied(study: Path, folder: Path) -> dict[str, Any]:
+    """Return the two drafts of a finished recipes/smollm2.yaml, replayed on what the target writes greedily."""
+    runs = study / "runs"
+    plain, parallel = (runs / "distilled" / name for name in ("plain", "parallel"))
+    questions = {"prompt_file": study / "questions.jsonl", "num_prompts": 44, "max_new_tokens": 96}
+    answers = made("outputs build", runs / "greedy", use="replay", target=str(study / TARGET), **questions)
+    k = trained_offsets(parallel)
+    assert k is not None
+    replays = {
+        "plain": replayed(folder, answers, plain, k, True),
+        "parallel": replayed(folder, answers, parallel, k, True),
+        "parallel as plain": replayed(folder, answers, parallel, k, False),
+    }
+    found = {"0.0": scores(runs / "score"), "1.0": scores(runs / "score-sampled")}
+    records = {path.name: read_record(path) for path in (plain, parallel)}
+    return compared({t: best_rows(json_rows(each)) for t, each in found.items()}, replays, "parallel") | {
+        "shape": checkpoint.planned_shape(plain).describe(),
+        "by_category": {
+            t: {each.name: by_category(each) for each in of if each.name in MODELS} for t, of in found.items()
+        },
+        "steps": {name: record.config["steps"] for name, record in records.items() if record is not None},
+        "seconds": {path.name: seconds(path) for path in (plain, parallel)},
+        "heldout": {path.name: heldout(path) for path in (plain, parallel)},
+    }
+
+
+def by_category(score: Score) -> dict[str, Any]:
+    return {name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()}
+
+
+def compared(rows: dict[str, Rows], replays: dict[str, dict[int, float]], parallel: str) -> dict[str, Any]:
+    """Return a parallel draft against the plain one, each at its best K.
+
+    The loss of its weights as an ordinary draft is in replayed tokens per pass, at the plain draft's best K.
+    """
+    best = {t: {row["draft"].removesuffix("@int8"): row for row in each} for t, each in rows.items()}
+    over = {t: row[parallel]["output_tps"] / row["plain"]["output_tps"] for t, row in best.items()}
+    k = best["0.0"]["plain"]["num_speculative_tokens"]
+    return {
+        "parallel_over_plain_draft": over["0.0"],
+        "tokens_per_pass": {
+            name: best["0.0"][of]["tokens_per_target_pass"] for name, of in (("plain", "plain"), ("parallel", parallel))
+        },
+        "as_plain_draft_loss": 1 - replays["parallel as plain"][k] / replays["plain"][k],
+        "at_temperature_1": over["1.0"],
+        "replayed": replays,
+        "scores": rows,
+    }
+
+
+def replayed(folder: Path, answers: Path, draft: Path, k: int, parallel: bool) -> dict[int, float]:
     """Return tokens per target pass by K."""
     out = folder / f"replay-{draft.name}{'' if parallel else '-as-plain'}"
-    made("replay", out, directory=pair.answers, draft=[str(draft)], k=list(range(1, k + 1)), parallel=parallel)
+    made("replay", out, directory=answers, draft=[str(draft)], k=list(range(1, k + 1)), parallel=parallel)
     found = read_replay(out / draft.name)
     counts = {n: found.counts(Drafting(k=n)) for n in range(1, k + 1)}
     return {n: float(c.tokens.sum() / c.passes.sum()) for n, c in counts.items()}
 
 
-def scored(
-    folder: Path, pair: Pair, drafts: dict[str, Path], k: int, temperature: float, quick: bool
-) -> list[dict[str, object]]:
-    """Return the best row of each way to draft."""
-    prompts: dict[str, Any] = {"prompt_file": pair.questions} if pair.questions else {"data": pair.data}
+def scored(folder: Path, drafts: dict[str, Path], k: int, temperature: float, quick: bool) -> Rows:
+    """Return the best row of each way to draft for tiny."""
     row = COMMANDS["score"](
         draft=[str(path) for path in drafts.values()], drafter=[f"model:draft={drafts['parallel']}", *OTHERS],
-        target=pair.target, k=f"1-{k}", num_prompts=2 if quick else 16, max_tokens=16 if quick else 64,
+        target="tiny", data="stdlib", k=f"1-{k}", num_prompts=2 if quick else 16, max_tokens=16 if quick else 64,
         repeats=1 if quick else 3, tasks="none", threads=1, temperature=temperature,
-        out=folder / f"score-{temperature}", force=True, **prompts,
+        out=folder / f"score-{temperature}", force=True,
     ).data["scores"]  # fmt: skip
     assert isinstance(row, list)
+    return best_rows(row)
+
+
+def best_rows(rows: Rows) -> Rows:
+    """Return what is compared of each drafter at its best K."""
     kept = ("draft", "num_speculative_tokens", "speedup", "speedup_low", "speedup_high", "tokens_per_target_pass",
             "output_tps", "plain_output_tps", "identical")  # fmt: skip
-    return [{name: each[name] for name in kept} for each in row if each["best"]]
+    return [{name: each[name] for name in kept} for each in rows if each["best"]]
 
 
 def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
@@ -177,12 +225,6 @@ def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: floa
     return float(max(tokens[n] / (wide_ms[n] + target_ms[n + 1]) for n in tokens) / plain)
 
 
-def ratio(rows: list[dict[str, Any]], one: str, other: str) -> float:
-    """Return the tokens per second of one draft over those of another, each at its best K."""
-    speed = {row["draft"]: row["output_tps"] for row in rows}
-    return speed[one] / speed[other]
-
-
 def vllm_gap(folder: Path, program: Path) -> float:
     """Return by how much vLLM's tokens per pass differ from draftlab's, relatively."""
     parallel = next(folder.glob("parallel-*"))
@@ -197,6 +239,12 @@ def made(command: str, out: Path, **settings: Any) -> Path:
     if not (out / "draftlab.json").exists():
         COMMANDS[command](**settings, out=out)
     return out
+
+
+def heldout(draft: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a training on held-out text, by offset."""
+    records = [each for each in read_log(draft / "log.jsonl") if isinstance(each, EvalRecord)]
+    return [{"step": each.step, "acceptance": each.acceptance, "offsets": each.offsets} for each in records]
 
 
 def seconds(out: Path) -> float:

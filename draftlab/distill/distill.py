@@ -68,8 +68,10 @@ class Pair:
 
 
 def plan_distill(config: DistillConfig) -> Mapping[str, object]:
-    """Return models and cost of a distillation, for people."""
+    """Return models and cost of a distillation, for people. Raises UserError: as distill() does before it trains."""
     pair = Pair.of(config, weights=False)
+    if config.parallel > 1:
+        Offsets.of(config, pair.draft, pair.vocab(config))
     student, teacher = read_size(pair.draft), read_size(pair.target) if pair.target else None
     tokens = config.steps * config.batch_size * config.seq_len
     cost = training_cost(student, teacher, tokens=tokens, seq_len=config.seq_len)

@@ -55,6 +55,15 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
     assert "--device-map auto" in said
 
 
+def test_tokens_beyond_those_that_a_parallel_draft_was_trained_for_are_said_to_be_untrained(draft):
+    config = read_config(draft)
+    (draft / "config.json").write_text(json.dumps(config | {"pard_token": 2, "pard_offsets": 4}))
+    note = "was trained to draft 4 tokens; those beyond, up to K = 5, are untrained"
+    asked = ("score", "--draft", str(draft), "--num-prompts", "4", "--dry-run", "--k")
+    assert note in " ".join(call(*asked, "2,5").stderr.split())
+    assert "untrained" not in call(*asked, "2,4").stderr
+
+
 @pytest.mark.parametrize("option", [("--task-limit", "3", "--tasks", "none"), ("--draft-int8", "--mode", "eager")])
 def test_options_that_would_be_ignored_are_refused(option):
     assert f"{option[0]}: " in refused(*SCORE, *option)

@@ -40,6 +40,12 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     shutil.copytree(family_dirs["llama"], space / "few-ids")
     resize(space / "few-ids", 200)
     train_tokenizer(["other words entirely " * 50, "zzz yyy xxx " * 50], 307, space / "other-words")
+    shutil.copytree(family_dirs["llama"], space / "no-mask-id")
+    taken = json.loads((space / "no-mask-id/tokenizer_config.json").read_text())
+    roles = {"unk_token": taken["pad_token"], "pad_token": taken["eos_token"]}
+    (space / "no-mask-id/tokenizer_config.json").write_text(json.dumps(taken | roles))
+    shutil.copytree(family_dirs["llama"], space / "mask-outside")
+    (space / "mask-outside/config.json").write_text(json.dumps(config | {"pard_token": 307}))
     shutil.copytree(space / "other-words", space / "word-pieces")
     train_word_pieces(space / "word-pieces/tokenizer.json")
     (space / "medusa").mkdir()
@@ -222,6 +228,18 @@ CASES = [
     (("prune", "--source", "tiny", "--vocab", "5000"), "fewer than the source's 4,096"),
     (("prune", "--source", "tiny", "--layers", "2", "--outputs", "nope"), "nope"),
     (("distill", "--draft", "draft", "--parallel", "4", "--pard-token", "999"), "--pard-token 999: the vocabulary has"),
+    (
+        ("distill", "--draft", "draft", "--parallel", "4", "--pard-token", "999", "--dry-run"),
+        "--pard-token 999: the voc",
+    ),
+    (("distill", "--draft", "mask-outside", "--parallel", "4"), "pard_token is 307, and the vocabulary has 0 to 306"),
+    (("distill", "--draft", "mask-outside", "--parallel", "4", "--dry-run"), "pard_token is 307, and the vocabulary"),
+    (
+        ("distill", "--draft", "no-mask-id", "--parallel", "4"),
+        "no id unused for the mask token; name one by --pard-token",
+    ),
+    (("distill", "--draft", "no-mask-id", "--parallel", "4", "--dry-run"), "no id unused for the mask token"),
+    (("score", "--draft", "mask-outside", "--num-prompts", "4"), "pard_token is 307, and the vocabulary has 0 to 306"),
     (("distill", "--draft", "draft", "--cod-share", "0.5"), "--cod-share: needs --parallel"),
     (("distill", "--draft", "draft", "--parallel", "4", "--lora-rank", "2"), "--lora-rank: adapters leave out"),
     (("score", "--draft", "draft", "--num-prompts", "4", "--drafter", "parallel"), "draft is no parallel draft"),

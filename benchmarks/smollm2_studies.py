@@ -252,11 +252,12 @@ def loss_panels(losses: Rows | None, texts: Rows | None) -> list[Panel]:
     for name, row in sorted((losses or {}).items()):
         loss, _, rate = name.rpartition("-")
         by_rate[f"rate {rate}"][loss] = row
-    written = {"texts": {name.removeprefix("texts/"): row for name, row in (texts or {}).items()}}
+    written = {"texts": {name.replace("texts/", "text: "): row for name, row in (texts or {}).items()}}
+    per_pass = f"tokens per greedy pass, K = {K}"
     return [
         spread_panel("acceptance", "held-out acceptance", by_rate),
-        spread_panel("tokens_per_pass", f"tokens per greedy pass, K = {K}", by_rate, bottom=1),
-    ] * bool(losses) + [spread_panel("acceptance", "held-out acceptance", written)] * bool(texts)
+        spread_panel("tokens_per_pass", per_pass, by_rate, bottom=1),
+    ] * bool(losses) + [spread_panel("tokens_per_pass", per_pass, written, bottom=1)] * bool(texts)
 
 
 def spread_panel(value: str, label: str, groups: dict[str, Rows], bottom: float = 0) -> Panel:

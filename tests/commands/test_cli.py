@@ -17,6 +17,7 @@ from draftlab import cli, data, workspace
 from draftlab.benchmark.lm_eval_tasks import TaskOptions, evaluate_tasks, prepare
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
+from draftlab.config.distill import DistillConfig
 from draftlab.config.outputs import ReplayConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
@@ -392,6 +393,8 @@ def test_a_recorded_command_line_can_be_typed_again():
     settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "tree": None, "rule": "match"}
     line = ReplayConfig.build(settings).command_line("replay")
     assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"
+    trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"}).command_line("distill")
+    assert trimmed == "draftlab distill --draft a --outputs b --vocab 16384"
 
 
 def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):

@@ -16,6 +16,7 @@ from draftlab.errors import UserError
 from draftlab.importing import gguf
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.layouts import BIN_FILES, NOUNS, Layout, other_layout
+from draftlab.model.weights import check_finite
 from draftlab.output import Output
 from draftlab.reading import read_by_library, read_object
 
@@ -80,22 +81,32 @@ def convert(source: ImportSource, output: Output) -> None:
     """Write a Hugging Face directory. Raises UserError: parts of the source do not fit each other."""
     with output.directory() as work:
         note(f"reading {source.layout.path}: {source.stored}")
+        model = load(source)
         if source.header is not None:
-            model, config = gguf.load(source.header, source.config, source.dtype), None
+            config = None
             gguf.load_tokenizer(source.header, model.config.max_position_embeddings).save_pretrained(work)
         else:
             directory = source.base or source.layout.path
             config = checkpoint.read_config(directory)
-            if source.base is not None:
-                model = _merged(checkpoint.load_model(directory, source.dtype), source)
-            else:
-                model = checkpoint.load_any_files(directory, source.dtype)
             for folder in dict.fromkeys((directory, source.layout.path)):  # an adapter's own tokenizer comes last
                 saving.copy_tokenizer(folder, work)
         note(f"writing {checkpoint.dtype_name(source.dtype)}")
         _write(model, config, work)
         inputs = [source.layout.path, *([source.base] if source.base else [])]
         output.record(work, inputs, stored=source.stored)
+
+
+def load(source: ImportSource) -> Any:
+    """Return the model. Raises UserError: parts of the source do not fit each other, or weights are no numbers."""
+    if source.header is not None:
+        model = gguf.load(source.header, source.config, source.dtype)
+    elif source.base is not None:
+        model = _merged(checkpoint.load_model(source.base, source.dtype), source)
+    else:
+        model = checkpoint.load_any_files(source.layout.path, source.dtype)
+    for name, weight in model.state_dict().items():
+        check_finite(weight, name, source.layout.path)
+    return model
 
 
 def _write(model: Any, config: dict[str, object] | None, work: Path) -> None:

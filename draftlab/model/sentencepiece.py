@@ -1,5 +1,6 @@
 """Tokenizers with SentencePiece's file only, checked and corrected to give SentencePiece's own ids."""
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,10 @@ PROBES = (
 )
 
 
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")  # a token in base64, and its id
+LONGEST_LINE = 4096
+
+
 def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer, corrected if its ids are not SentencePiece's.
 
@@ -46,7 +51,10 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
     try:
         processor = SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError):
-        return tokenizer  # tiktoken's file has the same name
+        with file.open("rb") as stream:
+            if TIKTOKEN.fullmatch(stream.readline(LONGEST_LINE)):
+                return tokenizer  # tiktoken's file has the same name
+        raise UserError(f"{file} is not a readable SentencePiece model") from None
     if _agrees(tokenizer, processor):
         return tokenizer
     defaults: dict[str, Any] = {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}

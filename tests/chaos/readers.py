@@ -23,6 +23,7 @@ from draftlab.auto.costs import Machine
 from draftlab.auto.plan import Plan, PlannedStep
 from draftlab.auto.verdict import Training
 from draftlab.benchmark.servers import PlainAnswers
+from draftlab.config.make import ImportConfig
 from draftlab.config.prune import PruneConfig
 from draftlab.data.sources import documents
 from draftlab.distill import sealed
@@ -33,7 +34,7 @@ from draftlab.distill.run import read_log
 from draftlab.engine.drafters import medusa
 from draftlab.export import gguf as gguf_writer
 from draftlab.importing import gguf
-from draftlab.importing.run import _adapter_source, _merged, _read_bin
+from draftlab.importing.run import _read_bin, inspect, load
 from draftlab.intervals import Interval
 from draftlab.latency.cost_model import Point, Profile, SteadyPoint, read_profile, write_profile
 from draftlab.latency.k_schedule import Schedule, read_schedule
@@ -41,7 +42,6 @@ from draftlab.latency.roofline import read_device
 from draftlab.model import checkpoint, eagle, hub
 from draftlab.model.families import widths_folder
 from draftlab.model.hf_files import check_causal, eos_ids
-from draftlab.model.layouts import Layout
 from draftlab.model.shape import Shape, read_shape_file, write_shape_file
 from draftlab.model.tokenizer import train_tokenizer
 from draftlab.model.trimmed_head import read_head_ids, write_head_ids
@@ -102,13 +102,12 @@ def readers(root: Path) -> list[Reader]:
     train_sentencepiece(root / "sentencepiece")
 
     def imported(file: Path) -> Any:
-        header = gguf.read_header(file)
-        weights = gguf.load(header, gguf.load_config(header), torch.float32).state_dict()
-        return dict(weights), sorted(gguf.load_tokenizer(header, 64).get_vocab().items())
+        source = inspect(ImportConfig(source=str(file)), file)
+        assert source.header is not None
+        return dict(load(source).state_dict()), sorted(gguf.load_tokenizer(source.header, 64).get_vocab().items())
 
     def merged(file: Path) -> Any:
-        source = _adapter_source(Layout(kind="adapter", path=file.parent), None, str(model))
-        return dict(_merged(checkpoint.load_model(model, torch.float32), source).state_dict())
+        return dict(load(inspect(ImportConfig(source="adapter", base=str(model)), file.parent)).state_dict())
 
     def encoded(file: Path) -> Any:
         loaded = checkpoint.load_tokenizer(file.parent)

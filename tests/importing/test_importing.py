@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders import SIZES, build
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from test_export import sentencepiece as sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -253,6 +254,13 @@ def test_an_adapter_is_merged_as_peft_merges_it(adapter, family_dirs, tmp_path):
     torch.testing.assert_close(logits(tmp_path / "out"), wanted)
     assert checkpoint.load_tokenizer(tmp_path / "out")("def")["input_ids"]
     assert set(provenance.read_record(tmp_path / "out").inputs) == {str(adapter), str(family_dirs["llama"])}
+
+
+def test_an_adapter_with_values_that_are_no_numbers_is_refused(adapter, tmp_path):
+    weights = load_file(adapter / "adapter_model.safetensors")
+    next(iter(weights.values()))[0, 0] = torch.nan
+    save_file(weights, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert "has values that are not finite" in refused(tmp_path, "import", adapter, "--out", tmp_path / "out")
 
 
 def test_an_adapter_whose_base_is_elsewhere_is_merged_by_base(adapter, family_dirs, tmp_path):

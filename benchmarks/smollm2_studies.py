@@ -67,6 +67,7 @@ def studies(runs: Path) -> dict[str, Any]:
         "texts": by_seed({name: row for name, row in losses.items() if name.startswith("texts/")}) or None,
         "pruning": pruning or None,
         "search": {kind: searched(runs / "search" / kind) for kind in ("plain", "parallel")},
+        "shape": {"live": live(runs / "score-shapes"), "trainings": trainings(runs / "distilled", "6x256*")},
         "batches": live(runs / "batch"),
         "passes": passes(runs / "cache"),
         "accuracy": accuracy(runs / "accuracy", {**depth, **pruning}),
@@ -98,6 +99,16 @@ def drafts(folder: Path) -> Rows:
             },
         }
     return rows
+
+
+def trainings(folder: Path, names: str) -> dict[str, dict[str, Any]]:
+    """Return what each of some trainings read, how long it took, and its held-out acceptance."""
+    records = {path.parent.name: read_record(path.parent) for path in sorted(folder.glob(f"{names}/draftlab.json"))}
+    notes: dict[str, Any] = {name: record.notes for name, record in records.items() if record is not None}
+    return {
+        name: {"tokens": each["tokens"], "seconds": each["seconds"], "acceptance": each["after"]["acceptance"]}
+        for name, each in notes.items()
+    }
 
 
 def interval(pairs: np.ndarray) -> list[float]:

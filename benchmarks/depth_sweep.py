@@ -1,7 +1,8 @@
 """Latency against depth at equal parameters: the paper's figure 3a, on this machine, with random weights.
 
-Shapes are ``draftlab design``'s; each is measured alone, so that one at a time has to fit. On one CPU thread the clock
-counts CPU seconds, which other work on the machine lengthens less than the wall's.
+Shapes are ``draftlab design``'s; each is measured alone, so that one at a time has to fit. share_of_bandwidth: of what
+one large matrix-vector product reads here, measured first (bandwidth_gbs). On one CPU thread the clock counts CPU
+seconds, which other work on the machine lengthens less than the wall's.
 """
 
 import json
@@ -16,6 +17,7 @@ import typer
 
 from benchmarks import environment
 from draftlab.console import note
+from draftlab.engine.timing import bandwidth_gbs
 from draftlab.latency.cost_model import BYTES, active_params
 from draftlab.latency.machine_state import device_name
 from draftlab.latency.profiler import measure_latency
@@ -41,10 +43,11 @@ def main(
     torch.set_num_threads(1)
     place, clock = torch.device(device), time.process_time if device == "cpu" else None
     shapes = family(prunable_shape(source)[1], parse_numbers(layers), Budget(amount=parse_count(params), kind="total"))
+    ceiling = bandwidth_gbs(parse_count(params), checkpoint.DTYPES[dtype], place)
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes.split(",")}
     for shape in shapes:
         for mode, rows in found.items():
-            rows.append(_measured(shape, mode, dtype, place, context, passes, clock))  # type: ignore[arg-type]
+            rows.append(_measured(shape, mode, dtype, place, context, passes, clock, ceiling))  # type: ignore[arg-type]
         note(f"{shape.describe()}: " + ", ".join(f"{mode} {rows[-1]['ms']:.3g} ms" for mode, rows in found.items()))
     if plot is not None:
         _draw(plot, found)
@@ -52,13 +55,14 @@ def main(
     fits = {mode: _line(rows, "layers", "ms") for mode, rows in found.items()}
     of_bytes = {mode: _line(rows, "read_gb", "ms") for mode, rows in found.items()}
     clocked = {"clock": "CPU seconds of one thread" if device == "cpu" else "wall, synchronised"}
-    result = {"benchmark": "depth_sweep", **about, **clocked, "against_layers": fits, "against_bytes": of_bytes}
+    about |= {**clocked, "bandwidth_gbs": ceiling}
+    result = {"benchmark": "depth_sweep", **about, "against_layers": fits, "against_bytes": of_bytes}
     print(json.dumps(result | {"rows": found} | environment(1)))
 
 
 def _measured(
     shape: Shape, mode: Mode, dtype: str, device: torch.device, context: int, passes: int,
-    clock: Callable[[], float] | None,
+    clock: Callable[[], float] | None, ceiling: float,
 ) -> dict[str, float]:  # fmt: skip
     model = random_model(shape, checkpoint.DTYPES[dtype], device, context + 8)
     name = f"{shape.layers}x{shape.hidden}"
@@ -67,7 +71,7 @@ def _measured(
     return {
         "layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn, "params": shape.params(), "read_gb": size,
         "ms": one.median_ms, "low_ms": one.low_ms, "high_ms": one.high_ms, "n": one.n,
-        "read_gb_per_s": 1e3 * size / one.median_ms,
+        "read_gb_per_s": 1e3 * size / one.median_ms, "share_of_bandwidth": 1e3 * size / one.median_ms / ceiling,
     }  # fmt: skip
 
 

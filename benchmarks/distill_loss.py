@@ -3,8 +3,8 @@
 Naive is each loss's textbook formula on fp32 logits, in as few tensor operations as torch has for it. Memory is what a
 forward and backward pass add at most to the resident size before it (CUDA: to torch's allocated bytes), less the
 gradients that all of them return. Times are medians of runs that take turns: CPU seconds, and wall seconds beside them,
-which alone count on CUDA (`wall_ratio`). Every loss has a process of its own, so that memory goes back to the system.
-TRL and Liger are measured where they are installed.
+which alone are reported on CUDA (`wall_ratio`). Every loss has a process of its own, so that memory goes back to the
+system. TRL and Liger are measured where they are installed.
 """
 
 import ctypes
@@ -56,24 +56,23 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Medians of one arm."""
+    """Medians of one arm. cpu_seconds: None on CUDA, where they say nothing."""
 
-    cpu_seconds: float
+    cpu_seconds: float | None
     wall_seconds: float
     gib: float
     loss: float
 
     def over(self, other: "Found") -> dict[str, float]:
-        return {
-            "memory": self.gib / other.gib,
-            "time": self.cpu_seconds / other.cpu_seconds,
-            "wall": self.wall_seconds / other.wall_seconds,
-        }
+        ratios = {"memory": self.gib / other.gib, "wall": self.wall_seconds / other.wall_seconds}
+        if self.cpu_seconds is None or other.cpu_seconds is None:
+            return ratios
+        return ratios | {"time": self.cpu_seconds / other.cpu_seconds}
 
 
 def main(
-    losses: Annotated[str, typer.Option(help="Losses, by space.")] = " ".join(LOSSES),
-    dtypes: Annotated[str, typer.Option(help="Dtypes, by space.")] = " ".join(DTYPES),
+    losses: Annotated[str, typer.Option(help="Losses, by comma.")] = ",".join(LOSSES),
+    dtypes: Annotated[str, typer.Option(help="Dtypes, by comma.")] = ",".join(DTYPES),
     tokens: Annotated[int, typer.Option(help="Tokens, N.")] = 2048,
     vocab: Annotated[int, typer.Option(help="Vocabulary, V.")] = 65536,
     hidden: Annotated[int, typer.Option(help="Draft's hidden size.")] = 1024,
@@ -91,8 +90,8 @@ def main(
     if len(peers) < 2:
         note("left out, as not installed: " + ", ".join({"trl", "liger_kernel"} - peers.keys()))
     result: dict[str, object] = {}
-    for dtype in dtypes.split():
-        whole = [replace(case, dtype=dtype, loss=loss) for loss in losses.split()]
+    for dtype in dtypes.split(","):
+        whole = [replace(case, dtype=dtype, loss=loss) for loss in losses.split(",")]
         found = _report(whole)
         if top_k:
             found["listed"] = _report([replace(c, top_k=top_k) for c in whole])
@@ -133,8 +132,9 @@ def _measure(case: Case) -> dict[str, Found]:
             runs[name] += [run] if number else []  # the first warms up
     twice = _Inputs(case, 2 * case.tokens)
     runs["twice"] = [twice.run(twice.fused) for _ in range(2)]
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}
     return {
-        name: Found(*(statistics.median(column) for column in zip(*rows, strict=True))) for name, rows in runs.items()
+        name: Found(None if inputs.device.type == "cuda" else cpu, *others) for name, (cpu, *others) in medians.items()
     }
 
 
@@ -142,10 +142,11 @@ class _Inputs:
     """One set of tensors; an arm gives the mean loss of a token, from which hidden states and head get gradients."""
 
     def __init__(self, case: Case, tokens: int) -> None:
-        rng, device = torch.Generator().manual_seed(0), _device()
+        device = _device()
+        rng = torch.Generator(device).manual_seed(0)  # what is drawn on a CPU takes minutes to reach a GPU
 
         def draw(*size: int, spread: float = 1.0) -> Tensor:
-            return (torch.randn(*size, generator=rng) * spread).to(device)
+            return torch.randn(*size, generator=rng, device=device).mul_(spread)
 
         self.case, self.loss, self.tokens, self.device = case, parse_loss(case.loss), tokens, device
         self.hidden = draw(tokens, case.hidden).requires_grad_()
@@ -155,13 +156,15 @@ class _Inputs:
             draw(tokens, case.teacher_hidden).to(kept),
             draw(case.vocab, case.teacher_hidden, spread=2 * case.teacher_hidden**-0.5).to(kept),
         )
-        self.labels = torch.randint(0, case.vocab, (tokens,), generator=rng).to(device)
+        self.labels = torch.randint(0, case.vocab, (tokens,), generator=rng, device=device)
         self.weights = torch.full((tokens,), 1 / tokens, device=device)
         self.listed = None
         if case.top_k:
-            ids = torch.stack([torch.randperm(case.vocab, generator=rng)[: case.top_k] for _ in range(tokens)])
-            log_p = torch.log_softmax(torch.randn(tokens, case.top_k + 1, generator=rng), -1)
-            self.listed = TopK(ids.to(device), log_p[:, :-1].to(device), log_p[:, -1].to(device))
+            # distinct ids of each token, anywhere in the vocabulary: an even stride from a random start
+            start = torch.randint(0, case.vocab, (tokens, 1), generator=rng, device=device)
+            ids = (start + torch.arange(case.top_k, device=device) * (case.vocab // case.top_k)) % case.vocab
+            log_p = torch.log_softmax(draw(tokens, case.top_k + 1), -1)
+            self.listed = TopK(ids, log_p[:, :-1], log_p[:, -1])
 
     def run(self, arm: Arm) -> tuple[float, float, float, float]:
         """CPU seconds, wall seconds, GiB, loss."""

@@ -6,6 +6,7 @@ fails where it is outside of it. null: not measured.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +27,8 @@ def main(
     k: Annotated[int, typer.Option(help="Most drafted tokens.")] = 6,
     prompts: Annotated[int, typer.Option(help="Prompts to score on.")] = 16,
     served_k: Annotated[int, typer.Option(help="Drafted tokens in servers.")] = 3,
-    vllm: Annotated[Path | None, typer.Option(help="vllm's program, to verify with.")] = None,
-    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server, to verify with.")] = None,
+    vllm: Annotated[Path | None, typer.Option(help="vllm's program. Default: that of the PATH.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's server. Default: that of the PATH.")] = None,
     gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the memory for vLLM.")] = None,
 ) -> None:
     head = folder / f"head-{steps}"
@@ -38,7 +39,7 @@ def main(
     assert record is not None
     notes: Any = record.notes
     scores = {t: scored(folder / f"score-{t}", head, t, k, prompts) for t in (0.0, 1.0)}
-    programs = {"vllm": vllm, "llama.cpp": llama_server}
+    programs = {"vllm": vllm or on_path("vllm"), "llama.cpp": llama_server or on_path("llama-server")}
     servers = {
         to: served(folder / f"export-{to}", head, to, program, served_k, prompts, gpu_memory_utilization)
         for to, program in programs.items()
@@ -59,6 +60,11 @@ def main(
         "scores": {str(t): row for t, row in scores.items()},
     }
     print(json.dumps(result | {"steps": steps, "prompts": prompts} | environment(1)))
+
+
+def on_path(program: str) -> Path | None:
+    found = shutil.which(program)
+    return None if found is None else Path(found)
 
 
 def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> dict[str, Any]:

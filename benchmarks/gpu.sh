@@ -1,52 +1,64 @@
 #!/usr/bin/env bash
-# What one NVIDIA GPU says of drafts for LLaMA-65B; offline, with random weights, each part within nine minutes.
-#   bash benchmarks/gpu.sh [--small] [--out DIR] [PART ...]
-#   PART: machine tests ceilings sweep target drafts predict live engine loss masks
+# What one NVIDIA GPU says of drafts for LLaMA-65B; offline, each part within nine minutes, all within --minutes (25).
+#   bash benchmarks/gpu.sh [--small] [--out DIR] [--minutes N] [PART ...]
+#   PART: machine tests ceilings sweep target drafts predict live live_text engine loss masks
 # --small: small shapes on whatever device is there, to try the script. Results: DIR/PART.json, benchmarks/results/gpu if
-# left out. A part that fails leaves DIR/PART.failed with its last words, and the others run. In target and predict the
+# left out; DIR/clocks.csv has the GPU's clocks, power and temperature at the end of each. A part that fails, or for which
+# no time is left, leaves DIR/PART.failed with its last words, and the others run. In target and predict the
 # 65B target is extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely holds it; live decodes with
-# all of it where it fits (one H200), else with its first layers.
+# all of it where it fits (one H200), else with its first layers; live_text with tiny's text at its cost.
 set -uo pipefail
 
-small= out=benchmarks/results/gpu parts=()
+small= out=benchmarks/results/gpu minutes=25 parts=()
 while [ $# -gt 0 ]; do
   case $1 in
     --small) small=yes ;;
     --out) out=$2; shift ;;
+    --minutes) minutes=$2; shift ;;
     *) parts+=("$1") ;;
   esac
   shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings sweep target drafts predict live engine loss masks)
+[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings sweep target drafts predict live live_text engine loss masks)
 
 cd "$(dirname "$0")/.."
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 draftlab="$python -m draftlab"
 mkdir -p "$out" runs/gpu
+clocks=clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active
 
 if [ $small ]; then
   device=cpu mode=eager
   sweep="--params 4.5m --source tiny-16x256 --layers 3,4,6 --passes 3"
   target=tiny-16x256 target_law="--layers 1,2,3,4,5,6 --widths 64 --context 8,64 --repeats 3 --threads 1"
   drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-tokens 16"
-  engine="--prompts 1 --new-tokens 8" loss="--tokens 64 --vocab 256 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1 --losses fkl"
+  engine="--prompts 1 --new-tokens 8" larger="--layers 17 --width 320"
+  loss="--tokens 64 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1 --losses fkl" vocabs=256
   masks=1 gigabytes=0.02
   live="--target tiny-16x256 --drafts tiny-3x256,tiny-12x128 --k 1,3 --alphas 0.5,0.9 --prompt-tokens 16 --new-tokens 12 --dtype float32 --room 1e8"
+  live_text="--target tiny-16x256 --drafts tiny-16x256 --k 1,3 --prompts 1 --prompt-tokens 16 --new-tokens 12 --dtype float32 --room 1e8"
 else
   device=cuda mode=graphs
   sweep="--passes 60 --dtype bfloat16"
   target=llama-65b target_law="--layers 1,2,4,6,8,10 --widths 8192 --context 128,512 --repeats 20"
   drafts="noft-1.3b wide-1.3b wide-796m wide-543m wide-290m" points="--context 128,512 --repeats 20"
-  text="--context 128 --max-tokens 128" engine= loss= live= masks=12 gigabytes=1
+  text="--context 128 --max-tokens 128" engine= larger="--layers 24 --width 2048 --params 1.3b" masks=12 gigabytes=1
+  loss="--tokens 4096 --hidden 2048 --teacher-hidden 4096 --dtypes bfloat16 --losses fkl,tvd,lk(3)" vocabs="32000 128256"
+  live= live_text=
 fi
 
 part() {  # NAME COMMAND...: its JSON into NAME.json, or the end of what it said into NAME.failed
-  local name=$1
+  local name=$1 left=$((60 * minutes - SECONDS))
   shift
   echo "$name: $*" >&2
   rm -f "$out/$name.failed"
-  if timeout 540 "$@" > "$out/$name.tmp" 2> >(tee "$out/$name.log" >&2); then
+  if [ $left -le 0 ]; then
+    echo "$minutes minutes are over" | tee "$out/$name.failed" >&2
+    failed+=("$name")
+    return
+  fi
+  if timeout -k 10 $((left < 540 ? left : 540)) "$@" > "$out/$name.tmp" 2> >(tee "$out/$name.log" >&2); then
     mv "$out/$name.tmp" "$out/$name.json"
     rm -f "$out/$name.log"
   else
@@ -55,6 +67,7 @@ part() {  # NAME COMMAND...: its JSON into NAME.json, or the end of what it said
     rm -f "$out/$name.tmp" "$out/$name.log"
     failed+=("$name")
   fi
+  [ $device = cpu ] || echo "$name, $SECONDS s, $(nvidia-smi --format=csv,noheader --query-gpu=$clocks)" >> "$out/clocks.csv"
 }
 
 machine() { part machine $python -m benchmarks.gpu_machine; }
@@ -87,13 +100,26 @@ predict() {  # needs target and drafts
 
 live() { part live $python -m benchmarks.large_target $live --device $device --mode $mode; }
 
-engine() {
-  [ -d runs/gpu/3x256 ] || $draftlab prune --source tiny --layers 3 --width 256 --data stdlib --calibration-tokens 4096 \
-    --out runs/gpu/3x256 >&2
-  part engine $python -m benchmarks.engine --draft runs/gpu/3x256 --device $device $engine
+cut() {  # a draft of tiny, for live_text and engine
+  [ -d runs/gpu/3x256 ] || part cut $draftlab prune --source tiny --layers 3 --width 256 --data stdlib \
+    --calibration-tokens 4096 --out runs/gpu/3x256 --json
 }
 
-loss() { part loss $python -m benchmarks.distill_loss $loss; }
+live_text() {
+  cut
+  part live_text $python -m benchmarks.expanded_target --cut runs/gpu/3x256 $live_text --device $device --mode $mode
+}
+
+engine() {
+  cut
+  part engine_target $draftlab expand tiny $larger --out runs/gpu/tiny-larger --force --json
+  part engine $python -m benchmarks.engine --draft runs/gpu/3x256 --device $device $engine
+  part engine_larger $python -m benchmarks.engine --target runs/gpu/tiny-larger --draft runs/gpu/3x256 --device $device $engine
+}
+
+loss() {
+  for vocab in $vocabs; do part "loss_$vocab" $python -m benchmarks.distill_loss $loss --vocab $vocab; done
+}
 
 masks() { part masks $python -m benchmarks.prune_stream --folder runs/gpu/masks --no-seven-b --mask-steps $masks; }
 

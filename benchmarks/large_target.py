@@ -2,8 +2,9 @@
 
 Random drafts agree with nothing, so each drafted token is accepted by a coin of chance alpha, in a rule of its own: all
 passes, choices and rollbacks are those of sampled decoding, and alpha is the paper's law. On a device that does not
-hold the target its first layers run, as many as fit ("layers"); a 65B target fits one H200 in bfloat16. "paper": the
-throughput of Wide-796M over that of earlier drafts, on 4 x A100 (2402.01528, third version).
+hold the target its first layers run, as many as fit ("layers"); a 65B target fits one H200 in bfloat16. "beside_paper":
+the throughput of Wide-796M over that of earlier drafts, on 4 x A100 (2402.01528, third version), and here over that of
+NoFT-1.3B at each alpha. "share_of_bandwidth": what plain decoding reads, of what one large product reads here.
 """
 
 import json
@@ -19,6 +20,8 @@ from benchmarks import environment
 from draftlab.console import note
 from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_decode
 from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, Verdict
+from draftlab.engine.timing import bandwidth_gbs
+from draftlab.latency.cost_model import pass_bytes
 from draftlab.latency.machine_state import device_name, steady_clock, steady_step_clock
 from draftlab.latency.random_model import random_model
 from draftlab.model import Mode, checkpoint, memory
@@ -53,6 +56,7 @@ def main(
     whole = shape_of(target)
     shape = as_fits(whole, memory.free_bytes(place) - room, bench.dtype.itemsize)
     note(f"{target}: {shape.layers} of {whole.layers} layers, {shape.weight_bytes(bench.dtype.itemsize) / 1e9:.1f} GB")
+    ceiling = bandwidth_gbs(shape.params(), bench.dtype, place)
     model, chances = bench.load(shape), [float(alpha) for alpha in alphas.split(",")]
     plain, rows = [bench.plain(model)], {}
     for name in drafts.split(","):
@@ -66,11 +70,16 @@ def main(
         )
     alone = median(plain)
     leaders = {alpha: {name: best(found, alpha) for name, found in rows.items()} for alpha in chances}
+    gains = {a: {n: row["tokens_per_second"] / alone for n, row in each.items()} for a, each in leaders.items()}
     result = {
         "benchmark": "large_target", "target": target, "layers": shape.layers, "of_layers": whole.layers,
         "dtype": dtype, "mode": mode, "device": device_name(place), "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens, "plain_tokens_per_second": alone, "plain_runs": plain, "paper": PAPER,
-        "speedup": {a: {n: row["tokens_per_second"] / alone for n, row in each.items()} for a, each in leaders.items()},
+        "new_tokens": new_tokens, "plain_tokens_per_second": alone, "plain_runs": plain, "bandwidth_gbs": ceiling,
+        "share_of_bandwidth": pass_bytes(shape, dtype) * alone / 1e9 / ceiling, "speedup": gains,
+        "beside_paper": {
+            "paper": PAPER,
+            "wide_796m_over_noft_1.3b": {a: over(each, "wide-796m", "noft-1.3b") for a, each in gains.items()},
+        },
         "best_k": {alpha: {name: row["k"] for name, row in each.items()} for alpha, each in leaders.items()},
         "fastest": {a: max(each, key=lambda n: each[n]["tokens_per_second"]) for a, each in leaders.items()},
         "rows": rows,
@@ -144,6 +153,11 @@ def as_fits(shape: Shape, free: float, itemsize: int) -> Shape:
 
 def best(rows: list[dict[str, float]], alpha: float) -> dict[str, float]:
     return max((row for row in rows if row["alpha"] == alpha), key=lambda row: row["tokens_per_second"])
+
+
+def over(speedup: dict[str, float], one: str, other: str) -> float | None:
+    """Return the ratio of two drafts, where both were measured."""
+    return speedup[one] / speedup[other] if {one, other} <= speedup.keys() else None
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ from draftlab.model.shape import Shape
 from draftlab.prune.masks.hard_concrete import Masks
 from draftlab.prune.masks.masked_model import masked
 
+ROOT = Path(__file__).parents[1]
+DRAFTLAB = [sys.executable, "-m", "draftlab"]
 LLAMA_7B = Shape(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
 
 
@@ -46,7 +48,8 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     result: dict[str, object] = _mask_cost(mask_steps) if mask_steps else {}
-    result |= _float16_cost(threads)
+    if not torch.cuda.is_available():  # where CPU seconds say nothing
+        result |= _float16_cost(threads)
     if seven_b:
         source = folder / "llama-7b-shape"
         _write_source(source)
@@ -79,12 +82,10 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
     work = folder / "workspace"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    draftlab = [str(Path(sys.executable).with_name("draftlab"))]
     began = time.perf_counter()
     words = ["prune", "--source", str(source), "--layers", "12", "--width", "2560", "--data", "stdlib"]
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
     words += ["--calibration-tokens", str(tokens), "--out", "draft"]
-    subprocess.run([*draftlab, *words], cwd=work, check=True, env=environ)
+    subprocess.run([*DRAFTLAB, *words], cwd=work, check=True, env=_environ(threads))
     seconds = time.perf_counter() - began
     record = json.loads((work / "draft" / "draftlab.json").read_text())
     shape = checkpoint.read_shape(work / "draft")
@@ -99,6 +100,11 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
         "calibration_tokens": tokens,
         "agreement": record["notes"]["agreement"],
     }
+
+
+def _environ(threads: int) -> dict[str, str]:
+    """Return the environment of a command: this tree's draftlab, also where it is not installed."""
+    return os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
 
 
 class _Rows:
@@ -119,10 +125,8 @@ def _float16_cost(threads: int) -> dict[str, object]:
             saving.write_checkpoint(source, checkpoint.read_config(weights.directory), cast, weights.directory)
             words = ["prune", "--source", str(source), "--layers", "4", "--width", "192", "--data", "stdlib"]
             words += ["--calibration-tokens", "16384", "--out", "draft"]
-            draftlab = [str(Path(sys.executable).with_name("draftlab")), *words]
             before = os.times()
-            environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
-            subprocess.run([*draftlab, "--force"], cwd=folder, check=True, env=environ)
+            subprocess.run([*DRAFTLAB, *words, "--force"], cwd=folder, check=True, env=_environ(threads))
             after = os.times()
             seconds[dtype] = after.children_user + after.children_system - before.children_user - before.children_system
     return {"prune_cpu_seconds": seconds, "float16_over_bfloat16": seconds["float16"] / seconds["bfloat16"]}

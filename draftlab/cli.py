@@ -24,7 +24,7 @@ from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, print_words, processes
-from draftlab.errors import UsageError, UserError
+from draftlab.errors import UsageError, UserError, one_line
 from draftlab.model import TENSOR_PARALLEL
 from draftlab.recipe import run
 from draftlab.trust import printable
@@ -33,6 +33,7 @@ BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
 SPLIT = ("score", "profile", "outputs build", "outputs verify")  # and these, with a target that is split over them
+SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")  # of what is in memory at once
 GROUPS = {  # name -> help, panel
     "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft"),
     "online": ("Update a draft from served traffic.", "Ship"),
@@ -56,8 +57,9 @@ def typer_function(command: Command) -> Callable[..., None]:
         typed = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         wiring = {name: values.pop(name) for name in list(values) if name not in command.config.model_fields}
         _exit_with(
-            lambda: _run(command, {n: v for n, v in values.items() if n in typed}, wiring), wiring["json_output"]
-        )
+            lambda: _run(command, {n: v for n, v in values.items() if n in typed}, wiring), wiring["json_output"],
+            command.config,
+        )  # fmt: skip
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters += [_parameter(command.config, name, field) for name, field in command.config.model_fields.items()]
@@ -112,7 +114,7 @@ def _leading(command: str) -> Iterator[bool]:
         yield True
 
 
-def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool) -> None:
+def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Config]) -> None:
     """Print a command's outcome on stdout, or its error as one line on stderr, and exit accordingly."""
     try:
         outcome = outcome_of()
@@ -124,6 +126,11 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool) -> None:
         if is_main_process():
             print(str(stop) or "interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr)
+        raise typer.Exit(EXIT_USER_ERROR) from None
     if not is_main_process():
         return
     _print(outcome, as_json)
@@ -131,6 +138,22 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool) -> None:
         print(f"missed: {text}", file=sys.stderr)
     if outcome.missed:
         raise typer.Exit(EXIT_MISSED)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a device ran out of memory; then torch is there, which is not imported for this."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def _cures(config: type[Config]) -> str:
+    """Say which settings of a command need less memory of a device, the strongest first."""
+    has = config.model_fields
+    cures = [f"lower {config.flag(name)}" for name in SIZES if name in has][:2]
+    cures += ["spread the target with --device-map auto"] if "device_map" in has else []
+    cures += ["take --device cpu"] if "device" in has else []
+    text = ", or ".join(cures or ["use smaller models, or fewer texts at once"])
+    return text[0].upper() + text[1:]
 
 
 def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Parameter:

@@ -115,8 +115,8 @@ def train_eagle(config: EagleConfig, output: Output) -> EagleResult:
         note(f"{len(ids):,} draft ids are {coverage:.2%} of tokens")
         dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
         model = checkpoint.load_model(target, dtype, device, config.device_map)
-        teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), config.temperature)
-        student = start_head(head, begun, teacher, batches, config, state).to(device)
+        teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), config.temperature, device)
+        student = start_head(head, begun, teacher, batches, config, state)
         objective = EagleObjective(student, teacher.ids, loss, config.temperature, config.ttt_steps)
         setup = TrainingSetup(
             teacher=cast(Any, teacher), batches=ChainBatches(batches, config.ttt_steps), heldout=heldout,
@@ -191,6 +191,7 @@ def start_head(
     """Return a head to train: the one that was begun, or one from least squares on a little of the text; found once."""
     torch.manual_seed(config.seed)
     student = EagleHead(head, teacher.embedding) if begun is None else EagleHead.of(begun, teacher.embedding)
+    student.to(teacher.device)
 
     def find() -> dict[str, np.ndarray]:
         count = min(config.steps, math.ceil(FITTED_TOKENS / (config.batch_size * config.seq_len)))
@@ -202,7 +203,9 @@ def start_head(
             start_linear(student, sampled)
             with torch.no_grad():
                 student.lm_head.weight.copy_(teacher.weight[teacher.ids])
-        return {name: weight.numpy() for name, weight in [*student.state_dict().items(), ("scale", student.scale)]}
+        return {
+            name: weight.cpu().numpy() for name, weight in [*student.state_dict().items(), ("scale", student.scale)]
+        }
 
     start = {n: torch.from_numpy(weight) for n, weight in load_or_make(state / "start.safetensors", find).items()}
     student.scale.copy_(start.pop("scale"))

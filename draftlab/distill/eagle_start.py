@@ -46,13 +46,13 @@ def sample(teacher: EagleTeacher, batches: Iterable[Batch], advance: Advance) ->
     parts: list[list[Tensor]] = []
     for number, batch in enumerate(batches):
         advance(number, "batches")
-        ids = torch.from_numpy(batch.ids[:, : int(batch.lengths.max()) + 1]).to(teacher.model.device)
+        ids = torch.from_numpy(batch.ids[:, : int(batch.lengths.max()) + 1]).to(teacher.device)
         states, read = teacher.states_of(ids)
         lengths = torch.from_numpy(batch.lengths).to(ids.device)
         inside = torch.arange(ids.shape[1] - 1, device=ids.device) + 1 < lengths.unsqueeze(1)
         size = states[:, :-1].float().norm(dim=-1)
         inside &= size < LARGE * size.median()
-        embedded = teacher.embedding.to(states.device)[ids[:, 1:]]
+        embedded = teacher.embedding[ids[:, 1:]]
         whole = (states[:, :-1], embedded, read[:, :-1], read[:, 1:])
         parts.append([tensor[inside].float() for tensor in whole])
     return Sample(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

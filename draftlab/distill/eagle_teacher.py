@@ -20,18 +20,24 @@ ROWS = 256  # of whole logits at once
 
 
 class EagleTeacher:
-    """A frozen target that transformers runs, with hooks on the layers that the head reads."""
+    """A frozen target that transformers runs, with hooks on the layers that the head reads.
 
-    def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, ...], ids: Tensor, temperature: float) -> None:
+    It may be spread over devices and disk by accelerate. All that it returns is on device, the student's.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layer_ids: tuple[int, ...], ids: Tensor, temperature: float, device: torch.device
+    ) -> None:
         """ids: the target's id of each draft id, [W]. temperature: of the loss.
 
         Raises:
             UserError: the model's layers cannot be found.
         """
         self.model = model.eval().requires_grad_(False)
-        self.ids, self.temperature = ids.to(model.device), temperature
+        self.ids, self.temperature, self.device = ids.to(device), temperature, device
         self.head = OutputHead.of(model, logits_of(model))
-        self.draft_head = self.weight[self.ids] if self.head.plain else None
+        self.whole_head = self.weight if self.head.plain else None
+        self.draft_head = None if self.whole_head is None else self.whole_head[self.ids]
         self.states: dict[int, Tensor] = dict.fromkeys(layer_ids, torch.empty(0))
         layers = decoder_layers(model)
         for layer_id in layer_ids:
@@ -50,11 +56,11 @@ class EagleTeacher:
 
     @property
     def weight(self) -> Tensor:
-        return cast(nn.Module, self.model.get_output_embeddings()).get_parameter("weight").detach()
+        return cast(nn.Module, self.model.get_output_embeddings()).get_parameter("weight").detach().to(self.device)
 
     @property
     def embedding(self) -> Tensor:
-        return cast(nn.Module, self.model.get_input_embeddings()).get_parameter("weight").detach()
+        return cast(nn.Module, self.model.get_input_embeddings()).get_parameter("weight").detach().to(self.device)
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> TargetPass:
@@ -62,21 +68,24 @@ class EagleTeacher:
         ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
-        hidden, head = self.head.hidden_and_weight(self.model, ids, counted, positions)
-        states = self._joined()
-        if head is None:
+        hidden, states = (
+            self.head.hidden_and_weight(self.model, ids, counted, positions)[0].to(self.device),
+            self._joined(),
+        )
+        if self.whole_head is None:
             return TargetPass(Dense(hidden[:, self.ids], None, log_total=self._log_total(hidden)), states)
-        total = torch.cat([self._log_total(part @ head.T) for part in hidden.split(ROWS)])
+        total = torch.cat([self._log_total(part @ self.whole_head.T) for part in hidden.split(ROWS)])
         return TargetPass(Dense(hidden, self.draft_head, log_total=total), states)
 
     @torch.no_grad()
     def states_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states that the head reads, [B, T, A E], and what the target's output layer reads, [B, T, E]."""
-        read = cast(Any, self.model.get_decoder())(input_ids=ids, use_cache=False).last_hidden_state
-        return self._joined(), read
+        decoder, ids = cast(Any, self.model.get_decoder()), ids.to(self.model.device)
+        read = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        return self._joined(), read.to(self.device)
 
     def _joined(self) -> Tensor:
-        return torch.cat([self.states[i] for i in sorted(self.states)], -1)
+        return torch.cat([self.states[i].to(self.device) for i in sorted(self.states)], -1)
 
     def _log_total(self, logits: Tensor) -> Tensor:
         return torch.logsumexp(wide(logits) / self.temperature, -1)

@@ -62,7 +62,7 @@ def train_medusa(config: MedusaConfig, output: Output) -> MedusaResult:
     dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
     device = select_device(config.device)
     with claimed_state(output, [target]) as state:
-        student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), config.heads)
+        student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), config.heads).to(device)
         tokenizer = checkpoint.load_tokenizer(target)
         sizes: dict[str, Any] = {"rows": config.batch_size, "seq_len": config.seq_len}
         batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)

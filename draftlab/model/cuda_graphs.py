@@ -4,6 +4,7 @@ B rows, T new tokens, K drafted tokens, S cached + new, D hidden, V vocab. A gra
 bucket of S; the rows' lengths are data. On a CPU the same static tensors are used without capture, as in tests.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -218,14 +219,14 @@ def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -
     pool: memory that graphs share; for those whose results are not in what they allocate.
     """
     with torch.cuda.device(device):  # streams and graphs are made on the current one
-        side = torch.cuda.Stream()
+        side = _capture_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):  # libraries choose kernels and allocate before a capture
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=side):
             run()
 
     def replay(alive: Callable[[], object] = run) -> None:  # keeps the tensors that the graph uses alive
@@ -233,3 +234,9 @@ def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -
             graph.replay()
 
     return replay
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that a device's graphs are captured on: torch's own is of the first device that captured."""
+    return torch.cuda.Stream(device)

@@ -220,7 +220,7 @@ def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int, ver
     tensors = {name.replace(LAYER["speculators"], LAYER[layout]): tensor for name, tensor in head.weights.items()}
     if config.draft_vocab < config.vocab:  # vLLM has no d2t for a head that predicts all
         known = torch.zeros(config.vocab, dtype=torch.bool)
-        known[head.ids] = True
+        known[head.ids.cpu()] = True
         tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
     tensors |= {} if head.embedding is None else {"embed_tokens.weight": head.embedding}
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftlab.model.checkpoint import layer_of
+from draftlab.model.devices import exact_products
 from draftlab.model.shape import Axis, Shape
 from draftlab.reading import FileModel
 
@@ -98,7 +99,7 @@ class Rotated(TensorView):
 
     An RMSNorm commutes with a rotation once its scale is moved into the matrices that read it (SliceGPT, 2401.15024,
     eq. 2). One R for the whole model keeps it a plain LLaMA. A tied head cannot absorb the last norm's scale, so only
-    untied models can be rotated.
+    untied models can be rotated. The products are computed where the rotation is.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, rotation: Tensor) -> None:
@@ -111,13 +112,14 @@ class Rotated(TensorView):
         tensor = self.weights[name]
         if name.endswith("norm.weight") and self.axes[name] == ("hidden",):
             return torch.ones_like(tensor)
-        rotated = tensor.float()
+        rotated = tensor.to(self.rotation)
         scale = self._scale(name)
-        rotated = rotated if scale is None else rotated * scale
+        rotated = rotated if scale is None else rotated * scale.to(rotated)
         for dim, axis in enumerate(self.axes[name]):
             if axis == "hidden":
-                rotated = (rotated.movedim(dim, -1) @ self.rotation).movedim(-1, dim)
-        return rotated.to(tensor.dtype)
+                with exact_products():
+                    rotated = (rotated.movedim(dim, -1) @ self.rotation).movedim(-1, dim)
+        return rotated.to(tensor)
 
     def _scale(self, name: str) -> Tensor | None:
         if name == "lm_head.weight":

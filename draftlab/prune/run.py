@@ -203,7 +203,8 @@ def _most_active(config: PruneConfig, source: Source, shape: Shape, chunks: list
         return Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
     rotation, _ = importance.principal(shape.hidden, source.device)
     keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
-    return Selection(keep=keep, basis=rotation, weights=Rotated(source.weights, source.shape, rotation))
+    rotated = Rotated(source.weights, source.shape, rotation.to(source.device))
+    return Selection(keep=keep, basis=rotation, weights=rotated)
 
 
 def _layers(

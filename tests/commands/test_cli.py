@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from builders import TOKENIZER_TEXT, build
 from typer.testing import CliRunner
 
@@ -395,6 +396,44 @@ def test_a_recorded_command_line_can_be_typed_again():
     assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"
     trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"}).command_line("distill")
     assert trimmed == "draftlab distill --draft a --outputs b --vocab 16384"
+
+
+@pytest.mark.parametrize(
+    ("command", "cures"),
+    [
+        ("distill", "Lower --micro-batch-tokens, or lower --batch-size, or spread the target with --device-map auto"),
+        ("score", "Lower --batch, or spread the target with --device-map auto, or take --device cpu"),
+        ("report", "Use smaller models"),
+    ],
+)
+def test_a_device_without_memory_is_one_line_that_says_what_to_lower(command, cures, capsys):
+    def fail() -> cli.Outcome:
+        text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB\nof which"
+        raise torch.OutOfMemoryError(text)
+
+    with pytest.raises(typer.Exit) as stopped:
+        cli._exit_with(fail, False, COMMANDS[command].config)
+    assert stopped.value.exit_code == 1
+    found = capsys.readouterr()
+    assert found.err.startswith(f"error: CUDA out of memory. Tried to allocate 2.00 GiB. {cures}")
+    assert (found.out, found.err.count("\n")) == ("", 1)
+
+
+def test_any_other_runtime_error_is_a_bug_and_shows_its_traceback():
+    def fail() -> cli.Outcome:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        cli._exit_with(fail, False, COMMANDS["report"].config)
+
+
+def test_errors_are_told_apart_without_importing_torch():
+    code = (
+        "import sys, draftlab.cli as cli; print(cli._is_out_of_memory(RuntimeError('CUDA out of memory')), "
+        "'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
 
 
 def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):

@@ -138,7 +138,7 @@ def test_the_teacher_gives_the_states_and_probabilities_of_transformers(family):
     mask = np.ones((2, 12), np.float32)
     mask[1, 5:] = 0
     draft_ids = torch.arange(5, 100, 3)
-    teacher = EagleTeacher(model, layers, draft_ids, 1.5)
+    teacher = EagleTeacher(model, layers, draft_ids, 1.5, torch.device("cpu"))
     found = teacher.distributions(Batch(ids, mask))
     with torch.no_grad():
         wanted: Any = model(torch.from_numpy(ids[:, :-1]), output_hidden_states=True)
@@ -158,7 +158,7 @@ def test_sequences_that_share_a_row_learn_as_if_they_were_apart():
     apart = within_chains(Batch(ids, mask), L)
     packed = apart.packed()
     assert len(packed.ids) < 4
-    teacher = EagleTeacher(model, (1, 2, 4), torch.arange(5, 100), 1.0)
+    teacher = EagleTeacher(model, (1, 2, 4), torch.arange(5, 100), 1.0, model.device)
     assert teacher.takes_packed
     found = []
     for batch in (apart, packed):

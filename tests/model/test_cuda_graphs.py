@@ -1,5 +1,9 @@
 """Replayed passes are the model's own: static tensors on a CPU, CUDA graphs where there is a device."""
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 from plain_eagle import target_and_head
@@ -11,11 +15,12 @@ from draftlab.benchmark.stalls import timed_steps
 from draftlab.benchmark.throughput import measure_throughput
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import ModelDrafter, Sampler, decode, output_tokens, speculative_decode
-from draftlab.model import llama
+from draftlab.model import cuda_graphs, llama
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 from draftlab.model.eagle_llama import CudaGraphEagle
 from draftlab.sampling import SamplingParams
 
+CPU = torch.device("cpu")
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 
@@ -99,10 +104,40 @@ def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeyp
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second GPU")
 def test_graphs_of_another_device_than_the_current_one(family_dirs):
-    device, sampling = torch.device("cuda:1"), SamplingParams(max_tokens=20)
-    model = llama.load(family_dirs["qwen3"], torch.float32, device)
-    expected = output_tokens(decode(model, RAGGED[:3], sampling))
-    assert output_tokens(decode(CudaGraphLlama(model), RAGGED[:3], sampling)) == expected
+    """After a capture on the current one."""
+    sampling = SamplingParams(max_tokens=20)
+    for device in (torch.device("cuda:0"), torch.device("cuda:1")):
+        model = llama.load(family_dirs["qwen3"], torch.float32, device)
+        expected = output_tokens(decode(model, RAGGED[:3], sampling))
+        assert output_tokens(decode(CudaGraphLlama(model), RAGGED[:3], sampling)) == expected
+
+
+def test_every_device_captures_on_a_stream_of_its_own(monkeypatch):
+    """torch.cuda.graph would take the stream of the device that captured first."""
+    streams: list[SimpleNamespace] = []
+
+    def new_stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(device=device, wait_stream=lambda other: None)
+
+    @contextlib.contextmanager
+    def nothing(*_: object) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def captured(graph: object, pool: object, stream: SimpleNamespace) -> Iterator[None]:
+        streams.append(stream)
+        yield
+
+    fakes = {"Stream": new_stream, "device": nothing, "stream": nothing, "graph": captured, "CUDAGraph": object}
+    for name, fake in (fakes | {"current_stream": lambda: new_stream(CPU)}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    cuda_graphs._capture_stream.cache_clear()
+    devices = [torch.device("cuda", index) for index in (0, 1, 0)]
+    for device in devices:
+        cuda_graphs.capture(lambda: None, device)
+    cuda_graphs._capture_stream.cache_clear()
+    assert [stream.device for stream in streams] == devices
+    assert streams[0] is streams[2]
 
 
 @DEVICES

@@ -1,0 +1,144 @@
+"""A LLaMA-65B-shaped target that writes real text, with drafts of the paper's shapes whose acceptance is real, live.
+
+The target is a small model expanded on the device (draftlab expand): it writes what the small model writes, at the cost
+of its shape, which is --target's with heads of the source's size and the source's ids. Each draft is a cut of the small
+model, expanded likewise to one of the paper's shapes, so that all of them propose the same tokens and differ in cost
+alone. A shape that does not contain the cut is left out. On a device that does not hold the target it has as many
+layers as fit ("layers"). "beside_paper": Wide-796M over the deep draft here, and over earlier drafts in the paper.
+"""
+
+import gc
+import json
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks import environment
+from benchmarks.large_target import DRAFTS, PAPER, ROOM, as_fits, over, shape_of
+from draftlab.console import note
+from draftlab.data import heldout_prompts
+from draftlab.engine.generate import ModelDrafter, Step, decode, output_tokens, speculative_decode
+from draftlab.engine.timing import bandwidth_gbs
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import pass_bytes
+from draftlab.latency.machine_state import device_name, steady_clock, steady_step_clock
+from draftlab.model import checkpoint, hub, loading, memory
+from draftlab.model.cuda_graphs import BUCKET
+from draftlab.model.decoder import with_mode
+from draftlab.model.llama import Llama, rotary
+from draftlab.model.shape import Shape, parse_numbers
+from draftlab.prune.expand import Expanded, check_contains
+from draftlab.sampling import SamplingParams
+
+
+def main(
+    cut: Annotated[Path, typer.Option(help="Draft of the source, as prune makes it.")],
+    source: Annotated[str, typer.Option(help="Checkpoint that the target computes.")] = "tiny",
+    target: Annotated[str, typer.Option(help="Shape of the target.")] = "llama-65b",
+    drafts: Annotated[str, typer.Option(help="Shapes of drafts, by comma.")] = DRAFTS,
+    k: Annotated[str, typer.Option(help="Drafted tokens, as 1,2,4.")] = "1,2,3,4",
+    data: Annotated[str, typer.Option(help="Text whose held-out part has the prompts.")] = "stdlib",
+    prompts: Annotated[int, typer.Option(help="Prompts, after one that warms up.")] = 3,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each.")] = 48,
+    mode: Annotated[str, typer.Option(help="eager, native or graphs.")] = "graphs",
+    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+    room: Annotated[float, typer.Option(help="Bytes beside the target.")] = ROOM,
+) -> None:
+    place, kind, ks = torch.device(device), checkpoint.DTYPES[dtype], parse_numbers(k)
+    origin, draft = hub.locate(source), hub.locate(cut)
+    tokenizer, context = (
+        checkpoint.load_tokenizer(origin),
+        -(-(prompt_tokens + new_tokens + max(ks)) // BUCKET) * BUCKET,
+    )
+    texts = heldout_prompts(data, tokenizer, count=prompts + 1, length=prompt_tokens, seed=0)
+    whole = like(shape_of(target), checkpoint.read_shape(origin))
+    shape = as_fits(whole, memory.free_bytes(place) - room, kind.itemsize)
+    note(f"{source} as {shape.describe()}, {shape.layers} of {whole.layers} layers")
+    ceiling = bandwidth_gbs(shape.params(), kind, place)
+    model = with_mode(expanded(origin, shape, kind, place, context), mode)  # type: ignore[arg-type]
+    bench = Bench(model, texts, new_tokens, place)
+    alone, said = bench.run(None, 0)
+    rows: dict[str, list[dict[str, float]]] = {}
+    for name in drafts.split(","):
+        of_paper = like(shape_of(name), checkpoint.read_shape(draft))
+        try:
+            check_contains(of_paper, checkpoint.read_shape(draft))
+        except UserError as error:
+            note(f"{name} is left out: {error}")
+            continue
+        drafter = ModelDrafter(with_mode(expanded(draft, of_paper, kind, place, context), mode))  # type: ignore[arg-type]
+        rows[name] = []
+        for count in ks:
+            found, text = bench.run(drafter, count)
+            same = sum(a == b for one, other in zip(said, text, strict=True) for a, b in zip(one, other, strict=False))
+            found |= {"k": count, "same_tokens": same / sum(map(len, said))}
+            rows[name].append(found | {"speedup": found["tokens_per_second"] / alone["tokens_per_second"]})
+        del drafter
+        gc.collect()
+        note(f"{name}: {max(row['speedup'] for row in rows[name]):.2f} times plain decoding")
+    best = {name: max(row["speedup"] for row in found) for name, found in rows.items()}
+    read = pass_bytes(shape, dtype) * alone["tokens_per_second"] / 1e9
+    result = {
+        "benchmark": "expanded_target", "source": source, "target": target, "layers": shape.layers,
+        "of_layers": whole.layers, "dtype": dtype, "mode": mode, "device": device_name(place), "prompts": prompts,
+        "prompt_tokens": prompt_tokens, "new_tokens": new_tokens,
+        "plain_tokens_per_second": alone["tokens_per_second"], "bandwidth_gbs": ceiling,
+        "share_of_bandwidth": read / ceiling, "speedup": best, "rows": rows,
+        "beside_paper": {"paper": PAPER, "wide_796m_over_noft_1.3b": over(best, "wide-796m", "noft-1.3b")},
+    }  # fmt: skip
+    print(json.dumps(result | environment(torch.get_num_threads())))
+
+
+class Bench:
+    """A target and prompts, of which the first warms up."""
+
+    def __init__(self, target: Llama, prompts: list[list[int]], new_tokens: int, device: torch.device) -> None:
+        self.target, self.prompts, self.sampling = target, prompts, SamplingParams(max_tokens=new_tokens)
+        self.clock, self.step_clock = steady_clock(device), steady_step_clock(device)
+
+    def run(self, drafter: ModelDrafter | None, k: int) -> tuple[dict[str, float], list[list[int]]]:
+        """Return tokens per second after the prefill and per target pass, and the texts."""
+        rates, passes, texts = [], [], []
+        for number, prompt in enumerate(self.prompts):
+            if drafter is None:
+                steps = decode(self.target, [prompt], self.sampling, self.step_clock)
+            else:
+                steps = speculative_decode(self.target, drafter, [prompt], k, self.sampling, self.step_clock)
+            first: list[Step] = [next(steps)]  # the prefill
+            began = self.clock()
+            rest = list(steps)
+            seconds, made = self.clock() - began, sum(len(step.tokens) for step in rest)
+            if number:
+                rates.append(made / seconds)
+                passes.append(made / max(1, len(rest)))
+                texts.append(output_tokens(first + rest)[0])
+        return {"tokens_per_second": median(rates), "tokens_per_pass": sum(passes) / len(passes)}, texts
+
+
+def like(shape: Shape, source: Shape) -> Shape:
+    """Return a shape with the heads' size, ids and options of a source, and as many values in all heads as before."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    heads = {"heads": q // source.head_dim, "kv_heads": kv // source.head_dim}
+    return source.model_copy(update={"layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn} | heads)
+
+
+def expanded(directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
+    """Return a checkpoint expanded to a shape; its weights are made on the device, each when it is asked for.
+
+    Raises:
+        UserError: the shape does not contain it.
+    """
+    have, config = checkpoint.read_shape(directory), loading.auto_config(directory)
+    check_contains(shape, have)
+    frequencies, scale = rotary(config, have.head_dim, directory)
+    weights = Expanded(checkpoint.Weights(directory, dtype, device), have, shape, seed=0)
+    return Llama(shape, weights, frequencies, scale, config.rms_norm_eps * have.hidden / shape.hidden, context)
+
+
+if __name__ == "__main__":
+    typer.run(main)

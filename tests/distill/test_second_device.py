@@ -1,0 +1,71 @@
+"""Heads are trained where their target is, and matrices rotated: on a second device as on the CPU."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from accelerate import PartialState
+from second_device import DEVICE, SecondDevice, without_second_device
+
+from draftlab.commands import COMMANDS
+from draftlab.distill import eagle, medusa_heads
+from draftlab.model import checkpoint
+from draftlab.prune.cut import Rotated
+
+ROUNDING = 1e-4  # of kernels that are put together of others there
+
+
+@pytest.fixture
+def words(family_dirs: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+    file = tmp_path / "text.txt"
+    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
+    given = {"target": str(family_dirs["llama"]), "data": str(file), "steps": 3, "batch_size": 2, "seq_len": 32}
+    return given | {"training_dtype": "float32", "eval_steps": 3, "save_steps": 2}
+
+
+def losses(command: str, words: dict[str, Any], out: Path) -> tuple[float, float]:
+    """Train a head; return its held-out losses before and after."""
+    found = cast(Any, COMMANDS[command](**words, out=out).data)
+    return found["before"]["loss"], found["after"]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "spread"),
+    [
+        ("eagle", {"ttt_steps": 2, "vocab": 50}, False),
+        ("eagle", {"ttt_steps": 2}, True),
+        ("medusa", {"heads": 2}, False),
+    ],
+)
+def test_a_head_is_that_of_a_run_on_the_cpu(words, tmp_path, monkeypatch, command, given, spread):
+    """spread: the target stays on the CPU, as accelerate leaves what a GPU has no room for."""
+    wanted = losses(command, words | given, tmp_path / "cpu")
+    load = checkpoint.load_model
+
+    def loaded(directory: Path, dtype: torch.dtype, device: torch.device, *others: Any) -> Any:
+        assert device == DEVICE
+        with without_second_device():  # transformers means something else by meta
+            model = load(directory, dtype, torch.device("cpu"), *others)
+        return model if spread else model.to(cast(Any, device))
+
+    def select(name: str) -> torch.device:
+        monkeypatch.setitem(PartialState._shared_state, "device", DEVICE)
+        return DEVICE
+
+    monkeypatch.setattr(checkpoint, "load_model", loaded)
+    for module in (eagle, medusa_heads):
+        monkeypatch.setattr(module, "select_device", select)
+    with SecondDevice():
+        found = losses(command, words | given, tmp_path / "elsewhere")
+    assert found == pytest.approx(wanted, rel=ROUNDING)
+
+
+def test_a_source_is_rotated_where_the_rotation_is_and_comes_back(family_dirs):
+    weights, shape = checkpoint.Weights(family_dirs["llama"]), checkpoint.read_shape(family_dirs["llama"])
+    rotation, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    wanted = Rotated(weights, shape, rotation)
+    with SecondDevice():
+        there = Rotated(weights, shape, rotation.to(DEVICE))
+        found = {name: there[name] for name in there}
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -64,7 +64,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if name not in CROSSES and len(placed) > 1:
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {placed}")
     if name == "aten::_local_scalar_dense":
-        return func(tensors[0].local if isinstance(tensors[0], Elsewhere) else tensors[0])
+        return args[0].tolist() if isinstance(args[0], Elsewhere) else func(*args)  # a wait, like .tolist()
     asked = kwargs.get("device")
     if asked is not None:
         away, kwargs = torch.device(asked).type == DEVICE.type, kwargs | {"device": torch.device("cpu")}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftlab.engine.clocks import StepClock
 from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
-from draftlab.engine.verify import check_logits, distribution, draw, verify
+from draftlab.engine.verify import check_logits, distribution, draw, verify_rows
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
 from draftlab.model.decoder import Decoder, feed, model_vocab_size
 from draftlab.model.devices import staged
@@ -276,6 +276,8 @@ def verify_batch(
             for row, tree, count in zip(both.tolist(), parents, counts, strict=True)  # the only wait for the device
         ]
     p = distribution(logits, sampling)
+    if rule is None and (draft is None or draft.parents is None):
+        return _verify_sampled_chains(p, draft, counts, uniform)
     return [
         _verify_sampled(p[row, : count + 1], draft, row, parents[row][:count], uniform[row], rule)
         for row, count in enumerate(counts)
@@ -293,20 +295,28 @@ def _verify_greedy(best: list[int], ids: list[int], parents: Sequence[int], coun
     return path, tokens
 
 
+def _verify_sampled_chains(
+    p: Tensor, draft: Draft | None, counts: Sequence[int], uniform: Tensor
+) -> list[tuple[list[int], list[int]]]:
+    """Verify chains with target probabilities p [B, T, V]."""
+    ids = uniform.new_empty((len(p), 0), dtype=torch.long) if draft is None else draft.ids
+    q = F.one_hot(ids, p.shape[-1]).to(p) if draft is None or draft.q is None else draft.q
+    width = ids.shape[1]
+    accepted, following = verify_rows(p, q, ids, uniform[:, :width], staged(counts, p.device))
+    last = draw(following, uniform[:, -1])
+    verified = torch.cat([accepted.unsqueeze(1), last.unsqueeze(1), ids], 1).tolist()  # the only wait for the device
+    return [([*range(count)], [*row[:count], token]) for count, token, *row in verified]
+
+
 def _verify_sampled(
     p: Tensor, draft: Draft | None, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule | None
 ) -> tuple[list[int], list[int]]:
-    """Verify one row of a draft with target probabilities p [count + 1, V]."""
+    """Verify one row of a draft, a tree or by a rule of its own, with target probabilities p [count + 1, V]."""
     count = len(parents)
     ids = torch.empty(0, dtype=torch.long, device=p.device) if draft is None else draft.ids[row, :count]
     q = None if draft is None or draft.q is None else draft.q[row, :count]
-    if rule is None and isinstance(parents, range):
-        q = F.one_hot(ids, p.shape[-1]).to(p) if q is None else q
-        accepted, residual = verify(p, q, ids, uniform[:count])
-        path = list(range(accepted))
-    else:
-        tokens = Tokens(ids=ids.tolist(), parents=parents, q=q)
-        path, residual = (rule or recursive)(p, tokens, Uniforms(uniform))
+    tokens = Tokens(ids=ids.tolist(), parents=parents, q=q)
+    path, residual = (rule or recursive)(p, tokens, Uniforms(uniform))
     return path, [*ids[path].tolist(), int(draw(residual, uniform[-1]))]
 
 

@@ -73,12 +73,33 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tenso
 
     Returns: number accepted, and the distribution [V] of the next token.
     """
-    at = drafted.unsqueeze(-1)
-    p_drafted, q_drafted = p[:-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
-    accepted = int((u.to(q) * q_drafted < p_drafted).long().cumprod(0).sum())  # u < p / q, without dividing
-    if accepted == len(drafted):
-        return accepted, p[accepted]
-    residual = (p[accepted] - q[accepted]).clamp_min(0)
-    total = residual.sum()
-    # p and q agree up to rounding: rejection had no real chance, and p itself is the right distribution
-    return accepted, residual / total if total > 0 else p[accepted]
+    counts = torch.tensor([len(drafted)], device=p.device)
+    accepted, following = verify_rows(p[None], q[None], drafted[None], u[None], counts)
+    return int(accepted), following[0]
+
+
+def verify_rows(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Verify rows as ``verify`` does, without waiting for the device.
+
+    p: [B, K + 1, V]. q: [B, K, V]. drafted, u: [B, K]. counts: how many of each row's drafted tokens count, [B].
+
+    Returns: numbers accepted, [B], and the distributions of the next tokens, [B, V].
+    """
+    width, at = drafted.shape[1], drafted.unsqueeze(-1)
+    p_drafted, q_drafted = p[:, :-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
+    passed = u.to(q) * q_drafted < p_drafted  # u < p / q, without dividing
+    passed &= torch.arange(width, device=p.device) < counts.unsqueeze(1)
+    accepted = passed.long().cumprod(1).sum(1)
+    p_next = _picked(p, accepted)
+    if width == 0:
+        return accepted, p_next
+    residual = (p_next - _picked(q, accepted.clamp_max(width - 1))).clamp_min(0)
+    total = residual.sum(-1, keepdim=True)
+    # where the total is 0, p and q agree up to rounding: rejection had no real chance, and p itself is right
+    rejected = (accepted < counts).unsqueeze(1) & (total > 0)
+    return accepted, torch.where(rejected, residual / total, p_next)
+
+
+def _picked(probabilities: Tensor, place: Tensor) -> Tensor:
+    """Return probabilities [B, T, V] at a place of each row, [B, V]."""
+    return probabilities[torch.arange(len(place), device=place.device), place]

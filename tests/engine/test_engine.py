@@ -9,6 +9,7 @@ import torch
 from builders import build, rounding
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from second_device import DEVICE, Elsewhere, SecondDevice
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
@@ -21,7 +22,7 @@ from transformers import (
 
 from draftlab.engine.drafters.ngram import PromptLookupDrafter
 from draftlab.engine.drafters.tree import TreeDrafter, full_tree
-from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens, speculative_decode, verify_batch
 from draftlab.engine.verify import distribution, draw, verify
 from draftlab.errors import UserError
 from draftlab.model import llama
@@ -131,6 +132,31 @@ def test_equal_distributions_accept_everything_and_never_divide_by_zero():
     accepted, rest = verify(p, p[:3], torch.tensor([3, 9, 1]), torch.full((3,), 1 - 1e-7))
     assert accepted == 3
     torch.testing.assert_close(rest, p[3])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_sampled_step_of_chains_waits_once_for_the_device(monkeypatch, deterministic):
+    """It decides what it decides on the CPU, where the rule is verified row by row."""
+    rng, sampling = torch.Generator().manual_seed(3), SamplingParams(max_tokens=9, temperature=1.0)
+    logits, counts = torch.randn(64, 4, 7, generator=rng), [0, 1, 2, 3] * 16
+    q = torch.softmax(torch.randn(64, 3, 7, generator=rng), -1)
+    ids, uniform = torch.multinomial(q.flatten(0, 1), 1, generator=rng).view(64, 3), torch.rand(64, 4, generator=rng)
+    wanted = []
+    for row, count in enumerate(counts):
+        own = q[row, :count] if not deterministic else torch.nn.functional.one_hot(ids[row, :count], 7).float()
+        accepted, rest = verify(
+            torch.softmax(logits[row], -1)[: count + 1], own, ids[row, :count], uniform[row, :count]
+        )
+        last = int(draw(rest, uniform[row, -1]))
+        wanted.append((list(range(accepted)), [*ids[row, :accepted].tolist(), last]))
+    waits: list[Elsewhere] = []
+    monkeypatch.setattr(Elsewhere, "tolist", lambda self: waits.append(self) or self.local.tolist())
+    with SecondDevice():
+        draft = Draft(ids=ids.to(DEVICE), q=None if deterministic else q.to(DEVICE), counts=counts)
+        found = verify_batch(logits.to(DEVICE), draft, counts, sampling, uniform.to(DEVICE))
+    assert found == wanted
+    assert len({len(path) for path, _ in found}) == 4
+    assert len(waits) == 1
 
 
 @given(probabilities(5), st.floats(0, 1, exclude_max=True))

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from draftlab.cli import app
 from draftlab.config.distill import DistillConfig, EagleConfig
 from draftlab.errors import UserError
+from draftlab.latency.cost_model import read_profile
 from draftlab.model import tensor_parallel
 
 PROMPTS = '{"prompt": "def parse(line):"}\n{"prompt": "return [int(part)"}\n'
@@ -81,6 +82,13 @@ def score(target: Path, folder: Path, count: int, *more: str) -> dict[str, Any]:
     return draftlab(folder, count, "score", "--target", str(target), "--draft", "draft", *options, *more)
 
 
+def stored(folder: Path, count: int, words: list[str]) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors that one process stores, and those that several store."""
+    draftlab(folder / "alone", 1, *words)
+    draftlab(folder / "split", count, *words, "--device-map", "tensor-parallel")
+    return [load_file(next((folder / at / "store").glob("*.safetensors"))) for at in ("alone", "split")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_logits_of_a_split_model_are_a_whole_ones(count, family_dirs, tmp_path):
@@ -91,11 +99,12 @@ def test_logits_of_a_split_model_are_a_whole_ones(count, family_dirs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_split_target_writes_the_text_of_a_whole_one(family_dirs, tmp_path):
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_split_target_writes_the_text_of_a_whole_one(count, family_dirs, tmp_path):
     """Also with a drafter that is chosen by times, which every process would measure differently."""
     alone, split = tmp_path / "alone", tmp_path / "split"
     expected = score(family_dirs["llama"], alone, 1, "--device-map", "cpu", "--drafter", "fallback")
-    found = score(family_dirs["llama"], split, 2, "--device-map", "tensor-parallel", "--drafter", "fallback")
+    found = score(family_dirs["llama"], split, count, "--device-map", "tensor-parallel", "--drafter", "fallback")
     (one, _), (other, fallback) = expected["scores"], found["scores"]
     assert other["identical"]
     assert fallback["identical"]
@@ -106,15 +115,37 @@ def test_a_split_target_writes_the_text_of_a_whole_one(family_dirs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_split_target_stores_the_outputs_of_a_whole_one(family_dirs, tmp_path):
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_split_target_stores_the_outputs_of_a_whole_one(count, family_dirs, tmp_path):
     words = ["outputs", "build", "--use", "replay", "--target", str(family_dirs["llama"]), "--out", "store"]
     words += ["--prompt-file", "prompts.jsonl", "--max-new-tokens", "9"]
-    draftlab(tmp_path / "alone", 1, *words)
-    draftlab(tmp_path / "split", 2, *words, "--device-map", "tensor-parallel")
-    whole, split = (load_file(next((tmp_path / at / "store").glob("*.safetensors"))) for at in ("alone", "split"))
+    whole, split = stored(tmp_path, count, words)
     exact = [name for name, values in whole.items() if not values.is_floating_point()]
     assert exact
     assert all(torch.equal(whole[name], split[name]) for name in exact)
+
+
+@pytest.mark.slow
+def test_a_split_target_stores_what_to_distil_from(family_dirs, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
+    words = ["outputs", "build", "--use", "distill", "--target", str(family_dirs["llama"]), "--out", "store"]
+    words += ["--data", str(text), "--num-sequences", "8", "--seq-len", "32", "--top-logprobs", "4"]
+    whole, split = stored(tmp_path, 2, words)
+    for name, values in whole.items():
+        if values.is_floating_point():
+            torch.testing.assert_close(split[name].float(), values.float(), rtol=1e-3, atol=1e-3)
+        else:
+            assert torch.equal(split[name], values), name
+
+
+@pytest.mark.slow
+def test_the_passes_of_a_split_model_are_timed(family_dirs, tmp_path):
+    words = ["profile", str(family_dirs["llama"]), "--mode", "eager", "--device-map", "tensor-parallel", "--out", "out"]
+    found = draftlab(tmp_path, 2, *words, "--k", "1", "--context", "8", "--repeats", "1")
+    assert found
+    (profile,) = (tmp_path / "out").glob("*.yaml")
+    assert read_profile(profile).forward[0].median_ms > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,81 @@
+"""What only a GPU can tell: memory of loading, kernels of attention, text of graphs, a training step's memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.load_peak import write_random
+from draftlab.distill.fused_loss import Dense, fused_loss
+from draftlab.distill.losses import parse_loss
+from draftlab.engine.generate import decode, output_tokens
+from draftlab.latency.random_model import random_model
+from draftlab.model import hub, llama
+from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.model.shape import Shape
+from draftlab.sampling import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+GPU = torch.device("cuda", 0)
+GQA = Shape(layers=4, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=2816, vocab=32000)
+PROMPTS = [[(7 * i + row) % 1000 + 3 for i in range(60)] for row in range(3)]
+
+
+def peak_above(before: int) -> int:
+    return torch.cuda.max_memory_allocated(GPU) - before
+
+
+def test_loading_needs_little_more_than_the_weights(tmp_path: Path):
+    write_random(GQA.model_copy(update={"layers": 16}), tmp_path / "made", torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats(GPU)
+    before = torch.cuda.memory_allocated(GPU)
+    model = llama.load(tmp_path / "made", torch.bfloat16, GPU)
+    assert peak_above(before) <= 1.15 * model.shape.weight_bytes(2)
+
+
+def test_a_prefill_with_shared_heads_runs_by_flash_attention():
+    """Not by plain products, which expand keys and values for every head, in fp32."""
+    model = random_model(GQA, torch.bfloat16, GPU, 512)
+    ids = torch.tensor([PROMPTS[0] * 4], device=GPU)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
+        model.forward(ids, model.new_cache(1, 256))
+    ran = {event.key for event in watched.key_averages()}
+    assert any("_flash_attention_forward" in name for name in ran), sorted(name for name in ran if "attention" in name)
+    assert not any("_scaled_dot_product_attention_math" in name for name in ran)
+
+
+def test_graphs_choose_the_tokens_of_eager_passes_in_bfloat16():
+    """Along tiny's own text, so that one near tie does not turn all that follows."""
+    model = llama.load(hub.locate("tiny"), torch.bfloat16, GPU)
+    graphed, same, count = CudaGraphLlama(model), 0, 0
+    for prompt in PROMPTS:
+        (text,) = output_tokens(decode(model, [prompt], SamplingParams(max_tokens=64)))
+        cache, fed = graphed.new_cache(1, 256), prompt
+        for token in text:
+            logits = graphed.forward(torch.tensor([fed], device=GPU), cache, last=1)
+            same, count, fed = same + (int(logits[0, -1].argmax()) == token), count + 1, [token]
+    assert same >= 0.98 * count
+
+
+@pytest.mark.parametrize("loss", ["fkl", "tvd"])
+def test_a_fused_step_never_has_whole_logits(loss: str):
+    """4,096 tokens of 32,000 ids are 524 MB in fp32, for each of draft and target."""
+    torch.manual_seed(0)
+    tokens, vocab, width, budget = 4096, 32_000, 512, 64 << 20
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=GPU, dtype=torch.bfloat16) * size[-1] ** -0.5
+
+    hidden, head = (drawn(rows, width).requires_grad_() for rows in (tokens, vocab))
+    teacher = Dense(drawn(tokens, width), drawn(vocab, width))
+    labels, weights = torch.randint(vocab, (tokens,), device=GPU), torch.full((tokens,), 1 / tokens, device=GPU)
+    torch.cuda.reset_peak_memory_stats(GPU)
+    before = torch.cuda.memory_allocated(GPU)
+    objective = fused_loss(hidden, head, labels, weights, teacher, parse_loss(loss), 1.0, budget).objective
+    objective.backward()
+    assert torch.isfinite(objective)
+    assert head.grad is not None
+    assert hidden.grad is not None
+    assert peak_above(before) < 800e6  # naive autograd has at least five times 524 MB
+    assert torch.isfinite(head.grad).all()

@@ -157,7 +157,8 @@ class Config(BaseModel):
         if name not in self.model_fields_set or field.default_factory is not None:
             return name in self.model_fields_set
         value = self.__dict__[name]  # not getattr: a test traces which settings a command reads
-        return value != field.default and not (field.validate_default and value == _numbers(field.default))
+        written = isinstance(field.default, str) and field.validate_default
+        return value != field.default and not (written and value == _numbers(field.default))
 
     def resolved(self) -> Self:
         """Return the config with what it leaves to the workspace's newest outputs.

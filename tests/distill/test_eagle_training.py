@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from draftlab.commands import COMMANDS
+from draftlab.config.distill import EagleConfig
 from draftlab.data import Batch
 from draftlab.distill import eagle as training
 from draftlab.distill.eagle_data import StoredRows, within_chains
@@ -228,6 +229,12 @@ def test_what_is_written_is_read_again(trained, family_dirs):
     assert all(torch.equal(tensors[name.replace("layers.0.", "midlayer.")], w) for name, w in head.weights.items())
     config = json.loads((trained / "config.json").read_text())
     assert config["norm_before_residual"] is False
+
+
+def test_a_setting_of_numbers_without_a_default_can_be_typed_again(words):
+    config = EagleConfig.build(words | {"layer_ids": "1,3"})
+    assert "--layer-ids 1,3" in config.command_line("eagle")
+    assert "--vocab 50" in config.command_line("eagle")
 
 
 def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path):

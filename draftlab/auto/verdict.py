@@ -85,7 +85,7 @@ class Training(FileModel):
 class Verdict(FileModel):
     """auto.json. speedups: by streams, on prompts that nothing was chosen on if a draft seemed to gain at all.
 
-    doubt: why nobody can tell from these scores; empty: nothing speaks against them.
+    doubt: why nobody can tell from these scores; empty: there is no reason.
     """
 
     version: int = 1

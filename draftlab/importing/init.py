@@ -51,16 +51,16 @@ def _around(target: str, source: str) -> Workspace:
 def _around_gguf(file: Path, directory: str | None, force: bool) -> Workspace:
     """Import the file, unless its directory has it already, and return a workspace around the directory."""
     out = Path(directory or f"models/{file.stem.lower()}")
-    record = provenance.read_record(out)
-    if record and record.command == "import" and list(record.inputs.values()) == [provenance.fingerprint(file)]:
-        note(f"{out} was imported from {file} already")
-    else:
-        config = ImportConfig(source=str(file), out=out)
-        output = Output(command="import", config=config, out=out, force=force)
-        output.check_free()
-        from draftlab.importing import run  # torch, which other ways do not need
+    config = ImportConfig(source=str(file), out=out)
+    output = Output(command="import", config=config, out=out, force=force)
+    with output.locked():  # which removes what a killed run left
+        record = provenance.read_record(out)
+        if record and record.command == "import" and list(record.inputs.values()) == [provenance.fingerprint(file)]:
+            note(f"{out} was imported from {file} already")
+        else:
+            output.check_free()
+            from draftlab.importing import run  # torch, which other ways do not need
 
-        with output.locked():
             run.convert(run.inspect(config, hub.import_source(config.source)), output)
     return Workspace(target=str(out), source=str(out), data="stdlib")
 

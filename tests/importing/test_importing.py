@@ -404,7 +404,10 @@ def test_init_imports_a_gguf_file_once(family_dirs, tmp_path, monkeypatch):
     draftlab("init", "--gguf", "My-Model.gguf")
     assert workspace.load().target == workspace.load().source == "models/my-model"
     first = Path("models/my-model/draftlab.json").read_text()
+    lock = tmp_path / "models" / ".my-model.lock"  # of a run that was killed
+    lock.write_text("")
     assert "imported from My-Model.gguf already" in draftlab("init", "--gguf", "My-Model.gguf", "--force").stderr
+    assert not lock.exists()
     assert Path("models/my-model/draftlab.json").read_text() == first
     draftlab("prune", "--layers", "2", "--dry-run")
     draftlab("init", "--preset", "smollm2", "--gguf", "My-Model.gguf", "--force")

@@ -81,13 +81,12 @@ def convert(source: ImportSource, output: Output) -> None:
     """Write a Hugging Face directory. Raises UserError: parts of the source do not fit each other."""
     with output.directory() as work:
         note(f"reading {source.layout.path}: {source.stored}")
+        directory = source.base or source.layout.path
+        config = None if source.header is not None else checkpoint.read_config(directory)
         model = load(source)
         if source.header is not None:
-            config = None
             gguf.load_tokenizer(source.header, model.config.max_position_embeddings).save_pretrained(work)
         else:
-            directory = source.base or source.layout.path
-            config = checkpoint.read_config(directory)
             for folder in dict.fromkeys((directory, source.layout.path)):  # an adapter's own tokenizer comes last
                 saving.copy_tokenizer(folder, work)
         note(f"writing {checkpoint.dtype_name(source.dtype)}")

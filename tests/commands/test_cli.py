@@ -437,8 +437,11 @@ def test_errors_are_told_apart_without_importing_torch():
 
 
 def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("draftlab.cli.app", lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit) as ended:
         cli.main()
+    monkeypatch.undo()
+    signal.signal(signal.SIGINT, before)
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")

@@ -97,7 +97,7 @@ def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeyp
     monkeypatch.setattr(throughput, "timed_steps", decoded)
     sampling = SamplingParams(max_tokens=8)
     measure_throughput(target, {"d": draft}, prompts, ks=[4], sampling=sampling, repeats=1, advance=lambda _: None)
-    assert len(counts) == 2 * len(prompts)
+    assert len(counts) >= 2 * len(prompts)  # a prompt full of stalls is decoded again
     assert all(count == counts[0] for count in counts)
 
 

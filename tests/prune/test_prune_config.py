@@ -50,7 +50,8 @@ def test_prune_shows_few_options():
 
 
 def planned_gb(source, **settings) -> float:
-    outcome = prune(source=str(source), layers=12, width=2560, device="cpu", dry_run=True, out="out", **settings)
+    settings |= {"data": "stdlib", "device": "cpu", "dry_run": True, "out": "out"}
+    outcome = prune(source=str(source), layers=12, width=2560, **settings)
     return float(re.search(r"[\d.]+", outcome.data["memory"])[0])
 
 
@@ -67,7 +68,9 @@ def test_a_plan_counts_float16_as_it_is_computed_on_a_cpu(tmp_path):
 def test_a_plan_of_mask_training_counts_what_is_trained(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B | {"dtype": "bfloat16"}))
     plans = [
-        prune_masks(source=str(tmp_path), layers=12, device="cpu", dry_run=True, out="out", train_weights=weights).data
+        prune_masks(
+            source=str(tmp_path), layers=12, data="stdlib", device="cpu", dry_run=True, out="out", train_weights=weights
+        ).data
         for weights in ("frozen", "full")
     ]
     assert [plan["training tokens"] for plan in plans] == ["2,457,600"] * 2

@@ -5,7 +5,7 @@ drafts are prompt lookup, one distilled from the embedded target (or --draft), a
 faster than none. What is in --folder is not made again, so that a killed run goes on. About 15 minutes on two cores.
 
 relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that hold the
-reference; false_faster: scores that call a draft faster which is not; cannot_tell: scores that call none, and
+reference; false_faster: scores that call a draft faster which is not; told: scores that call any; cannot_tell: the rest;
 reference_in_doubt: drafts of which the reference does not. The last line is one JSON object.
 """
 
@@ -139,6 +139,7 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
         "relative_spread": stdev(best) / mean(best),
         "coverage": mean(covered),
         "false_faster": sum(value <= 1 and "Faster:" in score.headline() for value, score in pairs),
+        "told": sum(score.doubt is None for _, score in pairs),
         "cannot_tell": sum(score.doubt is not None for _, score in pairs),
         "scores": len(pairs),
         "reference": truth,

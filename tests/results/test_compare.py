@@ -299,15 +299,15 @@ BUSY_MACHINE = Environment(system="s", processor="p", cores=2, busy_cores=1.5, g
 
 
 def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
-    """On one CPU thread CPU seconds are counted, which run on while a thread waits for a core, but not in it."""
+    """On one CPU thread CPU seconds are counted: waits are not in them, but what a shared core cost is."""
     base = at("draft", [0.2] * PROMPTS)
     idle = BUSY_MACHINE.model_copy(update={"busy_cores": 0.0})
-    for waits, said in (
-        ({"waited_share": 0.25}, "waited for a core in 25%"),
-        ({"pressure": 0.6}, "in 60% of the time"),
+    for waits, said, on_one in (
+        ({"waited_share": 0.25}, "waited for a core in 25%", True),
+        ({"pressure": 0.6}, "in 60% of the time", False),
     ):
         waiting = change(base, environment=idle.model_copy(update=waits))
-        for device, threads, doubted in (("p", 2, True), ("p", 1, False), ("p", None, True)):
+        for device, threads, doubted in (("p", 2, True), ("p", 1, on_one), ("p", None, True)):
             doubt = conditioned(waiting, device=device, threads=threads).doubt
             assert (said in str(doubt)) == doubted, (device, threads)
     on_gpu = conditioned(change(base, environment=idle.model_copy(update={"pressure": 1.0})), device="H100", threads=1)

@@ -5,7 +5,7 @@ drafts are prompt lookup, one distilled from the embedded target (or --draft), a
 faster than none. What is in --folder is not made again, so that a killed run goes on. About 15 minutes on two cores.
 
 relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that hold the
-reference; false_faster: scores that call a draft faster which is not; told: scores that call any; cannot_tell: the rest;
+reference; false_faster: scores that call a draft faster which is not; told: scores that call any, cannot_tell: none;
 reference_in_doubt: drafts of which the reference does not. The last line is one JSON object.
 """
 

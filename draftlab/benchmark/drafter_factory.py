@@ -87,7 +87,8 @@ def check_target(spec: DrafterSpec, layers: int | None, vocab: int) -> None:
     Raises:
         UserError: it does not.
     """
-    if layers is None and (spec.own_engine or (isinstance(spec, WidthsSpec) and spec.drafts_tree)):
+    gated = isinstance(spec, FallbackSpec) and spec.outputs
+    if layers is None and (spec.own_engine or gated or (isinstance(spec, WidthsSpec) and spec.drafts_tree)):
         others = ", ".join(kind for kind, each in DRAFTERS.items() if not each.own_engine)
         raise UserError(f"--drafter {spec.text} does not work with a target that transformers runs; use {others}")
     if layers is not None and isinstance(spec, LayerSkipSpec) and max(spec.layers, default=0) >= layers:

@@ -119,8 +119,7 @@ class LoadedModels:
         if directory not in self._models:
             setup, config = self.setup, self.setup.config
             note(f"loading {hub.checkpoint_name(directory)}")
-            device_map = config.device_map if directory == setup.target else None
-            model = load(directory, setup.dtype, setup.device, device_map)
+            model = load(directory, setup.dtype, setup.device, setup.device_map(directory))
             if isinstance(model, HFDecoder) and (setup.mode != "eager" or config.batch != [1]):
                 raise UserError(f"transformers runs {directory}, which needs --mode eager --batch 1")
             self._models[directory] = model

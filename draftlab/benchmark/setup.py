@@ -59,6 +59,10 @@ class Setup:
     dtype: torch.dtype
     mode: Mode
 
+    def device_map(self, model: Path) -> str | None:
+        """Return how a model is spread, over devices or processes."""
+        return self.config.device_map if model == self.target else self.config.draft_device_map
+
     @property
     def draft_paths(self) -> list[Path]:
         """Return the draft models of drafters."""
@@ -193,15 +197,15 @@ def check_context(contexts: dict[str, int], setup: Setup, drafted: int) -> None:
 def check_memory(setup: Setup) -> None:
     """Raises UserError: weights, caches and logits do not fit what is free; what accelerate spreads is not counted."""
     config, width = setup.config, setup.dtype.itemsize
+    parts = processes() if setup.device.type == "cuda" else 1  # processes have a GPU each, and share a CPU's memory
+    splits = {None: 1, TENSOR_PARALLEL: parts}
     paths = dict.fromkeys([setup.target, *setup.drafts.values(), *setup.draft_paths])
-    sizes = {path: read_size(path) for path in paths if config.device_map is None or path != setup.target}
+    sizes = {path: read_size(path) for path in paths if setup.device_map(path) in splits}
+    share = {path: 1 / splits[setup.device_map(path)] for path in sizes}
     tokens = max(config.batch) * (setup.prompts.longest + config.max_tokens + max(config.k))
     pass_tokens = max(max(config.batch) * (max(config.k) + 1), setup.prompts.longest)
-    needs: dict[str, float] = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
-    if config.device_map == TENSOR_PARALLEL:  # the processes share the memory of a CPU, and have a GPU each
-        parts = processes() if setup.device.type == "cuda" else 1
-        needs[f"weights of {setup.target}"] = read_size(setup.target).weight_bytes(width) / parts
-    needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
+    needs = {f"weights of {path}": size.weight_bytes(width) * share[path] for path, size in sizes.items()}
+    needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) * share[path] for path, size in sizes.items())
     needs["logits"] = 2 * 4 * pass_tokens * checkpoint.vocab_size(setup.target)
     memory.check_fits(needs, setup.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
 
@@ -228,7 +232,9 @@ def _check(setup: Setup) -> None:
     config = setup.config
     requests = setup.prompts.requests
     if config.device_map == TENSOR_PARALLEL:
-        tensor_parallel.check(setup.target)
+        drafts = [*setup.drafts.values(), *setup.draft_paths]
+        for path in dict.fromkeys([setup.target, *(drafts if config.draft_device_map else [])]):
+            tensor_parallel.check(path)
         if config.tasks != "none":
             raise UserError("--tasks: lm-eval runs in one process, not with a target that is split over several")
     for batch in config.batch:
@@ -255,9 +261,15 @@ def _check(setup: Setup) -> None:
 
 
 def _check_parallel(draft: Path, config: ScoreConfig) -> None:
-    """Check a parallel draft, and say how it drafts. Raises UserError: its mask token is no id of its vocabulary."""
+    """Check a parallel draft, and say how it drafts.
+
+    Raises:
+        UserError: its mask token is no id of its vocabulary, or it is to be split.
+    """
     if parallel.pard_token(draft) is None:
         return
+    if config.draft_device_map:
+        raise UserError(f"--draft-device-map: {draft} is a parallel draft, which runs in one process")
     name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
     note(f"{name} drafts all tokens in one pass; --drafter model:draft={draft} drafts in one pass for each")
     if trained is not None and max(config.k) > trained:
@@ -267,7 +279,8 @@ def _check_parallel(draft: Path, config: ScoreConfig) -> None:
 def _check_drafters(setup: Setup) -> None:
     if not setup.drafters:
         return
-    layers, vocab = _layers(setup.target), checkpoint.vocab_size(setup.target)
+    layers = None if setup.config.device_map else _layers(setup.target)
+    vocab = checkpoint.vocab_size(setup.target)
     for spec in setup.drafters:
         check_rule(spec, setup.config.acceptance.rule)
         check_target(spec, layers, vocab)

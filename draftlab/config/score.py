@@ -13,6 +13,7 @@ from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputCon
 from draftlab.config.drafters import DrafterSpec, DraftModelSpec, parse_drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.errors import UsageError, UserError
+from draftlab.model import TENSOR_PARALLEL
 from draftlab.model.hub import checkpoint_name
 from draftlab.sampling import SamplingParams
 
@@ -87,6 +88,7 @@ class ScoreConfig(
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: str = shared.device()
     device_map: str | None = shared.device_map(shared.SPLITS)
+    draft_device_map: Literal["tensor-parallel"] | None = option(None, shared.SPLIT_DRAFTS, advanced=True)
     draft_int8: bool = option(False, "Round the draft's weights to 8 bits; in mode native.", advanced=True)
     threads: int | None = shared.threads()
 
@@ -102,6 +104,10 @@ class ScoreConfig(
             "needs --tasks",
         ),
         Only(("draft_int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
+        Only(
+            ("draft_device_map",), lambda c: c.device_map == TENSOR_PARALLEL, f"needs --device-map {TENSOR_PARALLEL}"
+        ),
+        Only(("draft_device_map",), lambda c: c.reads_drafts, "no drafter here has a draft model"),
         SERVER_RULE_ONLY,
         *shared.CHAT_RULES,
     )  # fmt: skip
@@ -122,6 +128,12 @@ class ScoreConfig(
     def reads_data(self) -> bool:
         """Return whether prompts, or what a drafter learns from, come from --data."""
         return self.prompt_file is None or any(spec.reads_data for spec in self.drafters)
+
+    @property
+    def reads_drafts(self) -> bool:
+        """Return whether some draft is a model, the newest one if none is named."""
+        named = bool(self.draft) or not self.drafter
+        return named or any(isinstance(spec, DraftModelSpec) for spec in self.drafters)
 
     @property
     def needs_default_draft(self) -> bool:

@@ -69,6 +69,7 @@ def device_map(splits: str = "") -> Any:
 
 
 SPLITS = f"; or over torchrun's processes: {TENSOR_PARALLEL}"
+SPLIT_DRAFTS = f"Spread the drafts as well: {TENSOR_PARALLEL}. Default: on the first process, as the paper has it."
 NOT_SPLIT = Only(
     ("device_map",), lambda c: c.device_map != TENSOR_PARALLEL,
     f"{TENSOR_PARALLEL} is for score, profile and outputs; training shards its target by FSDP2",

@@ -1,7 +1,7 @@
-"""Targets that transformers splits over torchrun's processes: the first process leads, the others run its passes.
+"""Models that transformers splits over torchrun's processes: the first process leads, the others run its passes.
 
-The leader runs the command, with the draft, the clocks and all choices; so nothing that differs between processes, such
-as a time, can make them run different passes. B rows, T new tokens, V vocab.
+The leader runs the command, with models that are not split, the clocks and all choices; so nothing that differs between
+processes, such as a time, can make them run different passes. B rows, T new tokens, V vocab.
 """
 
 import contextlib

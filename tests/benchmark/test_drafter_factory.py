@@ -239,7 +239,9 @@ def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
         check_target(parse_drafter(text), layers=5, vocab=307)
 
 
-@pytest.mark.parametrize("text", ["layer-skip:layers=0", "tree:widths=2", "medusa:heads=x", "eagle:heads=x"])
+@pytest.mark.parametrize(
+    "text", ["layer-skip:layers=0", "tree:widths=2", "medusa:heads=x", "eagle:heads=x", "fallback:outputs=x"]
+)
 def test_what_a_target_of_transformers_cannot_do_is_refused(text, shop):
     with pytest.raises(UserError, match=f"--drafter {text} does not work"):
         check_target(parse_drafter(text), layers=None, vocab=307)

@@ -1,4 +1,4 @@
-"""A target that transformers splits over processes writes what one process writes; one of them leads."""
+"""Models that transformers splits over processes write what one process writes; one of them leads."""
 
 import json
 import os
@@ -11,26 +11,42 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from draftlab.benchmark.setup import set_up
 from draftlab.cli import app
 from draftlab.config.distill import DistillConfig, EagleConfig
+from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import read_profile
 from draftlab.model import tensor_parallel
+from draftlab.model.trimmed_head import write_head_ids
 
 PROMPTS = '{"prompt": "def parse(line):"}\n{"prompt": "return [int(part)"}\n'
-LOGITS = """
+SCRIPT = """
 import sys
 from pathlib import Path
 import torch
 from draftlab.console import is_main_process
+from draftlab.engine.generate import ModelDrafter, output_tokens, speculative_decode
 from draftlab.model import llama, tensor_parallel
 from draftlab.model.decoder import load
 from draftlab.model.llama import Tree
+from draftlab.sampling import SamplingParams
 
-def lead(directory):
+def lead(*directories):
+{}
+    print("equal")
+
+if is_main_process():
+    with tensor_parallel.leading():
+        lead(*map(Path, sys.argv[1:]))
+else:
+    tensor_parallel.follow()
+"""
+LOGITS = """
+    directory, = directories
     whole = llama.load(directory, torch.float32)
     split = load(directory, torch.float32, torch.device("cpu"), "tensor-parallel")
     ids = torch.arange(3, 43).view(2, 20)
@@ -46,13 +62,21 @@ def lead(directory):
     tree = Tree.from_parents((0, 0, 1))
     one = whole.forward(ids[:1, :4], whole.new_cache(1, 4), 4, tree)
     torch.testing.assert_close(split.forward_uncached(ids[:1, :4], 4, tree), one, rtol=1e-4, atol=1e-4)
-    print("equal")
+"""
+DRAFTS = """
+    whole, drafts = (llama.load(directory, torch.float32) for directory in directories)
+    split, split_drafts = (load(d, torch.float32, torch.device("cpu"), "tensor-parallel") for d in directories)
 
-if is_main_process():
-    with tensor_parallel.leading():
-        lead(Path(sys.argv[1]))
-else:
-    tensor_parallel.follow()
+    def written(target, draft):
+        prompts = [[*range(at, at + 5)] for at in range(3, 60, 8)]
+        drafter, sampling = ModelDrafter(draft, 307), SamplingParams(max_tokens=20)
+        steps = [[*speculative_decode(target, drafter, [ids], 3, sampling)] for ids in prompts]
+        return [output_tokens(row) for row in steps], [[step.accepted for step in row] for row in steps]
+
+    expected = written(whole, drafts)
+    assert written(split, drafts) == expected
+    assert written(split, split_drafts) == expected
+    assert any(0 < accepted < 3 for row in expected[1] for accepted in row)
 """
 
 
@@ -89,13 +113,36 @@ def stored(folder: Path, count: int, words: list[str]) -> list[dict[str, torch.T
     return [load_file(next((folder / at / "store").glob("*.safetensors"))) for at in ("alone", "split")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_logits_of_a_split_model_are_a_whole_ones(count, family_dirs, tmp_path):
-    (tmp_path / "script.py").write_text(LOGITS)
-    done = run(tmp_path, count, "script.py", str(family_dirs["llama"]))  # 4 kv heads
+def lead(folder: Path, count: int, body: str, *models: Path) -> None:
+    """Run the body of a function of directories in the process that leads."""
+    (folder / "script.py").write_text(SCRIPT.format(body))
+    done = run(folder, count, "script.py", *map(str, models))
     assert "equal" in done.stdout, done.stderr[-3000:]
     assert done.returncode == 0
+
+
+def draft_of(target: Path, out: Path) -> Path:
+    """Save a copy whose weights differ a little: it drafts some tokens right."""
+    shutil.copytree(target, out)
+    torch.manual_seed(1)
+    weights = load_file(target / "model.safetensors")
+    save_file(
+        {k: v + 0.04 * torch.randn_like(v) for k, v in weights.items()}, out / "model.safetensors", {"format": "pt"}
+    )
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("family", ["llama", "llama3_tied"])
+def test_logits_of_a_split_model_are_a_whole_ones(family, count, family_dirs, tmp_path):
+    lead(tmp_path, count, LOGITS, family_dirs[family])  # 4 kv heads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_draft_on_one_process_and_on_all_drafts_what_it_drafts_beside_a_whole_target(count, family_dirs, tmp_path):
+    lead(tmp_path, count, DRAFTS, family_dirs["llama"], draft_of(family_dirs["llama"], tmp_path / "draft"))
 
 
 @pytest.mark.slow
@@ -112,6 +159,16 @@ def test_a_split_target_writes_the_text_of_a_whole_one(count, family_dirs, tmp_p
     texts = [json.loads((at / "out" / "draft" / "score.json").read_text()) for at in (alone, split)]
     assert [g["tokens"] for g in texts[0]["plain"]] == [g["tokens"] for g in texts[1]["plain"]]
     assert sorted(path.name for path in split.iterdir()) == ["draft", "out", "prompts.jsonl"]  # one process writes
+
+
+@pytest.mark.slow
+def test_a_score_has_its_drafts_on_all_processes(family_dirs, tmp_path):
+    split = {"device_map": "tensor-parallel", "draft_device_map": "tensor-parallel"}
+    words = [word for name, value in split.items() for word in (f"--{name.replace('_', '-')}", value)]
+    (one,) = score(family_dirs["llama"], tmp_path / "alone", 1, "--device-map", "cpu")["scores"]
+    (other,) = score(family_dirs["llama"], tmp_path / "split", 2, *words)["scores"]
+    assert other["identical"]
+    assert other["draft_acceptance_rate"] == one["draft_acceptance_rate"] == 1
 
 
 @pytest.mark.slow
@@ -167,6 +224,46 @@ def test_one_process_splits_nothing(family_dirs, tmp_path, monkeypatch):
     model = str(family_dirs["llama"])
     text = refused("profile", model, "--device-map", "tensor-parallel", "--mode", "eager", "--device", "cpu")
     assert "start it with torchrun" in text
+
+
+DRAFTS_TOO = {"target": "tiny", "draft_device_map": "tensor-parallel"}
+
+
+def test_drafts_are_split_only_beside_a_split_target():
+    with pytest.raises(UserError, match="--draft-device-map: needs --device-map tensor-parallel"):
+        ScoreConfig.build(DRAFTS_TOO | {"device_map": "auto"})
+
+
+def test_a_drafter_without_a_model_is_not_split():
+    drafters = {"device_map": "tensor-parallel", "drafter": ["prompt-lookup", "ngram"]}
+    with pytest.raises(UserError, match="--draft-device-map: no drafter here has a draft model"):
+        ScoreConfig.build(DRAFTS_TOO | drafters)
+    ScoreConfig.build(DRAFTS_TOO | drafters | {"drafter": ["fallback"]})
+    ScoreConfig.build(DRAFTS_TOO | drafters | {"drafter": []})  # the newest draft
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": 1}, "2 processes cannot share the 1 key-value heads of .*draft"),
+        ({"pard_token": 300}, "--draft-device-map: .*draft is a parallel draft, which runs in one process"),
+        ({}, "draft has a trimmed head, which is not split over processes"),
+    ],
+)
+def test_drafts_that_processes_cannot_share_are_refused_before_they_are_loaded(
+    changes, words, family_dirs, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shutil.copytree(family_dirs["llama"], draft := tmp_path / "draft")
+    file = draft / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    if not changes:
+        write_head_ids(draft, [0, 1, 2])
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    maps = {"device_map": "tensor-parallel", "draft_device_map": "tensor-parallel", "device": "cpu"}
+    files = {"target": str(family_dirs["llama"]), "draft": [str(draft)], "prompt_file": tmp_path / "prompts.jsonl"}
+    with pytest.raises(UserError, match=words):
+        set_up(ScoreConfig.build(maps | files), weights=False)
 
 
 def test_several_processes_without_a_split_are_refused():

@@ -232,8 +232,8 @@ def _check(setup: Setup) -> None:
     config = setup.config
     requests = setup.prompts.requests
     if config.device_map == TENSOR_PARALLEL:
-        drafts = [*setup.drafts.values(), *setup.draft_paths]
-        for path in dict.fromkeys([setup.target, *(drafts if config.draft_device_map else [])]):
+        drafts: list[Path] = [*setup.drafts.values(), *setup.draft_paths] if config.draft_device_map else []
+        for path in dict.fromkeys([setup.target, *drafts]):
             tensor_parallel.check(path)
         if config.tasks != "none":
             raise UserError("--tasks: lm-eval runs in one process, not with a target that is split over several")

@@ -24,7 +24,6 @@ from draftlab.errors import UserError
 from draftlab.model import TENSOR_PARALLEL, checkpoint
 from draftlab.model.hf_decoder import HFCache, HFDecoder
 from draftlab.model.llama import Tree
-from draftlab.model.trimmed_head import read_head_ids
 from draftlab.trust import remote_code, trusts_remote_code
 
 PATIENCE = timedelta(days=1)  # of a process that waits for the next pass
@@ -139,8 +138,6 @@ def check(directory: Path) -> None:
     if isinstance(heads, int) and heads % processes():
         fit = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0) or "none"
         raise UserError(f"{processes()} processes cannot share the {heads} key-value heads of {directory}; want {fit}")
-    if read_head_ids(directory, checkpoint.vocab_size(directory)) is not None:
-        raise UserError(f"{directory} has a trimmed head, which is not split over processes")
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class Model(FileModel):
     shape: Shape | None
     latency: list[Latency]  # by width, from one token on; []: not measured
     tasks: list[TaskResult]
-    via_transformers: bool = False  # transformers ran it: draftlab's own decoder does not support its architecture
+    via_transformers: bool = False  # transformers ran it, which is slower than draftlab's own decoder
     parallel: bool = False  # it drafted all tokens of a step in one pass
     eagle: bool = False  # an EAGLE-3 head
     heads_sha256: str | None = None  # of EAGLE-3 or Medusa heads, beside which other drafters may draft

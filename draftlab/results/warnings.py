@@ -54,7 +54,7 @@ def _about_conditions(score: Score) -> Iterator[str]:
         yield f"number of prompts: {score.conditions.prompts}; with fewer than {FEW_PROMPTS}, intervals mean little"
     for model in (score.target, score.draft):
         if model.via_transformers:
-            yield f"transformers ran {model.name}, because the engine does not support its architecture: slower"
+            yield f"transformers ran {model.name}, which is slower than the engine"
     if score.served:
         yield "servers decoded it: times are of whole requests, including prefill and transport"
     if score.conditions.in_phases:

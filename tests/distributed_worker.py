@@ -7,19 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from accelerate.utils import gather_object
 from builders import build, setup
 from safetensors.torch import save_file
 from test_masks import SETTINGS, smaller
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
 from draftlab.distill.checkpointer import best_weights, process_state
 from draftlab.distill.losses import parse_loss
+from draftlab.distill.on_policy import StudentBatches
 from draftlab.distill.teachers import LocalTeacher, shard_by_layer
 from draftlab.distill.trainer import DistillStep, EvalRecord, train
 from draftlab.model.shape import Shape
@@ -72,15 +75,9 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
     rows, processes = Rows().batch(2), 1
     tokens = float(rows.mask.sum())
     if sharded:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        processes = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (processes,))
-        for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(step, mesh=mesh)
-        assert all(isinstance(p, DTensor) for p in step.parameters())
-        rows = rows.shard(dist.get_rank(), processes)
+        processes = process_state().num_processes
+        shard(model, step)
+        rows = rows.shard(process_state().process_index, processes)
     target = build("mistral", seed=2)
     if sharded:
         shard_by_layer(target)
@@ -93,12 +90,60 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
     return {name: grad for name, p in step.named_parameters() if (grad := p.grad) is not None}
 
 
+class Starts(Rows):
+    """Three rows to go on with, which two processes cannot share evenly."""
+
+    def batch(self, step: int) -> Batch:
+        return super().batch(step).rows(slice(3))
+
+
+def written(sharded: bool) -> dict[str, Tensor]:
+    """Texts of a draft before each of three steps on them, and the most rows that a pass of it had here.
+
+    sharded: with FSDP2 around every layer, otherwise DDP around it all.
+    """
+    model = build("llama", seed=1)
+    step = DistillStep(model, parse_loss("ce"), 1.0)
+    if sharded:
+        shard(model, step)
+        register_fsdp_forward_method(step, "around")
+    together = DistributedDataParallel(step) if process_state().num_processes > 1 and not sharded else step
+    passed, here = list[int](), process_state()
+    model.register_forward_pre_hook(lambda *all: passed.append(len(all[2]["input_ids"])), with_kwargs=True)
+    own = StudentBatches(model, Starts(), 4, 1.0, tuple(range(100)), 307, 0)
+    optimizer, texts = torch.optim.SGD(model.parameters(), lr=0.1), list[Batch]()
+    for number in range(3):
+        batch = step.around(lambda number=number: own.batch(number))
+        part = batch.shard(here.process_index, here.num_processes)
+        sums = together(torch.from_numpy(part.ids), torch.from_numpy(part.mask), None)
+        (sums[0, 5] * here.num_processes / float(batch.mask.sum())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        texts.append(batch)
+    assert all(found == texts[0].ids.tolist() for found in gather_object([texts[0].ids.tolist()]))
+    masks = torch.from_numpy(np.stack([text.mask for text in texts]))
+    assert len(set(masks.sum(-1).flatten().tolist())) > 2  # they end at different tokens
+    ids = torch.from_numpy(np.stack([text.ids for text in texts]))
+    return {"ids": ids, "masks": masks, "rows": torch.tensor(max(passed))}
+
+
+def shard(model: PreTrainedModel, step: DistillStep) -> None:
+    """Shard as accelerate does, which takes FSDP2 for accelerators only."""
+    mesh = init_device_mesh("cpu", (process_state().num_processes,))
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(step, mesh=mesh)
+    assert all(isinstance(p, DTensor) for p in step.parameters())
+
+
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous().clone()
 
 
 def main(out: Path, *chosen: str) -> None:
-    kinds = {"train": trained, "distil": distilled, "step": lambda _: gradients(sharded="RANK" in os.environ)}
+    sharded = "RANK" in os.environ
+    kinds = {"train": trained, "distil": distilled, "step": lambda _: gradients(sharded)}
+    kinds |= {"write": lambda _: written(sharded=False), "write-sharded": lambda _: written(sharded)}
     for kind in chosen:
         tensors = {name: whole(tensor) for name, tensor in kinds[kind](out).items()}
         if os.environ.get("RANK", "0") == "0":

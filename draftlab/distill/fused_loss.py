@@ -169,7 +169,7 @@ class _Fused(torch.autograd.Function):
                 states = hidden[rows].to(student.dtype)
                 if d_head.dtype == states.dtype:
                     d_head.addmm_(gradient.T, states)
-                else:
+                else:  # CUDA's addmm with fp32 output saves 2 % here, and takes an fp32 sum from torch 2.10 on only
                     for part in _slices(len(d_head), SLICE if _on_cpu(d_head) else len(d_head)):
                         d_head[part].add_(gradient[:, part].T @ states)
         ctx.save_for_backward(d_hidden, d_head)

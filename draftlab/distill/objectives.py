@@ -3,9 +3,9 @@
 B rows, T predicted tokens per row, N of them that count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from draftlab.distill.parallel import Offsets
 from draftlab.distill.teachers import OutputHead, logits_of
 from draftlab.model.parallel import pack
 from draftlab.model.trimmed_head import trimmed_head_of
+
+Result = TypeVar("Result")
 
 
 class Constraint(Protocol):
@@ -45,6 +47,10 @@ class Objective(nn.Module):
     def set_progress(self, progress: float) -> None:
         """Set the share of the run that is done, on which schedules depend."""
         self.progress = progress
+
+    def around(self, work: Callable[[], Result]) -> Result:
+        """Do work with passes of the student alone: FSDP2 gathers for it, too, the weights outside of its layers."""
+        return work()
 
 
 class DistillStep(Objective):

@@ -3,13 +3,16 @@
 N rows, P prompt tokens, G generated tokens. Text is tokens: no gradient goes through sampling.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object, reduce
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch, parse_mixture
@@ -78,18 +81,29 @@ class StudentBatches:
     memory: float = 2.0
 
     def batch(self, step: int) -> Batch:
-        prompts = self.prompts.batch(step).ids
+        """Let every process write its share of the rows, and return them all."""
+        prompts, state = self.prompts.batch(step).ids, process_state()
+        rows, processes = len(prompts), state.num_processes
+        last = math.ceil(rows / processes) * processes  # shares are equal, so that all make as many passes
+        own = [min(row, rows - 1) for row in range(state.process_index, last, processes)]
         sampling = SamplingParams(
             max_tokens=prompts.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed,
             stop_token_ids=self.ends,
         )  # fmt: skip
-        settings = BatchSettings(vocab=self.known, batch_size=len(prompts), memory=self.memory)
+        settings = BatchSettings(vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes)
         prompts, was_training = prompts[:, : self.prompt], self.student.training
         self.student.eval()
-        numbers = range(step * len(prompts), (step + 1) * len(prompts))
-        texts = generate_batch(HFDecoder(self.student), prompts.tolist(), sampling, settings, numbers=numbers)
+        numbers = [step * rows + row for row in own]
+        written = generate_batch(HFDecoder(self.student), prompts[own].tolist(), sampling, settings, numbers=numbers)
         self.student.train(was_training)
-        return GeneratedRows.of(prompts, texts, sampling.max_tokens, len(prompts)).batch(0)
+        texts: dict[int, Completion] = dict(gather_object(list(zip(own, written, strict=True))))
+        return GeneratedRows.of(prompts, [texts[row] for row in range(rows)], sampling.max_tokens, rows).batch(0)
+
+
+def _in_all_processes(count: int) -> int:
+    """Sum a number over the processes: they end a text together, as FSDP and ZeRO need all of them in every pass."""
+    here = torch.tensor(count, device=process_state().device)
+    return int(cast(Tensor, reduce(here, "sum")))
 
 
 @dataclass(frozen=True, slots=True)

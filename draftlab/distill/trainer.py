@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from draftlab.config.shared import TrainerSettings
@@ -179,6 +180,7 @@ class Trainer:
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
+        register_fsdp_forward_method(self.module, "around")  # does nothing but under FSDP2
         if config.torch_compile:
             student.get_decoder().compile()
         self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, config.torch_compile)
@@ -197,7 +199,9 @@ class Trainer:
         """Evaluate on held-out text, and keep the weights if they are the best so far."""
         record = self._heldout(self.setup.heldout.batches, self.teacher, done)
         if self.setup.length is not None:
-            record = replace(record, mean_acceptance_length=self.setup.length(self.student, done))
+            length = self.setup.length
+            around = self.accelerator.unwrap_model(self.module).around
+            record = replace(record, mean_acceptance_length=around(lambda: length(self.student, done)))
         metric = record.selection_metric if self.constraint is None else done
         self.best.offer(metric, done, self.accelerator, self.module, self.state)
         return record
@@ -240,7 +244,8 @@ class Trainer:
     def _micro_batches(self, index: int) -> list[Batch]:
         """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
         processes = self.accelerator.num_processes
-        parts = self._packed(self.setup.batches.batch(index), index).parts(self.config.micro_batch_tokens * processes)
+        batch = self.accelerator.unwrap_model(self.module).around(lambda: self.setup.batches.batch(index))
+        parts = self._packed(batch, index).parts(self.config.micro_batch_tokens * processes)
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 
     def _packed(self, batch: Batch, draw: int) -> Batch:

@@ -36,11 +36,13 @@ class BatchSettings:
 
     vocab: ids from there on are padding and never sampled.
     batch_size: most prompts per pass; memory, in GB for logits and KV cache, may lower it.
+    unfinished: returns, for the unfinished texts of a batch, those of all processes that pass together.
     """
 
     vocab: int | None = None
     batch_size: int = 64
     memory: float = 2.0
+    unfinished: Callable[[int], int] = int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,7 @@ def _generate(
         if sampling.stop_token_ids:
             running &= ~torch.isin(ids, stops)
             left = int(running.sum())
-            if not left:
+            if not settings.unfinished(left):
                 break
             if isinstance(cache, Cache) and left <= MOST_RUNNING * len(rows):
                 cache, rows, fed, running = cache.rows(running), rows[running], fed[running], running[running]

@@ -3,6 +3,7 @@
 B rows, T new tokens, V vocab.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
+
+
+def _without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Leave inference mode: FSDP2 trains with the very tensors in which a pass gathers weights."""
+    return torch.inference_mode(False)(torch.no_grad()(run))
 
 
 @dataclass
@@ -51,7 +57,7 @@ class HFDecoder:
         past.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in past.layers]
         return HFCache(past, [0] * rows)
 
-    @torch.inference_mode()
+    @_without_gradients
     def forward(self, ids: Tensor, cache: HFCache, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
         """Run one pass, see Decoder.
 
@@ -76,7 +82,7 @@ class HFDecoder:
         cache.used = [used + ids.shape[1]] * len(cache.used)
         return run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last).logits
 
-    @torch.inference_mode()
+    @_without_gradients
     def forward_uncached(self, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
         run: Any = self.model
         if tree is None:

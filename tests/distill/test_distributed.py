@@ -65,6 +65,17 @@ def test_two_processes_compute_what_one_does(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_share_the_text_that_a_draft_writes(tmp_path):
+    """Their rows end at different tokens, and every pass of FSDP2 needs both."""
+    kinds = ("write", "write-sharded")
+    alone, together = (run(tmp_path / str(processes), processes, *kinds) for processes in (1, 2))
+    for one, two in zip(alone, together, strict=True):
+        assert torch.equal(two["ids"], one["ids"])
+        assert torch.equal(two["masks"], one["masks"])
+    assert [int(each["rows"]) for each in (*alone, *together)] == [3, 3, 2, 2]
+
+
+@pytest.mark.slow
 def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(tmp_path):
     pytest.importorskip("deepspeed")
     (alone,) = run(tmp_path / "alone", 1, "distil")

@@ -102,8 +102,8 @@ class StudentBatches:
 
 def _in_all_processes(count: int) -> int:
     """Sum a number over the processes: they end a text together, as FSDP and ZeRO need all of them in every pass."""
-    here = torch.tensor(count, device=process_state().device)
-    return int(cast(Tensor, reduce(here, "sum")))
+    local = torch.tensor(count, device=process_state().device)
+    return int(cast(Tensor, reduce(local, "sum")))
 
 
 @dataclass(frozen=True, slots=True)

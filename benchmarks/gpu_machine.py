@@ -51,13 +51,16 @@ def queried() -> list[str]:
 
 
 def tested() -> dict[str, object]:
-    """Run the tests that need a GPU. Exits with 1 if one fails."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n0", "-q", "-rf", "tests"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    sys.stderr.write(done.stdout[-4000:])
-    if done.returncode:
+    """Run the tests that need a GPU, a line for each as it ends. Exits with 1 if one fails."""
+    command = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-n0", "-vv", "-rf", "tests"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        lines = []
+        for line in run.stdout or ():
+            sys.stderr.write(line)
+            lines.append(line)
+    if run.returncode:
         raise typer.Exit(1)
-    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|skipped|deselected)", done.stdout)}
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|skipped|deselected)", lines[-1])}
     return {"benchmark": "gpu_tests", **counts}
 
 

@@ -239,7 +239,7 @@ class Trainer:
 
     def in_any_process(self, flag: bool) -> bool:
         """Return whether it is so in one of the processes, which must save and stop together."""
-        return flag if self.accelerator.num_processes == 1 else bool(self._total(torch.tensor(int(flag))))
+        return bool(self._total(torch.tensor(int(flag))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
         """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
@@ -299,7 +299,9 @@ class Trainer:
         return self.module(ids, mask, listed, positions, depths)
 
     def _total(self, values: Tensor) -> Tensor:
-        """Sum over all processes."""
+        """Sum over all processes; one moves nothing, as Apple's GPUs have no float64."""
+        if self.accelerator.num_processes == 1:
+            return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device)))
 
 

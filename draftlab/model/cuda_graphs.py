@@ -8,7 +8,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from draftlab.model.llama import Cache, LayerStates, Llama, Tree
 BUCKET = 256  # S is rounded up to a multiple; positions after a row's end are masked
 WIDE = 512  # wider passes are bound by arithmetic, not by launches
 
-Sampler = Callable[
-    [Tensor, Tensor], tuple[Tensor, Tensor | None]
-]  # of logits [B, V] and draws [B]: tokens, and their q
+Drafted = tuple[Tensor, Tensor | None]  # tokens, and their q
+Sampler = Callable[[Tensor, Tensor], Drafted]  # of logits [B, V] and draws [B]
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -50,8 +50,7 @@ class _Chain:
     state: Tensor | None  # of an EAGLE-3 head, [B, 1, D]
     used: Tensor  # [B, 1]
     uniform: Tensor  # [B, K]
-    drafted: tuple[Tensor, Tensor | None]
-    replay: Callable[[], object]
+    replay: Callable[[], Drafted]
 
 
 class CudaGraphLlama(Llama):
@@ -121,7 +120,7 @@ class CudaGraphLlama(Llama):
     @torch.inference_mode()
     def draft_chain(
         self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Drafted:
         """Draft K tokens after the cached ones, see draft_chain; all choices and passes are one graph.
 
         choose: hashable; equal ones share a graph. It must not synchronise with the device. state: of an EAGLE-3 head,
@@ -138,34 +137,34 @@ class CudaGraphLlama(Llama):
             graph.state.copy_(state)
         graph.uniform.copy_(uniform)
         graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
-        graph.replay()
+        drafted = graph.replay()
         cache.used = [used + count - 1 for used in cache.used]
-        return graph.drafted
+        return drafted
 
     def _capture_chain(
         self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, end: int, state: Tensor | None
     ) -> _Chain:
-        used = staged(cache.used, self.device).unsqueeze(1)
+        model = weakref.proxy(self)  # a model is freed with its last reference, and its graphs with it
+        logits, uniform, used = logits.clone(), uniform.clone(), staged(cache.used, self.device).unsqueeze(1)
+        state = None if state is None else state.clone()
         memory = Cache(cache.keys.detach(), cache.values)
-        kept = None if state is None else state.clone()
-        graph = _Chain(logits.clone(), kept, used, uniform.clone(), (used, None), lambda: None)
 
-        def run() -> None:
-            length, own = used, graph.state
+        def run() -> Drafted:
+            length, own = used, state
 
             def following(token: Tensor) -> Tensor:
                 nonlocal length, own
-                metadata = self.attention_metadata(length, 1, end)
+                metadata = model.attention_metadata(length, 1, end)
                 length = length + 1
-                logits, own = self._pass(token.unsqueeze(1), memory, metadata, 1, own)
+                logits, own = model._pass(token.unsqueeze(1), memory, metadata, 1, own)
                 return logits[:, -1]
 
-            graph.drafted = draft_chain(graph.logits, graph.uniform, choose, following)
+            return draft_chain(logits, uniform, choose, following)
 
-        graph.replay = capture(run, self.device) if self.device.type == "cuda" else run
-        return graph
+        return _Chain(logits, state, used, uniform, capture(run, self.device) if self.device.type == "cuda" else run)
 
     def _capture(self, ids: Tensor, cache: Cache, last: int, end: int, states: Tensor | None) -> _Graph:
+        model = weakref.proxy(self)
         ids, used = ids.clone(), staged(cache.used, self.device).unsqueeze(1)
         states = None if states is None else states.clone()
         # the cache may be collected before the graph
@@ -174,9 +173,9 @@ class CudaGraphLlama(Llama):
         logits = torch.empty(size, dtype=memory.keys.dtype, device=self.device)
 
         def run() -> None:
-            metadata = self.attention_metadata(used, ids.shape[1], end)
-            made, own = self._pass(ids, memory, metadata, last, states)
-            logits.copy_(made)
+            metadata = model.attention_metadata(used, ids.shape[1], end)
+            after, own = model._pass(ids, memory, metadata, last, states)
+            logits.copy_(after)
             if states is not None and own is not None:
                 states.copy_(own)
 
@@ -198,9 +197,7 @@ def _end(cache: Cache, width: int) -> int:
     return min(cache.capacity, -(-end // BUCKET) * BUCKET)
 
 
-def draft_chain(
-    logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor | None]:
+def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]) -> Drafted:
     """Draft tokens autoregressively, [B, K]; return them and the distributions they were drawn from, [B, K, V], if any.
 
     logits: after the texts, [B, V]. uniform: draws in [0, 1), [B, K]. following: returns logits after one more token.
@@ -213,7 +210,7 @@ def draft_chain(
     return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 
-def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:
+def capture(run: Callable[[], Result], device: torch.device, pool: Any = None) -> Callable[[], Result]:
     """Capture run as a CUDA graph of a device; return a function that replays it on the same tensors.
 
     pool: memory that graphs share; for those whose results are not in what they allocate.
@@ -227,11 +224,12 @@ def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=side):
-            run()
+            result = run()
 
-    def replay(alive: Callable[[], object] = run) -> None:  # keeps the tensors that the graph uses alive
+    def replay(alive: Callable[[], Result] = run) -> Result:  # keeps the tensors that the graph uses alive
         with torch.cuda.device(device):
             graph.replay()
+        return result
 
     return replay
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from builders import altered, build, rounding, setup, until
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -270,6 +271,12 @@ def test_on_policy_training_resumes_bit_for_bit(tmp_path, teacher):
     go(tmp_path / "b", stop_after=5)
     resumed = go(tmp_path / "b")
     assert all(torch.equal(whole[name], w) for name, w in resumed.items())
+
+
+def test_one_process_moves_no_sums_to_its_device(tmp_path, teacher, monkeypatch):
+    """They are in float64, which Apple's GPUs lack."""
+    monkeypatch.setattr(Accelerator, "reduce", None)
+    assert run(student(), teacher, tmp_path, altered(SETTINGS, steps=1))
 
 
 def test_lora_trains_adapters_alone_and_merges_into_a_plain_model(tmp_path, teacher):

@@ -1,6 +1,8 @@
 """Replayed passes are the model's own: static tensors on a CPU, CUDA graphs where there is a device."""
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -99,6 +101,31 @@ def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeyp
     measure_throughput(target, {"d": draft}, prompts, ks=[4], sampling=sampling, repeats=1, advance=lambda _: None)
     assert len(counts) >= 2 * len(prompts)  # a prompt full of stalls is decoded again
     assert all(count == counts[0] for count in counts)
+
+
+@DEVICES
+def test_the_last_reference_frees_a_model_and_what_was_captured_of_it(family_dirs, device):
+    """No collector has to run before the next draft is loaded; a longer cache takes a shorter one's memory at once."""
+    gc.collect()
+    gc.disable()
+    try:
+        target, draft = (
+            CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device))) for _ in range(2)
+        )
+        drafter = ModelDrafter(draft)
+        for warp in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8)):
+            list(speculative_decode(target, drafter, RAGGED[:1], 3, warp))
+        assert draft._chains
+        assert target._graphs
+        captured = [weakref.ref(chain.logits) for chain in draft._chains.values()]
+        draft.context = 3 * BUCKET
+        drafter.reset(1, BUCKET + 1)
+        assert [ref() for ref in captured] == [None, None]
+        models = [weakref.ref(model) for model in (target, draft)]
+        del target, draft, drafter
+        assert [ref() for ref in models] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
+from draftlab.engine import timing
 from draftlab.engine.clocks import clock_for
 from draftlab.engine.timing import WARM_UP_ROUNDS, bandwidth_gbs, matmul_tflops, time_interleaved
 from draftlab.latency.cost_model import CostModel, read_profile
@@ -97,6 +98,16 @@ def test_host_time_leaves_the_pass_out():
     forward = measure({"m": model}, GRID, mode="eager", clock=clock_for(CPU))["m"].forward
     at_three = next(p for p in forward if p.width == 3)
     assert 0 < host[len(host) // 2] < at_three.median_ms
+
+
+def test_looks_at_an_accelerators_clock_do_not_count_as_its_work():
+    """A read of 1 GiB takes some 0.3 ms there, and a wait for it a tenth of that."""
+    counts = {}
+    for device in ("cpu", "meta"):
+        ran: list[None] = []
+        assert timing._fastest_ms(lambda ran=ran: ran.append(None), torch.device(device)) < 1
+        counts[device] = len(ran)
+    assert counts["meta"] >= 3 * counts["cpu"]
 
 
 def test_ceilings_are_positive_and_bound_a_pass():

@@ -202,7 +202,7 @@ def test_a_split_target_stores_what_to_distil_from(family_dirs, tmp_path):
 @pytest.mark.slow
 def test_the_passes_of_a_split_model_are_timed(family_dirs, tmp_path):
     words = ["profile", str(family_dirs["llama"]), "--mode", "eager", "--device-map", "tensor-parallel", "--out", "out"]
-    found = draftlab(tmp_path, 2, *words, "--k", "1", "--context", "8", "--repeats", "1")
+    found = draftlab(tmp_path, 2, *words, "--k", "1", "--context", "8", "--repeats", "3")
     assert found
     (profile,) = (tmp_path / "out").glob("*.yaml")
     assert read_profile(profile).forward[0].median_ms > 0

@@ -3,10 +3,11 @@
 #   bash benchmarks/gpu.sh [--small] [--out DIR] [--minutes N] [PART ...]
 #   PART: machine tests ceilings sweep target drafts predict live live_text engine loss masks
 # --small: small shapes on whatever device is there, to try the script. Results: DIR/PART.json, benchmarks/results/gpu if
-# left out; DIR/clocks.csv has the GPU's clocks, power and temperature at the end of each. A part that fails, or for which
-# no time is left, leaves DIR/PART.failed with its last words, and the others run. In target and predict the
-# 65B target is extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely holds it; live decodes with
-# all of it where it fits (one H200), else with its first layers; live_text with tiny's text at its cost.
+# left out; DIR/clocks.csv has the GPU's clocks, power and temperature every five seconds, DIR/starts.csv when each part
+# began. A part that fails, or for which no time is left, leaves DIR/PART.failed with its last words, and the others run.
+# In target and predict the 65B target is extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely
+# holds it; live decodes with all of it where it fits (one H200), else with its first layers; live_text with tiny's text
+# at its cost.
 set -uo pipefail
 
 small= out=benchmarks/results/gpu minutes=25 parts=()
@@ -26,7 +27,6 @@ python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 draftlab="$python -m draftlab"
 mkdir -p "$out" runs/gpu
-clocks=clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active
 
 if [ $small ]; then
   device=cpu mode=eager
@@ -53,6 +53,7 @@ part() {  # NAME COMMAND...: its JSON into NAME.json, or the end of what it said
   shift
   echo "$name: $*" >&2
   rm -f "$out/$name.failed"
+  echo "$name, $(date '+%Y/%m/%d %T')" >> "$out/starts.csv"
   if [ $left -le 0 ]; then
     echo "$minutes minutes are over" | tee "$out/$name.failed" >&2
     failed+=("$name")
@@ -67,7 +68,6 @@ part() {  # NAME COMMAND...: its JSON into NAME.json, or the end of what it said
     rm -f "$out/$name.tmp" "$out/$name.log"
     failed+=("$name")
   fi
-  [ $device = cpu ] || echo "$name, $SECONDS s, $(nvidia-smi --format=csv,noheader --query-gpu=$clocks)" >> "$out/clocks.csv"
 }
 
 machine() { part machine $python -m benchmarks.gpu_machine; }
@@ -123,6 +123,11 @@ loss() {
 
 masks() { part masks $python -m benchmarks.prune_stream --folder runs/gpu/masks --no-seven-b --mask-steps $masks; }
 
+if [ $device = cuda ]; then  # while a part runs: a GPU slows its clocks as soon as it is idle
+  nvidia-smi --query-gpu=timestamp,index,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active \
+    --format=csv --loop=5 >> "$out/clocks.csv" &
+  trap "kill $! 2> /dev/null" EXIT
+fi
 failed=()
 for name in "${parts[@]}"; do $name; done
 ls "$out"

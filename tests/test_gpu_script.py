@@ -38,6 +38,19 @@ def test_a_part_for_which_no_time_is_left_is_said_and_not_started(tmp_path):
     assert (tmp_path / "loss_256.failed").read_text() == "0 minutes are over\n"
 
 
+def test_clocks_are_watched_as_long_as_parts_run(tmp_path):
+    """By a program in nvidia-smi's place, which goes on until it is stopped."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho timestamp, index\nexec sleep 600\n")
+    program.chmod(0o755)
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--out", str(tmp_path / "out"), "--minutes", "0", "loss"]
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(command, env=environ, capture_output=True, check=False, timeout=60)  # until its output is closed
+    assert (tmp_path / "out" / "clocks.csv").read_text() == "timestamp, index\n"
+    starts = (tmp_path / "out" / "starts.csv").read_text().splitlines()
+    assert [line.partition(", ")[0] for line in starts] == ["loss_32000", "loss_128256"]
+
+
 @pytest.mark.slow
 def test_a_part_that_fails_loses_no_other(tmp_path):
     """Predictions need the profiles of two other parts, which are not there."""

@@ -85,7 +85,7 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
     began = time.perf_counter()
     words = ["prune", "--source", str(source), "--layers", "12", "--width", "2560", "--data", "stdlib"]
     words += ["--calibration-tokens", str(tokens), "--out", "draft"]
-    subprocess.run([*DRAFTLAB, *words], cwd=work, check=True, env=_environ(threads))
+    _draftlab(words, work, threads)
     seconds = time.perf_counter() - began
     record = json.loads((work / "draft" / "draftlab.json").read_text())
     shape = checkpoint.read_shape(work / "draft")
@@ -102,9 +102,10 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
     }
 
 
-def _environ(threads: int) -> dict[str, str]:
-    """Return the environment of a command: this tree's draftlab, also where it is not installed."""
-    return os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+def _draftlab(words: list[str], where: Path, threads: int) -> None:
+    """Run a command of this tree's draftlab, also where it is not installed; stdout has the benchmark's JSON alone."""
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    subprocess.run([*DRAFTLAB, *words], cwd=where, check=True, env=environ, stdout=sys.stderr)
 
 
 class _Rows:
@@ -126,7 +127,7 @@ def _float16_cost(threads: int) -> dict[str, object]:
             words = ["prune", "--source", str(source), "--layers", "4", "--width", "192", "--data", "stdlib"]
             words += ["--calibration-tokens", "16384", "--out", "draft"]
             before = os.times()
-            subprocess.run([*DRAFTLAB, *words, "--force"], cwd=folder, check=True, env=_environ(threads))
+            _draftlab([*words, "--force"], Path(folder), threads)
             after = os.times()
             seconds[dtype] = after.children_user + after.children_system - before.children_user - before.children_system
     return {"prune_cpu_seconds": seconds, "float16_over_bfloat16": seconds["float16"] / seconds["bfloat16"]}

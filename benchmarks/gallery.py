@@ -1,6 +1,5 @@
 """The gallery of what draftlab auto chose: python -m benchmarks.gallery RUN... adds finished runs, writes its page."""
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -38,12 +37,17 @@ def main(
 
 
 def add(run: Path, machine: str, gallery: Path) -> None:
-    """Copy the page of a run and its records, under its name."""
+    """Copy the page of a run and its records, under its name; files of its machine by their names alone."""
     if not (run / "auto.json").is_file():
         sys.exit(f"{run}: not a finished output of draftlab auto")
+    record = read_model(Record, run, "draftlab.json")
+    local = [path for path in map(str, (*record.config.values(), *record.inputs)) if Path(path).is_absolute()]
     for name in FILES:
+        text = (run / name).read_text()
+        for path in local:
+            text = text.replace(path, Path(path).name)
         (gallery / run.name / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(run / name, gallery / run.name / name)
+        (gallery / run.name / name).write_text(text)
     (gallery / run.name / "machine.txt").write_text(f"{machine}\n")
 
 

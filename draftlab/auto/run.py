@@ -126,7 +126,7 @@ class AutoRun:
             gains, _ = verdicts.judged(verdicts.speedups(of_finalist, finalist))
             if gains or number == 0:
                 best, measured = finalist, of_finalist
-                scored[1:] = [self.steps.folder / name]
+                scored = [scored[0], self.steps.folder / name]
             if gains:
                 break
         chosen, speedups = _named(candidates, best.name), verdicts.speedups(measured, best)

@@ -68,8 +68,6 @@ def from_workspace(name: str, help: str, **others: Any) -> Any:
 
 def _numbers(value: object) -> object:
     """Return the numbers of a text, or of a file's list, by the same rules."""
-    if value is None:  # no default
-        return value
     try:
         return parse_numbers(",".join(map(str, value)) if isinstance(value, list) else str(value))
     except UserError as error:

@@ -68,10 +68,8 @@ class EagleTeacher:
         ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
-        hidden, states = (
-            self.head.hidden_and_weight(self.model, ids, counted, positions)[0].to(self.device),
-            self._joined(),
-        )
+        hidden = self.head.hidden_and_weight(self.model, ids, counted, positions)[0].to(self.device)
+        states = self._joined()  # of that pass
         if self.whole_head is None:
             return TargetPass(Dense(hidden[:, self.ids], None, log_total=self._log_total(hidden)), states)
         total = torch.cat([self._log_total(part @ self.whole_head.T) for part in hidden.split(ROWS)])

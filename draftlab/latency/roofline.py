@@ -65,6 +65,22 @@ class Experts:
         return self.count * (1 - (1 - self.active / self.count) ** tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleHead:
+    """The weights of an EAGLE-3 head beyond those of its layer's shape.
+
+    own: of q, k and v, which read an embedding, too. states: with fc, which joins three states of the target.
+    """
+
+    states: int
+    own: int
+
+    @classmethod
+    def of(cls, shape: Shape) -> "EagleHead":
+        own = shape.hidden * (shape.sizes["q"] + 2 * shape.sizes["kv"])
+        return cls(states=own + 3 * shape.hidden**2, own=own)
+
+
 def roofline_profile(
     shape: Shape,
     device: Device,
@@ -76,8 +92,11 @@ def roofline_profile(
     widths: Sequence[int],
     batches: Sequence[int],
     contexts: Sequence[int],
+    head: EagleHead | None = None,
 ) -> Profile:
     """Return a profile by the roofline model: a pass reads weights and cache once, plus a constant per layer.
+
+    head: of a draft that is one; shape is then its layer's, with the rows of its output layer.
 
     Raises:
         UserError: weights that do not fit the device, a mode or dtype for which it has no constants.
@@ -90,10 +109,12 @@ def roofline_profile(
     what = f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens"
     _check_fits(what, pass_bytes(shape, dtype, experts.count) + embedding, cached, device)
 
-    def pass_ms(width: int, batch: int, context: int) -> float:
+    first, later = (0, 0) if head is None else (head.states, head.own)
+
+    def pass_ms(width: int, batch: int, context: int, more: int = first) -> float:
         host = device.modes[mode]
         issuing = host.pass_ms + host.layer_ms * shape.layers
-        return max(issuing, _device_ms(shape, device, dtype, experts, width, batch, context))
+        return max(issuing, _device_ms(shape, device, dtype, experts, width, batch, context, more))
 
     def computed(width: int, ms: float) -> Latency:
         return Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=0)
@@ -103,9 +124,12 @@ def roofline_profile(
         for w, b, c in itertools.product(widths, batches, contexts)
     ]
     return Profile(
-        kind="analytic", name=name, sha256=None, shape=shape, device=device.name, dtype=dtype, mode=mode,
-        threads=None, forward=forward,
-        steady=[SteadyPoint(**point.model_dump(), after=1) for point in forward if point.width == 1],
+        kind="analytic", name=name, sha256=None, shape=None if head else shape, eagle=head is not None,
+        device=device.name, dtype=dtype, mode=mode, threads=None, forward=forward,
+        steady=[
+            SteadyPoint(**computed(1, pass_ms(1, b, c, later)).model_dump(), batch=b, context=c, after=1)
+            for b, c in itertools.product(batches, contexts)
+        ],
         prefill=[computed(c, pass_ms(c, 1, 0)) for c in contexts if c > 0],
         host=[computed(w, device.modes[mode].step_ms) for w in widths],
         bandwidth_gbs=device.bandwidth_gbs * device.count,
@@ -135,8 +159,8 @@ def is_measured(spec: str) -> bool:
 def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int) -> Profile:
     """Read the output of ``draftlab profile``, or compute one from ``SHAPE@DEVICE,mode[,dtype][,experts=8/2]``.
 
-    SHAPE and DEVICE are paths, or names of files that come with draftlab. A computed profile has these widths and
-    batches, and contexts up to longest.
+    SHAPE and DEVICE are paths, or names of files that come with draftlab. ``eagle=32000``: of an EAGLE-3 head with so
+    many ids for a target of that shape. A computed profile has these widths and batches, and contexts up to longest.
 
     Raises:
         UserError: it is neither.
@@ -150,22 +174,32 @@ def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], l
     modes = [mode for mode in get_args(Mode) if mode in words]
     dtypes = [word for word in words if word in BYTES]
     sparse = [word for word in words if re.fullmatch(r"experts=[1-9]\d*/[1-9]\d*", word)]
-    if len(modes) != 1 or len(dtypes) > 1 or len(modes + dtypes + sparse) < len(words):
+    heads = [word for word in words if re.fullmatch(r"eagle=[1-9]\d*", word)]
+    kinds = sparse + heads  # a head has one kind of layer
+    if len(modes) != 1 or len(dtypes) > 1 or len(kinds) > 1 or len(modes + dtypes + kinds) < len(words):
         raise UserError(
-            f"{spec}: want SHAPE@DEVICE,MODE[,DTYPE][,experts=COUNT/ACTIVE] with a mode of {', '.join(device.modes)}, "
-            f"as in {EXAMPLE}"
+            f"{spec}: want SHAPE@DEVICE,MODE[,DTYPE][,experts=COUNT/ACTIVE or eagle=IDS] with a mode of "
+            f"{', '.join(device.modes)}, as in {EXAMPLE}"
         )
     count, active = sparse[0].removeprefix("experts=").split("/") if sparse else (1, 1)
+    called, head = Path(name).name.removesuffix(".yaml"), None
+    if heads:
+        ids = int(heads[0].removeprefix("eagle="))
+        if ids > shape.vocab:
+            raise UserError(f"{spec}: a head has at most the {shape.vocab:,} ids of its target")
+        called, head = f"eagle-{called}", EagleHead.of(shape)
+        shape = shape.model_copy(update={"layers": 1, "tied": False, "draft_vocab": ids})
     return roofline_profile(
         shape,
         device,
         modes[0],
-        name=Path(name).name.removesuffix(".yaml"),
+        name=called,
         dtype=dtypes[0] if dtypes else device.dtype,
         experts=Experts(count=int(count), active=int(active)),
         widths=widths,
         batches=batches,
         contexts=sorted({0, 1, *range(0, longest, -(-longest // 16)), longest}),
+        head=head,
     )
 
 
@@ -184,13 +218,16 @@ def devices() -> dict[str, Device]:
 
 
 def _device_ms(
-    shape: Shape, device: Device, dtype: str, experts: Experts, width: int, batch: int, context: int
+    shape: Shape, device: Device, dtype: str, experts: Experts, width: int, batch: int, context: int, more: int
 ) -> float:
-    """Return the slower of reading and computing, for weights and for attention, plus the constant per layer."""
+    """Return the slower of reading and computing, for weights and for attention, plus the constant per layer.
+
+    more: weights beyond those of the shape.
+    """
     tokens, count = width * batch, device.count
     bytes_per_ms, flops_per_ms = device.bandwidth_gbs * 1e6 * count, device.tflops[dtype] * 1e9 * count
-    weights = pass_bytes(shape, dtype, experts.expected_active(tokens))
-    products = 2 * tokens * active_params(shape, experts.active)
+    weights = pass_bytes(shape, dtype, experts.expected_active(tokens)) + more * BYTES[dtype]
+    products = 2 * tokens * (active_params(shape, experts.active) + more)
     cached = batch * (context + width) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     attention = 4 * tokens * (context + width) * shape.layers * shape.sizes["q"]
     parts = ((weights, products), (cached, attention))

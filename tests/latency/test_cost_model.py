@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
+from draftlab.config.latency import PredictConfig
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import (
     CostModel,
@@ -20,7 +21,10 @@ from draftlab.latency.cost_model import (
     read_profile,
     write_profile,
 )
+from draftlab.latency.predict_pairs import predict_drafts
 from draftlab.latency.roofline import Experts, devices, parse_profile, roofline_profile
+from draftlab.model.eagle import HeadConfig
+from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape
 from draftlab.results.score import Latency
 
@@ -193,6 +197,36 @@ def test_depth_decides_eager_and_bytes_decide_in_graphs():
     assert 1.2 < computed(f"{deep},graphs") / computed(f"{wide},graphs") < 1.35
 
 
+def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the_states():
+    """What a head of LLaMA-65B would train, by its own table, read at the bandwidth; and a layer's time."""
+    shape, device = presets(shipped("widths"))["llama-65b"], devices()["h200"]
+    head = HeadConfig(
+        hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, ffn=shape.ffn,
+        eps=1e-6, context=2048, rope={}, vocab=shape.vocab, draft_vocab=8000, target_hidden=shape.hidden,
+        layer_ids=(2, 40, 77), norm_before_residual=False,
+    )  # fmt: skip
+    found = parse_profile("llama-65b@h200,graphs,eagle=8000", widths=[1], batches=[1], longest=64)
+    assert found.eagle
+    assert found.shape is None
+    joining = 3 * shape.hidden**2
+    for points, params in ((found.forward, head.params()), (found.steady, head.params() - joining)):
+        first = next(point for point in points if point.context == 0)
+        cached = shape.model_copy(update={"layers": 1}).kv_bytes_per_token(2)
+        expected = (2 * params + cached) / (device.bandwidth_gbs * 1e6) + device.layer_ms
+        assert first.median_ms == pytest.approx(expected, rel=1e-4)  # norms, some 1e-5 of it, are counted differently
+
+
+def test_a_computed_head_is_predicted_as_a_head():
+    """Its steps read the states of the tokens accepted last at once, and no token twice."""
+    head, target = "llama-65b@a100-80gb,graphs,eagle=32000", "llama-65b@4xa100-80gb,graphs"
+    config = PredictConfig(draft_profile=[head], target_profile=target, alpha=0.6)
+    at_one = next(row for row in predict_drafts(config)[0].prediction.rows if row.k == 1)
+    draft = parse_profile(head, widths=[1], batches=[1], longest=400)
+    first = next(p.median_ms for p in draft.forward if p.context == 0)
+    per_step = at_one.shares["draft"] * 1e3 * at_one.tokens_per_pass.value / at_one.tokens_per_second
+    assert per_step == pytest.approx(first, rel=0.03)
+
+
 def test_wide_passes_turn_from_reading_to_computing():
     one, many = (computed("llama-65b@h200,graphs", width) for width in (1, 9))
     assert many / one < 1.01
@@ -224,6 +258,9 @@ def test_experts_make_verification_dear():
         ("llama-65b@h100", "SHAPE@DEVICE,MODE"),
         ("llama-65b@h100,graphs,eager,float8", "SHAPE@DEVICE,MODE"),
         ("llama-65b@h100,graphs,fast", "SHAPE@DEVICE,MODE"),
+        ("llama-65b@h100,graphs,eagle=", "eagle=IDS"),
+        ("llama-65b@h100,graphs,eagle=8,experts=8/2", "eagle=IDS"),
+        ("llama-65b@h100,graphs,eagle=32001", "at most the 32,000 ids"),
         ("llama-65b@4xa100-80gb,native", "'native'.*graphs, eager"),
         ("llama-65b@4xa100-80gb,graphs,float8", "'float8'"),
         ("llama-66b@h100,graphs", "did you mean 'llama-65b'"),

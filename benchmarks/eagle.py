@@ -14,9 +14,11 @@ import numpy as np
 import typer
 
 from benchmarks import environment
+from benchmarks.smollm2 import TARGET as TARGET_MODEL
 from draftlab.commands import COMMANDS
+from draftlab.console import note
 from draftlab.provenance import read_record
-from draftlab.target_outputs.replay import read_replay
+from draftlab.target_outputs.replay import Replay, read_replay
 
 DATA, TARGET, TOKENS, SEQ_LEN = "stdlib", "tiny", 64, 256
 
@@ -29,6 +31,9 @@ def main(
     served_k: Annotated[int, typer.Option(help="Drafted tokens in servers.")] = 3,
     vllm: Annotated[Path | None, typer.Option(help="vllm's program. Default: that of the PATH.")] = None,
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's server. Default: that of the PATH.")] = None,
+    smollm2: Annotated[Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")] = Path(
+        "runs/smollm2-study"
+    ),
     gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the memory for vLLM.")] = None,
 ) -> None:
     head = folder / f"head-{steps}"
@@ -44,7 +49,8 @@ def main(
         to: served(folder / f"export-{to}", head, to, program, served_k, prompts, gpu_memory_utilization)
         for to, program in programs.items()
     }
-    beyond = by_context(folder, head, SEQ_LEN)
+    written: dict[str, Any] = {"target": TARGET, "data": DATA, "num_prompts": 16, "prompt_tokens": 32}
+    beyond = by_context(folder, [head], SEQ_LEN, written)[head.name]
     gaps = {to: row and row["gap"] for to, row in servers.items()}
     best = scores[0.0]
     result = {
@@ -56,6 +62,7 @@ def main(
         "acceptance_by_step": notes["after"]["offsets"],
         "coverage": notes["coverage"],
         "acceptance_by_context": beyond,
+        "smollm2_by_context": of_study(smollm2, folder / "smollm2"),
         "served": servers,
         "scores": {str(t): row for t, row in scores.items()},
     }
@@ -76,22 +83,42 @@ def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> d
     return next(row for row in rows if row["best"])
 
 
-def by_context(folder: Path, head: Path, trained: int) -> list[dict[str, float]]:
-    """Return the acceptance of tokens 1 and 3 of a step by the length of the text before, up to four times trained."""
+def of_study(study: Path, folder: Path) -> dict[str, list[dict[str, float]]] | None:
+    """Return the acceptance by context of SmolLM2's head, plain and parallel draft; None without a finished study."""
+    runs = study / "runs"
+    drafts = [runs / "eagle", runs / "distilled" / "plain", runs / "distilled" / "parallel"]
+    if not all((draft / "draftlab.json").exists() for draft in drafts):
+        note(f"recipes/smollm2.yaml has not run in {study}: contexts of tiny alone")
+        return None
+    written = {"target": str(study / TARGET_MODEL), "prompt_file": study / "questions.jsonl", "num_prompts": 22}
+    return by_context(folder, drafts, SEQ_LEN, written)
+
+
+def by_context(
+    folder: Path, drafts: list[Path], trained: int, written: dict[str, Any]
+) -> dict[str, list[dict[str, float]]]:
+    """Return the acceptance of tokens 1 and 3 of a step by the length of the text before, up to four times trained.
+
+    written: the texts that the target writes greedily, that long.
+    """
     store, longest = folder / "long", min(4 * trained, 1000) - 32
     if not store.exists():
-        COMMANDS["outputs build"](
-            use="replay", target=TARGET, data=DATA, num_prompts=16, prompt_tokens=32, max_new_tokens=longest, out=store
-        )  # fmt: skip
-    COMMANDS["replay"](directory=store, draft=[str(head)], target=TARGET, k="3", out=folder / "replay", force=True)
-    found = read_replay(folder / "replay" / head.name)
-    chances, contexts = np.concatenate(found.chances()), np.concatenate(found.contexts())
+        COMMANDS["outputs build"](**written, use="replay", max_new_tokens=longest, out=store)
+    replay: dict[str, Any] = {"draft": [str(draft) for draft in drafts], "target": written["target"], "k": "3"}
+    COMMANDS["replay"](directory=store, **replay, out=folder / "replay", force=True)
+    return {draft.name: rows_by_context(read_replay(folder / "replay" / draft.name), trained) for draft in drafts}
+
+
+def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
+    """Return one row for each range of contexts. A plain draft's tokens have one chance at every place of a step."""
+    contexts = np.concatenate(found.contexts())
+    chances = np.concatenate(found.chances()).reshape(len(contexts), -1)[:, :3]
     edges = [trained // 2, trained, 2 * trained, 4 * trained]
     rows = []
     for low, high in zip([0, *edges], edges, strict=False):
         inside = (contexts >= low) & (contexts < high)
         if inside.any():
-            first, third = chances[inside][:, 0].mean(), chances[inside][:, 2].mean()
+            first, third = chances[inside][:, 0].mean(), chances[inside][:, -1].mean()
             rows.append({"from": low, "to": high, "n": int(inside.sum()), "first": float(first), "third": float(third)})
     return rows
 

@@ -1,13 +1,14 @@
-"""A parallel draft against an ordinary one of the same shape, data and training compute, by draftlab's own commands.
+"""A parallel draft and an EAGLE-3 head against an ordinary draft at equal training compute, by draftlab's own commands.
 
-Both come from one draft that was distilled for a while. The ordinary one is distilled further, and the other becomes a
-parallel draft, in so many steps fewer as its steps read more tokens. Then draftlab score times both, the parallel
-weights as an ordinary draft, prompt lookup and n-grams in one process, greedily and at temperature 1. This is on tiny;
-SmolLM2's two drafts are those of a finished recipes/smollm2.yaml, whose scores are read, and only replayed here.
+Both drafts come from one that was distilled for a while. The ordinary one is distilled further, and the other becomes a
+parallel draft, in so many steps fewer as its steps read more tokens; the head is trained for as long as the ordinary
+draft in all. Then draftlab score times them, the parallel weights as an ordinary draft, prompt lookup and n-grams in
+one process, greedily and at temperature 1. This is on tiny; SmolLM2's two drafts are those of a finished
+recipes/smollm2.yaml, whose scores are read, and only replayed here.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,29 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of tiny's part. steps: of the ordinary draft, after those in common; the parallel one has as much to read."""
+
+    k: int
+    steps: int
+    common: int
+    head_steps: int
+    cod_share: float
+    cod_floor: float
+    losses: list[str]
+    quick: bool
+
+    @property
+    def batch(self) -> int:
+        return 4 if self.quick else 16
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        cod = {"parallel": self.k, "cod_share": self.cod_share, "cod_floor": self.cod_floor}
+        return cod | {"steps": max(1, round(self.steps / Offsets.cost(DistillConfig(draft="", **cod))))}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """What tiny's drafts are made from."""
 
@@ -52,9 +76,12 @@ class Pair:
 
 def main(
     folder: Annotated[Path, typer.Option(help="Models and scores are written here.")] = Path("runs/parallel"),
-    k: Annotated[int, typer.Option(help="Tokens that the parallel draft learns to draft.")] = 8,
+    k: Annotated[int, typer.Option(help="Tokens that the parallel draft learns to draft.")] = 4,
+    cod_share: Annotated[float, typer.Option(help="See draftlab distill. PARD's 0.7 learns more slowly.")] = 0.3,
+    cod_floor: Annotated[float, typer.Option(help="See draftlab distill.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Steps of the ordinary draft, beyond what both have in common.")] = 300,
     common: Annotated[int, typer.Option(help="Steps in common.")] = 300,
+    head_steps: Annotated[int, typer.Option(help="Of the EAGLE-3 head, as long as both of the plain draft.")] = 270,
     shape: Annotated[Path, typer.Option(help="Of tiny's draft.")] = Path("configs/widths/tiny-3x256.yaml"),
     smollm2: Annotated[Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")] = Path(
         "runs/smollm2-study"
@@ -72,9 +99,12 @@ def main(
         print(json.dumps({name: costs(whole, prunable_shape(name)[1], k, 30) for name in costs_of} | environment(1)))
         return
     if quick:
-        steps, common, k = min(steps, 24), min(common, 24), min(k, 4)
-    pair = tiny_pair(folder / "tiny", shape, common, 4 if quick else 16)
-    measured = {"tiny": measure(pair, folder / "tiny", k, steps, losses.split(","), quick)}
+        steps, common, head_steps = min(steps, 24), min(common, 24), min(head_steps, 24)
+    settings = Settings(
+        k=k, steps=steps, common=common, head_steps=head_steps, cod_share=cod_share, cod_floor=cod_floor,
+        losses=losses.split(","), quick=quick,
+    )  # fmt: skip
+    measured = {"tiny": measure(tiny_pair(folder / "tiny", shape, settings), folder / "tiny", settings)}
     if (smollm2 / "runs" / "score-sampled" / "draftlab.json").exists():
         measured["smollm2"] = studied(smollm2, folder / "smollm2")
     else:
@@ -82,12 +112,12 @@ def main(
     gap = vllm_gap(folder / "tiny", vllm) if vllm is not None else None
     names = ("parallel_over_plain_draft", "tokens_per_pass", "as_plain_draft_loss")
     summary = {name: {pair: row[name] for pair, row in measured.items()} for name in names}
-    settings = {"k": k, "steps": steps, "common": common, "losses": losses, "quick": quick}
-    print(json.dumps({**summary, "vllm_gap": gap, "targets": measured, **settings, **environment(1)}))
+    print(json.dumps({**summary, "vllm_gap": gap, "targets": measured, **asdict(settings), **environment(1)}))
 
 
-def tiny_pair(folder: Path, shape: Path, common: int, batch: int) -> Pair:
+def tiny_pair(folder: Path, shape: Path, settings: Settings) -> Pair:
     """Cut a draft of tiny, store what tiny says about its training text, and distil the draft from that."""
+    common, batch = settings.common, settings.batch
     cut = made("prune", folder / "cut", source="tiny", shape=shape, data="stdlib", calibration_tokens=16384)
     rows = {"target": "tiny", "data": "stdlib", "num_sequences": common * batch, "seq_len": 256}
     outputs = made("outputs build", folder / "outputs", **rows)
@@ -96,29 +126,31 @@ def tiny_pair(folder: Path, shape: Path, common: int, batch: int) -> Pair:
     return Pair(start=start, outputs=outputs, answers=answers)
 
 
-def measure(pair: Pair, folder: Path, k: int, steps: int, losses: list[str], quick: bool) -> dict[str, Any]:
-    """Train both drafts, replay and score them."""
-    batch = 4 if quick else 16
-    fewer = max(1, round(steps / Offsets.cost(DistillConfig(draft=str(pair.start), parallel=k))))
-    training = {"draft": str(pair.start), "outputs": pair.outputs, "batch_size": batch, "eval_steps": steps}
-    plain = made("distill", folder / "plain", **training, steps=steps)
+def measure(pair: Pair, folder: Path, settings: Settings) -> dict[str, Any]:
+    """Train both drafts and the head, replay the drafts, and score all."""
+    batch, steps, k, quick = settings.batch, settings.steps, settings.k, settings.quick
+    training = {"draft": str(pair.start), "outputs": pair.outputs, "batch_size": batch}
+    plain = made("distill", folder / "plain", **training, steps=steps, eval_steps=steps)
     parallel = [
-        made("distill", folder / f"parallel-{loss}", **training, steps=fewer, parallel=k, loss=loss) for loss in losses
+        made("distill", folder / f"parallel-{loss}", **training, **settings.parallel, loss=loss, eval_steps=steps)
+        for loss in settings.losses
     ]
-    drafts = {"plain": plain, "parallel": parallel[0]}
+    of_head = {"target": "tiny", "data": "stdlib", "seq_len": 256, "batch_size": batch, "steps": settings.head_steps}
+    head = made("eagle", folder / "eagle", **of_head, eval_steps=settings.head_steps)
     replays = {
-        "plain": replayed(folder, pair.answers, plain, k, True),
+        "plain": replayed(folder, pair.answers, plain, 2 * k, True),
         **{path.name: replayed(folder, pair.answers, path, k, True) for path in parallel},
-        "parallel as plain": replayed(folder, pair.answers, parallel[0], k, False),
+        "parallel as plain": replayed(folder, pair.answers, parallel[0], 2 * k, False),
     }
-    rows = {str(t): scored(folder, drafts, k, t, quick) for t in TEMPERATURES}
+    drafters = [f"model:draft={parallel[0]}", f"eagle:heads={head}", *OTHERS]
+    rows = {str(t): scored(folder, [plain, parallel[0]], drafters, 2 * k, t, quick) for t in TEMPERATURES}
     target, draft = (checkpoint.planned_shape(path) for path in (hub.locate("tiny"), pair.start))
     return compared(rows, replays, parallel[0].name) | {
         "shape": draft.describe(),
         "costs": costs(target, draft, k, 5 if quick else 30),
-        "steps": {"plain": steps, "parallel": fewer},
-        "seconds": {path.name: seconds(path) for path in (plain, *parallel)},
-        "heldout": {path.name: heldout(path) for path in (plain, *parallel)},
+        "training_steps": {"plain": steps, "parallel": settings.parallel["steps"], "eagle": settings.head_steps},
+        "seconds": {path.name: seconds(path) for path in (pair.start, plain, *parallel, head)},
+        "heldout": {path.name: heldout(path) for path in (plain, *parallel, head)},
     }
 
 
@@ -142,7 +174,7 @@ def studied(study: Path, folder: Path) -> dict[str, Any]:
         "by_category": {
             t: {each.name: by_category(each) for each in of if each.name in MODELS} for t, of in found.items()
         },
-        "steps": {name: record.config["steps"] for name, record in records.items() if record is not None},
+        "training_steps": {name: record.config["steps"] for name, record in records.items() if record is not None},
         "seconds": {path.name: seconds(path) for path in (plain, parallel)},
         "heldout": {path.name: heldout(path) for path in (plain, parallel)},
     }
@@ -181,11 +213,11 @@ def replayed(folder: Path, answers: Path, draft: Path, k: int, parallel: bool) -
     return {n: float(c.tokens.sum() / c.passes.sum()) for n, c in counts.items()}
 
 
-def scored(folder: Path, drafts: dict[str, Path], k: int, temperature: float, quick: bool) -> Rows:
+def scored(folder: Path, drafts: list[Path], drafters: list[str], k: int, temperature: float, quick: bool) -> Rows:
     """Return the best row of each way to draft for tiny."""
     row = COMMANDS["score"](
-        draft=[str(path) for path in drafts.values()], drafter=[f"model:draft={drafts['parallel']}", *OTHERS],
-        target="tiny", data="stdlib", k=f"1-{k}", num_prompts=2 if quick else 16, max_tokens=16 if quick else 64,
+        draft=[str(path) for path in drafts], drafter=drafters, target="tiny", data="stdlib", k=f"1-{k}",
+        num_prompts=2 if quick else 16, max_tokens=16 if quick else 64,
         repeats=1 if quick else 3, tasks="none", threads=1, temperature=temperature,
         out=folder / f"score-{temperature}", force=True,
     ).data["scores"]  # fmt: skip
@@ -196,7 +228,7 @@ def scored(folder: Path, drafts: dict[str, Path], k: int, temperature: float, qu
 def best_rows(rows: Rows) -> Rows:
     """Return what is compared of each drafter at its best K."""
     kept = ("draft", "num_speculative_tokens", "speedup", "speedup_low", "speedup_high", "tokens_per_target_pass",
-            "output_tps", "plain_output_tps", "identical")  # fmt: skip
+            "break_even_length", "output_tps", "plain_output_tps", "doubt", "identical")  # fmt: skip
     return [{name: each[name] for name in kept} for each in rows if each["best"]]
 
 

@@ -24,7 +24,8 @@ from draftlab.config.shared import (
 )
 
 PROFILE_HELP = (
-    "Output of draftlab profile, SHAPE@LAW (output of draftlab law) or SHAPE@DEVICE,MODE[,DTYPE] (constants)."
+    "Output of draftlab profile, SHAPE@LAW (output of draftlab law) or SHAPE@DEVICE,MODE[,DTYPE] (constants; with "
+    "eagle=IDS of an EAGLE-3 head)."
 )
 ACCEPTANCE = ("replay", "score", "alpha", "acceptance_length")
 

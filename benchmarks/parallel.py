@@ -217,9 +217,9 @@ def scored(folder: Path, drafts: list[Path], drafters: list[str], k: int, temper
     """Return the best row of each way to draft for tiny."""
     row = COMMANDS["score"](
         draft=[str(path) for path in drafts], drafter=drafters, target="tiny", data="stdlib", k=f"1-{k}",
-        num_prompts=2 if quick else 16, max_tokens=16 if quick else 64,
-        repeats=1 if quick else 3, tasks="none", threads=1, temperature=temperature,
-        out=folder / f"score-{temperature}", force=True,
+        num_prompts=2 if quick else 16, max_tokens=16 if quick else 64, repeats=1 if quick else 3, tasks="none",
+        threads=1, temperature=temperature, dtype=checkpoint.dtype_name(dtype()), force=True,
+        out=folder / f"score-{temperature}",
     ).data["scores"]  # fmt: skip
     assert isinstance(row, list)
     return best_rows(row)
@@ -239,12 +239,16 @@ def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
     shapes = {"target": target, "draft": draft} | {
         f"draft, 1/{part} of the ids": draft.model_copy(update={"draft_vocab": draft.vocab // part}) for part in (4, 8)
     }
-    dtype = torch.bfloat16 if checkpoint.fast_bfloat16(checkpoint.CPU) else torch.float32
-    models = {name: random_model(shape, dtype, checkpoint.CPU, 512) for name, shape in shapes.items()}
+    models = {name: random_model(shape, dtype(), checkpoint.CPU, 512) for name, shape in shapes.items()}
     measured = measure_latency(models, widths=list(range(1, 2 * k + 1)), context=128, passes=passes, mode="native")
     ms = {name: {latency.width: latency.low_ms for latency in row} for name, row in measured.items()}
     most = {alpha: ceiling(ms["target"], ms["draft"], alpha, k) for alpha in ACCEPTANCE}
-    return {"dtype": checkpoint.dtype_name(dtype), "pass_ms": ms, "parallel_over_plain_at_most": most}
+    return {"dtype": checkpoint.dtype_name(dtype()), "pass_ms": ms, "parallel_over_plain_at_most": most}
+
+
+def dtype() -> torch.dtype:
+    """Return what models are timed in: 16 bits where the CPU has them."""
+    return torch.bfloat16 if checkpoint.fast_bfloat16(checkpoint.CPU) else torch.float32
 
 
 def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: float, k: int) -> float:

@@ -109,7 +109,7 @@ def main(
         measured["smollm2"] = studied(smollm2, folder / "smollm2")
     else:
         note(f"recipes/smollm2.yaml has not run in {smollm2}: on tiny alone")
-    gap = vllm_gap(folder / "tiny", vllm) if vllm is not None else None
+    gap = vllm_gap(folder / "tiny", f"parallel-{settings.losses[0]}", vllm) if vllm is not None else None
     names = ("parallel_over_plain_draft", "tokens_per_pass", "as_plain_draft_loss")
     summary = {name: {pair: row[name] for pair, row in measured.items()} for name in names}
     print(json.dumps({**summary, "vllm_gap": gap, "targets": measured, **asdict(settings), **environment(1)}))
@@ -261,10 +261,17 @@ def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: floa
     return float(max(tokens[n] / (wide_ms[n] + target_ms[n + 1]) for n in tokens) / plain)
 
 
-def vllm_gap(folder: Path, program: Path) -> float:
+def vllm_gap(folder: Path, parallel: str, program: Path) -> float:
     """Return by how much vLLM's tokens per pass differ from draftlab's, relatively."""
-    parallel = next(folder.glob("parallel-*"))
-    out = made("export", folder / "export", draft=str(parallel), target="tiny", to="vllm", verify_with=program, k=4)
+    served = {
+        "draft": str(folder / parallel),
+        "target": "tiny",
+        "data": "stdlib",
+        "to": "vllm",
+        "verify_with": program,
+        "k": 4,
+    }
+    out = made("export", folder / "export", **served)
     text = str(json.loads((out / "draftlab.json").read_text())["notes"]["verified"])
     theirs, ours = (float(text.split(word)[1].split()[0]) for word in (": ", "in draftlab "))
     return theirs / ours - 1

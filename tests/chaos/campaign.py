@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ TIMED = ["--repeats", "3", "--mode", "eager"]
 LIMITS = (0, 1, 100, 5000)  # bytes of a file that are still written
 LAZY = ("accelerate", "peft", "matplotlib.backends.backend_svg", "transformers.models.llama.modeling_llama")
 MOST_TRIES = 4
+UNFELT = "without effect"  # the command ended before its fault came, or no file grew beyond the limit
 INPUTS = 250  # of the fuzzer, at a time
 TESTS = (
     "servers", "test_trust.py", "benchmark/test_stalls.py", "engine", "commands/test_cli.py",
@@ -117,7 +119,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """verdict: passed, or what was wrong, in lines. tried: faults, inputs or tests."""
+    """verdict: passed, without effect, or what was wrong, in lines. tried: faults, inputs or tests."""
 
     command: str
     kind: str
@@ -128,7 +130,7 @@ class Result:
 
     @property
     def failures(self) -> int:
-        return 0 if self.verdict == "passed" else len(self.verdict.splitlines())
+        return 0 if self.verdict in ("passed", UNFELT) else len(self.verdict.splitlines())
 
 
 class Campaign:
@@ -183,6 +185,7 @@ class Campaign:
         """Run a command with a fault, and then until it ends; return the verdict."""
         with self.room() as room:
             ended = run(self.arguments(name), room, fault)
+            felt = ended.code != 0
             if verdict := _complaint(ended.code, ended.error, fault):
                 return verdict
             for _ in range(MOST_TRIES):
@@ -197,7 +200,7 @@ class Campaign:
                 return f"other files: {_differing(files, self.wholes[name])}"
             if ended.code == 0 and (left := left_overs(room)):
                 return f"left over: {left[0]}"
-        return "passed"
+        return "passed" if felt else UNFELT
 
     def pair(self, name: str, delay_ms: int) -> str:
         """Run a command twice at once: one must lose with one line, or come too late."""
@@ -262,7 +265,10 @@ def write_files(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One fault of one command; kind pair: the same command again, n milliseconds later."""
+    """One fault of one command.
+
+    n: its file change; of kill and term, and of the same command once more (pair), thousandths of its time.
+    """
 
     command: str
     kind: Kind | Literal["pair"]
@@ -271,10 +277,12 @@ class Point:
 
     def run(self, campaign: Campaign) -> Result:
         try:
+            after = self.n * campaign.millis[self.command] // 1000
             if self.kind == "pair":
-                verdict = campaign.pair(self.command, self.n)
+                verdict = campaign.pair(self.command, after)
             else:
-                verdict = campaign.attempt(self.command, Fault(self.kind, self.n, self.limit))
+                n = after if self.kind in ("kill", "term") else self.n
+                verdict = campaign.attempt(self.command, Fault(self.kind, n, self.limit))
         except TimeoutError as error:
             verdict = f"hangs: {error}"
         return Result(self.command, self.kind, self.n, self.limit, verdict)
@@ -287,13 +295,14 @@ def points(campaign: Campaign, crashes: int, kills: int, pairs: int, full: float
     """
     rng, names = random.Random(seed), list(campaign.wholes)
 
-    def places(count: int, most: dict[str, int]) -> list[tuple[str, int]]:
+    def places(count: int, most: Mapping[str, int]) -> list[tuple[str, int]]:
         return [(name := names[number % len(names)], rng.randint(1, max(2, most[name]))) for number in range(count)]
 
+    thousandths = dict.fromkeys(names, 1000)
     plan = [Point(name, "crash" if rng.random() < 0.5 else "torn", n) for name, n in places(crashes, campaign.changes)]
     plan = [replace(point, limit=rng.choice(LIMITS)) if point.kind == "torn" else point for point in plan]
-    plan += [Point(name, "term" if rng.random() < 0.25 else "kill", n) for name, n in places(kills, campaign.millis)]
-    plan += [Point(name, "pair", n) for name, n in places(pairs, campaign.millis)]
+    plan += [Point(name, "term" if rng.random() < 0.25 else "kill", n) for name, n in places(kills, thousandths)]
+    plan += [Point(name, "pair", n) for name, n in places(pairs, thousandths)]
     every = [Point(name, "full", n, rng.choice(LIMITS)) for name in names for n in range(1, campaign.changes[name] + 1)]
     plan += [point for point in every if rng.random() < full]
     rng.shuffle(plan)
@@ -339,10 +348,11 @@ def go(campaign: Campaign, plan: list[Point], inputs: int, seed: int, file: Path
 
 def table(results: list[Result]) -> str:
     """Return one row per kind of fault, and a line per failure."""
-    lines = ["| fault | tried | failed |", "|---|---:|---:|"]
+    lines = ["| fault | tried | without effect | failed |", "|---|---:|---:|---:|"]
     for kind in dict.fromkeys(r.kind for r in results):
         rows = [r for r in results if r.kind == kind]
-        lines.append(f"| {kind} | {sum(r.tried for r in rows)} | {sum(r.failures for r in rows)} |")
+        unfelt, failed = sum(r.verdict == UNFELT for r in rows), sum(r.failures for r in rows)
+        lines.append(f"| {kind} | {sum(r.tried for r in rows)} | {unfelt} | {failed} |")
     failed = [f"{r.command}, {r.kind} {r.n} {r.limit}: {r.verdict}" for r in results if r.failures]
     return "\n".join([*lines, *failed])
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from campaign import COMMANDS, MEASURED, PRINTING, UNTRIED, WITHOUT_OUT, Campaign, Result, table
+from campaign import COMMANDS, MEASURED, PRINTING, UNFELT, UNTRIED, WITHOUT_OUT, Campaign, Result, table
 from faults import CRASHED, Fault, digest, left_overs, run
 from test_report import score
 
@@ -95,9 +95,10 @@ def test_the_campaign_knows_every_command_that_writes():
 def test_the_table_counts_what_was_tried():
     done = [
         Result("prune", "crash", 3, 0, "passed"), Result("train", "crash", 4, 0, "traceback: x"),
+        Result("prune", "crash", 9, 0, UNFELT),
         Result("readers", "damaged file", 0, 250, "3: hang\n9: silent", 250),
     ]  # fmt: skip
     assert table(done).splitlines()[2:] == [
-        "| crash | 2 | 1 |", "| damaged file | 250 | 2 |", "train, crash 4 0: traceback: x",
+        "| crash | 3 | 1 | 1 |", "| damaged file | 250 | 0 | 2 |", "train, crash 4 0: traceback: x",
         "readers, damaged file 0 250: 3: hang", "9: silent",
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import draftlab
+from draftlab.model.families import widths_folder
 from draftlab.model.hub import EMBEDDED
 
 PACKAGE = Path(draftlab.__file__).parent
@@ -123,7 +124,9 @@ MISSING = [
     "check nope",
     "export nope",
     "outputs build --target nope",
-    "replay outputs --draft nope",
+    "accuracy nope --tasks hellaswag",
+    "prune-masks --source tiny --layers 2 --target nope",
+    "score --draft tiny --drafter model:draft=nope",
     "search --target nope",
     "eagle --target nope",
     "medusa --target nope",
@@ -156,6 +159,49 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "score-servers --server nope --speculative-server http://h:1": "'nope' is not an address",
     "profile-servers --server nope": "'nope' is not an address",
     "predict --alpha 0.5 --draft-profile a --target-profile a --k 1000000000000": "at most 1,000 tokens are drafted",
+    "predict --alpha 0.5 --draft-profile word.yaml --target-profile word.yaml": "word.yaml is not a profile",
+    "predict --alpha 0.5 --draft-profile text --target-profile text": "text has 0 profiles",
+    "predict --score nope.json --draft-profile llama-7b@a,graphs --target-profile llama-65b@a,graphs": "nope.json: No",
+    "prune --source tiny --layers 99": "--layers 99 is more than the source has; at most --layers 16",
+    "prune --source tiny --layers 3 --width 999": "--width 999 is more than the source has",
+    "prune --source tiny --layers 3 --heads 3": "width (256) is not a multiple of heads (3)",
+    "prune --source tiny --layers 3 --vocab 99999": "want fewer than the source's 4,096",
+    "prune --source tiny --shape word.yaml": "shape file word.yaml",
+    "prune --source tiny --params lots": "'lots' is not a count",
+    "prune --source llama-7b --layers 3": "is a shape without weights; only --dry-run works with it",
+    "prune --source tiny --layers 3 --device gpu": "--device gpu: want auto, cpu, cuda or cuda:1",
+    "prune-masks --source tiny --layers 3 --loss nope": "unknown loss 'nope'",
+    "distill --draft tiny --seq-len 9999": "--seq-len 9999: ",
+    "distill --draft tiny --seq-len 9999 --dry-run": "--seq-len 9999: ",
+    "distill --draft tiny --loss nope": "unknown loss 'nope'",
+    "distill --draft tiny --text nope": "--text nope: 'nope' is unknown; known: data, draft, target",
+    "distill --draft tiny --text draft --prompt-tokens 300": "--prompt-tokens 300 leaves nothing to generate",
+    "distill --draft tiny --vocab 99999": "want more than the 0 special ids, and fewer than all 4,096",
+    "distill --draft tiny --server http://127.0.0.1:9 --api-key-file nope": "nope: No such file",
+    "train --model tiny --data text --seq-len 9999": "--seq-len 9999: ",
+    "train --shape word.yaml --tokenizer tiny --data text": "shape file word.yaml",
+    "train --shape nope.yaml --tokenizer tiny --data text": "shape file nope.yaml",
+    "train --shape llama.yaml --tokenizer text --data text": "text has no tokenizer",
+    "eagle --target tiny --seq-len 9999": "--seq-len 9999: ",
+    "eagle --target tiny --heads nope": "nope: No such file",
+    "medusa --target tiny --seq-len 9999": "--seq-len 9999: ",
+    "outputs import nope --tokenizer tiny": "nope: No such file",
+    "outputs import word.yaml --tokenizer text": "text has no tokenizer",
+    "outputs import word.yaml --format paper": "--format paper needs --prompt-file",
+    "score --draft tiny --drafter eagle:heads=text": "text has no EAGLE-3 heads (config.json is missing)",
+    "score --draft tiny --drafter medusa:heads=text": "text has no Medusa heads (medusa.json is missing)",
+    "score --draft tiny --drafter ngram:outputs=text": "text is not a store",
+    "search --target tiny --law nope": "nope: No such file",
+    "search --target tiny --data nope.txt": "data 'nope.txt'",
+    "search --target tiny --against nope": "no checkpoint at nope",
+    "design --params lots": "'lots' is not a count",
+    "design --params 1m --law nope": "nope: No such file",
+    "tokenizer --data nope": "data 'nope': neither",
+    "import text": "text is not a GGUF file, a checkpoint in .bin files, a PEFT adapter",
+    "import tiny-copy": "tiny-copy has safetensors already",
+    "online update --traffic nope --outputs nope": "nope: No such file",
+    "accuracy tiny --tasks code_next_line --data nope": "data 'nope'",
+    "auto tiny --data nope": "data 'nope'",
 }
 
 
@@ -166,7 +212,7 @@ import sys
 from typer.testing import CliRunner
 from draftlab.cli import app
 CliRunner().invoke(app, ["init", "--preset", "tiny"])
-WITHOUT_OUT = ("check", "predict", "prune", "online")
+WITHOUT_OUT = ("check", "predict", "prune", "prune-masks", "online")
 for mistake, message in {said}.items():
     command = mistake.split()[0]
     result = CliRunner().invoke(app, [*mistake.split(), *(["--out", "x"] if command not in WITHOUT_OUT else [])])
@@ -193,6 +239,11 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "torn/model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "torn/model-1.safetensors").touch()
+    (tmp_path / "word.yaml").write_text("word\n")
+    (tmp_path / "llama.yaml").write_text((widths_folder() / "tiny-16x256.yaml").read_text())
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("text")
+    shutil.copytree(EMBEDDED / "tiny", tmp_path / "tiny-copy")
     said_before_torch_is_imported(WRONG, tmp_path)
 
 

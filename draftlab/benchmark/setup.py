@@ -14,17 +14,7 @@ from draftlab import provenance, turns
 from draftlab.benchmark.drafter_factory import check_rule, check_target
 from draftlab.benchmark.lm_eval_tasks import TaskOptions, check_chat_template, check_tasks
 from draftlab.config import shared
-from draftlab.config.drafters import (
-    DrafterSpec,
-    DraftModelSpec,
-    EagleSpec,
-    FallbackSpec,
-    LayerSkipSpec,
-    MedusaSpec,
-    NgramSpec,
-    ParallelSpec,
-    SearchedTreeSpec,
-)
+from draftlab.config.drafters import DrafterSpec, DraftModelSpec, EagleSpec, MedusaSpec, ParallelSpec, ReadsOutputs
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow, processes
 from draftlab.engine.drafters import medusa
@@ -40,8 +30,6 @@ from draftlab.provenance import Stage, lineage
 from draftlab.results.score import SAMPLING
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.store import check_tokenizer, finished_manifest
-
-ReadsOutputs = NgramSpec | FallbackSpec | SearchedTreeSpec | LayerSkipSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

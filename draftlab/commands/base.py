@@ -52,6 +52,7 @@ class Command:
             return self._run(config.resolved(), force=force, dry_run=dry_run)
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
+        config.check(weights=not dry_run)
         if not isinstance(config, OutputConfig):
             return self.function(config)
         out = config.output_directory()

@@ -2,19 +2,13 @@
 
 from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.distill import EagleConfig
-from draftlab.config.outputs import check_store
 from draftlab.console import note_if_slow
-from draftlab.model import hub
 from draftlab.output import Output
 
 
 @command(EagleConfig, dry_run=True)
 def eagle(config: EagleConfig, output: Output) -> Outcome:
     """Train an EAGLE-3 head on the frozen target, for score --drafter eagle:heads=DIR and for servers."""
-    hub.check_typed(config.target, weights=not output.dry_run)  # before torch is imported
-    check_store(config.outputs)
-    if config.outputs is None:
-        hub.check_data(config.data)
     with note_if_slow("eagle: loading torch and transformers"):
         from draftlab.distill.eagle import plan_eagle, train_eagle
     if output.dry_run:

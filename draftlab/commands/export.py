@@ -10,7 +10,6 @@ from draftlab.output import Output
 def check(config: CheckConfig) -> Outcome:
     """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
     draft = config.draft_directory()
-    hub.check_typed(config.target)
     from draftlab.export import compatibility, heads
 
     findings = (heads.check if heads.are_in(draft) else compatibility.check_draft)(config, draft)
@@ -27,7 +26,6 @@ def check(config: CheckConfig) -> Outcome:
 def export(config: ExportConfig, output: Output) -> Outcome:
     """Write a draft or head as runtimes load it, with a card and a script that serves it; verify it where it runs."""
     draft = config.draft_directory()
-    hub.check_typed(config.target)
     from draftlab.export import heads, run
 
     exported = (heads.export if heads.are_in(draft) else run.export)(config, output)

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.latency import LawConfig, LawFitConfig, PredictConfig, ProfileConfig, ProfileServersConfig
 from draftlab.console import note_if_slow
-from draftlab.model.families import locate_shape
 from draftlab.output import Output
-from draftlab.trust import check_address
 
 if TYPE_CHECKING:
     from draftlab.latency.scaling_law import ScalingLaw
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
 @command(ProfileConfig, dry_run=True)
 def profile(config: ProfileConfig, output: Output) -> Outcome:
     """Measure the latency of passes by tokens fed, batch size and context; models named together take turns."""
-    for name in config.models:
-        locate_shape(name)  # before torch is imported
     from draftlab.commands.latency_tables import profile_table
     from draftlab.latency.profile import estimate, profile_models
 
@@ -32,8 +28,6 @@ def profile(config: ProfileConfig, output: Output) -> Outcome:
 @command(ProfileServersConfig)
 def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
     """Measure the passes of a target and its draft in running vLLM servers, by streams at once."""
-    check_address(config.server)
-    check_address(config.speculative_server)
     with note_if_slow("loading torch and transformers"):
         from draftlab.latency.served import profile_servers as measure
     from draftlab.commands.latency_tables import profile_table
@@ -46,7 +40,6 @@ def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
 @command(LawConfig, dry_run=True)
 def law(config: LawConfig, output: Output) -> Outcome:
     """Measure a few shapes with random weights, and fit latency as a function of layers, width and bytes."""
-    locate_shape(config.source)  # before torch is imported
     from draftlab.latency.profile import law_estimate, measure_law
 
     if output.dry_run:

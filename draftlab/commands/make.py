@@ -24,10 +24,10 @@ def init(config: InitConfig) -> Outcome:
 @command(ImportConfig, name="import", dry_run=True)
 def import_checkpoint(config: ImportConfig, output: Output) -> Outcome:
     """Convert a GGUF file, .bin files, or a PEFT adapter with its base to a Hugging Face directory."""
-    path = hub.import_source(config.source)
+    layout = hub.import_source(config.source)
     from draftlab.importing import run
 
-    source = run.inspect(config, path)
+    source = run.inspect(config, layout)
     if output.dry_run:
         return plan(output, source.facts())
     run.convert(source, output)
@@ -54,7 +54,6 @@ def design(config: DesignConfig) -> Outcome:
 @command(ExpandConfig, dry_run=True)
 def expand(config: ExpandConfig, output: Output) -> Outcome:
     """Enlarge a checkpoint without changing its function: to measure its drafts at the cost of a larger target."""
-    hub.check_typed(config.source)
     from draftlab.prune import expand as expansion
 
     if output.dry_run:
@@ -79,7 +78,6 @@ def tokenizer(config: TokenizerConfig, output: Output) -> Outcome:
 @command(TransplantConfig, dry_run=True)
 def transplant(config: TransplantConfig, output: Output) -> Outcome:
     """Give a draft of another vocabulary the target's: shared tokens keep their rows, others are made of pieces."""
-    config.directories()
     with note_if_slow("loading torch and transformers"):
         from draftlab.prune import transplant as transplanting
     if output.dry_run:

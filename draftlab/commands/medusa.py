@@ -2,15 +2,12 @@
 
 from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.distill import MedusaConfig
-from draftlab.model import hub
 from draftlab.output import Output
 
 
 @command(MedusaConfig, dry_run=True)
 def medusa(config: MedusaConfig, output: Output) -> Outcome:
     """Train Medusa heads on the frozen target, for score --drafter medusa:heads=DIR."""
-    hub.check_typed(config.target, weights=not output.dry_run)
-    hub.check_data(config.data)
     from draftlab.distill.medusa_heads import plan_medusa, train_medusa
 
     if output.dry_run:

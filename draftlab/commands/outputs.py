@@ -10,13 +10,9 @@ from draftlab.config.outputs import (
     OutputsInfoConfig,
     OutputsVerifyConfig,
     ReplayConfig,
-    check_store,
 )
 from draftlab.console import note_if_slow
-from draftlab.model import hub
 from draftlab.output import Output
-from draftlab.reading import check_json_lines
-from draftlab.trust import check_address
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
@@ -27,12 +23,6 @@ if TYPE_CHECKING:
 @command(OutputsBuildConfig, name="outputs build", dry_run=True, resumes=True)
 def build(config: OutputsBuildConfig, output: Output) -> Outcome:
     """Store what a target writes or reads, to distil and to replay drafts without it; a killed build resumes."""
-    weights = not output.dry_run and config.server is None
-    hub.check_typed(None if config.tokenizer else config.target, weights=weights)
-    check_address(config.server)
-    check_json_lines(config.prompt_file)
-    if config.prompt_file is None:
-        hub.check_data(config.data)
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
     if output.dry_run:
@@ -51,7 +41,6 @@ def import_file(config: OutputsImportConfig, output: Output) -> Outcome:
 @command(OutputsInfoConfig, name="outputs info")
 def info(config: OutputsInfoConfig) -> Outcome:
     """Show what is stored, and whether the target's texts are loops."""
-    check_store(config.directory)
     from draftlab.target_outputs.store import describe, read_manifest
 
     return _shown(config.directory, read_manifest(config.directory), describe(config.directory))
@@ -60,8 +49,6 @@ def info(config: OutputsInfoConfig) -> Outcome:
 @command(OutputsVerifyConfig, name="outputs verify")
 def verify(config: OutputsVerifyConfig) -> Outcome:
     """Check stored outputs: every checksum and list, and some sequences scored again by the target."""
-    check_store(config.directory)
-    hub.check_typed(None if config.tokenizer else config.target, weights=config.server is None)
     from draftlab.target_outputs.verify import verify
 
     result = verify(config)
@@ -78,8 +65,6 @@ def verify(config: OutputsVerifyConfig) -> Outcome:
 @command(ReplayConfig)
 def replay(config: ReplayConfig, output: Output) -> Outcome:
     """Compute the acceptance of drafts for every K from one pass over target outputs; the target is not needed."""
-    hub.check_typed(*config.draft, weights=True)
-    check_store(config.directory)
     from draftlab.target_outputs.replay import draftings, replay, rows_of
 
     replays = replay(config, output)

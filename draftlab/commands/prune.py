@@ -1,11 +1,9 @@
 """The commands that cut a draft out of a source."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
-from draftlab.model import families, hub
+from draftlab.config.prune import PruneConfig, PruneMasksConfig
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
 @command(PruneConfig, dry_run=True)
 def prune(config: PruneConfig, output: Output) -> Outcome:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
-    _check(config, output)
     from draftlab.prune import run, source
 
     if output.dry_run:
@@ -26,20 +23,11 @@ def prune(config: PruneConfig, output: Output) -> Outcome:
 @command(PruneMasksConfig, dry_run=True)
 def prune_masks(config: PruneMasksConfig, output: Output) -> Outcome:
     """Train masks that select what to cut (Sheared LLaMA), then cut and refit as prune does."""
-    _check(config, output)
     from draftlab.prune import run, source
 
     if output.dry_run:
         return plan(output, source.training_estimate(config))
     return _outcome(run.prune_masks(config, output), output)
-
-
-def _check(config: CutConfig, output: Output) -> None:
-    """Raises UserError, before torch is imported: no such source, stored outputs or data."""
-    families.locate_shape(config.source)
-    if Path(config.source).is_dir():
-        hub.check_typed(config.source, weights=not output.dry_run)
-    config.check_text()
 
 
 def _outcome(pruned: "Pruned", output: Output) -> Outcome:

@@ -7,10 +7,7 @@ from draftlab.config.accuracy import AccuracyConfig
 from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSettings
 from draftlab.console import note_if_slow
 from draftlab.intervals import tokens_per_second
-from draftlab.model import hub
 from draftlab.output import Output
-from draftlab.reading import check_json_lines
-from draftlab.trust import check_address
 
 if TYPE_CHECKING:
     from draftlab.results.score import Score
@@ -19,10 +16,6 @@ if TYPE_CHECKING:
 @command(ScoreConfig, dry_run=True)
 def score(config: ScoreConfig, output: Output) -> Outcome:
     """Measure drafts against the target in one process: acceptance, speed-up over plain decoding, accuracy."""
-    hub.check_typed(config.target, *config.draft, weights=not output.dry_run)
-    check_json_lines(config.prompt_file)
-    if config.reads_data:
-        hub.check_data(config.data)
     with note_if_slow("loading torch and transformers"):
         from draftlab.benchmark import run
     if output.dry_run:
@@ -33,12 +26,6 @@ def score(config: ScoreConfig, output: Output) -> Outcome:
 @command(ScoreServersConfig, dry_run=True)
 def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
     """Measure a draft through two running servers: the target alone, and the target with its draft."""
-    check_address(config.server)
-    check_address(config.speculative_server)
-    hub.check_typed(None if config.tokenizer else config.target)
-    check_json_lines(config.prompt_file)
-    if config.prompt_file is None:
-        hub.check_data(config.data)
     with note_if_slow("loading torch and transformers"):
         from draftlab.benchmark import servers
     if output.dry_run:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.search import SearchConfig
-from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 @command(SearchConfig, dry_run=True)
 def search(config: SearchConfig, output: Output) -> Outcome:
     """Find the shape and K with which the target is fastest here; a killed search resumes."""
-    hub.check_typed(config.target, config.source, weights=not output.dry_run)
     from draftlab.search import run
 
     if output.dry_run:

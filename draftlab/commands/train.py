@@ -4,13 +4,9 @@ from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.distill import DistillConfig, OnlineConfig, RollbackConfig, TrainConfig
-from draftlab.config.outputs import check_store
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError
-from draftlab.model import hub
 from draftlab.output import Output
-from draftlab.reading import check_json_lines
-from draftlab.trust import check_address
 
 if TYPE_CHECKING:
     from draftlab.distill.run import TrainingResult
@@ -19,8 +15,6 @@ if TYPE_CHECKING:
 @command(TrainConfig, dry_run=True)
 def train(config: TrainConfig, output: Output) -> Outcome:
     """Train with cross-entropy on text: a new model, or continued pretraining after pruning."""
-    hub.check_typed(config.model, weights=not output.dry_run)
-    hub.check_data(config.data)
     from draftlab.distill.distill import plan_training, train_on_text
 
     if output.dry_run:
@@ -31,13 +25,6 @@ def train(config: TrainConfig, output: Output) -> Outcome:
 @command(DistillConfig, dry_run=True)
 def distill(config: DistillConfig, output: Output) -> Outcome:
     """Train a draft to agree with the target."""
-    models = (config.draft, config.target if config.needs_target else None)
-    hub.check_typed(*models, weights=not output.dry_run)
-    check_address(config.server)
-    check_store(config.outputs)
-    check_json_lines(config.prompt_file)
-    if config.trains_on_windows:
-        hub.check_data(config.data)
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.distill import distill as library
     if output.dry_run:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, field_validator
 
-from draftlab.config import shared
+from draftlab.config import inputs, shared
 from draftlab.config.base import Only, OutputConfig, option
 
 TASKS = "Tasks"  # panel of --help
@@ -31,7 +31,9 @@ def accuracy_of(help: str) -> list[Path]:
 class AccuracyConfig(OutputConfig, TaskSettings, shared.CheckpointSettings):
     """Models, and the tasks to measure their accuracy on."""
 
-    models: list[str] = option(help="Checkpoints: directories, or hub names with @REVISION.", argument=True)
+    models: list[str] = option(
+        help="Checkpoints: directories, or hub names with @REVISION.", argument=True, reads=inputs.checkpoint
+    )
     tasks: str = option(
         help=f"lm-eval tasks or YAML files of tasks, separated by commas; {CODE_TASKS} need no download.", panel=TASKS
     )
@@ -41,7 +43,7 @@ class AccuracyConfig(OutputConfig, TaskSettings, shared.CheckpointSettings):
     )
     data: str = shared.data("Source of held-out text for the two code tasks.")
     dtype: shared.WeightsDtype = shared.dtype()
-    device: str = shared.device()
+    device: shared.Device = shared.device()
     threads: int | None = shared.threads()
     seed: int = shared.seed()
 

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.config import shared
+from draftlab.config import inputs, shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.server_rules import ServerName
 from draftlab.model import hub
@@ -29,6 +29,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     )  # fmt: skip
     data: str | None = option(
         None, "Text whose parts are the prompts of a target without a chat template. Default: the workspace's.",
+        reads=inputs.text,
     )  # fmt: skip
     streams: Numbers = numbers("1", "Prompts that are served at once, as 1,4,16: the draft must pay over all of them.")
     temperature: float = option(0.0, "Temperature that prompts are served at; 0 is greedy.", ge=0)
@@ -39,7 +40,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         None, "Program of the server, vllm or llama-server. Default: the one on the PATH, if there is one."
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: str = shared.device()
+    device: shared.Device = shared.device()
     threads: int | None = shared.threads()
     seed: int = shared.seed()
 

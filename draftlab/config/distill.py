@@ -1,31 +1,35 @@
 """Settings of the commands that train."""
 
-import re
 from pathlib import Path
 
 from pydantic import field_validator, model_validator
 from typing_extensions import Self
 
-from draftlab.config import shared
+from draftlab.config import inputs, shared
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Config, Numbers, Only, OutputConfig, option
 from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettings, TrainingSettings, Vocab
 from draftlab.console import note
 from draftlab.model import hub
+from draftlab.model.head_ids import check_trimmable
 
 GENERATED, PARALLEL = "Generated text", "Parallel drafting"  # panels of --help
 
 
 class TrainConfig(OutputConfig, TrainingSettings):
-    data: str = option(help="Text to train on: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
-    model: str | None = option(None, "Checkpoint to continue from.")
+    data: str = option(help="Text to train on: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", reads=inputs.text)
+    model: str | None = option(None, "Checkpoint to continue from.", reads=inputs.checkpoint)
     loss_on: shared.LossOn | None = shared.loss_on()
-    shape: Path | None = option(None, "Shape file of a new model, which starts from random weights.")
-    tokenizer: str | None = option(None, "Checkpoint or directory with the tokenizer of a new model.")
+    shape: Path | None = option(
+        None, "Shape file of a new model, which starts from random weights.", reads=inputs.shape_file
+    )
+    tokenizer: str | None = option(
+        None, "Checkpoint or directory with the tokenizer of a new model.", reads=inputs.tokenizer
+    )
     context: int = option(2048, "Longest context of a new model.", ge=8, advanced=True)
     steps: int = shared.steps(1000)
     seq_len: int = shared.seq_len(512)
     weight_decay: float = shared.weight_decay(0.1)
-    device: str = shared.device()
+    device: shared.Device = shared.device()
 
     only = (Only(("shape", "tokenizer", "context"), lambda c: c.model is None, "--model brings its own"),)
 
@@ -35,28 +39,34 @@ class TrainConfig(OutputConfig, TrainingSettings):
             raise ValueError("--model CHECKPOINT is required; or, for a new model, --shape FILE and --tokenizer DIR")
         return self
 
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        inputs.check_fits(self.seq_len, self.model)
+
     def default_name(self) -> str:
         return f"train-{self.shape.stem if self.shape else Path(str(self.model)).name}"
 
 
 class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
-    draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one.")
+    draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one.", reads=inputs.checkpoint)
     target: str = shared.target()
     data: str = shared.data()
     loss_on: shared.LossOn | None = shared.loss_on()
-    text: str = option(
+    text: shared.Texts = option(
         "data", "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3."
     )
-    outputs: Path | None = option(None, "Stored target outputs to distil from, instead of a target and text.")
+    outputs: Path | None = option(
+        None, "Stored target outputs to distil from, instead of a target and text.", reads=inputs.store
+    )
     prompt_file: Path | None = option(
         None, "With --text target: JSON-lines file of prompts that the target answers, instead of data.",
-        panel=GENERATED,
+        panel=GENERATED, reads=inputs.prompts,
     )  # fmt: skip
     chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
     system_prompt: str | None = shared.system_prompt(panel=GENERATED)
     max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2, panel=GENERATED)
     vocab: Vocab = shared.draft_vocab("the text that is trained on")
-    loss: str = shared.loss()
+    loss: shared.LossName = shared.loss()
     temperature: float = shared.loss_temperature()
     top_logprobs: int = option(20, "Most probable tokens to ask a server for.", ge=1, panel=SERVER, advanced=True)
     prompt_tokens: int = option(32, "Tokens of data before each generated text.", ge=1, panel=GENERATED, advanced=True)
@@ -84,7 +94,7 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     lora_rank: int = shared.lora_rank()
     gradient_checkpointing: bool = shared.gradient_checkpointing()
     reweigh_steps: int = shared.reweigh_steps()
-    device: str = shared.device()
+    device: shared.Device = shared.device()
     device_map: str | None = shared.device_map()
     memory: float = shared.memory()
 
@@ -121,17 +131,23 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
 
     @model_validator(mode="after")
     def _server_scores_only(self) -> Self:
-        if self.server is not None and "target" in names(self.text):
+        if self.server is not None and "target" in shared.names(self.text):
             raise ValueError(
                 f"--text {self.text}: --server is asked for log-probabilities of given text only; store what its "
                 "model writes with draftlab outputs build, and distil with --outputs"
             )
         return self
 
+    @model_validator(mode="after")
+    def _leaves_room_to_generate(self) -> Self:
+        if self.trains_on_windows and self.generates:
+            shared.check_prompt_tokens(self.prompt_tokens, self.seq_len)
+        return self
+
     @property
     def compares_with_target(self) -> bool:
         """True if the loss has a term besides cross-entropy."""
-        return names(self.loss) != {"ce"}
+        return shared.names(self.loss) != {"ce"}
 
     @property
     def trains_on_windows(self) -> bool:
@@ -141,18 +157,25 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     @property
     def generates(self) -> bool:
         """True if a model writes training text."""
-        return self.outputs is None and bool(names(self.text) & {"target", "draft"})
+        return self.outputs is None and bool(shared.names(self.text) & {"target", "draft"})
 
     @property
     def needs_target(self) -> bool:
         """True if the target's checkpoint is loaded."""
-        asked = self.compares_with_target or "target" in names(self.text) or self.reweigh_steps > 0
+        asked = self.compares_with_target or "target" in shared.names(self.text) or self.reweigh_steps > 0
         return self.outputs is None and self.server is None and asked
 
     @property
     def evaluates_length(self) -> bool:
         """True if evaluations measure acceptance length, on text that the target writes."""
         return self.needs_target and self.compares_with_target and self.prompt_file is None
+
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        if self.trains_on_windows:
+            inputs.check_fits(self.seq_len, self.draft, self.target if self.needs_target else None)
+        if self.vocab is not None and (draft := hub.local(str(self.draft))) is not None:
+            check_trimmable(draft, self.vocab)
 
     def resolved(self) -> Self:
         if self.draft is not None:
@@ -167,16 +190,18 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
 
 
 class OnlineConfig(OutputConfig, TrainerSettings):
-    traffic: Path = option(help="Folder of stored outputs of served traffic, named in the order of time.")
-    outputs: Path = option(help="Stored target outputs on which the draft must not get worse.")
+    traffic: Path = option(
+        help="Folder of stored outputs of served traffic, named in the order of time.", reads=inputs.file
+    )
+    outputs: Path = option(help="Stored target outputs on which the draft must not get worse.", reads=inputs.store)
     draft: str | None = option(None, "Checkpoint to start the first round from. Default: the newest draft.")
     replay: float = option(0.25, "Share of steps on --outputs, against forgetting.", ge=0, le=0.99)
     window: int = option(4, "Newest stored outputs of traffic to train on.", ge=1)
-    loss: str = shared.loss()
+    loss: shared.LossName = shared.loss()
     temperature: float = shared.loss_temperature()
     lora_rank: int = shared.lora_rank()
     gradient_checkpointing: bool = shared.gradient_checkpointing()
-    device: str = shared.device()
+    device: shared.Device = shared.device()
 
     def default_name(self) -> str:
         return "online"
@@ -193,7 +218,11 @@ class MedusaConfig(OutputConfig, LoopSettings):
     batch_size: int = shared.batch_size(8)
     seq_len: int = shared.seq_len(ge=16)
     lr: float = shared.lr(1.0e-3)  # AdamW's, as in the paper: the heads are not matrices of blocks
-    device: str = shared.device()
+    device: shared.Device = shared.device()
+
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        inputs.check_fits(self.seq_len, self.target)
 
     def default_name(self) -> str:
         return f"medusa-{Path(self.target.partition('@')[0]).name}"
@@ -211,17 +240,20 @@ class EagleConfig(OutputConfig, TrainingSettings):
     target: str = shared.target()
     data: str = shared.data()
     loss_on: shared.LossOn | None = shared.loss_on()
-    text: str = option(
+    text: shared.Texts = option(
         "data", "Train on the data itself, or on text of the target: data, target, or data=0.3,target=0.7."
     )
-    outputs: Path | None = option(None, "Stored target outputs to train on, instead of --data: what the target wrote.")
-    heads: Path | None = option(
-        None, "Head to train on, in place of a new one: draftlab eagle's, or SpecForge's, SafeAILab's, speculators'."
+    outputs: Path | None = option(
+        None, "Stored target outputs to train on, instead of --data: what the target wrote.", reads=inputs.store
     )
+    heads: Path | None = option(
+        None, "Head to train on, in place of a new one: draftlab eagle's, or SpecForge's, SafeAILab's, speculators'.",
+        reads=inputs.file,
+    )  # fmt: skip
     ttt_steps: int = option(
         4, "Steps of training-time test: tokens in a row that the head learns to draft.", ge=1, le=16
     )
-    loss: str = shared.loss()
+    loss: shared.LossName = shared.loss()
     temperature: float = shared.loss_temperature()
     lr: float = option(  # half of what pruned drafts take, by runs on SmolLM2-135M (docs/drafters.md)
         factory=lambda settings: shared.proven_lr(settings) / 2, help="Peak learning rate.", gt=0,
@@ -240,7 +272,7 @@ class EagleConfig(OutputConfig, TrainingSettings):
         1.0, "Temperature at which the target generates training text.", ge=0, panel=GENERATED, advanced=True
     )
     memory: float = shared.memory()
-    device: str = shared.device()
+    device: shared.Device = shared.device()
     device_map: str | None = shared.device_map()
 
     only = (
@@ -253,19 +285,24 @@ class EagleConfig(OutputConfig, TrainingSettings):
     @field_validator("text")
     @classmethod
     def _knows_the_texts(cls, text: str) -> str:
-        if "draft" in names(text):
+        if "draft" in shared.names(text):
             raise ValueError("the text of an EAGLE-3 head is the target's own; want data and target")
         return text
+
+    @model_validator(mode="after")
+    def _leaves_room_to_generate(self) -> Self:
+        if self.generates:
+            shared.check_prompt_tokens(self.prompt_tokens, self.seq_len)
+        return self
 
     @property
     def generates(self) -> bool:
         """True if the target writes training text."""
-        return self.outputs is None and "target" in names(self.text)
+        return self.outputs is None and "target" in shared.names(self.text)
+
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        inputs.check_fits(self.seq_len, self.target)
 
     def default_name(self) -> str:
         return f"eagle-{Path(self.target.partition('@')[0]).name}"
-
-
-def names(spec: str) -> set[str]:
-    """Return the names in a mixture or a loss: {"fkl", "lk"} of "fkl@0.2 -> 0.5*lk(3)"."""
-    return set(re.findall(r"[a-z]{2,}", spec.lower()))

@@ -292,6 +292,7 @@ _SPECS: list[type[DrafterSpec]] = [
     NgramSpec, PromptLookupSpec, DraftModelSpec, FallbackSpec, CascadeSpec, ConfidenceStopSpec, EntropyStopSpec,
     LayerSkipSpec, MedusaSpec, TreeSpec, ParallelSpec, EagleSpec,
 ]  # fmt: skip
+ReadsOutputs = NgramSpec | FallbackSpec | SearchedTreeSpec | LayerSkipSpec
 DRAFTERS = {spec.kind: spec for spec in _SPECS}
 
 

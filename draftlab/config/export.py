@@ -6,12 +6,14 @@ from typing import Literal
 from pydantic import field_validator
 from typing_extensions import Self
 
-from draftlab.config.base import MAX_K, Config, Only, OutputConfig, from_workspace, option
+from draftlab.config import inputs
+from draftlab.config.base import MAX_K, Config, Only, OutputConfig, option
 from draftlab.config.server_rules import SampleMethod
 from draftlab.config.shared import (
     CHAT_RULES,
     ChatMode,
     CheckpointSettings,
+    Device,
     chat,
     data,
     device,
@@ -24,7 +26,6 @@ from draftlab.console import note
 from draftlab.errors import did_you_mean
 from draftlab.model import hub
 
-MEDUSA = "medusa.json"  # what a directory of Medusa heads has in place of a config.json
 TRANSLATING = ("vllm", "transformers")  # between two vocabularies
 RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
@@ -41,22 +42,26 @@ class DraftConfig(Config, CheckpointSettings):
         note(f"draft: {newest_draft()}")
         return self.model_copy(update={"draft": str(newest_draft())})
 
+    def check(self, *, weights: bool) -> None:
+        self.draft_directory()
+        super().check(weights=weights)
+
     def draft_directory(self) -> Path:
         """Raises UserError: there is no such checkpoint."""
-        if self.draft is not None and (Path(self.draft) / MEDUSA).is_file():
+        if self.draft is not None and (Path(self.draft) / inputs.MEDUSA).is_file():
             return Path(self.draft)
         return hub.locate(self.draft or newest_draft())
 
 
 class CheckConfig(DraftConfig):
-    target: str = target()
+    target: str = target(reads=inputs.config_only)
     runtimes: str = option(",".join(RUNTIMES), "Runtimes to check for, by comma.", flag="--for")
     data: str = data("Text to measure perplexity on.")
     prompt_file: Path | None = prompt_file(advanced=True)
     chat: ChatMode = chat(advanced=True)
     system_prompt: str | None = system_prompt()
     files_only: bool = option(False, "Read files only; do not run the draft.")
-    device: str = device()
+    device: Device = device()
 
     @field_validator("runtimes")
     @classmethod
@@ -79,7 +84,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         "A Hugging Face directory, a GGUF file, or one of them with a script that serves it in a runtime; speculators: "
         "an EAGLE-3 head in that layout, which vLLM serves.",
     )
-    target: str = target()
+    target: str = target(reads=inputs.config_only)
     outtype: str = option("f16", "GGUF: type of matrices, such as f32, f16, bf16, q8_0, q4_0 or q4_k_m.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Hugging Face: data type of weights. Default: as stored."
@@ -109,7 +114,7 @@ class ExportConfig(DraftConfig, OutputConfig):
     gpu_memory_utilization: float | None = option(
         None, "Share of the memory that vLLM may take to verify. Default: vLLM's.", gt=0, le=1, advanced=True
     )
-    data: str = from_workspace("data", "Prompts to verify with.", advanced=True)
+    data: str = data("Prompts to verify with.", advanced=True)
     prompt_file: Path | None = prompt_file(advanced=True)
     chat: ChatMode = chat(advanced=True)
     system_prompt: str | None = system_prompt()
@@ -117,7 +122,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         None, "Number of prompts to verify with. Default: all of a file, 16 of --data.", ge=2, advanced=True
     )
     push_to_hub: str | None = option(None, "Repository of the Hugging Face hub to upload to.")
-    device: str = device()
+    device: Device = device()
 
     only = (
         Only(("outtype",), lambda c: c.is_gguf, "belongs to --to gguf and llama.cpp"),

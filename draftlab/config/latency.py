@@ -6,11 +6,13 @@ from typing import Literal
 from pydantic import model_validator
 from typing_extensions import Self
 
+from draftlab.config import inputs
 from draftlab.config.accuracy import accuracy_of
 from draftlab.config.base import MAX_K, SERVER, Config, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import (
     SPLITS,
     CheckpointSettings,
+    Device,
     EngineMode,
     WeightsDtype,
     data,
@@ -39,7 +41,7 @@ class GridConfig(OutputConfig):
     repeats: int = option(20, "Timed repeats of every pass, after a warm-up.", ge=3)
     mode: EngineMode = mode()
     dtype: WeightsDtype = dtype()
-    device: str = device()
+    device: Device = device()
     threads: int | None = threads()
 
 
@@ -47,8 +49,9 @@ class ProfileConfig(GridConfig, CheckpointSettings):
     """Latency of the passes of some models."""
 
     models: list[str] = option(
-        help="Checkpoints; or shape files and names of shapes, which get random weights.", argument=True
-    )
+        help="Checkpoints; or shape files and names of shapes, which get random weights.", argument=True,
+        reads=inputs.shape,
+    )  # fmt: skip
     device_map: str | None = device_map(SPLITS)
 
     only = (
@@ -64,13 +67,16 @@ class ProfileConfig(GridConfig, CheckpointSettings):
 class ProfileServersConfig(OutputConfig):
     """Servers of vLLM to time under load: the target alone, and with its draft."""
 
-    server: str = option(help="http://HOST:PORT of a vLLM that runs the target alone.", panel=SERVER)
-    speculative_server: str | None = option(
-        None, "http://HOST:PORT of one that drafts, with the largest K of interest.", panel=SERVER
+    server: str = option(
+        help="http://HOST:PORT of a vLLM that runs the target alone.", panel=SERVER, reads=inputs.server
     )
+    speculative_server: str | None = option(
+        None, "http://HOST:PORT of one that drafts, with the largest K of interest.", panel=SERVER,
+        reads=inputs.server,
+    )  # fmt: skip
     served_model: str | None = option(None, "Model of both servers. Default: their first.", panel=SERVER, advanced=True)
     api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
-    target: str = target()
+    target: str = target(reads=inputs.config_only)
     draft: str = option("draft", "Name of the draft, or its directory.")
     batch: Numbers = numbers("1,2,4,8", "Batch sizes: streams at once.")
     context: Numbers = numbers("32,160", "Lengths of the prompt.")
@@ -87,7 +93,7 @@ class ProfileServersConfig(OutputConfig):
 class LawConfig(GridConfig):
     """Latency of shapes with random weights, and the law that it follows."""
 
-    source: str = source()
+    source: str = source(reads=inputs.shape)
     layers: Numbers | None = option(None, "Depths to time. Default: those that span the source.", typed=str)
     widths: Numbers | None = option(None, "Widths to time at every depth. Default: those of the source.", typed=str)
     k: int = option(1, "Most drafted tokens: 1 suffices for drafts.", ge=1, le=MAX_K)
@@ -111,8 +117,12 @@ class PredictConfig(Config):
 
     draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat for several drafts.")
     target_profile: str = option(help=PROFILE_HELP)
-    replay: list[Path] = option(factory=list, help="Acceptance from replay.json; one file, or one per draft.")
-    score: list[Path] = option(factory=list, help="Acceptance from score.json; one file, or one per draft.")
+    replay: list[Path] = option(
+        factory=list, help="Acceptance from replay.json; one file, or one per draft.", reads=inputs.file
+    )
+    score: list[Path] = option(
+        factory=list, help="Acceptance from score.json; one file, or one per draft.", reads=inputs.file
+    )
     alpha: float | None = option(None, "Acceptance probability of every token.", ge=0, le=1)
     acceptance_length: str | None = option(None, "Tokens per target pass at some K, as 2.8@4.")
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")

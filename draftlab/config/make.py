@@ -7,12 +7,11 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.config import shared
+from draftlab.config import inputs, shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
-from draftlab.config.export import MEDUSA
 from draftlab.errors import UserError
 from draftlab.model import hub
-from draftlab.model.hf_files import check_has_tokenizer
+from draftlab.model.hf_files import MOST_LAYERS, check_has_tokenizer
 from draftlab.provenance import file_sha256
 
 
@@ -22,8 +21,10 @@ class InitConfig(Config):
     preset: str | None = option(None, f"Target, source and text together: {', '.join(workspace.PRESETS)}.")
     target: str | None = option(None, "Checkpoint of the target: a directory, or a hub name with @REVISION.")
     source: str | None = option(None, "Checkpoint that drafts are cut from. Default: the target.")
-    gguf: Path | None = option(None, "GGUF file of the target, imported under models/.")
-    data: str | None = option(None, "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", shown_default="the preset's")
+    gguf: Path | None = option(None, "GGUF file of the target, imported under models/.", reads=inputs.file)
+    data: str | None = option(
+        None, "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", shown_default="the preset's", reads=inputs.local_text
+    )
     overwrite: bool = option(False, "Replace an existing draftlab.yaml.", flag="--force")
 
     only = (
@@ -56,18 +57,18 @@ class ImportConfig(OutputConfig):
 class DesignConfig(Config):
     """Shapes of equal budget, one per depth."""
 
-    params: str | None = option(None, "Budget: parameters of each shape, as 1.3b, 796m, 4m.")
+    params: shared.Count = option(None, "Budget: parameters of each shape, as 1.3b, 796m, 4m.")
     kv_kib: float | None = option(None, "Budget: KiB of KV cache per token in bf16.", gt=0)
     latency_ms: float | None = option(None, "Budget: milliseconds of a one-token pass, by the latency law.", gt=0)
     body: bool = option(False, "Count the parameters of the blocks only, not embedding and head.", flag="--body")
     layers: Numbers = numbers("1-12", "Depths to try, as 2,4,8 or 1-8.")
-    source: str = shared.source()
+    source: str = shared.source(reads=inputs.shape)
     vocab: shared.Vocab = shared.draft_vocab("the target's answers")
     free: bool = option(False, "Allow sizes above the source's, keeping its proportions: to train from scratch.")
     multiple_of: int = option(64, "The ffn is a multiple of this.", ge=1, advanced=True)
     width_multiple_of: int = option(1, "The width is a multiple of this, and of head_dim.", ge=1, advanced=True)
     tensor_parallel: int = option(1, "Devices over which heads, kv-heads and ffn split evenly.", ge=1)
-    law: Path | None = option(None, "Output of draftlab law. Default: the newest.", advanced=True)
+    law: Path | None = option(None, "Output of draftlab law. Default: the newest.", advanced=True, reads=inputs.file)
     plot: Path | None = option(None, "Figure to write, .svg or .png.")
     out: Path | None = option(None, "Folder for one shape file per depth. Default: show only.")
     overwrite: bool = option(False, "Replace existing shape files.", flag="--force")
@@ -93,14 +94,18 @@ class DesignConfig(Config):
 class ExpandConfig(OutputConfig):
     """A larger checkpoint that computes the source's function."""
 
-    source: str = option(help="Checkpoint to expand: a directory, or a hub name with @REVISION.", argument=True)
-    shape: str | None = option(None, "Shape file, or name of a shape that comes with draftlab, in place of all sizes.")
-    layers: int | None = option(None, "Layers. Default: the source's.", ge=1)
+    source: str = option(
+        help="Checkpoint to expand: a directory, or a hub name with @REVISION.", argument=True, reads=inputs.checkpoint
+    )
+    shape: str | None = option(
+        None, "Shape file, or name of a shape that comes with draftlab, in place of all sizes.", reads=inputs.shape
+    )
+    layers: int | None = option(None, "Layers. Default: the source's.", ge=1, le=MOST_LAYERS)
     width: int | None = option(None, "Hidden dimensions. Default: the source's.", ge=1)
     heads: int | None = option(None, "Query heads. Default: the source's ratio to the width.", ge=1)
     kv_heads: int | None = option(None, "Key-value heads. Default: the source's ratio to the heads.", ge=1)
     ffn: int | None = option(None, "FFN neurons. Default: the source's ratio to the width.", ge=1)
-    params: str | None = option(None, "Total parameters, as in 1.3b: solves for the FFN.")
+    params: shared.Count = option(None, "Total parameters, as in 1.3b: solves for the FFN.")
     multiple_of: int = option(16, "The FFN is a multiple of this.", ge=1, advanced=True)
     seed: int = shared.seed()
 
@@ -128,7 +133,9 @@ class ExpandConfig(OutputConfig):
 class TokenizerConfig(OutputConfig):
     """A byte-level BPE tokenizer."""
 
-    data: str = option(help="Training text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT, weighted by size.")
+    data: str = option(
+        help="Training text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT, weighted by size.", reads=inputs.text
+    )
     vocab: int = option(4096, "Token ids, special tokens included.", ge=260)
     megabytes: float = option(24.0, "Size of the training text.", gt=0)
 
@@ -142,13 +149,16 @@ class TransplantConfig(OutputConfig, shared.CheckpointSettings):
     draft: str = option(help="Checkpoint of the draft: a directory, or a hub name with @REVISION.", argument=True)
     target: str = shared.target()
 
+    def check(self, *, weights: bool) -> None:
+        self.directories()
+
     def directories(self) -> tuple[Path, Path]:
         """Return draft and target; the target's weights are not needed.
 
         Raises:
             UserError: one of them is no causal language model or has no tokenizer; or they have the same one.
         """
-        if hub.is_eagle_head(self.draft) or (Path(self.draft) / MEDUSA).is_file():
+        if hub.is_eagle_head(self.draft) or (Path(self.draft) / inputs.MEDUSA).is_file():
             raise UserError(f"{self.draft} has heads on its target's states, whose vocabulary is the target's own")
         draft, target = hub.locate(self.draft), hub.locate(self.target, weights=False)
         for model in (draft, target):

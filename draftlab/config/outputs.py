@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.config import shared
+from draftlab.config import inputs, shared
 from draftlab.config.base import Config, DraftedTokens, Only, OutputConfig, numbers, option
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
-from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.hub import checkpoint_name
 from draftlab.sampling import SamplingParams
@@ -18,21 +18,11 @@ DISTILL_PROMPT_TOKENS, DISTILL_TEMPERATURE, DISTILL_TOP_LOGPROBS = 32, 1.0, 64
 DISTILL_BATCH, REPLAY_BATCH = 64, 16
 REPLAY_PROMPTS, REPLAY_PROMPT_TOKENS = 64, 64  # of a data source
 
-MANIFEST = "manifest.json"
-
 _SERVER = (
     Only(("served_model", "tokenizer", "api_key_file"), lambda c: c.server, "needs --server"),
     Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
     Only(("dtype", "device", "device_map", "memory"), lambda c: not c.server, "the server decides that itself"),
 )
-
-
-def check_store(directory: Path | None) -> None:
-    """Raises UserError: a directory without the manifest of stored outputs."""
-    if directory is not None and not (directory / MANIFEST).exists():
-        raise UserError(
-            f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
-        )
 
 
 def _widths(value: object) -> object:
@@ -76,7 +66,7 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
     dtype: shared.WeightsDtype | None = option(
         None, "Data type of weights. Default: to distil as stored, to replay the workspace's.", advanced=True
     )
-    device: str = shared.device()
+    device: shared.Device = shared.device()
     device_map: str | None = shared.device_map(shared.SPLITS)
     memory: float = shared.memory()
     seed: int = shared.seed()
@@ -160,15 +150,19 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
 class OutputsImportConfig(OutputConfig):
     """format log: a server's log, to distil from. format paper: a trace of the paper's scripts, to replay drafts on."""
 
-    file: Path = option(help="File to import (docs/formats.md).", argument=True)
+    file: Path = option(help="File to import (docs/formats.md).", argument=True, reads=inputs.file)
     format: Literal["log", "paper"] = option(
         "log", "log: a server's requests in JSON lines; paper: tensor([[...]]) as the paper's scripts print."
     )
-    target: str = shared.target()
-    tokenizer: Path | None = option(None, "Directory of the target's tokenizer, if not that of --target.")
+    target: str = shared.target(reads=inputs.config_only)
+    tokenizer: Path | None = option(
+        None, "Directory of the target's tokenizer, if not that of --target.", reads=inputs.tokenizer
+    )
     seq_len: int = option(256, "With --format log: tokens per sequence; longer texts are cut.", ge=8)
     top_logprobs: int = option(64, "With --format log: at most that many tokens of each list.", ge=1)
-    prompt_file: Path | None = option(None, "With --format paper: JSON-lines file of the prompts of the trace.")
+    prompt_file: Path | None = option(
+        None, "With --format paper: JSON-lines file of the prompts of the trace.", reads=inputs.prompts
+    )
     num_prompts: int | None = option(None, "With --format paper: import the first ones only.", ge=1)
     name: str = option("llama-65b", "With --format paper: name of the target.")
 
@@ -178,18 +172,24 @@ class OutputsImportConfig(OutputConfig):
         Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
     )
 
+    @model_validator(mode="after")
+    def _has_the_prompts(self) -> Self:
+        if self.format == "paper" and self.prompt_file is None:
+            raise ValueError("--format paper needs --prompt-file: a trace file has no prompts")
+        return self
+
     def default_name(self) -> str:
         return f"outputs-{self.file.stem if self.format == 'log' else self.name}"
 
 
 class OutputsInfoConfig(Config):
-    directory: Path = option(help="Directory of the outputs.", argument=True)
+    directory: Path = option(help="Directory of the outputs.", argument=True, reads=inputs.store)
 
 
 class OutputsVerifyConfig(shared.ServerSettings, OutputsInfoConfig):
     target: str = shared.target()
     dtype: shared.WeightsDtype | None = option(None, "Data type of weights. Default: as stored.", advanced=True)
-    device: str = shared.device()
+    device: shared.Device = shared.device()
     device_map: str | None = shared.device_map(shared.SPLITS)
     memory: float = shared.memory()
     seed: int = shared.seed()
@@ -204,10 +204,11 @@ class OutputsVerifyConfig(shared.ServerSettings, OutputsInfoConfig):
 class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     """Settings of draftlab replay."""
 
-    directory: Path = option(help="Directory of target outputs.", argument=True)
+    directory: Path = option(help="Directory of target outputs.", argument=True, reads=inputs.store)
     draft: list[str] = option(
-        factory=list, help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft."
-    )
+        factory=list, help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft.",
+        reads=inputs.checkpoint,
+    )  # fmt: skip
     target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     tree: Widths | None = option(None, "A tree instead: branches at each depth, as 4,2,1.", typed=str)
@@ -226,7 +227,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     category: str | None = option(None, "Only prompts of this category.")
     parallel: bool = option(True, "Parallel drafts draft in one pass; --no-parallel: in one for each token.")
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: str = shared.device()
+    device: shared.Device = shared.device()
 
     only = (
         SERVER_RULE_ONLY,

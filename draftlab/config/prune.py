@@ -1,14 +1,17 @@
 """Settings of prune and prune-masks."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel
 
+from draftlab.config import inputs
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
-from draftlab.config.outputs import check_store
 from draftlab.config.shared import (
     CheckpointSettings,
+    Count,
+    Device,
+    LossName,
     TrainingSettings,
     Vocab,
     data,
@@ -21,10 +24,11 @@ from draftlab.config.shared import (
 )
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.model import hub
-
-if TYPE_CHECKING:
-    from draftlab.model.shape import Shape
+from draftlab.model import families
+from draftlab.model.families import shape_name
+from draftlab.model.hf_files import is_llama
+from draftlab.model.hf_shapes import planned_shape
+from draftlab.model.shape import Shape, check, parse_count
 
 Method = Literal["activation", "random", "first", "magnitude"]
 Depth = Literal["influence", "contiguous", "even", "greedy"]
@@ -52,26 +56,28 @@ class CutConfig(RefitSettings, OutputConfig, CheckpointSettings):
         None, "Key-value heads to keep. Default: the source's ratio.", ge=1, panel=SHAPE, advanced=True
     )
     ffn: int | None = option(None, "FFN neurons to keep. Default: the source's ratio.", ge=1, panel=SHAPE)
-    params: str | None = option(None, "Total parameters, as in 1.3b: solves for the FFN.", panel=SHAPE)
+    params: Count = option(None, "Total parameters, as in 1.3b: solves for the FFN.", panel=SHAPE)
     multiple_of: int = option(
         16, "The FFN is a multiple of this; 256 suits GGUF's K-quants.", ge=1, panel=SHAPE, advanced=True
     )
-    shape: Path | None = option(None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True)
+    shape: Path | None = option(
+        None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True, reads=inputs.shape_file
+    )
     vocab: Vocab = draft_vocab("--outputs, or of --data", panel=SHAPE)
     outputs: Path | None = option(
         None,
         "Outputs of the target (draftlab outputs build) to calibrate on, and to count the ids of --vocab in.",
-        panel=CALIBRATION,
-    )
+        panel=CALIBRATION, reads=inputs.store,
+    )  # fmt: skip
     untie: bool = option(
         False, "Give the draft a head of its own where the source ties it to the embedding: its residual stream can "
         "then be rotated, and its head refitted.", panel=SHAPE, advanced=True,
     )  # fmt: skip
-    source: str = source()
+    source: str = source(reads=inputs.shape)
     data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
     calibration_tokens: int = option(32768, "Tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True)
     seq_len: int = option(512, "Tokens per calibration sequence.", ge=8, panel=CALIBRATION, advanced=True)
-    device: str = device()
+    device: Device = device()
 
     prefix: ClassVar[str]
     only = (
@@ -96,31 +102,24 @@ class CutConfig(RefitSettings, OutputConfig, CheckpointSettings):
         return self.rescale_norms or self.refit or self.refit_head
 
     def default_name(self) -> str:
-        from draftlab.model.families import shape_name
-
         head = "" if self.vocab is None else f"-v{self.vocab}"
         return f"{self.prefix}-{shape_name(self.shapes()[2])}{head}"
 
-    def check_text(self) -> None:
-        """Raises UserError: the text to calibrate on is not there."""
-        check_store(self.outputs)
-        if self.outputs is None:
-            hub.check_data(self.data)
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        self.shapes(weights=weights)
 
-    def shapes(self, *, weights: bool = False) -> "tuple[Path | Shape, Shape, Shape]":
+    def shapes(self, *, weights: bool = False) -> tuple[Path | Shape, Shape, Shape]:
         """Return the source (its directory, or a shape without weights), its shape, and the shape to cut from it.
 
         Raises:
             UserError: there is no such source, or it does not hold the shape asked for.
         """
-        from draftlab.model import families
-        from draftlab.model.shape import parse_count
-
         _, place = families.locate_shape(self.source, weights)
-        self.check_text()
-        from draftlab.model import checkpoint  # which imports torch
-
-        have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
+        if weights and isinstance(place, Shape):
+            raise UserError(f"--source {self.source} is a shape without weights; only --dry-run works with it")
+        have = planned_shape(place) if isinstance(place, Path) else place
+        llama = is_llama(place) if isinstance(place, Path) else not have.options - {"untied"}
         if self.untie and not have.tied:
             raise UserError(f"--untie: {self.source} has a head of its own already; leave it out")
         have = have.model_copy(update={"tied": have.tied and not self.untie})
@@ -133,9 +132,10 @@ class CutConfig(RefitSettings, OutputConfig, CheckpointSettings):
             shape, preset = families.requested_shape(have, **sizes, multiple_of=self.multiple_of, file=self.shape)
         if preset is not None and weights:
             note(f"shape {preset}: {shape.describe()}")
+        check(shape, llama=llama)
         return place, have, self._with_head(have, shape)
 
-    def _with_head(self, have: "Shape", shape: "Shape") -> "Shape":
+    def _with_head(self, have: Shape, shape: Shape) -> Shape:
         """Raises UserError: a head is asked for that cannot be cut from the source's."""
         size = self.vocab or shape.draft_vocab
         if have.draft_vocab not in (None, size):
@@ -176,8 +176,10 @@ class PruneMasksConfig(TrainingSettings, CutConfig):
     train_weights: Literal["frozen", "lora", "full"] = option(
         "frozen", "What trains besides the masks: nothing, LoRA adapters or all weights.", panel=TRAINING
     )
-    loss: str = option("fkl", "ce on text, or a divergence from the target: fkl, rkl, jsd(0.5).", panel=TRAINING)
-    target: str | None = option(None, "Checkpoint that the loss compares with. Default: the source.", panel=TRAINING)
+    loss: LossName = option("fkl", "ce on text, or a divergence from the target: fkl, rkl, jsd(0.5).", panel=TRAINING)
+    target: str | None = option(
+        None, "Checkpoint that the loss compares with. Default: the source.", panel=TRAINING, reads=inputs.checkpoint
+    )
     steps: int = option(300, "Optimiser steps.", ge=1, panel=TRAINING)
     seq_len: int = option(512, "Tokens per sequence.", ge=8, panel=TRAINING)
     lr: float = option(1.0e-4, "Peak learning rate of the weights; masks have their own.", gt=0, panel=TRAINING)

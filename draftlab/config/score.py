@@ -7,14 +7,14 @@ from pydantic import BaseModel, model_validator
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.config import shared
+from draftlab.config import inputs, shared
 from draftlab.config.accuracy import TASKS, TaskSettings, accuracy_of
-from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, from_workspace, numbers, option
 from draftlab.config.drafters import DrafterSpec, DraftModelSpec, parse_drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.errors import UsageError, UserError
 from draftlab.model import TENSOR_PARALLEL
-from draftlab.model.hub import checkpoint_name
+from draftlab.model.hub import check_data, checkpoint_name
 from draftlab.sampling import SamplingParams
 
 RuleName = Literal["rejection", "match", "block", "recursive", "k-sequential"]
@@ -25,7 +25,7 @@ _GREEDY = "greedy decoding does not use it; add --temperature"
 class PromptSettings(BaseModel):
     """Prompts to generate from."""
 
-    data: str = shared.data("Source of held-out text for prompts and code tasks.")
+    data: str = from_workspace("data", "Source of held-out text for prompts and code tasks.")
     prompt_file: Path | None = shared.prompt_file()
     chat: shared.ChatMode = shared.chat()
     system_prompt: str | None = shared.system_prompt()
@@ -62,11 +62,13 @@ class DraftSettings(shared.CheckpointSettings):
     """Drafts, and the target to measure them with."""
 
     draft: list[str] = option(
-        factory=list, help="Draft; repeat for several. DRAFT@q8_0: rounded as in that GGUF type. Default: the newest."
-    )
+        factory=list, help="Draft; repeat for several. DRAFT@q8_0: rounded as in that GGUF type. Default: the newest.",
+        reads=inputs.checkpoint,
+    )  # fmt: skip
     drafter: list[str] = option(
-        factory=list, help="Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several."
-    )
+        factory=list, help="Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several.",
+        reads=inputs.drafter,
+    )  # fmt: skip
     target: str = shared.target()
 
 
@@ -86,7 +88,7 @@ class ScoreConfig(
     rule: RuleName = option("rejection", "Verify rule for sampled drafts.", panel=shared.SAMPLING, advanced=True)
     mode: shared.EngineMode = shared.mode()
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: str = shared.device()
+    device: shared.Device = shared.device()
     device_map: str | None = shared.device_map(shared.SPLITS)
     draft_device_map: Literal["tensor-parallel"] | None = option(None, shared.SPLIT_DRAFTS, advanced=True)
     draft_int8: bool = option(False, "Round the draft's weights to 8 bits; in mode native.", advanced=True)
@@ -119,6 +121,11 @@ class ScoreConfig(
         except UserError as error:
             raise ValueError(str(error)) from None
         return self
+
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        if self.reads_data:
+            check_data(self.data)
 
     @property
     def drafters(self) -> list[DrafterSpec]:
@@ -161,19 +168,25 @@ class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, Pr
         "both", "Both servers in turns; or, where they do not run at once, the plain one first and then the other.",
         panel=SERVER,
     )  # fmt: skip
-    server: str | None = option(None, "http://HOST:PORT of a server that runs the target alone.", panel=SERVER)
-    speculative_server: str | None = option(
-        None, "http://HOST:PORT of a server that runs the target with the draft.", panel=SERVER
+    server: str | None = option(
+        None, "http://HOST:PORT of a server that runs the target alone.", panel=SERVER, reads=inputs.server
     )
+    speculative_server: str | None = option(
+        None, "http://HOST:PORT of a server that runs the target with the draft.", panel=SERVER,
+        reads=inputs.server,
+    )  # fmt: skip
     plain: Path | None = option(
         None, "Output of --phase plain. Default: score-servers-plain under the workspace's runs.", panel=SERVER
     )
     served_model: str | None = option(None, "Model of both servers. Default: their first.", panel=SERVER, advanced=True)
-    target: str = shared.target(panel=SERVER)
+    target: str = shared.target(panel=SERVER, reads=inputs.config_only)
     tokenizer: Path | None = option(
-        None, "Directory of the servers' tokenizer, if not that of --target.", panel=SERVER, advanced=True
+        None, "Directory of the servers' tokenizer, if not that of --target.", panel=SERVER, advanced=True,
+        reads=inputs.tokenizer,
+    )  # fmt: skip
+    api_key_file: Path | None = option(
+        None, "File with the servers' API key.", panel=SERVER, advanced=True, reads=inputs.file
     )
-    api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
     draft: str = option("draft", "Name of the draft, or its directory.")
     repeats: int = option(3, "Times that every prompt is sent to each server.", ge=1, advanced=True)
     accuracy: list[Path] = accuracy_of("with the draft, for the score")
@@ -198,6 +211,11 @@ class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, Pr
             if self.phase in ("both", phase) and getattr(self, name) is None:
                 raise UsageError(f"{self.flag(name)} is required")
         return self
+
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        if self.prompt_file is None:
+            check_data(self.data)
 
     def resolved(self) -> Self:
         if self.phase != "speculative" or self.plain is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import model_validator
 from typing_extensions import Self
 
-from draftlab.config import shared
+from draftlab.config import inputs, shared
 from draftlab.config.base import DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.drafters import EagleSpec, parse_drafter
 from draftlab.errors import UserError
@@ -22,17 +22,17 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     widths: Numbers | None = option(
         None, "Widths to try. Default: half to all of the source's.", typed=str, panel=CANDIDATES
     )
-    params: str | None = option(
+    params: shared.Count = option(
         None, "In place of widths, total parameters of every shape: 1.3b, 796m, 4m.", panel=CANDIDATES
     )
     vocab: shared.Vocab = shared.draft_vocab("--outputs, or of --data", panel=CANDIDATES)
     against: list[str] = option(
         factory=list, help="Shape file or name of a shape that is kept to the end; repeat for several.",
-        panel=CANDIDATES,
+        panel=CANDIDATES, reads=inputs.shape,
     )  # fmt: skip
     drafter: list[str] = option(
         factory=list, help="EAGLE-3 head that is kept to the end, eagle:heads=DIR; repeat for several.",
-        panel=CANDIDATES,
+        panel=CANDIDATES, reads=inputs.drafter,
     )  # fmt: skip
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try.")
     parallel: bool = option(False, "Search for parallel drafts, which learn to draft the most of --k in one pass.")
@@ -40,12 +40,14 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     source: str = shared.source()
     data: str = shared.data()
     outputs: Path | None = option(
-        None, "Stored target outputs to cut, trim and distil with, instead of --data.", panel=TEXT
-    )
+        None, "Stored target outputs to cut, trim and distil with, instead of --data.", panel=TEXT,
+        reads=inputs.store,
+    )  # fmt: skip
     prompt_file: Path | None = option(
-        None, "JSON-lines file of prompts to replay and to measure on, instead of --data.", panel=TEXT
-    )
-    law: Path | None = option(None, "Output of draftlab law. Default: it is measured first.")
+        None, "JSON-lines file of prompts to replay and to measure on, instead of --data.", panel=TEXT,
+        reads=inputs.prompts,
+    )  # fmt: skip
+    law: Path | None = option(None, "Output of draftlab law. Default: it is measured first.", reads=inputs.file)
     first_steps: int = option(30, "Distillation steps of the first rung.", ge=1, advanced=True)
     max_steps: int = option(1000, "Most distillation steps of the last rung.", ge=1, advanced=True)
     batch_size: int = option(8, "Sequences per step.", ge=1, advanced=True)
@@ -54,7 +56,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     num_prompts: int = option(16, "Prompts that leaders are measured on.", ge=2, advanced=True)
     mode: shared.EngineMode = shared.mode()
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: str = shared.device()
+    device: shared.Device = shared.device()
     threads: int | None = shared.threads()
     seed: int = shared.seed()
 

@@ -1,21 +1,28 @@
 """Settings that several commands have, with the names of transformers, TRL and vLLM."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from draftlab import workspace
+from draftlab.config import inputs
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, from_workspace, option
-from draftlab.errors import UserError
+from draftlab.errors import UserError, did_you_mean
 from draftlab.model import TENSOR_PARALLEL
-from draftlab.model.shape import parse_vocab
+from draftlab.model.shape import parse_count, parse_vocab
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
 EngineMode = Literal["auto", "eager", "native", "graphs"]
 ChatMode = Literal["auto", "on", "off"]
 LossOn = Literal["assistant", "all"]
+Reads = Callable[[Any, bool], None]  # a check of what an option names, see inputs.py
 SAMPLING = "Sampling"
+DEVICE = re.compile(r"auto|(cpu|cuda|xpu|mps|npu|hpu|meta)(:\d+)?")
+LOSSES = ("ce", "fkl", "jsd", "lk", "nla", "rkl", "tvd")
+TEXTS = ("data", "target", "draft")  # to train on
 
 
 def _vocab(value: object) -> object:
@@ -28,16 +35,61 @@ def _vocab(value: object) -> object:
 Vocab = Annotated[int | None, BeforeValidator(_vocab)]  # written 16k or 16384
 
 
-def target(**others: Any) -> Any:
-    return from_workspace("target", "Checkpoint of the target: a directory, or a hub name with @REVISION.", **others)
+def target(reads: Reads = inputs.checkpoint, **others: Any) -> Any:
+    text = "Checkpoint of the target: a directory, or a hub name with @REVISION."
+    return from_workspace("target", text, reads=reads, **others)
 
 
-def source(**others: Any) -> Any:
-    return from_workspace("source", "Checkpoint that drafts are cut from.", **others)
+def source(reads: Reads = inputs.checkpoint) -> Any:
+    return from_workspace("source", "Checkpoint that drafts are cut from.", reads=reads)
 
 
 def data(help: str = "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any) -> Any:
-    return from_workspace("data", help, **others)
+    return from_workspace("data", help, reads=inputs.text, **others)
+
+
+def _known_device(name: str) -> str:
+    if not DEVICE.fullmatch(name):
+        raise ValueError("want auto, cpu, cuda or cuda:1")
+    return name
+
+
+def _count(value: str | None) -> str | None:
+    try:
+        if value is not None:
+            parse_count(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+def _loss(spec: str) -> str:
+    if unknown := sorted(names(spec) - set(LOSSES)):
+        raise ValueError(f"unknown loss {unknown[0]!r}{did_you_mean(unknown[0], LOSSES)}")
+    return spec
+
+
+def _texts(spec: str) -> str:
+    if unknown := sorted(names(spec) - set(TEXTS)):
+        raise ValueError(f"{unknown[0]!r} is unknown{did_you_mean(unknown[0], TEXTS)}")
+    return spec
+
+
+def names(spec: str) -> set[str]:
+    """Return the names in a mixture or a loss: {"fkl", "lk"} of "fkl@0.2 -> 0.5*lk(3)"."""
+    return set(re.findall(r"[a-z]{2,}", spec.lower()))
+
+
+def check_prompt_tokens(prompt_tokens: int, seq_len: int) -> None:
+    """Raises ValueError: prompts fill the sequences."""
+    if seq_len <= prompt_tokens:
+        raise ValueError(f"--prompt-tokens {prompt_tokens} leaves nothing to generate in sequences of {seq_len}")
+
+
+Device = Annotated[str, AfterValidator(_known_device)]
+Count = Annotated[str | None, AfterValidator(_count)]  # of parameters, written 1.3b
+LossName = Annotated[str, AfterValidator(_loss)]
+Texts = Annotated[str, AfterValidator(_texts)]
 
 
 def device() -> Any:
@@ -82,8 +134,9 @@ def memory() -> Any:
 
 def prompt_file(**others: Any) -> Any:
     return option(
-        None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.", **others
-    )
+        None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.",
+        reads=inputs.prompts, **others,
+    )  # fmt: skip
 
 
 def chat(**others: Any) -> Any:
@@ -135,17 +188,26 @@ class CheckpointSettings(BaseModel):
 class ServerConnection(BaseModel):
     """A running server in place of the target's checkpoint."""
 
-    server: str | None = option(None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER)
+    server: str | None = option(
+        None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER, reads=inputs.server
+    )
     served_model: str | None = option(None, "Model of the server. Default: its first.", panel=SERVER, advanced=True)
-    api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
+    api_key_file: Path | None = option(
+        None, "File with the server's API key.", panel=SERVER, advanced=True, reads=inputs.file
+    )
 
 
 class ServerSettings(ServerConnection, CheckpointSettings):
     """A server with the tokenizer of what it runs."""
 
     tokenizer: Path | None = option(
-        None, "Directory of the server's tokenizer, if not that of --target.", panel=SERVER, advanced=True
-    )
+        None, "Directory of the server's tokenizer, if not that of --target.", panel=SERVER, advanced=True,
+        reads=inputs.tokenizer,
+    )  # fmt: skip
+
+    @property
+    def loads_weights(self) -> bool:
+        return self.server is None
 
 
 class TruncationSettings(BaseModel):

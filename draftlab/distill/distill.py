@@ -20,13 +20,12 @@ from draftlab.distill.parallel import Offsets
 from draftlab.distill.run import TrainedModel, TrainingResult, claimed_state, fit_and_write
 from draftlab.distill.trainer import TrainingSetup
 from draftlab.distill.training_setup import served_teacher, stored_setup, text_setup
-from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, parallel
-from draftlab.model.checkpoint import max_model_len
+from draftlab.model.head_ids import check_trimmable
+from draftlab.model.hf_files import check_length
 from draftlab.model.shape import Shape, read_shape_file
 from draftlab.model.size import ApproximateSize, read_size, training_cost
 from draftlab.model.tokenizer import common_vocabulary
-from draftlab.model.trimmed_head import check_size, read_head_ids
 from draftlab.output import Output
 from draftlab.servers.client import Server
 from draftlab.target_outputs.store import finished_manifest, read_texts
@@ -188,17 +187,3 @@ def _model_to_train(config: TrainConfig, weights: bool) -> tuple[Path, dict[str,
         source = hub.locate(str(config.tokenizer), weights=False)
     special = checkpoint.special_ids(checkpoint.load_tokenizer(source))
     return source, checkpoint.llama_config(shape, context=config.context, **special), shape
-
-
-def check_trimmable(draft: Path, size: int) -> None:
-    """Raises UserError: the draft's head is trimmed already, or not larger than this size."""
-    vocab = checkpoint.vocab_size(draft)
-    check_size(size, vocab)
-    if (ids := read_head_ids(draft, vocab)) is not None:
-        raise UserError(f"--vocab {size}: the head of {draft} is trimmed already, to {len(ids):,} ids; leave it out")
-
-
-def check_length(model: Path | None, seq_len: int) -> None:
-    """Raises UserError: sequences are longer than a checkpoint's context."""
-    if model is not None and seq_len > max_model_len(model):
-        raise UserError(f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens")

@@ -17,7 +17,6 @@ from draftlab.console import note, progress
 from draftlab.data import HeldOut, loss_on_of, open_batches, open_heldout, parse_mixture
 from draftlab.distill import trackers
 from draftlab.distill.checkpointer import best_weights, process_state, select_device
-from draftlab.distill.distill import check_length
 from draftlab.distill.distributed import check as check_distributed
 from draftlab.distill.eagle_data import ChainBatches, open_texts, within_chains
 from draftlab.distill.eagle_head import EagleHead, EagleObjective
@@ -29,11 +28,12 @@ from draftlab.distill.optimizers import training_dtype
 from draftlab.distill.run import TrainingResult, claimed_state, fit
 from draftlab.distill.trackers import tracked
 from draftlab.distill.trainer import TrainingSetup
-from draftlab.distill.training_setup import Author, check_prompt_tokens, continued, target_text
+from draftlab.distill.training_setup import Author, continued, target_text
 from draftlab.engine.timing import matmul_tflops
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle, hub
 from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.hf_files import check_length
 from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import known_ids
@@ -85,7 +85,6 @@ def checked_head(config: EagleConfig, target: Path) -> HeadConfig:
     trackers.check(config.report_to)
     check_distributed(optimizer=config.optimizer)
     check_length(target, config.seq_len)
-    check_prompt_tokens(config)
     if config.generates and loss_on_of(config.data, config.loss_on) is not None:
         raise UserError(f"--text {config.text}: the data has conversations; let the target answer with outputs build")
     if config.seq_len <= config.ttt_steps + 1:

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object, reduce
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftlab.config.shared import TEXTS
 from draftlab.data import Batch, parse_mixture
 from draftlab.distill import sealed
 from draftlab.distill.checkpointer import process_state
@@ -22,8 +23,6 @@ from draftlab.engine.batch_generate import BatchSettings, Completion, generate_b
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
-
-TEXTS = ("data", "target", "draft")
 
 
 class Batches(Protocol):
@@ -41,7 +40,7 @@ def parse_texts(spec: str) -> dict[str, float]:
     shares = parse_mixture(spec)
     for name in shares:
         if name not in TEXTS:
-            raise UserError(f"--text {name!r} is unknown{did_you_mean(name, TEXTS)}; known: {', '.join(TEXTS)}")
+            raise UserError(f"--text {name!r} is unknown{did_you_mean(name, TEXTS)}")
     return shares
 
 

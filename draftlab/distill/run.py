@@ -22,7 +22,8 @@ from draftlab.distill.trackers import tracked
 from draftlab.distill.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
-from draftlab.model.trimmed_head import trimmed_head_of, write_head_ids
+from draftlab.model.head_ids import write_head_ids
+from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
 from draftlab.reading import parse_json

@@ -36,7 +36,7 @@ def check(names: Sequence[str]) -> None:
     installed = {str(name) for name in tracking.get_available_trackers()}
     for name in names:
         if name not in known:
-            raise UserError(f"--report-to {name!r} is unknown{did_you_mean(name, known)}; known: {', '.join(known)}")
+            raise UserError(f"--report-to {name!r} is unknown{did_you_mean(name, known)}")
         if name not in installed:
             raise UserError(f"--report-to {name}: its package is not installed; pip install {name}")
 

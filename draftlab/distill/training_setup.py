@@ -218,7 +218,6 @@ def _mixed(
 ) -> Batches:
     """Mix data, text of the target and text of the draft by their shares of steps."""
     texts = parse_texts(config.text)
-    check_prompt_tokens(config)
     sources: dict[str, Batches] = {"data": data}
     if "target" in texts and author is not None:
         sources["target"] = target_text(data, author, state, math.ceil(config.steps * texts["target"]) + 1)
@@ -229,14 +228,6 @@ def _mixed(
             config.seed, config.memory,
         )  # fmt: skip
     return sources[next(iter(texts))] if len(texts) == 1 else MixedBatches.of(sources, texts, config.steps)
-
-
-def check_prompt_tokens(config: DistillConfig | EagleConfig) -> None:
-    """Raises UserError: prompts fill the sequences."""
-    if config.generates and config.seq_len <= config.prompt_tokens:
-        raise UserError(
-            f"--prompt-tokens {config.prompt_tokens} leaves nothing to generate in sequences of {config.seq_len}"
-        )
 
 
 def target_text(data: Batches, author: Author, state: Path, steps: int) -> GeneratedRows:

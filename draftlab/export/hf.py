@@ -7,7 +7,8 @@ import torch
 from draftlab.distill.vocabulary import resize
 from draftlab.export.gguf import TYPES, fake_quantize
 from draftlab.model import checkpoint, saving
-from draftlab.model.trimmed_head import as_whole, read_head_ids, write_head_ids
+from draftlab.model.head_ids import read_head_ids, write_head_ids
+from draftlab.model.trimmed_head import as_whole
 
 
 def write(draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:

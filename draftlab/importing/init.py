@@ -59,9 +59,10 @@ def _around_gguf(file: Path, directory: str | None, force: bool) -> Workspace:
             note(f"{out} was imported from {file} already")
         else:
             output.check_free()
+            layout = hub.import_source(config.source)
             from draftlab.importing import run  # torch, which other ways do not need
 
-            run.convert(run.inspect(config, hub.import_source(config.source)), output)
+            run.convert(run.inspect(config, layout), output)
     return Workspace(target=str(out), source=str(out), data="stdlib")
 
 

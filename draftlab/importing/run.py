@@ -15,7 +15,7 @@ from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import gguf
 from draftlab.model import checkpoint, hub, saving
-from draftlab.model.layouts import BIN_FILES, NOUNS, Layout, other_layout
+from draftlab.model.layouts import BIN_FILES, NOUNS, Layout
 from draftlab.model.weights import check_finite
 from draftlab.output import Output
 from draftlab.reading import read_by_library, read_object
@@ -52,19 +52,16 @@ class ImportSource:
         }
 
 
-def inspect(config: ImportConfig, source: Path) -> ImportSource:
-    """Identify the layout of what was named, see hub.import_source; no weights are read.
+def inspect(config: ImportConfig, layout: Layout) -> ImportSource:
+    """Read what is said about the weights of what was named, see hub.import_source; no weights are read.
 
     Raises:
         UserError: it cannot be imported, and why.
     """
     note(f"inspecting {config.source}")
     dtype = None if config.dtype == "auto" else checkpoint.DTYPES[config.dtype]
-    layout = other_layout(source)
-    if layout is None:
-        raise UserError(f"{source} {_not_importable(source)}")
     if config.base is not None and layout.kind != "adapter":
-        raise UserError(f"--base {config.base}: {source} is {NOUNS[layout.kind]}, which has no base")
+        raise UserError(f"--base {config.base}: {layout.path} is {NOUNS[layout.kind]}, which has no base")
     if layout.kind == "gguf":
         header = gguf.read_header(layout.path)
         return ImportSource(
@@ -218,11 +215,3 @@ def _merged(model: Any, source: ImportSource) -> Any:
         raise UserError(
             f"{source.layout.path} is damaged or has more than weights; code in pickles is not run"
         ) from None
-
-
-def _not_importable(source: Path) -> str:
-    if source.is_dir() and len(list(source.glob("*.gguf"))) > 1:
-        return "has several GGUF files; name one of them"
-    if source.is_dir() and any(source.glob("*.safetensors")):
-        return "has safetensors already, which every command reads"
-    return f"is not {', '.join(NOUNS.values())}"

@@ -6,9 +6,8 @@ from draftlab.config.make import DesignConfig
 from draftlab.errors import UserError
 from draftlab.latency.scaling_law import read_law
 from draftlab.model import families
+from draftlab.model.head_ids import check_size
 from draftlab.model.shape import Shape, parse_count, write_shape_file
-from draftlab.model.trimmed_head import check_size
-from draftlab.prune.trial_model import prunable_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +24,8 @@ def design(config: DesignConfig) -> Design:
     Raises:
         UserError: no depth reaches the budget, or a shape file exists and overwrite is off.
     """
+    from draftlab.prune.trial_model import prunable_shape  # torch
+
     name, source = prunable_shape(config.source)
     if config.vocab is not None:
         check_size(config.vocab, source.vocab)

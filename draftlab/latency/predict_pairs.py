@@ -14,7 +14,6 @@ from draftlab.latency.roofline import parse_profile
 from draftlab.latency.scaling_law import read_law
 from draftlab.latency.steps import plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload, constant_workload, workload_of_replay, workload_of_score
-from draftlab.prune.trial_model import prunable_shape
 from draftlab.results.accuracy import Accuracies
 from draftlab.results.score import TaskResult
 
@@ -149,6 +148,8 @@ def _at(work: Workload, prompt_tokens: int | None) -> Workload:
 def _cost(spec: str, config: PredictConfig, longest: int) -> CostModel:
     name, _, directory = spec.rpartition("@")
     if name and Path(directory).is_dir():
+        from draftlab.prune.trial_model import prunable_shape  # torch
+
         called, shape = prunable_shape(name)
         profile = read_law(Path(directory)).profile(shape, called)
     else:

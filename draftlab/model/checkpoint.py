@@ -5,26 +5,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import ValidationError
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.model import TENSOR_PARALLEL, loading
-from draftlab.model.hf_files import check_has_tokenizer, check_tokenizer_files, eos_ids, read_config
+from draftlab.model.head_ids import read_head_ids
+from draftlab.model.headers import BUFFERS
+from draftlab.model.hf_files import UNLIMITED as UNLIMITED
+from draftlab.model.hf_files import check_has_tokenizer, check_tokenizer_files, eos_ids
+from draftlab.model.hf_files import max_model_len as max_model_len
+from draftlab.model.hf_files import read_config as read_config
+from draftlab.model.hf_files import text_config as text_config
+from draftlab.model.hf_files import vocab_size as vocab_size
+from draftlab.model.hf_shapes import check_size
+from draftlab.model.hf_shapes import planned_shape as planned_shape
+from draftlab.model.hf_shapes import read_shape as read_shape
+from draftlab.model.hf_shapes import shape_of as shape_of
 from draftlab.model.hub import checkpoint_name
-from draftlab.model.layouts import other_layout
 from draftlab.model.quantization import check_quantised_runs, check_unquantised, is_quantised
 from draftlab.model.shape import Shape
-from draftlab.model.trimmed_head import read_head_ids, trim_model
-from draftlab.model.weights import BUFFERS, Weights, check_finite, check_tied
-from draftlab.reading import read_by_library, read_object, validation_text
+from draftlab.model.trimmed_head import trim_model
+from draftlab.model.weights import Weights, check_finite
+from draftlab.reading import read_by_library, read_object
 from draftlab.trust import trusts_remote_code
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-UNLIMITED = 1 << 30
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
@@ -37,26 +44,6 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several."""
     own = special_ids(load_tokenizer(directory))["eos"]
     return tuple(sorted(eos_ids(directory) | (set() if own is None else {own})))
-
-
-def read_shape(directory: Path) -> Shape:
-    """Return the shape of a checkpoint, from its config and the names and sizes of its tensors; none is read.
-
-    Families are detected by structure: biases and q/k norms by the names of tensors.
-
-    Raises:
-        UserError: not LLaMA-like (names the tensor), or config and tensors disagree.
-    """
-    config = read_config(directory)
-    check_unquantised(directory, config)
-    weights = Weights(directory)
-    shape = shape_of(config, frozenset(weights))
-    _check_tensors(directory, config, shape, {name: weights.shape(name) for name in weights})
-    weights.check_unquantised()
-    if shape.tied and "lm_head.weight" in weights:
-        check_tied(weights)
-    ids = read_head_ids(directory, shape.vocab)
-    return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
 
 
 def check(directory: Path) -> None:
@@ -77,60 +64,12 @@ def check(directory: Path) -> None:
         weights, model = Weights(directory), meta_model(config, torch.float32)
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
         for name in expected.keys() & set(weights):
-            _check_size(directory, name, weights.shape(name), expected[name])
+            check_size(directory, name, weights.shape(name), expected[name])
         missing = sorted(expected.keys() - set(weights) - {"lm_head.weight"})
         if missing and set(weights) <= expected.keys():  # else transformers renames tensors
             raise UserError(
                 f"{directory} has no {missing[0]}{_more(missing)}, which its config.json requires"
             ) from None
-
-
-def planned_shape(directory: Path) -> Shape:
-    """Return the shape of a checkpoint, from its config alone if its weights have not been downloaded.
-
-    Raises:
-        UserError: see read_shape.
-    """
-    config = read_config(directory)
-    if any(directory.glob("*.safetensors")) or other_layout(directory):
-        return read_shape(directory)
-    check_unquantised(directory, config)
-    sizes = {name: tuple(p.shape) for name, p in meta_model(config, torch.float32).named_parameters()}
-    shape = shape_of(config, frozenset(sizes))
-    _check_tensors(directory, config, shape, sizes)
-    return shape
-
-
-def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
-    """Return the shape by a config's numbers and the names of the tensors."""
-
-    def number(key: str, default: int | None = None) -> int:
-        value = config.get(key, default)
-        value = default if value is None else value
-        if not isinstance(value, int):
-            raise OtherArchitecture(f"config.json of a {config.get('model_type')} model has no {key}: not LLaMA-like")
-        return value
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    first = "model.layers.0."
-    try:
-        return Shape(
-            layers=number("num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=number("num_key_value_heads", heads),
-            head_dim=number("head_dim", hidden // max(1, heads)),
-            ffn=number("intermediate_size"),
-            vocab=number("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", "lm_head.weight" not in names)),
-            qkv_bias=first + "self_attn.q_proj.bias" in names,
-            o_bias=first + "self_attn.o_proj.bias" in names,
-            mlp_bias=first + "mlp.down_proj.bias" in names,
-            qk_norm=first + "self_attn.q_norm.weight" in names,
-            qk_layernorm=first + "self_attn.query_layernorm.weight" in names,
-        )
-    except ValidationError as error:
-        raise UserError(f"config.json of a {config.get('model_type')} model: {validation_text(error)}") from None
 
 
 def config_for(shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None) -> dict[str, object]:
@@ -259,28 +198,6 @@ def _parse_device_map(device_map: str | None) -> Any:
     return device_map
 
 
-def text_config(directory: Path) -> dict[str, object]:
-    """Return config.json, or the text_config of a multimodal model."""
-    config = read_config(directory)
-    part = config.get("text_config")
-    return part if isinstance(part, dict) else config
-
-
-def vocab_size(directory: Path) -> int:
-    """Return the width of the logits, padding included. Raises UserError: config.json has no vocab_size."""
-    size = text_config(directory).get("vocab_size")
-    if not isinstance(size, int):
-        raise UserError(f"{directory}/config.json has no vocab_size")
-    return size
-
-
-def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
-    """Return the longest text in tokens that config.json allows, or default where it does not say."""
-    config = text_config(directory)
-    lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
-    return int(str(lengths[0])) if lengths else default
-
-
 def stored_dtype(directory: Path) -> torch.dtype:
     """Return the dtype of most weights, or of the products of quantised ones; configs name it in two ways, or not."""
     try:
@@ -362,22 +279,3 @@ def layer_of(name: str) -> int | None:
 
 def _more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]) -> None:
-    """Raises UserError: an unknown tensor, a missing one, or one of another size."""
-    expected = shape.axes()
-    names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
-    odd = sorted(names - set(expected))[:1] or sorted(set(expected) - names)[:1]
-    if odd:
-        kind = "an unknown" if odd[0] in names else "no"
-        raise OtherArchitecture(
-            f"{directory} ({config.get('model_type')}) is not LLaMA-like: it has {kind} tensor {odd[0]!r}"
-        )
-    for name, axes in expected.items():
-        _check_size(directory, name, sizes[name], shape.dims(axes))
-
-
-def _check_size(directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if size != expected:
-        raise UserError(f"{directory}: {name} is {size}, but {expected} by its config.json") from None

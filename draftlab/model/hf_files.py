@@ -13,7 +13,10 @@ from draftlab.reading import MAX_JSON_BYTES, check_regular, read_object, validat
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert)s?\w*|\w*(hidden|intermediate|embedding)_(size|dim)|head_dim")
+MOST_LAYERS = 10_000
 LARGEST = 1 << 24  # of the sizes in a config.json: the largest vocabularies have 2^18 ids
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+UNLIMITED = 1 << 30
 NOT_CAUSAL = re.compile(
     r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
 )
@@ -38,7 +41,7 @@ class Config(BaseModel):
     is_encoder_decoder: bool | None = None
     is_decoder: bool | None = None
     vocab_size: Size | None = None
-    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = None
     hidden_size: Size | None = None
     max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -84,6 +87,39 @@ def read_config(directory: Path) -> dict[str, object]:
         UserError: it cannot be read, is not an object, or has a size that no model has.
     """
     return _checked(Config, directory / CONFIG)
+
+
+def text_config(directory: Path) -> dict[str, object]:
+    """Return config.json, or the text_config of a multimodal model."""
+    config = read_config(directory)
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
+
+
+def is_llama(directory: Path) -> bool:
+    """Return whether config.json is of a llama model by name."""
+    return read_config(directory).get("model_type") == "llama"
+
+
+def vocab_size(directory: Path) -> int:
+    """Return the width of the logits, padding included. Raises UserError: config.json has no vocab_size."""
+    size = text_config(directory).get("vocab_size")
+    if not isinstance(size, int):
+        raise UserError(f"{directory}/config.json has no vocab_size")
+    return size
+
+
+def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
+    """Return the longest text in tokens that config.json allows, or default where it does not say."""
+    config = text_config(directory)
+    lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
+    return int(str(lengths[0])) if lengths else default
+
+
+def check_length(model: Path | None, seq_len: int) -> None:
+    """Raises UserError: sequences are longer than a checkpoint's context."""
+    if model is not None and seq_len > max_model_len(model):
+        raise UserError(f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens")
 
 
 def eos_ids(directory: Path) -> set[int]:

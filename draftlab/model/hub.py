@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.model.hf_files import check_causal
-from draftlab.model.layouts import other_layout
+from draftlab.model.layouts import Layout, not_importable, other_layout
 from draftlab.reading import read_object, validation_text
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
@@ -51,23 +51,32 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     return _from_hub(str(name), weights)
 
 
-def check_typed(*names: str | Path | None, weights: bool = False) -> None:
-    """Refuse what is no local checkpoint, before torch is imported; those of the hub are looked up later.
+def local(name: str | Path, weights: bool = False) -> Path | None:
+    """Return the directory of a checkpoint on this disk, None for a name of the hub, which is looked up later.
 
     A name may end in @TYPE, of rounded weights. weights: their files must be here, too.
-    """
-    for name in map(str, filter(None, names)):
-        place = name if Path(name).exists() else name.rpartition("@")[0] or name
-        if Path(place).exists() or place.count("/") != 1 or Path(place).is_absolute():
-            locate(place, weights)
-
-
-def import_source(name: str) -> Path:
-    """Return the path to import from: the given one, or that of a hub repository's .bin files or adapter, downloaded.
 
     Raises:
-        UserError: there is no such path, or the repository cannot be downloaded.
+        UserError: see locate.
     """
+    place = str(name) if Path(name).exists() else str(name).rpartition("@")[0] or str(name)
+    on_hub = not Path(place).exists() and place.count("/") == 1 and not Path(place).is_absolute()
+    return None if on_hub else locate(place, weights)
+
+
+def import_source(name: str) -> Layout:
+    """Return what to import: of the given path, or of a hub repository's .bin files or adapter, downloaded.
+
+    Raises:
+        UserError: there is no such path or nothing to import, or the repository cannot be downloaded.
+    """
+    path = _import_path(name)
+    if (layout := other_layout(path)) is None:
+        raise UserError(f"{path} {not_importable(path)}")
+    return layout
+
+
+def _import_path(name: str) -> Path:
     if Path(name).exists():
         return Path(name)
     if name.count("/") != 1 or Path(name).is_absolute():
@@ -135,11 +144,7 @@ def check_data(mixture: str) -> str:
     Raises:
         UserError: part of it is nothing that can be read here, or on the hub, which cannot be reached.
     """
-    names = [part.strip().partition("=")[0] for part in mixture.split(",")]
-    on_hub = [name for name in names if name.startswith("hf:")]
-    for name in names:
-        if name not in (*on_hub, *BUILT_IN_TEXT, ""):
-            check_local_text(name)
+    on_hub = check_local_data(mixture)
     reason = offline_reason() if on_hub else None
     if reason:
         raise UserError(
@@ -147,6 +152,15 @@ def check_data(mixture: str) -> str:
             "name local text: --data FILE, a folder, or stdlib"
         )
     return mixture
+
+
+def check_local_data(mixture: str) -> list[str]:
+    """Return the parts of a mixture that are on the hub. Raises UserError: another one cannot be read here."""
+    names = [part.strip().partition("=")[0] for part in mixture.split(",")]
+    for name in names:
+        if name not in (*BUILT_IN_TEXT, "") and not name.startswith("hf:"):
+            check_local_text(name)
+    return [name for name in names if name.startswith("hf:")]
 
 
 def check_local_text(source: str) -> None:

@@ -43,6 +43,15 @@ def other_layout(path: Path) -> Layout | None:
     return Layout(kind="gguf", path=files[0]) if len(files) == 1 else None
 
 
+def not_importable(path: Path) -> str:
+    """Return the end of a sentence that starts with a path of no layout."""
+    if path.is_dir() and len(list(path.glob("*.gguf"))) > 1:
+        return "has several GGUF files; name one of them"
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        return "has safetensors already, which every command reads"
+    return f"is not {', '.join(NOUNS.values())}"
+
+
 def _starts_as_gguf(file: Path) -> bool:
     try:
         with file.open("rb") as stream:

@@ -18,8 +18,8 @@ from draftlab.errors import OtherArchitecture, UserError
 from draftlab.model import checkpoint, loading
 from draftlab.model.attention import NARROW, AttentionMetadata, attend, pinned_backends
 from draftlab.model.devices import staged
+from draftlab.model.head_ids import read_head_ids
 from draftlab.model.shape import Shape
-from draftlab.model.trimmed_head import read_head_ids
 from draftlab.reading import read_by_library
 
 

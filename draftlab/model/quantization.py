@@ -1,9 +1,7 @@
-"""Quantised checkpoints: how they are, and what transformers needs to run them."""
+"""Quantised checkpoints: how they are, and what transformers needs to run them. Torch only for these."""
 
 from pathlib import Path
 from typing import Any, cast
-
-import torch
 
 from draftlab.errors import Quantised, one_line
 from draftlab.reading import read_by_library
@@ -30,6 +28,8 @@ def check_unquantised(directory: Path, config: dict[str, object]) -> None:
 
 def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
     """Raises UserError: quantised weights for which transformers lacks a GPU or a library."""
+    import torch
+
     if not torch.cuda.is_available():
         raise Quantised(
             f"{directory} is quantised ({quantization_method(config)}), which runs on GPUs only, and here is none; "

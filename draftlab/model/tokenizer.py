@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_tokenizer, vocab_size
+from draftlab.model.head_ids import HEAD_IDS
 from draftlab.model.hub import checkpoint_name
-from draftlab.model.trimmed_head import HEAD_IDS
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
 # A word with one sign before it; up to three digits; punctuation with the line break and indentation after it; blank

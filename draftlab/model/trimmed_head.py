@@ -1,28 +1,24 @@
 """Trimmed heads: a draft proposes the frequent ids only, so that a large vocabulary costs it less.
 
 FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694). The checkpoint stays
-whole, and its embedding takes every id: HEAD_IDS beside it lists the ids of the rows of its head that are computed. The
-target still writes the others, so that nothing but speed is lost. V vocab, S ids of the head, D hidden.
+whole, and its embedding takes every id: head_ids.json beside it lists the ids of the rows of its head that are
+computed. The target still writes the others, so that nothing but speed is lost. V vocab, S ids of the head, D hidden.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.reading import validated
+from draftlab.model.head_ids import check_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HEAD_IDS = "head_ids.json"
 BUFFERS = ("head_ids", "head_rows")
 
 
@@ -38,25 +34,6 @@ class TrimmedHead:
         rows = torch.full((vocab,), len(ids), device=ids.device)
         rows[ids] = torch.arange(len(ids), device=ids.device)
         return cls(ids, rows)
-
-
-def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
-    """Return the ids of a checkpoint's head, ascending, or None if it has all.
-
-    Raises:
-        UserError: the file is not a list of ids below vocab.
-    """
-    file = directory / HEAD_IDS
-    if not file.is_file():
-        return None
-    ids: list[int] = validated(TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]]), file)
-    if not ids or ids != sorted(set(ids)):
-        raise UserError(f"{file}: want ids, each once and in ascending order")
-    return ids
-
-
-def write_head_ids(directory: Path, ids: Sequence[int]) -> None:
-    (directory / HEAD_IDS).write_text(json.dumps(list(ids)))
 
 
 def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: Iterable[int]) -> tuple[list[int], float]:
@@ -80,12 +57,6 @@ def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: It
     half = len(texts) // 2
     coverage = float(np.isin(np.concatenate(texts[half:]), top(texts[:half])).mean())
     return top(texts).tolist(), coverage
-
-
-def check_size(size: int, vocab: int, special: int = 0) -> None:
-    """Raises UserError: a head of that size has no room for the special ids, or is no smaller than the whole."""
-    if not special < size < vocab:
-        raise UserError(f"--vocab {size}: want more than the {special} special ids, and fewer than all {vocab:,}")
 
 
 def template_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:

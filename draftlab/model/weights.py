@@ -1,6 +1,5 @@
 """Lazily read tensors of a checkpoint, without the buffers that transformers ignores."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,11 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from draftlab.errors import Quantised, UserError
-from draftlab.model.hub import weight_files
-from draftlab.reading import reading_tensors
+from draftlab.model.headers import read_headers
 
-# Buffers in checkpoints of the age of LLaMA 1 and 2 that no model reads: transformers computes them itself.
-BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
 PIECE_BYTES = 1 << 25
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -34,27 +30,13 @@ class Weights(Mapping[str, Tensor]):
     def __init__(self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         """dtype: default as stored. device: default the CPU."""
         self.directory, self._dtype, self._device = directory, dtype, device
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._stored: dict[str, str] = {}
-        files: dict[str, Path] = {}
-        for file, listed in weight_files(directory).items():
-            headers = _headers(file)
-            missing, twice = sorted((listed or set()) - set(headers)), sorted(set(headers) & set(files))
-            if missing:
-                raise UserError(f"{file} has no tensor {missing[0]!r}, which the index assigns to it")
-            if twice:
-                raise UserError(f"{directory} has {twice[0]!r} twice: in {files[twice[0]].name} and {file.name}")
-            files |= dict.fromkeys(headers, file)
-            for name, (shape, stored) in headers.items():
-                if (listed is None or name in listed) and not BUFFERS.search(name) and stored != "BOOL":
-                    self._files[name], self._shapes[name], self._stored[name] = file, shape, stored
+        self._headers = read_headers(directory)
 
     def __getitem__(self, name: str) -> Tensor:
-        rows, stored = self._slice(name), STORED.get(self._stored[name])
-        if stored is None or not self._shapes[name]:
+        rows, stored = self._slice(name), STORED.get(self._headers[name].stored)
+        if stored is None or not self.shape(name):
             return rows[...].to(self._device)
-        tensor = torch.empty(self._shapes[name], dtype=self._dtype or stored, device=self._device)
+        tensor = torch.empty(self.shape(name), dtype=self._dtype or stored, device=self._device)
         step = max(1, PIECE_BYTES * len(tensor) // max(1, stored.itemsize * tensor.numel()))
         for at in range(0, len(tensor), step):
             piece = rows[at : min(at + step, len(tensor))]
@@ -67,12 +49,12 @@ class Weights(Mapping[str, Tensor]):
         return {name: self._slice(name) for name in self}
 
     def _slice(self, name: str) -> Any:
-        return safe_open(self._files[name], framework="pt", backend="pread").get_slice(name)
+        return safe_open(self._headers[name].file, framework="pt", backend="pread").get_slice(name)
 
     @property
     def parameters(self) -> int:
         """Return the number of values in all tensors."""
-        return sum(torch.Size(shape).numel() for shape in self._shapes.values())
+        return sum(header.values for header in self._headers.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,37 +64,29 @@ class Weights(Mapping[str, Tensor]):
             UserError: it is not a floating-point dtype of models; the checkpoint is quantised.
         """
         values: Counter[str] = Counter()
-        for name, shape in self._shapes.items():
-            values[self._stored[name]] += torch.Size(shape).numel()
+        for header in self._headers.values():
+            values[header.stored] += header.values
         most = values.most_common(1)[0][0]
         if most not in STORED:
             raise Quantised(f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights")
         return STORED[most]
 
-    def check_unquantised(self) -> None:
-        """Raises UserError: a tensor is not of a floating-point dtype of models."""
-        odd = next((name for name, stored in self._stored.items() if stored not in STORED), None)
-        if odd is not None:
-            raise Quantised(
-                f"{self.directory} is quantised ({odd} is stored as {self._stored[odd]}); name the checkpoint with "
-                "unquantised weights"
-            )
-
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        return self._headers[name].shape
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._headers)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._headers)
 
 
-def check_tied(weights: Weights) -> None:
+def check_tied(directory: Path) -> None:
     """Raises UserError: a tied head that is stored too differs from the embedding, so that transformers unties it."""
+    weights = Weights(directory)
     if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
         raise UserError(
-            f"{weights.directory}: config.json ties head and embedding, but the two differ; "
+            f"{directory}: config.json ties head and embedding, but the two differ; "
             "set tie_word_embeddings to false in it"
         )
 
@@ -133,9 +107,3 @@ def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
         and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
     ):
         raise UserError(f"{directory}: {name} has values that are not finite (NaN or infinity)")
-
-
-def _headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    with reading_tensors(file), safe_open(file, framework="pt") as handle:
-        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-        return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}

@@ -18,8 +18,8 @@ from draftlab.console import progress
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, families, hub, saving
 from draftlab.model.checkpoint import MODEL_TYPES
+from draftlab.model.head_ids import HEAD_IDS
 from draftlab.model.shape import Axis, Shape, check, fewest_kv_heads, format_count, parse_count, round_up, solve_ffn
-from draftlab.model.trimmed_head import HEAD_IDS
 from draftlab.output import Output
 from draftlab.prune.cut import TensorView, Untied
 from draftlab.prune.trial_model import check_buildable

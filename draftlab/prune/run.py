@@ -17,8 +17,9 @@ from draftlab.distill import distributed
 from draftlab.distill.checkpointer import process_state
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
+from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.shape import Shape
-from draftlab.model.trimmed_head import frequent_ids, read_head_ids, template_ids, write_head_ids
+from draftlab.model.trimmed_head import frequent_ids, template_ids
 from draftlab.output import Output
 from draftlab.prune import choose
 from draftlab.prune.cut import Cut, Keep, Rotated, keep_all

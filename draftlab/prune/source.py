@@ -11,7 +11,7 @@ from torch import Tensor
 from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.shape import Shape, check
+from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
 from draftlab.prune.cut import Untied
 from draftlab.prune.trial_model import check_buildable, check_prunable
@@ -85,8 +85,7 @@ def open_source(config: CutConfig) -> tuple[Source, Shape]:
             an untied one.
     """
     place, have, shape = config.shapes(weights=True)
-    if isinstance(place, Shape):
-        raise UserError(f"--source {config.source} is a shape without weights; only --dry-run works with it")
+    assert isinstance(place, Path)
     device = checkpoint.resolve_device(config.device)
     source = Source(directory=place, shape=have, device=device, untied=config.untie, outputs=config.outputs)
     check_cut(source.config, have, shape)
@@ -103,7 +102,6 @@ def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
     Raises:
         UserError: names the tensor or the size.
     """
-    check(shape, llama=config.get("model_type") == "llama")
     check_prunable(config, have)
     check_buildable(checkpoint.config_for(shape, config, list(range(shape.layers))), shape)
 
@@ -122,8 +120,6 @@ def estimate(config: CutConfig) -> dict[str, str]:
         stored = str(source_config.get("dtype") or source_config.get("torch_dtype") or "float32")
         device = checkpoint.resolve_device(config.device)
         dtype_bytes = checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, device), device).itemsize
-    else:
-        check(shape, llama=not have.options - {"untied"})
     tokens = config.calibration_tokens
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
     per_token = dtype_bytes * (3 * have.hidden + shape.hidden)  # streams at three places of a layer, and the draft's

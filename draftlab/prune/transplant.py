@@ -19,11 +19,11 @@ from draftlab.data.conversations import chat_ids
 from draftlab.distill.vocabulary import tensors_of_ids
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, parallel, saving
+from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.hf_files import VOCABULARY_FILES
 from draftlab.model.quantization import check_unquantised
 from draftlab.model.token_bytes import Vocabulary, read_vocabulary
 from draftlab.model.tokenizer import check_embeds, common_vocabulary
-from draftlab.model.trimmed_head import read_head_ids, write_head_ids
 from draftlab.output import Output
 
 MADE_TOGETHER = 4096

@@ -5,11 +5,11 @@ from typing import Any
 
 from draftlab.config.search import SearchConfig
 from draftlab.console import note
-from draftlab.distill.distill import check_trimmable
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle, hub, llama
 from draftlab.model.decoder import check_mode, resolve_mode
 from draftlab.model.families import Budget, family
+from draftlab.model.head_ids import check_trimmable
 from draftlab.model.shape import Shape, parse_count, resolve
 from draftlab.search.schedule import default_depths, default_widths
 from draftlab.target_outputs.store import read_manifest

@@ -244,8 +244,7 @@ def _import_log(config: OutputsImportConfig, output: Output, directory: Path) ->
 
 
 def _import_paper(config: OutputsImportConfig, output: Output, directory: Path) -> Manifest:
-    if config.prompt_file is None:
-        raise UserError("--format paper needs --prompt-file: a trace file has no prompts")
+    assert config.prompt_file is not None
     tokenizer, eos = checkpoint.load_tokenizer(directory), checkpoint.eos_token_ids(directory)
     prompts = file_prompts(config.prompt_file, tokenizer, count=config.num_prompts)
     trace = PaperTrace.read(

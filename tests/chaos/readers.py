@@ -41,10 +41,10 @@ from draftlab.latency.k_schedule import Schedule, read_schedule
 from draftlab.latency.roofline import read_device
 from draftlab.model import checkpoint, eagle, hub
 from draftlab.model.families import widths_folder
+from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.hf_files import check_causal, eos_ids
 from draftlab.model.shape import Shape, read_shape_file, write_shape_file
 from draftlab.model.tokenizer import train_tokenizer
-from draftlab.model.trimmed_head import read_head_ids, write_head_ids
 from draftlab.model.weights import Weights
 from draftlab.prompts import file_prompts
 from draftlab.prune.importance import Importance, load_scores, save_scores
@@ -102,12 +102,16 @@ def readers(root: Path) -> list[Reader]:
     train_sentencepiece(root / "sentencepiece")
 
     def imported(file: Path) -> Any:
-        source = inspect(ImportConfig(source=str(file)), file)
+        source = inspect(ImportConfig(source=str(file)), hub.import_source(str(file)))
         assert source.header is not None
         return dict(load(source).state_dict()), sorted(gguf.load_tokenizer(source.header, 64).get_vocab().items())
 
     def merged(file: Path) -> Any:
-        return dict(load(inspect(ImportConfig(source="adapter", base=str(model)), file.parent)).state_dict())
+        return dict(
+            load(
+                inspect(ImportConfig(source="adapter", base=str(model)), hub.import_source(str(file.parent)))
+            ).state_dict()
+        )
 
     def encoded(file: Path) -> Any:
         loaded = checkpoint.load_tokenizer(file.parent)

@@ -179,7 +179,7 @@ CASES = [
     (("replay", "nope", "--draft", "draft"), "nope"),
     (("outputs", "import", "nope", "--tokenizer", "draft"), "nope: No such file"),
     (
-        ("outputs", "import", "nope", "--format", "paper", "--prompt-file", "prompts.jsonl", "--tokenizer", "draft"),
+        ("outputs", "import", "a-file", "--format", "paper", "--prompt-file", "prompts.jsonl", "--tokenizer", "draft"),
         "prompts.jsonl",
     ),
     (("outputs", "info", "nope"), "nope"),

@@ -23,7 +23,7 @@ from draftlab.distill.trainer import EvalRecord, train
 from draftlab.distill.training_setup import TargetTextEvaluator, text_setup
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.trimmed_head import read_head_ids
+from draftlab.model.head_ids import read_head_ids
 from draftlab.output import Output
 
 SETTINGS = TrainerSettings(

@@ -21,7 +21,7 @@ from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import read_profile
 from draftlab.model import tensor_parallel
-from draftlab.model.trimmed_head import write_head_ids
+from draftlab.model.head_ids import write_head_ids
 
 PROMPTS = '{"prompt": "def parse(line):"}\n{"prompt": "return [int(part)"}\n'
 SCRIPT = """

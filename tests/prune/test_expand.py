@@ -15,8 +15,8 @@ from draftlab import atomic
 from draftlab.commands.make import expand
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, decoder, llama
+from draftlab.model.head_ids import write_head_ids
 from draftlab.model.shape import Shape, write_shape_file
-from draftlab.model.trimmed_head import write_head_ids
 from draftlab.prune.expand import Expanded
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))

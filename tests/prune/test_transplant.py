@@ -19,10 +19,10 @@ from draftlab.cli import app
 from draftlab.commands.make import transplant
 from draftlab.config.make import TransplantConfig
 from draftlab.model import checkpoint, saving
+from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.token_bytes import Vocabulary, read_vocabulary
 from draftlab.model.tokenizer import train_tokenizer
-from draftlab.model.trimmed_head import read_head_ids, write_head_ids
 from draftlab.prune.transplant import Plan, matching_roles, new_rows, open_pair, plan_rows, roles_of
 
 OTHER_TEXT = [*TOKENIZER_TEXT, *PROBES, "for line in lines:\n    print(line, naïve, 北京, 12345)\n" * 20]

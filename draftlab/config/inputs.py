@@ -1,0 +1,100 @@
+"""What options name, checked before torch is imported: checkpoints, shapes, text, prompts, stored outputs, servers.
+
+Each check takes the value of an option, and whether the files of weights must be here, too; it raises UserError.
+"""
+
+from pathlib import Path
+
+from draftlab.config.drafters import DraftModelSpec, EagleSpec, MedusaSpec, ReadsOutputs, parse_drafter
+from draftlab.errors import UserError
+from draftlab.model import families, hub
+from draftlab.model.hf_files import check_has_tokenizer, check_length
+from draftlab.model.shape import read_shape_file
+from draftlab.reading import check_json_lines
+from draftlab.trust import check_address
+
+MANIFEST = "manifest.json"  # of stored target outputs
+MEDUSA = "medusa.json"  # what a directory of Medusa heads has in place of a config.json
+
+
+def checkpoint(name: str, weights: bool) -> None:
+    """Refuse what is no local checkpoint; those of the hub are looked up later. A name may end in @TYPE."""
+    hub.local(name, weights)
+
+
+def config_only(name: str, weights: bool) -> None:
+    """Refuse what is no local checkpoint; only its configuration and tokenizer are read."""
+    hub.local(name)
+
+
+def shape(name: str, weights: bool) -> None:
+    """Refuse what is neither a checkpoint nor a shape."""
+    families.locate_shape(name)
+    if Path(name).is_dir():
+        hub.local(name, weights)
+
+
+def shape_file(path: Path, weights: bool) -> None:
+    read_shape_file(path)
+
+
+def tokenizer(name: str | Path, weights: bool) -> None:
+    """Refuse a directory without a tokenizer, or another checkpoint that is not there."""
+    if Path(name).is_dir():
+        check_has_tokenizer(Path(name))
+    else:
+        hub.local(name)
+
+
+def text(mixture: str, weights: bool) -> None:
+    hub.check_data(mixture)
+
+
+def local_text(mixture: str, weights: bool) -> None:
+    """Refuse text that is not there; the hub is asked later."""
+    hub.check_local_data(mixture)
+
+
+def prompts(file: Path, weights: bool) -> None:
+    check_json_lines(file)
+
+
+def file(path: Path, weights: bool) -> None:
+    if not path.exists():
+        raise UserError(f"{path}: No such file or directory")
+
+
+def store(directory: Path, weights: bool) -> None:
+    check_store(directory)
+
+
+def check_store(directory: Path) -> None:
+    """Raises UserError: a directory without the manifest of stored outputs."""
+    if not (directory / MANIFEST).exists():
+        raise UserError(
+            f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
+        )
+
+
+def server(url: str, weights: bool) -> None:
+    check_address(url)
+
+
+def drafter(spec: str, weights: bool) -> None:
+    """Refuse a drafter whose heads, draft or outputs are not there."""
+    parsed = parse_drafter(spec)
+    if isinstance(parsed, EagleSpec | MedusaSpec):
+        kind, needed = ("EAGLE-3", "config.json") if isinstance(parsed, EagleSpec) else ("Medusa", MEDUSA)
+        if not (Path(parsed.heads) / needed).is_file():
+            trained = f"draftlab {parsed.kind} trains them"
+            raise UserError(f"--drafter {spec}: {parsed.heads} has no {kind} heads ({needed} is missing); {trained}")
+    if isinstance(parsed, DraftModelSpec) and parsed.draft:
+        checkpoint(parsed.draft, weights)
+    if isinstance(parsed, ReadsOutputs) and parsed.outputs:
+        store(Path(parsed.outputs), weights)
+
+
+def check_fits(seq_len: int, *models: str | None) -> None:
+    """Raises UserError: sequences are longer than the context of a model, if it is on this disk."""
+    for name in filter(None, models):
+        check_length(hub.local(name), seq_len)

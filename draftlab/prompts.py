@@ -10,13 +10,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data, provenance
+from draftlab.config.score import FROM_DATA, FROM_DATA_TOKENS
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
 from draftlab.data.conversations import Message, chat_ids, read_messages
 from draftlab.errors import UserError
 from draftlab.reading import read_json_lines
-
-FROM_DATA, FROM_DATA_TOKENS = 16, 64  # default number and length of the prompts of a data source
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,20 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "online update --traffic nope --outputs nope": "nope: No such file",
     "accuracy tiny --tasks code_next_line --data nope": "data 'nope'",
     "auto tiny --data nope": "data 'nope'",
+    "distill --draft other --target tiny": "different tokenizers: id ",
+    "score --draft other --target tiny": "different tokenizers: id ",
+    "search --source other --target tiny": "different tokenizers: id ",
+    "distill --draft head": "head has heads on a target and is no whole model; score --drafter medusa:heads=head",
+    "prune-masks --source tiny --layers 2 --target other": "different tokenizers: id ",
+    "score --draft tiny --max-tokens 99999": "does not fit the context of tiny",
+    "outputs build --target tiny --seq-len 99999": "--seq-len 99999: ",
+    "outputs build --server http://127.0.0.1:9": "no answer from http://127.0.0.1:9",
+    "distill --draft tiny --server http://127.0.0.1:9": "no answer from http://127.0.0.1:9",
+    "score-servers --server http://127.0.0.1:9 --speculative-server http://127.0.0.1:9": "no answer from http://127.0.0",
+    "profile-servers --server http://127.0.0.1:9": "no answer from http://127.0.0.1:9",
+    "export tiny --to gguf --outtype nope": "--outtype nope: no such type; known: ",
+    "export tiny --to vllm --verify-with nope": "--verify-with nope: no such program",
+    "init --preset tiny --data nope --force": "data 'nope': neither",
 }
 
 
@@ -212,7 +226,7 @@ import sys
 from typer.testing import CliRunner
 from draftlab.cli import app
 CliRunner().invoke(app, ["init", "--preset", "tiny"])
-WITHOUT_OUT = ("check", "predict", "prune", "prune-masks", "online")
+WITHOUT_OUT = ("check", "predict", "prune", "prune-masks", "online", "init")
 for mistake, message in {said}.items():
     command = mistake.split()[0]
     result = CliRunner().invoke(app, [*mistake.split(), *(["--out", "x"] if command not in WITHOUT_OUT else [])])
@@ -244,6 +258,14 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("text")
     shutil.copytree(EMBEDDED / "tiny", tmp_path / "tiny-copy")
+    shutil.copytree(EMBEDDED / "tiny", tmp_path / "other")
+    words = json.loads((tmp_path / "other/tokenizer.json").read_text())
+    vocab = words["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(words))
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head/medusa.json").write_text("{}")
     said_before_torch_is_imported(WRONG, tmp_path)
 
 

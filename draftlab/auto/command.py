@@ -1,7 +1,7 @@
 """The command auto, above recipes: its steps are theirs."""
 
 from draftlab.commands.base import Outcome, command
-from draftlab.config.auto import VERIFIED, AutoConfig
+from draftlab.config.auto import AutoConfig
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError
 from draftlab.model import hub
@@ -11,8 +11,6 @@ from draftlab.output import Output
 @command(AutoConfig, dry_run=True, resumes=True)
 def auto(config: AutoConfig, output: Output) -> Outcome:
     """Make the draft that serves a target fastest here, or say that none does; a killed run goes on."""
-    if config.verify_with is not None and not config.verify_with.is_file():
-        raise UserError(f"--verify-with {config.verify_with}: no such program; it belongs to {' or '.join(VERIFIED)}")
     hub.locate(config.target, weights=False)  # before torch is imported
     if config.prompt_file is not None and not config.prompt_file.is_file():
         raise UserError(f"--prompts {config.prompt_file}: no such file")

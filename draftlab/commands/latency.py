@@ -7,6 +7,7 @@ from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.latency import LawConfig, LawFitConfig, PredictConfig, ProfileConfig, ProfileServersConfig
 from draftlab.console import note_if_slow
 from draftlab.output import Output
+from draftlab.servers.client import Server
 
 if TYPE_CHECKING:
     from draftlab.latency.scaling_law import ScalingLaw
@@ -28,6 +29,7 @@ def profile(config: ProfileConfig, output: Output) -> Outcome:
 @command(ProfileServersConfig)
 def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
     """Measure the passes of a target and its draft in running vLLM servers, by streams at once."""
+    Server.check(config.server, config.speculative_server, model=config.served_model, api_key_file=config.api_key_file)
     with note_if_slow("loading torch and transformers"):
         from draftlab.latency.served import profile_servers as measure
     from draftlab.commands.latency_tables import profile_table

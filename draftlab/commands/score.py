@@ -8,6 +8,7 @@ from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSett
 from draftlab.console import note_if_slow
 from draftlab.intervals import tokens_per_second
 from draftlab.output import Output
+from draftlab.servers.client import Server
 
 if TYPE_CHECKING:
     from draftlab.results.score import Score
@@ -26,6 +27,9 @@ def score(config: ScoreConfig, output: Output) -> Outcome:
 @command(ScoreServersConfig, dry_run=True)
 def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
     """Measure a draft through two running servers: the target alone, and the target with its draft."""
+    if not output.dry_run:
+        urls = (config.server, config.speculative_server)
+        Server.check(*urls, model=config.served_model, api_key_file=config.api_key_file)
     with note_if_slow("loading torch and transformers"):
         from draftlab.benchmark import servers
     if output.dry_run:

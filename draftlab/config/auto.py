@@ -37,8 +37,9 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         None, "Also say what training to so many tokens per target pass would cost.", gt=1
     )
     verify_with: Path | None = option(
-        None, "Program of the server, vllm or llama-server. Default: the one on the PATH, if there is one."
-    )
+        None, "Program of the server, vllm or llama-server. Default: the one on the PATH, if there is one.",
+        reads=inputs.program,
+    )  # fmt: skip
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
     threads: int | None = shared.threads()

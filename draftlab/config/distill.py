@@ -174,6 +174,8 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         super().check(weights=weights)
         if self.trains_on_windows:
             inputs.check_fits(self.seq_len, self.draft, self.target if self.needs_target else None)
+        if self.needs_target:
+            inputs.check_vocabularies(self.target, str(self.draft))
         if self.vocab is not None and (draft := hub.local(str(self.draft))) is not None:
             check_trimmable(draft, self.vocab)
 

@@ -27,6 +27,8 @@ from draftlab.errors import did_you_mean
 from draftlab.model import hub
 
 TRANSLATING = ("vllm", "transformers")  # between two vocabularies
+TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of a GGUF file's matrices
+K_TYPES = ("q2_k", "q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "q6_k")  # only llama.cpp's own quantizer makes these
 RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
 
@@ -105,6 +107,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         None,
         "Score the export where it runs: path of vllm; for GGUF of llama-server, or for draft models of a Python with "
         "llama-cpp-python.",
+        reads=inputs.program,
     )
     temperature: float = option(0.0, "Temperature to verify at.", ge=0, advanced=True)
     draft_sample_method: SampleMethod | None = option(
@@ -123,6 +126,13 @@ class ExportConfig(DraftConfig, OutputConfig):
     )
     push_to_hub: str | None = option(None, "Repository of the Hugging Face hub to upload to.")
     device: Device = device()
+
+    @field_validator("outtype")
+    @classmethod
+    def _is_a_type(cls, outtype: str) -> str:
+        if outtype not in (*TYPES, *K_TYPES):
+            raise ValueError(f"no such type{did_you_mean(outtype, (*TYPES, *K_TYPES))}")
+        return outtype
 
     only = (
         Only(("outtype",), lambda c: c.is_gguf, "belongs to --to gguf and llama.cpp"),

@@ -8,8 +8,9 @@ from pathlib import Path
 from draftlab.config.drafters import DraftModelSpec, EagleSpec, MedusaSpec, ReadsOutputs, parse_drafter
 from draftlab.errors import UserError
 from draftlab.model import families, hub
-from draftlab.model.hf_files import check_has_tokenizer, check_length
+from draftlab.model.hf_files import check_has_tokenizer, check_length, max_model_len
 from draftlab.model.shape import read_shape_file
+from draftlab.model.vocabularies import check_files
 from draftlab.reading import check_json_lines
 from draftlab.trust import check_address
 
@@ -18,13 +19,23 @@ MEDUSA = "medusa.json"  # what a directory of Medusa heads has in place of a con
 
 
 def checkpoint(name: str, weights: bool) -> None:
-    """Refuse what is no local checkpoint; those of the hub are looked up later. A name may end in @TYPE."""
+    """Refuse what is no local checkpoint of a whole model; those of the hub are looked up later.
+
+    A name may end in @TYPE, of rounded weights.
+    """
+    kind = "eagle" if hub.is_eagle_head(name) else "medusa" if (Path(name) / MEDUSA).is_file() else None
+    if kind is not None:
+        raise UserError(f"{name} has heads on a target and is no whole model; score --drafter {kind}:heads={name}")
+    hub.local(name, weights)
+
+
+def checkpoint_or_head(name: str, weights: bool) -> None:
     hub.local(name, weights)
 
 
 def config_only(name: str, weights: bool) -> None:
     """Refuse what is no local checkpoint; only its configuration and tokenizer are read."""
-    hub.local(name)
+    checkpoint(name, False)
 
 
 def shape(name: str, weights: bool) -> None:
@@ -57,6 +68,11 @@ def local_text(mixture: str, weights: bool) -> None:
 
 def prompts(file: Path, weights: bool) -> None:
     check_json_lines(file)
+
+
+def program(path: Path, weights: bool) -> None:
+    if not path.is_file():
+        raise UserError(f"--verify-with {path}: no such program")
 
 
 def file(path: Path, weights: bool) -> None:
@@ -94,7 +110,26 @@ def drafter(spec: str, weights: bool) -> None:
         store(Path(parsed.outputs), weights)
 
 
+def check_vocabularies(target: str, *drafts: str) -> None:
+    """Raises UserError: the tokenizers on this disk differ."""
+    place = hub.local(target)
+    for draft in drafts:
+        if place is not None and (ours := hub.local(draft)) is not None:
+            check_files(ours, place)
+
+
 def check_fits(seq_len: int, *models: str | None) -> None:
     """Raises UserError: sequences are longer than the context of a model, if it is on this disk."""
     for name in filter(None, models):
         check_length(hub.local(name), seq_len)
+
+
+def check_context(tokens: int, *models: str) -> None:
+    """Raises UserError: the shortest text does not fit the context of a model, if it is on this disk."""
+    for name in models:
+        directory = hub.local(name)
+        if directory is not None and tokens > (context := max_model_len(directory)):
+            raise UserError(
+                f"prompt, answer and draft have at least {tokens:,} tokens, which does not fit the context of {name}, "
+                f"{context:,}; lower --max-tokens"
+            )

@@ -93,6 +93,11 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
         ),
     )  # fmt: skip
 
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        if not self.answers and self.tokenizer is None:
+            inputs.check_fits(self.seq_len, self.target)
+
     @property
     def answers(self) -> bool:
         """Return whether the target answers prompts, until it stops by itself."""
@@ -207,7 +212,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     directory: Path = option(help="Directory of target outputs.", argument=True, reads=inputs.store)
     draft: list[str] = option(
         factory=list, help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft.",
-        reads=inputs.checkpoint,
+        reads=inputs.checkpoint_or_head,
     )  # fmt: skip
     target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")

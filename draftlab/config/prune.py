@@ -197,3 +197,8 @@ class PruneMasksConfig(TrainingSettings, CutConfig):
         Only(("patience",), lambda c: False, "masks reach their shape at the last step"),
         Only(("torch_compile",), lambda c: False, "masked models are not compiled"),
     )
+
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        if self.target is not None:
+            inputs.check_vocabularies(self.target, self.source)

@@ -18,6 +18,7 @@ from draftlab.model.hub import check_data, checkpoint_name
 from draftlab.sampling import SamplingParams
 
 RuleName = Literal["rejection", "match", "block", "recursive", "k-sequential"]
+FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each
 PLAIN_PHASE = "score-servers-plain"  # output of --phase plain
 _GREEDY = "greedy decoding does not use it; add --temperature"
 
@@ -126,6 +127,9 @@ class ScoreConfig(
         super().check(weights=weights)
         if self.reads_data:
             check_data(self.data)
+        inputs.check_vocabularies(self.target, *self.draft)
+        least = 1 if self.prompt_file else self.prompt_tokens or FROM_DATA_TOKENS
+        inputs.check_context(least + self.max_tokens + max(self.k), self.target, *self.draft)
 
     @property
     def drafters(self) -> list[DrafterSpec]:

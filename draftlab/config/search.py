@@ -79,6 +79,10 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
             raise ValueError(str(error)) from None
         return self
 
+    def check(self, *, weights: bool) -> None:
+        super().check(weights=weights)
+        inputs.check_vocabularies(self.target, self.source)
+
     @property
     def heads(self) -> dict[str, Path]:
         """Return the EAGLE-3 heads by the names of their scores. Raises UserError: another drafter."""

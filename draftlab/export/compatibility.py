@@ -23,7 +23,8 @@ from draftlab.model.head_ids import read_head_ids
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape, multiples_near
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import check_embeds, first_difference
+from draftlab.model.tokenizer import check_embeds
+from draftlab.model.vocabularies import first_difference
 from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
 

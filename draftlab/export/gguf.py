@@ -18,8 +18,6 @@ from draftlab.model.eagle import HeadConfig
 from draftlab.model.shape import Shape
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of matrices; vectors are always f32
-K_TYPES = ("q2_k", "q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "q6_k")  # only llama.cpp's own quantizer makes these
 EAGLE3 = "eagle3"  # llama.cpp's architecture of EAGLE-3 heads
 UNQUANTIZED = "f16"  # type of a matrix whose rows do not divide into blocks
 ROPE_FACTORS = "rope_freqs.weight"

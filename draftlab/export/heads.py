@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.config.export import CheckConfig, ExportConfig
+from draftlab.config.export import TYPES, CheckConfig, ExportConfig
 from draftlab.console import note
 from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.eagle import EagleDrafter
@@ -230,14 +230,12 @@ def _check(config: ExportConfig, heads: Heads) -> None:
         for finding in head_checks.check_exported(heads.sizes, heads.target, runtime):
             if finding.level == "error":
                 raise UserError(f"{heads.folder}: {runtime}: {finding.text}; {finding.fix}".removesuffix("; "))
-    if config.is_gguf and config.outtype not in gguf.TYPES:
-        raise UserError(f"--outtype {config.outtype}: no such type of heads{did_you_mean(config.outtype, gguf.TYPES)}")
+    if config.is_gguf and config.outtype not in TYPES:
+        raise UserError(f"--outtype {config.outtype}: no such type of heads{did_you_mean(config.outtype, TYPES)}")
     if config.verify_with is not None:
         llama.check_supported(heads.target)  # draftlab's engine counts what the runtime should accept
         if config.temperature > 0 and isinstance(heads, MedusaHeads):
             raise UserError("--temperature: Medusa heads are verified greedily")
-        if not config.verify_with.is_file():
-            raise UserError(f"--verify-with {config.verify_with}: no such program")
         if config.is_gguf and not verify.serves(config.verify_with):
             raise UserError(f"--verify-with {config.verify_with}: heads are verified with llama.cpp's llama-server")
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from draftlab.config.export import TYPES
 from draftlab.distill.vocabulary import resize
-from draftlab.export.gguf import TYPES, fake_quantize
+from draftlab.export.gguf import fake_quantize
 from draftlab.model import checkpoint, saving
 from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.trimmed_head import as_whole

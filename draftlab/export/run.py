@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from draftlab import provenance, turns, workspace
-from draftlab.config.export import ExportConfig
+from draftlab.config.export import K_TYPES, TYPES, ExportConfig
 from draftlab.console import note
 from draftlab.engine.batch_generate import check_context, turn_answers
-from draftlab.errors import UserError, did_you_mean, one_line
+from draftlab.errors import UserError, one_line
 from draftlab.export import card, gguf, hf, scripts, verify
 from draftlab.export.compatibility import PARALLEL_RUNTIMES, ModelFiles, check_vocabulary
 from draftlab.latency.k_schedule import Ranges, read_schedule
@@ -141,17 +141,12 @@ def _check(config: ExportConfig, draft: Path, target: Path) -> None:
         _check_heterogeneous(config, draft, target)
     else:
         common_vocabulary(draft, target)
-    if config.verify_with is not None and not config.verify_with.is_file():
-        raise UserError(f"--verify-with {config.verify_with}: no such program")
     if config.temperature > 0 and config.is_gguf and config.verify_with and not verify.serves(config.verify_with):
         raise UserError("--temperature: a Python with llama-cpp-python runs the draft alone; name llama-server")
     if config.is_gguf:
         gguf.library()
         gguf.architecture(draft)
-        known = (*gguf.TYPES, *gguf.K_TYPES)
-        if config.outtype not in known:
-            raise UserError(f"--outtype {config.outtype}: no such type{did_you_mean(config.outtype, known)}")
-        if config.outtype in gguf.K_TYPES and (config.verify_with is None or verify.serves(config.verify_with)):
+        if config.outtype in K_TYPES and (config.verify_with is None or verify.serves(config.verify_with)):
             remedy = "name a Python with llama-cpp-python with --verify-with"
             raise UserError(f"--outtype {config.outtype}: only llama.cpp quantizes to it; {remedy}")
 
@@ -167,7 +162,7 @@ def _check_heterogeneous(config: ExportConfig, draft: Path, target: Path) -> Non
 
 
 def _write_gguf(config: ExportConfig, directory: Path, file: Path) -> list[str]:
-    native = config.outtype in gguf.TYPES
+    native = config.outtype in TYPES
     written = gguf.write(directory, file if native else directory / "f16.gguf", config.outtype if native else "f16")
     if config.verify_with is not None and not native:
         job = {"quantize": [str(written.path), str(file), config.outtype], "model": str(file), "rows": [], "texts": []}
@@ -212,7 +207,7 @@ def _verify(
     def hits(texts: verify.TargetTexts) -> list[np.ndarray]:
         with tempfile.TemporaryDirectory() as folder:
             reference = directory
-            if config.outtype in gguf.TYPES and config.outtype != "f32":
+            if config.outtype in TYPES and config.outtype != "f32":
                 reference = Path(folder)
                 hf.write_fake_quantized(directory, reference, config.outtype)
             return verify.top1_hits(reference, texts, device)

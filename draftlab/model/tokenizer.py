@@ -1,6 +1,5 @@
 """Training of byte-level BPE tokenizers for source code, and checks that vocabularies fit."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_tokenizer, vocab_size
 from draftlab.model.head_ids import HEAD_IDS
-from draftlab.model.hub import checkpoint_name
+from draftlab.model.vocabularies import different_tokenizers, first_difference
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
 # A word with one sign before it; up to three digits; punctuation with the line break and indentation after it; blank
@@ -71,18 +70,5 @@ def common_vocabulary(draft: Path, target: Path) -> int:
     size = min(vocab_size(model) for model in (draft, target))
     other = first_difference(load_tokenizer(draft).get_vocab(), load_tokenizer(target).get_vocab(), size)
     if other is not None:
-        raise UserError(
-            f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: "
-            f"{other}; speculation needs the same vocabulary, which draftlab transplant gives a draft"
-        )
+        raise UserError(different_tokenizers(draft, target, other))
     return size
-
-
-def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:
-    """Return which of the target's ids below size is another token in the draft, None if none is.
-
-    What the draft's tokenizer adds where the target has padding is never accepted.
-    """
-    drafts, targets = ({i: token for token, i in vocab.items()} for vocab in (draft, target))
-    first = next((i for i in sorted(targets) if i < size and drafts.get(i) != targets[i]), None)
-    return None if first is None else f"id {first} is {drafts.get(first)!r} and {targets[first]!r}"

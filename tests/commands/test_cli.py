@@ -387,7 +387,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     assert kept.draft.tasks[0] == alone  # of the workspace's data, not of the standard library
     again = ("score", "--draft", str(draft), "--prompt-file", "prompts.jsonl", "--out", "x")
     assert "4 prompts, not 9" in refused(*again, "--num-prompts", "9")
-    assert "does not fit the context of the target, 256" in refused(*again, "--max-tokens", "300")
+    assert "does not fit the context of" in refused(*again, "--max-tokens", "300")
 
 
 def test_a_recorded_command_line_can_be_typed_again():

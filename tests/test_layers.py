@@ -215,6 +215,12 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "profile-servers --server http://127.0.0.1:9": "no answer from http://127.0.0.1:9",
     "export tiny --to gguf --outtype nope": "--outtype nope: no such type; known: ",
     "export tiny --to vllm --verify-with nope": "--verify-with nope: no such program",
+    "score --draft tiny@q9": "--draft tiny@q9: no such type",
+    "law --source tiny --layers 99": "--layers 99 is more than the source has",
+    "law --source tiny --layers 1 --widths 64": "a law needs at least 6 shapes, not 1",
+    "predict --replay text --draft-profile llama-7b@a,graphs --target-profile llama-7b@a,graphs": "text/replay.json",
+    "outputs build --target tiny --use replay --max-new-tokens 9999": "does not fit the context of tiny",
+    "distill --draft tiny --report-to nope": "'nope' is unknown; known: aim, ",
     "init --preset tiny --data nope --force": "data 'nope': neither",
 }
 

@@ -27,7 +27,6 @@ from draftlab.errors import did_you_mean
 from draftlab.model import hub
 
 TRANSLATING = ("vllm", "transformers")  # between two vocabularies
-TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of a GGUF file's matrices
 K_TYPES = ("q2_k", "q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "q6_k")  # only llama.cpp's own quantizer makes these
 RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
@@ -130,8 +129,8 @@ class ExportConfig(DraftConfig, OutputConfig):
     @field_validator("outtype")
     @classmethod
     def _is_a_type(cls, outtype: str) -> str:
-        if outtype not in (*TYPES, *K_TYPES):
-            raise ValueError(f"no such type{did_you_mean(outtype, (*TYPES, *K_TYPES))}")
+        if outtype not in (*inputs.TYPES, *K_TYPES):
+            raise ValueError(f"no such type{did_you_mean(outtype, (*inputs.TYPES, *K_TYPES))}")
         return outtype
 
     only = (

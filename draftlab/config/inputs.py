@@ -6,7 +6,7 @@ Each check takes the value of an option, and whether the files of weights must b
 from pathlib import Path
 
 from draftlab.config.drafters import DraftModelSpec, EagleSpec, MedusaSpec, ReadsOutputs, parse_drafter
-from draftlab.errors import UserError
+from draftlab.errors import UserError, did_you_mean
 from draftlab.model import families, hub
 from draftlab.model.hf_files import check_has_tokenizer, check_length, max_model_len
 from draftlab.model.shape import read_shape_file
@@ -14,6 +14,7 @@ from draftlab.model.vocabularies import check_files
 from draftlab.reading import check_json_lines
 from draftlab.trust import check_address
 
+TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of a GGUF file's matrices
 MANIFEST = "manifest.json"  # of stored target outputs
 MEDUSA = "medusa.json"  # what a directory of Medusa heads has in place of a config.json
 
@@ -80,6 +81,12 @@ def file(path: Path, weights: bool) -> None:
         raise UserError(f"{path}: No such file or directory")
 
 
+def replay(path: Path, weights: bool) -> None:
+    named = path / "replay.json" if path.is_dir() else path
+    if not named.is_file():
+        raise UserError(f"{named}: No such file or directory; draftlab replay writes one")
+
+
 def store(directory: Path, weights: bool) -> None:
     check_store(directory)
 
@@ -118,18 +125,26 @@ def check_vocabularies(target: str, *drafts: str) -> None:
             check_files(ours, place)
 
 
+def check_rounded(*drafts: str) -> None:
+    """Raises UserError: DRAFT@TYPE of a directory on this disk, where TYPE is none of a GGUF file's."""
+    for name in drafts:
+        kind = name.rpartition("@")[2]
+        if kind not in (name, *TYPES) and not Path(name).exists() and hub.local(name) is not None:
+            raise UserError(f"--draft {name}: no such type{did_you_mean(kind, TYPES)}")
+
+
 def check_fits(seq_len: int, *models: str | None) -> None:
     """Raises UserError: sequences are longer than the context of a model, if it is on this disk."""
     for name in filter(None, models):
         check_length(hub.local(name), seq_len)
 
 
-def check_context(tokens: int, *models: str) -> None:
+def check_context(tokens: int, flag: str, *models: str) -> None:
     """Raises UserError: the shortest text does not fit the context of a model, if it is on this disk."""
     for name in models:
         directory = hub.local(name)
         if directory is not None and tokens > (context := max_model_len(directory)):
             raise UserError(
-                f"prompt, answer and draft have at least {tokens:,} tokens, which does not fit the context of {name}, "
-                f"{context:,}; lower --max-tokens"
+                f"a prompt with its answer has at least {tokens:,} tokens, which does not fit the context of {name}, "
+                f"{context:,}; lower {flag}"
             )

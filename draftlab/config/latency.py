@@ -118,7 +118,7 @@ class PredictConfig(Config):
     draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat for several drafts.")
     target_profile: str = option(help=PROFILE_HELP)
     replay: list[Path] = option(
-        factory=list, help="Acceptance from replay.json; one file, or one per draft.", reads=inputs.file
+        factory=list, help="Acceptance from replay.json; one file, or one per draft.", reads=inputs.replay
     )
     score: list[Path] = option(
         factory=list, help="Acceptance from score.json; one file, or one per draft.", reads=inputs.file

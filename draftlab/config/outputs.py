@@ -97,6 +97,8 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
         super().check(weights=weights)
         if not self.answers and self.tokenizer is None:
             inputs.check_fits(self.seq_len, self.target)
+        if self.answers and self.tokenizer is None:
+            inputs.check_context(1 + self.max_new_tokens, "--max-new-tokens", self.target)
 
     @property
     def answers(self) -> bool:

@@ -127,9 +127,10 @@ class ScoreConfig(
         super().check(weights=weights)
         if self.reads_data:
             check_data(self.data)
+        inputs.check_rounded(*self.draft)
         inputs.check_vocabularies(self.target, *self.draft)
         least = 1 if self.prompt_file else self.prompt_tokens or FROM_DATA_TOKENS
-        inputs.check_context(least + self.max_tokens + max(self.k), self.target, *self.draft)
+        inputs.check_context(least + self.max_tokens + max(self.k), "--max-tokens", self.target, *self.draft)
 
     @property
     def drafters(self) -> list[DrafterSpec]:

@@ -22,6 +22,7 @@ Reads = Callable[[Any, bool], None]  # a check of what an option names, see inpu
 SAMPLING = "Sampling"
 DEVICE = re.compile(r"auto|(cpu|cuda|xpu|mps|npu|hpu|meta)(:\d+)?")
 LOSSES = ("ce", "fkl", "jsd", "lk", "nla", "rkl", "tvd")
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 TEXTS = ("data", "target", "draft")  # to train on
 
 
@@ -86,6 +87,13 @@ def check_prompt_tokens(prompt_tokens: int, seq_len: int) -> None:
         raise ValueError(f"--prompt-tokens {prompt_tokens} leaves nothing to generate in sequences of {seq_len}")
 
 
+def _trackers(names: list[str]) -> list[str]:
+    if unknown := next((name for name in names if name not in TRACKERS), None):
+        raise ValueError(f"{unknown!r} is unknown{did_you_mean(unknown, TRACKERS)}")
+    return names
+
+
+Trackers = Annotated[list[str], AfterValidator(_trackers)]
 Device = Annotated[str, AfterValidator(_known_device)]
 Count = Annotated[str | None, AfterValidator(_count)]  # of parameters, written 1.3b
 LossName = Annotated[str, AfterValidator(_loss)]
@@ -330,7 +338,7 @@ class TrainerSettings(LoopSettings):
         advanced=True,
     )
     torch_compile: bool = option(False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True)
-    report_to: list[str] = option(
+    report_to: Trackers = option(
         factory=list, help="Tracker to log to: tensorboard, trackio, wandb; repeat for several.", panel=CHECKPOINTS,
         advanced=True,
     )  # fmt: skip

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.config.export import TYPES, CheckConfig, ExportConfig
+from draftlab.config.export import CheckConfig, ExportConfig
+from draftlab.config.inputs import TYPES
 from draftlab.console import note
 from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.eagle import EagleDrafter

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab.config.export import TYPES
+from draftlab.config.inputs import TYPES
 from draftlab.distill.vocabulary import resize
 from draftlab.export.gguf import fake_quantize
 from draftlab.model import checkpoint, saving

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from draftlab import provenance, turns, workspace
-from draftlab.config.export import K_TYPES, TYPES, ExportConfig
+from draftlab.config.export import K_TYPES, ExportConfig
+from draftlab.config.inputs import TYPES
 from draftlab.console import note
 from draftlab.engine.batch_generate import check_context, turn_answers
 from draftlab.errors import UserError, one_line

@@ -17,7 +17,7 @@ from draftlab.latency.head_passes import HeadPasses
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.profiler import Grid, measure, weight_bytes
 from draftlab.latency.random_model import random_model
-from draftlab.latency.scaling_law import MIN_PROFILES, ScalingLaw, default_grid, fit_law, grid_shapes
+from draftlab.latency.scaling_law import ScalingLaw, fit_law, grid_shapes
 from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory, parallel
 from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
 from draftlab.model.families import locate_shape
@@ -77,11 +77,7 @@ def law_shapes(config: LawConfig) -> dict[str, Shape]:
         UserError: fewer than a law needs.
     """
     source = prunable_shape(config.source)[1]
-    layers, widths = default_grid(source)
-    shapes = grid_shapes(source, config.layers or layers, config.widths or widths)
-    if len(shapes) < MIN_PROFILES:
-        raise UserError(f"a law needs at least {MIN_PROFILES} shapes, not {len(shapes)}; add --layers or --widths")
-    return shapes
+    return grid_shapes(source, config.layers, config.widths)
 
 
 def check(config: GridConfig, models: Models, device_map: str | None = None) -> Mode:

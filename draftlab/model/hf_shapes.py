@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from draftlab.errors import OtherArchitecture, UserError
+from draftlab.model.families import locate_shape
 from draftlab.model.head_ids import read_head_ids
 from draftlab.model.headers import check_stored, read_headers
 from draftlab.model.hf_files import read_config
@@ -54,6 +55,16 @@ def planned_shape(directory: Path) -> Shape:
     shape = shape_of(config, frozenset(sizes))
     _check_tensors(directory, config, shape, sizes)
     return shape
+
+
+def named_shape(name: str) -> tuple[str, Shape]:
+    """Return what to call a shape file, a shape that comes with draftlab or a checkpoint, and its shape.
+
+    Raises:
+        UserError: see locate_shape and read_shape.
+    """
+    called, place = locate_shape(name)
+    return called, place if isinstance(place, Shape) else planned_shape(place)
 
 
 def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:

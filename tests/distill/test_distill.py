@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, text_batch
-from draftlab.distill.checkpointer import best_weights
+from draftlab.distill.checkpointer import best_weights, deferred_signals
 from draftlab.distill.lora import adapt, merged_weights
 from draftlab.distill.on_policy import GeneratedRows, MixedBatches, StudentBatches, parse_texts
 from draftlab.distill.optimizers import training_dtype
@@ -338,6 +338,17 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher, numbe
     run(resumed, teacher, tmp_path / "b", altered(SETTINGS, save_steps=100))
     assert "resuming from step 5 of 8" in capsys.readouterr().err
     assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_stays_ignored(number, heard):
+    """As in other tools: a shell ignores SIGINT for a job with &, nohup SIGHUP, and both mean it."""
+    signal.signal(number, signal.SIG_IGN)
+    with deferred_signals() as received:
+        assert signal.getsignal(number) == signal.SIG_IGN
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+    assert received == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("loss", ["tvd", "nla", "lk(3)", "fkl@0.5 -> lk(3)", "0.5*fkl + 0.5*ce"])

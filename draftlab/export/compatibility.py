@@ -99,15 +99,16 @@ def check_draft(config: CheckConfig, draft: Path) -> list[Finding]:
     findings = check_files(draft, target, parse_runtimes(config.runtimes))
     if not config.files_only:
         device = checkpoint.resolve_device(config.device)
-        prompts = trial_prompts(config, target)
+        same = ModelFiles.read(draft).difference(ModelFiles.read(target)) is None
+        prompts = trial_prompts(config, target if same else draft)
         model = decoder.load(draft, checkpoint.resolve_dtype("auto", device), device)
         findings += [check_perplexity(model, prompts, checkpoint.vocab_size(draft)), check_decoding(model, prompts[:2])]
     return findings
 
 
-def trial_prompts(config: CheckConfig, target: Path) -> list[list[int]]:
-    """Return held-out text, or prompts of a file as the target gets them: the first turn of each."""
-    tokenizer = checkpoint.load_tokenizer(target)
+def trial_prompts(config: CheckConfig, model: Path) -> list[list[int]]:
+    """Return held-out text, or prompts of a file as a model gets them: the first turn of each."""
+    tokenizer = checkpoint.load_tokenizer(model)
     if config.prompt_file is None:
         return heldout_prompts(hub.check_data(config.data), tokenizer, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
     prompts = file_prompts(config.prompt_file, tokenizer, chat=config.chat, system_prompt=config.system_prompt)

@@ -68,6 +68,22 @@ def test_what_a_server_was_asked_for_is_kept(space, started):
     assert (kept.temperature, kept.top_k, kept.top_p) == (0.7, 9, 0.8)
 
 
+def test_the_password_of_an_address_stands_in_nothing_that_is_written_or_printed(space, started):
+    target = small(space)
+    urls = [
+        started(answering).replace("//", "//user:SECRET@") for answering in (target, small(space, draft=target.model))
+    ]
+    results = [
+        score(*urls),
+        CliRunner().invoke(app, ["report"]),
+        score(urls[0], "http://user:SECRET@127.0.0.1:9", code=1),
+    ]
+    assert (space / "runs/score-servers/score.json").is_file()
+    written = [file.read_bytes() for file in space.rglob("*") if file.is_file()]
+    assert not [text for text in written if b"SECRET" in text]
+    assert not [text for result in results for text in (result.stdout, result.stderr) if "SECRET" in text]
+
+
 def test_a_draft_that_is_the_target_is_accepted_whole_by_the_counters(space, started):
     target = small(space)
     drafting = small(space, draft=target.model)

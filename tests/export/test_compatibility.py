@@ -210,6 +210,14 @@ def test_runtimes_are_named_right():
         CheckConfig.build({"draft": "tiny", "target": "tiny", "runtimes": "vlm"})
 
 
+def test_a_draft_of_another_vocabulary_is_tried_on_its_own_words(family_dirs):
+    """The tiny target has ids that the draft does not embed."""
+    config = CheckConfig.build({"draft": str(family_dirs["llama"]), "target": "tiny", "data": "stdlib"})
+    about = {finding.about: finding.level for finding in compatibility.check_draft(config, family_dirs["llama"])}
+    assert about["decoding"] == "ok"
+    assert about["vllm"] == "error"
+
+
 def test_the_command_exits_with_3_when_something_is_bad(pair):
     arguments = ["check", str(pair[0]), "--target", str(pair[1]), "--files-only"]
     result = CliRunner().invoke(app, [*arguments, "--for", "vllm", "--json"])

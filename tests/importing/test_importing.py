@@ -431,6 +431,7 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
     assert "chat is a chat model" in result.stderr
     assert "# chat is a chat model" in Path("draftlab.yaml").read_text()
     assert workspace.load().source == str(family_dirs["llama"])
+    Path("talk.jsonl").touch()
     quiet = draftlab("init", "--target", "chat", "--data", "talk.jsonl", "--force")
     assert "chat model" not in quiet.stderr + Path("draftlab.yaml").read_text()
     assert (workspace.load().source, workspace.load().data) == ("chat", "talk.jsonl")
@@ -450,7 +451,7 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
         (("--preset", "llama-3.1-8b"), "draftlab init --target DIRECTORY"),
         (("--preset", "."), "draftlab init --target ."),
         (("--target", "nowhere"), "no checkpoint at nowhere"),
-        (("--gguf", "nowhere.gguf"), "nowhere.gguf does not exist"),
+        (("--gguf", "nowhere.gguf"), "nowhere.gguf: No such file"),
     ],
 )
 def test_init_refuses_what_it_cannot_use(options, message, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from draftlab.export import hf
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.random_model import random_model
 from draftlab.model import checkpoint, llama, trimmed_head
+from draftlab.model.head_ids import write_head_ids
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.model.shape import parse_vocab
 from draftlab.sampling import SamplingParams
@@ -29,7 +30,7 @@ def halved(family_dirs, tmp_path) -> Path:
 
 def halve(source: Path, out: Path) -> Path:
     shutil.copytree(source, out)
-    trimmed_head.write_head_ids(out, list(range(0, 307, 2)))
+    write_head_ids(out, list(range(0, 307, 2)))
     return out
 
 

@@ -42,10 +42,10 @@ def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
 @command(LawConfig, dry_run=True)
 def law(config: LawConfig, output: Output) -> Outcome:
     """Measure a few shapes with random weights, and fit latency as a function of layers, width and bytes."""
-    from draftlab.latency.scaling_law import grid_shapes
+    from draftlab.latency.scaling_law import law_shapes
     from draftlab.model.hf_shapes import named_shape
 
-    grid_shapes(named_shape(config.source)[1], config.layers, config.widths)  # before torch is imported
+    law_shapes(named_shape(config.source)[1], config.layers, config.widths)  # before torch is imported
     from draftlab.latency.profile import law_estimate, measure_law
 
     if output.dry_run:

@@ -7,7 +7,7 @@ from pydantic import field_validator
 from typing_extensions import Self
 
 from draftlab.config import inputs
-from draftlab.config.base import MAX_K, Config, Only, OutputConfig, option
+from draftlab.config.base import MAX_K, Config, Only, OutputConfig, from_workspace, option
 from draftlab.config.server_rules import SampleMethod
 from draftlab.config.shared import (
     CHAT_RULES,
@@ -57,7 +57,7 @@ class DraftConfig(Config, CheckpointSettings):
 class CheckConfig(DraftConfig):
     target: str = target(reads=inputs.config_only)
     runtimes: str = option(",".join(RUNTIMES), "Runtimes to check for, by comma.", flag="--for")
-    data: str = data("Text to measure perplexity on.")
+    data: str = from_workspace("data", "Text to measure perplexity on.", reads=inputs.local_text)
     prompt_file: Path | None = prompt_file(advanced=True)
     chat: ChatMode = chat(advanced=True)
     system_prompt: str | None = system_prompt()

@@ -17,7 +17,7 @@ from draftlab.latency.head_passes import HeadPasses
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.latency.profiler import Grid, measure, weight_bytes
 from draftlab.latency.random_model import random_model
-from draftlab.latency.scaling_law import ScalingLaw, fit_law, grid_shapes
+from draftlab.latency.scaling_law import ScalingLaw, fit_law, law_shapes
 from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory, parallel
 from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
 from draftlab.model.families import locate_shape
@@ -49,7 +49,7 @@ def measure_law(config: LawConfig, output: Output) -> ScalingLaw:
     Raises:
         UserError: too few shapes, or as profile_models.
     """
-    return fit_law(_profile(config, law_shapes(config), output))
+    return fit_law(_profile(config, law_shapes(prunable_shape(config.source)[1], config.layers, config.widths), output))
 
 
 def estimate(config: ProfileConfig) -> Mapping[str, object]:
@@ -64,20 +64,10 @@ def estimate(config: ProfileConfig) -> Mapping[str, object]:
 
 def law_estimate(config: LawConfig) -> Mapping[str, object]:
     """Return what a law would take."""
-    shapes = law_shapes(config)
+    shapes = law_shapes(prunable_shape(config.source)[1], config.layers, config.widths)
     check(config, shapes)
     needed = sum(needed_bytes(config, shapes).values())
     return {name: shape.describe() for name, shape in shapes.items()} | {"memory": f"{needed / 1e9:.3g} GB"}
-
-
-def law_shapes(config: LawConfig) -> dict[str, Shape]:
-    """Return the shapes to profile for a law, by name.
-
-    Raises:
-        UserError: fewer than a law needs.
-    """
-    source = prunable_shape(config.source)[1]
-    return grid_shapes(source, config.layers, config.widths)
 
 
 def check(config: GridConfig, models: Models, device_map: str | None = None) -> Mode:

@@ -169,20 +169,23 @@ def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> Fi
     return min((_fit(features, times, p) for p in OVERLAPS), key=lambda curve: curve.rms_error)
 
 
-def grid_shapes(
-    source: Shape, depths: Sequence[int] | None = None, widths: Sequence[int] | None = None
-) -> dict[str, Shape]:
-    """Return every combination, in the proportions of source, by name. Default: depths and widths that span it.
+def law_shapes(source: Shape, depths: Sequence[int] | None, widths: Sequence[int] | None) -> dict[str, Shape]:
+    """Return the shapes to profile for a law, by name. Default: depths and widths that span the source.
 
     Raises:
-        UserError: fewer shapes than a law needs, or some that cannot be cut from source.
+        UserError: fewer than a law needs, or some that cannot be cut from the source.
     """
     span = default_grid(source)
-    sizes = itertools.product(depths or span[0], widths or span[1])
-    shapes = {shape_name(s): s for s in (resolve(source, layers=n, hidden=hidden) for n, hidden in sizes)}
+    shapes = grid_shapes(source, depths or span[0], widths or span[1])
     if len(shapes) < MIN_PROFILES:
         raise UserError(f"a law needs at least {MIN_PROFILES} shapes, not {len(shapes)}; add --layers or --widths")
     return shapes
+
+
+def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> dict[str, Shape]:
+    """Return every combination, in the proportions of source, by name."""
+    shapes = [resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)]
+    return {shape_name(s): s for s in shapes}
 
 
 def default_grid(source: Shape) -> tuple[list[int], list[int]]:

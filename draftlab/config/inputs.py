@@ -1,4 +1,4 @@
-"""What options name, checked before torch is imported: checkpoints, shapes, text, prompts, stored outputs, servers.
+"""Checks of what options name, before torch is imported: checkpoints, shapes, text, prompts, stored outputs, servers.
 
 Each check takes the value of an option, and whether the files of weights must be here, too; it raises UserError.
 """
@@ -121,8 +121,8 @@ def check_vocabularies(target: str, *drafts: str) -> None:
     """Raises UserError: the tokenizers on this disk differ."""
     place = hub.local(target)
     for draft in drafts:
-        if place is not None and (ours := hub.local(draft)) is not None:
-            check_files(ours, place)
+        if place is not None and (directory := hub.local(draft)) is not None:
+            check_files(directory, place)
 
 
 def check_rounded(*drafts: str) -> None:

@@ -35,15 +35,15 @@ def read_headers(directory: Path) -> dict[str, Header]:
         UserError: a file is missing, truncated or not safetensors; a tensor is missing or there twice.
     """
     tensors: dict[str, Header] = {}
-    seen: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for file, listed in weight_files(directory).items():
         headers = _headers(file)
-        missing, twice = sorted((listed or set()) - set(headers)), sorted(set(headers) & set(seen))
+        missing, twice = sorted((listed or set()) - set(headers)), sorted(set(headers) & set(files))
         if missing:
             raise UserError(f"{file} has no tensor {missing[0]!r}, which the index assigns to it")
         if twice:
-            raise UserError(f"{directory} has {twice[0]!r} twice: in {seen[twice[0]].name} and {file.name}")
-        seen |= dict.fromkeys(headers, file)
+            raise UserError(f"{directory} has {twice[0]!r} twice: in {files[twice[0]].name} and {file.name}")
+        files |= dict.fromkeys(headers, file)
         for name, header in headers.items():
             if (listed is None or name in listed) and not BUFFERS.search(name) and header.stored != "BOOL":
                 tensors[name] = header

@@ -19,10 +19,10 @@ def check_files(draft: Path, target: Path) -> None:
     files = [draft / FILE, target / FILE]
     if not all(file.is_file() for file in files) or len(set(map(file_sha256, files))) == 1:
         return
-    ours, theirs = map(_vocabulary, files)
-    shared = set(ours.values()) & set(theirs.values())
-    ours, theirs = ({token: i for token, i in vocab.items() if i in shared} for vocab in (ours, theirs))
-    if (other := first_difference(ours, theirs, max(shared, default=-1) + 1)) is not None:
+    vocabularies = [_vocabulary(file) for file in files]
+    shared = set.intersection(*(set(vocab.values()) for vocab in vocabularies))
+    common = [{token: i for token, i in vocab.items() if i in shared} for vocab in vocabularies]
+    if (other := first_difference(*common, max(shared, default=-1) + 1)) is not None:
         raise UserError(different_tokenizers(draft, target, other))
 
 

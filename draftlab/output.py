@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -102,4 +103,7 @@ def _is_full_disk(error: Exception) -> bool:
 
     if isinstance(error, OSError):
         return error.errno in FULL
-    return isinstance(error, SafetensorError) and "I/O error" in str(error)
+    if isinstance(error, SafetensorError):
+        return "I/O error" in str(error)
+    number = re.search(r"\(os error (\d+)\)$", str(error))
+    return type(error) is Exception and number is not None and int(number[1]) in FULL  # of tokenizers, in Rust

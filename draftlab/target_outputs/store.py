@@ -230,8 +230,9 @@ def vocabulary_sha256(directory: Path) -> str:
 
 def _claim(out: Path, manifest: Manifest) -> Manifest:
     """Return the manifest of the unfinished store in out, or this one if out is free."""
+    for place in (out, out / HELDOUT):  # a build may have been killed at its first write, or after its last one
+        remove_left_overs(place / MANIFEST)
     if not (out / MANIFEST).exists():
-        remove_left_overs(out / MANIFEST)  # of a build that was killed at its first write
         check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)

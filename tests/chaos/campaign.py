@@ -365,7 +365,8 @@ def _complaint(code: int, error: str, fault: Fault) -> str:
     """Return what is wrong with how a faulty run ended; '' if nothing is."""
     if "Traceback" in error:
         return f"traceback: {error.strip().splitlines()[-1][:200]}"
-    wanted = {"crash": (CRASHED,), "torn": (-25,), "full": (1,), "kill": (-9,), "term": (130,)}.get(fault.kind, ())
+    # a write that stops at the limit kills nobody, and is noticed by its length
+    wanted = {"crash": (CRASHED,), "torn": (-25, 1), "full": (1,), "kill": (-9,), "term": (130,)}.get(fault.kind, ())
     if code not in (0, *wanted) and not (fault.kind == "term" and code == -15):  # before Python's handler is there
         return f"exit {code}: {error.strip()[-200:]}"
     return ""

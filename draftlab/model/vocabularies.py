@@ -21,8 +21,8 @@ def check_files(draft: Path, target: Path) -> None:
         return
     vocabularies = [_vocabulary(file) for file in files]
     shared = set.intersection(*(set(vocab.values()) for vocab in vocabularies))
-    common = [{token: i for token, i in vocab.items() if i in shared} for vocab in vocabularies]
-    if (other := first_difference(*common, max(shared, default=-1) + 1)) is not None:
+    first, second = ({token: i for token, i in vocab.items() if i in shared} for vocab in vocabularies)
+    if (other := first_difference(first, second, max(shared, default=-1) + 1)) is not None:
         raise UserError(different_tokenizers(draft, target, other))
 
 

@@ -7,7 +7,6 @@ from draftlab.commands.base import Outcome, command, plan
 from draftlab.config.latency import LawConfig, LawFitConfig, PredictConfig, ProfileConfig, ProfileServersConfig
 from draftlab.console import note_if_slow
 from draftlab.output import Output
-from draftlab.servers.client import Server
 
 if TYPE_CHECKING:
     from draftlab.latency.scaling_law import ScalingLaw
@@ -29,6 +28,8 @@ def profile(config: ProfileConfig, output: Output) -> Outcome:
 @command(ProfileServersConfig)
 def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
     """Measure the passes of a target and its draft in running vLLM servers, by streams at once."""
+    from draftlab.servers.client import Server
+
     Server.check(config.server, config.speculative_server, model=config.served_model, api_key_file=config.api_key_file)
     with note_if_slow("loading torch and transformers"):
         from draftlab.latency.served import profile_servers as measure
@@ -67,13 +68,14 @@ def predict(config: PredictConfig) -> Outcome:
     from draftlab.latency.roofline import is_measured
 
     for spec in (*config.draft_profile, config.target_profile):
-        is_measured(spec)  # before torch is imported
-    from draftlab.commands.latency_tables import best_k_table, draft_table, k_table, plot_best_k
-    from draftlab.latency.predict import verdict
+        is_measured(spec)
     from draftlab.latency.predict_pairs import predict_drafts
-    from draftlab.results.tables import accuracy_table
 
     drafts = predict_drafts(config)
+    from draftlab.commands.latency_tables import best_k_table, draft_table, k_table, plot_best_k
+    from draftlab.latency.predict import verdict
+    from draftlab.results.tables import accuracy_table
+
     predictions = [draft.prediction for draft in drafts]
     several = len(predictions) > 1
     show: list[object] = [draft_table(predictions) if several else k_table(predictions[0])]

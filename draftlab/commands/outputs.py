@@ -13,7 +13,6 @@ from draftlab.config.outputs import (
 )
 from draftlab.console import note_if_slow
 from draftlab.output import Output
-from draftlab.servers.client import Server
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
@@ -24,7 +23,9 @@ if TYPE_CHECKING:
 @command(OutputsBuildConfig, name="outputs build", dry_run=True, resumes=True)
 def build(config: OutputsBuildConfig, output: Output) -> Outcome:
     """Store what a target writes or reads, to distil and to replay drafts without it; a killed build resumes."""
-    if not output.dry_run:
+    if not output.dry_run and config.server is not None:
+        from draftlab.servers.client import Server
+
         Server.check(config.server, model=config.served_model, api_key_file=config.api_key_file)
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building

@@ -8,7 +8,6 @@ from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSett
 from draftlab.console import note_if_slow
 from draftlab.intervals import tokens_per_second
 from draftlab.output import Output
-from draftlab.servers.client import Server
 
 if TYPE_CHECKING:
     from draftlab.results.score import Score
@@ -28,6 +27,8 @@ def score(config: ScoreConfig, output: Output) -> Outcome:
 def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
     """Measure a draft through two running servers: the target alone, and the target with its draft."""
     if not output.dry_run:
+        from draftlab.servers.client import Server
+
         urls = (config.server, config.speculative_server)
         Server.check(*urls, model=config.served_model, api_key_file=config.api_key_file)
     with note_if_slow("loading torch and transformers"):

@@ -7,7 +7,6 @@ from draftlab.config.distill import DistillConfig, OnlineConfig, RollbackConfig,
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError
 from draftlab.output import Output
-from draftlab.servers.client import Server
 
 if TYPE_CHECKING:
     from draftlab.distill.run import TrainingResult
@@ -26,7 +25,9 @@ def train(config: TrainConfig, output: Output) -> Outcome:
 @command(DistillConfig, dry_run=True)
 def distill(config: DistillConfig, output: Output) -> Outcome:
     """Train a draft to agree with the target."""
-    if not output.dry_run:
+    if not output.dry_run and config.server is not None:
+        from draftlab.servers.client import Server
+
         Server.check(config.server, model=config.served_model, api_key_file=config.api_key_file)
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.distill import distill as library

@@ -692,7 +692,7 @@ def test_mistakes_get_one_clear_line(space, models, prompt_file, tmp_path):
         ((*build, "nope.jsonl"), "nope.jsonl: No such file"),
         ((*build, prompt_file, "--data", "stdlib"), "--data"),
         ((*build, prompt_file, "--seed", 1), "other outputs: their sampling"),
-        ((*build, prompt_file, "--max-new-tokens", 999, "--out", "x"), "context of 256"),
+        ((*build, prompt_file, "--max-new-tokens", 999, "--out", "x"), "256; lower --max-new-tokens"),
         ((*build, prompt_file, "--server", "localhost:1"), "localhost:1"),
     ]
     for arguments, message in cases:

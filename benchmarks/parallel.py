@@ -248,7 +248,7 @@ def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
 
 def dtype() -> torch.dtype:
     """Return what models are timed in: 16 bits where the CPU has them."""
-    return torch.bfloat16 if checkpoint.fast_bfloat16(checkpoint.CPU) else torch.float32
+    return torch.bfloat16 if checkpoint.is_fast(torch.bfloat16, checkpoint.CPU) else torch.float32
 
 
 def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: float, k: int) -> float:

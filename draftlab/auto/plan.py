@@ -37,7 +37,7 @@ from draftlab.model.shape import Shape, resolve
 from draftlab.model.size import ApproximateSize, read_size, training_cost
 from draftlab.prune.trial_model import prunable_shape
 from draftlab.reading import FileModel
-from draftlab.search.schedule import default_depths, default_widths
+from draftlab.search.shapes import default_depths, default_widths
 from draftlab.target_outputs import build
 
 Kind = Literal["draft", "parallel", "trimmed", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"]

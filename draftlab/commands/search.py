@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 @command(SearchConfig, dry_run=True)
 def search(config: SearchConfig, output: Output) -> Outcome:
     """Find the shape and K with which the target is fastest here; a killed search resumes."""
+    from draftlab.search.shapes import shapes_to_try
+
+    tried = shapes_to_try(config)  # before torch is imported
     from draftlab.search import run
 
     if output.dry_run:
-        return plan(output, run.estimate(config))
-    result = run.search(config, output)
+        return plan(output, run.estimate(config, tried))
+    result = run.search(config, tried, output)
     lines = [_rung_table(result), *result.explain(), str(output.out / "draft")]
     return Outcome(path=output.out, show=lines, data={"path": str(output.out), **result.model_dump(mode="json")})
 

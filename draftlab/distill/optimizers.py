@@ -53,4 +53,4 @@ def training_dtype(name: str) -> str:
     if name != "auto":
         return name
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return "bfloat16" if checkpoint.fast_bfloat16(device) else "float32"
+    return "bfloat16" if checkpoint.is_fast(torch.bfloat16, device) else "float32"

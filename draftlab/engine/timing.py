@@ -7,12 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from draftlab.engine.clocks import Clock, clock_for
+from draftlab.model.checkpoint import is_fast
 from draftlab.results.score import Latency
 
 WARM_UP_ROUNDS = (3, 12)  # least and most
 STEADY = 0.05  # a round is warm if it takes as long as the one before, within this share
 MAX_BUFFER_BYTES = 1 << 30  # on which bandwidth is measured
 SQUARE = {"cpu": 1024, "cuda": 8192}  # sides of the matrices that are multiplied
+SLOW_SQUARE = 256  # where a product of the larger ones takes seconds
 COLUMNS = 4096  # of the matrix that is read
 LAPS = 16  # of a limit's task between two looks at an accelerator's clock, which take a tenth of one
 
@@ -71,7 +73,7 @@ def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> flo
 
 def matmul_tflops(dtype: torch.dtype, device: torch.device) -> float:
     """Return the rate of one large square matrix product."""
-    side = SQUARE[device.type]
+    side = SQUARE[device.type] if is_fast(dtype, device) else SLOW_SQUARE
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / 1e9 / _fastest_ms(lambda: a @ b, device)
 

@@ -3,6 +3,7 @@
 B rows, T new tokens, V vocab.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -110,11 +111,18 @@ def model_vocab_size(model: Decoder) -> int | None:
 
 
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UserError: the mode does not run on this device or with this dtype."""
+    """Note if the dtype is slow in this mode. Raises UserError: the mode does not run on this device or with it."""
     if mode == "native":
         native_cpu.check(device, dtype)
+    if mode == "eager" and not checkpoint.is_fast(dtype, device):
+        _note_slow(checkpoint.dtype_name(dtype))
     if mode == "graphs" and device.type != "cuda":
         raise UserError(f"mode graphs needs a CUDA device, and this is {device.type}; use eager or native")
+
+
+@functools.cache  # once for target and drafts
+def _note_slow(dtype: str) -> None:
+    note(f"this CPU multiplies {dtype} slowly in mode eager; use --mode native or --dtype float32")
 
 
 def resolve_mode(

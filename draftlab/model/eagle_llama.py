@@ -88,7 +88,7 @@ class NativeEagle(EagleLlama, NativeLlama):
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run one pass, see EagleLlama.step."""
-        if ids.numel() > WIDE and not self.int8:
+        if ids.numel() > WIDE and not self.any_width:
             return super().step(ids, states.to(self.embed), cache, last, tree)
         states = states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         return self.narrow_pass(ids, cache, last, tree, states), states

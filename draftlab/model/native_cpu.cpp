@@ -2,7 +2,9 @@
 // where a processor multiplies bfloat16 or int16 itself are they rounded, to meet weights and caches of a bfloat16 model.
 //
 // Every sum is formed in an order that does not depend on how many tokens a pass has or which rows share it: the same
-// text gives the same bits at every width and in every batch. GCC's and Clang's vector types make it portable.
+// text gives the same bits at every width and in every batch. So products are fused with sums where this file says so,
+// and not where a compiler likes, which may tell one width from another: it is built with -ffp-contract=off. GCC's and
+// Clang's vector types make it portable.
 //
 // N tokens of a pass (rows times T), D hidden, H query heads, K kv heads, C head_dim, F ffn, V vocab, S cached tokens.
 
@@ -16,6 +18,8 @@
 
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define PAIRS  // an instruction multiplies 32 bfloat16 or int16 and sums them by pairs
@@ -122,18 +126,31 @@ inline void put(bf16& to, float x) {  // to the nearest, of a tie the even one
     to.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// a * b + c, rounded once where the processor can
+inline floats fused(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 // exp by Cephes' polynomial, to 2 units in the last place; 0 below -87
 inline floats exp(floats x) {
     const floats low = {}, least = low - 87.f, most = low + 88.f;
     const auto none = x < least;
     x = none ? least : x > most ? most : x;
     const floats magic = low + 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number
-    const floats n = (x * 1.44269504f + magic) - magic;
-    const floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    const floats n = fused(x, low + 1.44269504f, magic) - magic;
+    const floats r = fused(n, low + 2.12194440e-4f, fused(n, low - 0.693359375f, x));
     floats y = low + 1.9875691500e-4f;
     for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        y = y * r + c;
-    y = y * (r * r) + r + 1.f;
+        y = fused(y, r, low + c);
+    y = fused(y, r * r, r) + 1.f;
     const words power = __builtin_convertvector(__builtin_convertvector(n, ints) + 127, words) << 23;
     return none ? low : y * (floats)power;
 }
@@ -152,8 +169,8 @@ template <class A>
 inline float dot(const float* x, const A* w, int n) {
     floats acc = {};
     int i = 0;
-    for (; i + LANES <= n; i += LANES) acc += load(x + i) * load(w + i);
-    if (i < n) acc += load(x + i, n - i) * load(w + i, n - i);
+    for (; i + LANES <= n; i += LANES) acc = fused(load(x + i), load(w + i), acc);
+    if (i < n) acc = fused(load(x + i, n - i), load(w + i, n - i), acc);
     return sum(acc);
 }
 
@@ -171,13 +188,13 @@ inline void tile(const W* w, const float* x, int in, float* y, int out, const fl
         }
         UNROLL for (int t = 0; t < T; t++) {
             const floats b = load(x + size_t(t) * in + i);
-            UNROLL for (int r = 0; r < R; r++) acc[r][t] += a[r] * b;
+            UNROLL for (int r = 0; r < R; r++) acc[r][t] = fused(a[r], b, acc[r][t]);
         }
     }
     if (i < in)
         UNROLL for (int r = 0; r < R; r++) {
             const floats a = load(w + size_t(r) * in + i, in - i);
-            UNROLL for (int t = 0; t < T; t++) acc[r][t] += a * load(x + size_t(t) * in + i, in - i);
+            UNROLL for (int t = 0; t < T; t++) acc[r][t] = fused(a, load(x + size_t(t) * in + i, in - i), acc[r][t]);
         }
     UNROLL for (int t = 0; t < T; t++)
         UNROLL for (int r = 0; r < R; r++)
@@ -469,7 +486,7 @@ inline void mix(const KV* values, int C, int count, const float* weights, int ro
         UNROLL for (int r = 0; r < R; r++) {
             const KV* at = values + size_t(s) * C + r * LANES;
             const floats v = count < LANES ? load(at, count) : load(at);
-            UNROLL for (int q = 0; q < Q; q++) acc[q][r] += weights[q * room + s] * v;
+            UNROLL for (int q = 0; q < Q; q++) acc[q][r] = fused(floats{} + weights[q * room + s], v, acc[q][r]);
         }
     UNROLL for (int q = 0; q < Q; q++) {
         float all[R * LANES];

@@ -29,7 +29,7 @@ from draftlab.model import checkpoint
 from draftlab.model.llama import Block, Cache, Llama, Tree
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"  # the only one of Clang on Arm
 WIDE = 128  # tokens of all rows; in wider passes torch is as fast, and faster with matrix tiles
 
@@ -74,6 +74,7 @@ class NativeLlama(Llama):
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
+        self.any_width = int8 or not checkpoint.is_fast(model.embed.dtype, model.device)  # torch is slower, or has none
         self._run: Callable[..., None] = getattr(library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}")
         self._tensors: list[Tensor] = []  # those that the structures point to
         self._model = self._structure()
@@ -81,7 +82,7 @@ class NativeLlama(Llama):
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Run one pass, see Llama.forward; logits are float32."""
-        if ids.numel() > WIDE and not self.int8:
+        if ids.numel() > WIDE and not self.any_width:
             return super().forward(ids, cache, last, tree)
         return self.narrow_pass(ids, cache, last, tree)
 

@@ -49,7 +49,7 @@ class Source:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights that are cut, and of the draft's passes: float16 becomes float32 on CPUs."""
+        """The dtype of the weights that are cut, and of the draft's passes: float32 where the CPU is slow at it."""
         return checkpoint.compute_dtype(self.directory, self.device)
 
     @cached_property
@@ -59,7 +59,7 @@ class Source:
         These passes only calibrate; no weight of the draft is rounded to bfloat16.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
-        return torch.bfloat16 if slow and checkpoint.fast_bfloat16(self.device) else self.dtype
+        return torch.bfloat16 if slow and checkpoint.is_fast(torch.bfloat16, self.device) else self.dtype
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:

@@ -55,7 +55,8 @@ from draftlab.search.schedule import (
     read_search,
     write_search,
 )
-from draftlab.search.setup import check_heads, check_text, engine_settings, shapes, with_head
+from draftlab.search.setup import check_heads, check_text, engine_settings
+from draftlab.search.shapes import with_head
 from draftlab.target_outputs.build import build
 from draftlab.target_outputs.replay import read_replay, replay
 
@@ -67,8 +68,8 @@ TRIED_SHARES = (0.3, 0.6)  # of the time, after which rung 0, or a later one, ha
 REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
-def search(config: SearchConfig, output: Output) -> Search:
-    """Search, and write the winner's draft or head, the target's texts, the scores and search.json.
+def search(config: SearchConfig, tried: list[Shape], output: Output) -> Search:
+    """Search among these shapes, and write the winner's draft or head, the target's texts, the scores and search.json.
 
     Raises:
         UserError: source and target with different vocabularies, a head of another target, a mode that does not run
@@ -77,7 +78,7 @@ def search(config: SearchConfig, output: Output) -> Search:
     target, source = hub.locate(config.target), hub.locate(config.source)
     check_text(config)
     common_vocabulary(source, target)
-    tried, named = shapes(config, with_head(config, source)), dict(map(prunable_shape, config.against))
+    named = dict(map(prunable_shape, config.against))
     heads, running = check_heads(config, target), engine_settings(config, [target, source])
     paths = [path for path in (config.outputs, config.prompt_file, *config.heads.values()) if path is not None]
     output.claim_state([target, source, *paths], but=["minutes"])  # a search may resume with another number of minutes
@@ -93,15 +94,14 @@ def search(config: SearchConfig, output: Output) -> Search:
     return result
 
 
-def estimate(config: SearchConfig) -> Mapping[str, object]:
-    """Return what a search would try."""
+def estimate(config: SearchConfig, tried: list[Shape]) -> Mapping[str, object]:
+    """Return what a search among these shapes would try."""
     target, source = (hub.locate(name, weights=False) for name in (config.target, config.source))
     common_vocabulary(source, target)
-    have = with_head(config, source)
     named = [*dict(map(prunable_shape, config.against)), *check_heads(config, target)]
-    tried = ", ".join(f"{shape.layers} x {shape.hidden}" for shape in shapes(config, have))
+    sizes = ", ".join(f"{shape.layers} x {shape.hidden}" for shape in tried)
     return {
-        "target": read_size(target).describe(), "source": have.describe(), "try": tried,
+        "target": read_size(target).describe(), "source": with_head(config, source).describe(), "try": sizes,
         "compare with": ", ".join(named) or "nothing", "minutes": config.minutes,
     }  # fmt: skip
 

@@ -194,18 +194,6 @@ def candidates(
     return {name: cheap[name] for name in middle_first}
 
 
-def default_depths(source: Shape) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16 ... up to half of the source."""
-    steps = {n * 2**i for i in range(8) for n in (2, 3)} | {1}
-    return sorted(n for n in steps if n <= max(1, source.layers // 2))
-
-
-def default_widths(source: Shape) -> list[int]:
-    """Return half, three quarters and all of the source's width, in whole heads."""
-    heads = {max(1, source.heads * n // 4) for n in (2, 3, 4)}
-    return sorted(n * source.hidden // source.heads for n in heads)
-
-
 def affordable_steps(left_seconds: float, trials: Sequence[Trial], done: int, *, fewest: int, most: int) -> int:
     """Return for how many steps all trials can be distilled in the time left, from the time that done steps took."""
     steps = sum(trial.step_seconds for trial in trials)

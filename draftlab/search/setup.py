@@ -1,17 +1,12 @@
-"""Checks and choices of a search before anything is made: text, shapes, heads, and the mode that it runs in."""
+"""Checks and choices of a search before anything is made: text, heads, and the mode that it runs in."""
 
 from pathlib import Path
 from typing import Any
 
 from draftlab.config.search import SearchConfig
-from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle, hub, llama
 from draftlab.model.decoder import check_mode, resolve_mode
-from draftlab.model.families import Budget, family
-from draftlab.model.head_ids import check_trimmable
-from draftlab.model.shape import Shape, parse_count, resolve
-from draftlab.search.schedule import default_depths, default_widths
 from draftlab.target_outputs.store import read_manifest
 
 
@@ -21,18 +16,6 @@ def check_text(config: SearchConfig) -> None:
         hub.check_data(config.data)
     if config.outputs is not None and read_manifest(config.outputs).top_logprobs == 0:
         raise UserError(f"--outputs {config.outputs}: it stores no probabilities; build it with --use distill")
-
-
-def shapes(config: SearchConfig, source: Shape) -> list[Shape]:
-    """Return the shapes to try: every depth at every width, or at the width and ffn that meet a budget."""
-    depths = config.layers or default_depths(source)
-    if config.params is None:
-        widths = config.widths or default_widths(source)
-        return [resolve(source, layers=n, hidden=width) for n in depths for width in widths]
-    members = family(source, depths, Budget(amount=parse_count(config.params), kind="total"))
-    if missing := sorted({*depths} - {shape.layers for shape in members}):
-        note(f"no shape of {config.params} parameters has {', '.join(map(str, missing))} layers within the source")
-    return members
 
 
 def check_heads(config: SearchConfig, target: Path) -> dict[str, int]:
@@ -47,19 +30,6 @@ def check_heads(config: SearchConfig, target: Path) -> dict[str, int]:
     if len(set(names)) < 1 + len(config.drafter):
         raise UserError(f"--drafter: two directories have the same name, rename one: {', '.join(names)}")
     return {name: eagle.check(head, target).params() for name, head in config.heads.items()}
-
-
-def with_head(config: SearchConfig, source: Path) -> Shape:
-    """Return the source's shape with the head that all candidates have.
-
-    Raises:
-        UserError: see check_trimmable.
-    """
-    shape = checkpoint.planned_shape(source)
-    if config.vocab is None:
-        return shape
-    check_trimmable(source, config.vocab)
-    return shape.model_copy(update={"draft_vocab": config.vocab})
 
 
 def engine_settings(config: SearchConfig, models: list[Path]) -> dict[str, Any]:

@@ -438,7 +438,7 @@ def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tm
     assert capsys.readouterr().err.count("is stored in float16") == 1
     exact, rounded = (checkpoint.Weights(outs[name]) for name in ("float32", "float16"))
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.float16)
-    if not checkpoint.fast_bfloat16(CPU):
+    if not checkpoint.is_fast(torch.bfloat16, CPU):
         assert all(torch.equal(exact[name].half(), rounded[name]) for name in exact)
         return
     # the source's passes round to 8 bits, which may decide between parts that matter alike: the draft agrees as well

@@ -30,11 +30,10 @@ from draftlab.search.schedule import (
     Trial,
     affordable_steps,
     candidates,
-    default_depths,
-    default_widths,
     read_search,
     write_search,
 )
+from draftlab.search.shapes import default_depths, default_widths, shapes_to_try
 
 NAMED = presets(widths_folder())
 TINY = NAMED["tiny-16x256"]
@@ -196,18 +195,16 @@ def test_a_dry_run_says_what_would_be_tried(space):
 
 
 def test_a_budget_decides_the_widths(space, capsys):
-    from draftlab.search.setup import shapes
-
     words = ["search", "--layers", "4,12", "--params", "4m", "--dry-run"]
     result = CliRunner().invoke(app, [*words, "--json"])
     assert result.exit_code == 0, result.output
     tried = json.loads(result.stdout)["try"].split(", ")
     assert [shape.split(" x ")[0] for shape in tried] == ["4", "12"]
     assert len({shape.split(" x ")[1] for shape in tried}) == 2
-    depths = {shape.layers: shape for shape in shapes(SearchConfig.build({"layers": "1,4,12", "params": "4m"}), TINY)}
+    depths = {shape.layers: shape for shape in shapes_to_try(SearchConfig.build({"layers": "1,4,12", "params": "4m"}))}
     assert list(depths) == [4, 12]
     assert all(abs(shape.params() / 4e6 - 1) <= 0.01 for shape in depths.values())
-    assert "no shape of 4m parameters has 1 layers" in capsys.readouterr().err
+    assert "do not come near 4M parameters: 1 (" in capsys.readouterr().err
     refused = CliRunner().invoke(app, [*words, "--widths", "128"])
     assert refused.exit_code == 1
     assert "--widths: --params" in refused.output

@@ -30,7 +30,8 @@ from draftlab.model.cuda_graphs import BUCKET
 from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama, rotary
 from draftlab.model.shape import Shape, parse_numbers
-from draftlab.prune.expand import Expanded, check_contains
+from draftlab.prune.expand import Expanded
+from draftlab.prune.expanded_shape import check_contains
 from draftlab.sampling import SamplingParams
 
 

@@ -54,11 +54,14 @@ def design(config: DesignConfig) -> Outcome:
 @command(ExpandConfig, dry_run=True)
 def expand(config: ExpandConfig, output: Output) -> Outcome:
     """Enlarge a checkpoint without changing its function: to measure its drafts at the cost of a larger target."""
-    from draftlab.prune import expand as expansion
+    from draftlab.prune.expanded_shape import expansion
+
+    expansion(config)  # before torch is imported
+    from draftlab.prune import expand as expanding
 
     if output.dry_run:
-        return plan(output, expansion.estimate(config))
-    shape = expansion.expand(config, output)
+        return plan(output, expanding.estimate(config))
+    shape = expanding.expand(config, output)
     data = {"path": str(output.out), "shape": shape.model_dump(), "params": shape.params()}
     return Outcome(path=output.out, show=[shape.describe(), str(output.out)], data=data)
 

@@ -11,6 +11,7 @@ from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettin
 from draftlab.console import note
 from draftlab.model import hub
 from draftlab.model.head_ids import check_trimmable
+from draftlab.model.hf_files import check_id
 
 GENERATED, PARALLEL = "Generated text", "Parallel drafting"  # panels of --help
 
@@ -176,8 +177,11 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
             inputs.check_fits(self.seq_len, self.draft, self.target if self.needs_target else None)
         if self.needs_target:
             inputs.check_vocabularies(self.target, str(self.draft))
-        if self.vocab is not None and (draft := hub.local(str(self.draft))) is not None:
+        draft = hub.local(str(self.draft))
+        if self.vocab is not None and draft is not None:
             check_trimmable(draft, self.vocab)
+        if self.pard_token is not None and draft is not None:
+            check_id(draft, self.pard_token, "--pard-token")
 
     def resolved(self) -> Self:
         if self.draft is not None:

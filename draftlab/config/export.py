@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 from typing_extensions import Self
 
 from draftlab.config import inputs
@@ -167,9 +167,24 @@ class ExportConfig(DraftConfig, OutputConfig):
         *CHAT_RULES,
     )
 
+    @model_validator(mode="after")
+    def _program_does_what_is_asked(self) -> Self:
+        runs_alone = self.is_gguf and self.verify_with is not None and not is_llama_server(self.verify_with)
+        if self.temperature > 0 and runs_alone:
+            raise ValueError("--temperature: a Python with llama-cpp-python runs the draft alone; name llama-server")
+        if self.is_gguf and self.outtype in K_TYPES and not runs_alone:
+            remedy = "name a Python with llama-cpp-python with --verify-with"
+            raise ValueError(f"--outtype {self.outtype}: only llama.cpp quantizes to it; {remedy}")
+        return self
+
     @property
     def is_gguf(self) -> bool:
         return self.to in ("gguf", "llama.cpp")
 
     def default_name(self) -> str:
         return f"export-{hub.checkpoint_name(self.draft_directory())}-{self.outtype if self.is_gguf else self.to}"
+
+
+def is_llama_server(program: Path) -> bool:
+    """Return whether a program is llama-server rather than a Python, by its name."""
+    return "llama-server" in program.name

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.config.export import CheckConfig, ExportConfig
+from draftlab.config.export import CheckConfig, ExportConfig, is_llama_server
 from draftlab.config.inputs import TYPES
 from draftlab.console import note
 from draftlab.engine.drafters import medusa
@@ -237,7 +237,7 @@ def _check(config: ExportConfig, heads: Heads) -> None:
         llama.check_supported(heads.target)  # draftlab's engine counts what the runtime should accept
         if config.temperature > 0 and isinstance(heads, MedusaHeads):
             raise UserError("--temperature: Medusa heads are verified greedily")
-        if config.is_gguf and not verify.serves(config.verify_with):
+        if config.is_gguf and not is_llama_server(config.verify_with):
             raise UserError(f"--verify-with {config.verify_with}: heads are verified with llama.cpp's llama-server")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from draftlab import provenance, turns, workspace
-from draftlab.config.export import K_TYPES, ExportConfig
+from draftlab.config.export import ExportConfig, is_llama_server
 from draftlab.config.inputs import TYPES
 from draftlab.console import note
 from draftlab.engine.batch_generate import check_context, turn_answers
@@ -142,14 +142,9 @@ def _check(config: ExportConfig, draft: Path, target: Path) -> None:
         _check_heterogeneous(config, draft, target)
     else:
         common_vocabulary(draft, target)
-    if config.temperature > 0 and config.is_gguf and config.verify_with and not verify.serves(config.verify_with):
-        raise UserError("--temperature: a Python with llama-cpp-python runs the draft alone; name llama-server")
     if config.is_gguf:
         gguf.library()
         gguf.architecture(draft)
-        if config.outtype in K_TYPES and (config.verify_with is None or verify.serves(config.verify_with)):
-            remedy = "name a Python with llama-cpp-python with --verify-with"
-            raise UserError(f"--outtype {config.outtype}: only llama.cpp quantizes to it; {remedy}")
 
 
 def _check_heterogeneous(config: ExportConfig, draft: Path, target: Path) -> None:
@@ -213,7 +208,7 @@ def _verify(
                 hf.write_fake_quantized(directory, reference, config.outtype)
             return verify.top1_hits(reference, texts, device)
 
-    if not verify.serves(runtime):
+    if not is_llama_server(runtime):
         return verify.in_llama_cpp(runtime, file, config.outtype, texts, hits(texts), directory)
     return verify.against_llama_server(
         runtime, target, file, texts, "draft-simple",

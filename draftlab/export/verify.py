@@ -241,11 +241,6 @@ def as_served(texts: TargetTexts, completions: Sequence[list[int]], temperature:
     return replace(texts, completions=list(completions), tokens=lengths), f"{sum(lengths)} sampled tokens"
 
 
-def serves(program: Path) -> bool:
-    """Return whether a program is llama-server rather than a Python, by its name."""
-    return "llama-server" in program.name
-
-
 def against_llama_server(
     program: Path, target: Path, draft: Path, texts: TargetTexts, spec_type: str, count: Count, temperature: float
 ) -> Verification:

@@ -1,12 +1,15 @@
 """Families of shapes at an equal budget, with the latency that a law predicts for them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from draftlab.config.make import DesignConfig
 from draftlab.errors import UserError
 from draftlab.latency.scaling_law import read_law
 from draftlab.model import families
 from draftlab.model.head_ids import check_size
+from draftlab.model.hf_shapes import named_shape
 from draftlab.model.shape import Shape, parse_count, write_shape_file
 
 
@@ -24,9 +27,7 @@ def design(config: DesignConfig) -> Design:
     Raises:
         UserError: no depth reaches the budget, or a shape file exists and overwrite is off.
     """
-    from draftlab.prune.trial_model import prunable_shape  # torch
-
-    name, source = prunable_shape(config.source)
+    name, source = named_shape(config.source)
     if config.vocab is not None:
         check_size(config.vocab, source.vocab)
         source = source.model_copy(update={"draft_vocab": config.vocab})
@@ -42,6 +43,10 @@ def design(config: DesignConfig) -> Design:
     )
     family = families.family(families.unbounded(source) if config.free else source, config.layers, budget)
     shapes = {families.shape_name(shape): shape for shape in family}
+    _check_new(config, shapes)
+    from draftlab.prune.trial_model import prunable_shape  # torch
+
+    prunable_shape(config.source)
     _write(config, shapes, f"draftlab design: {kind} budget {amount:g}, from {name}")
     return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})
 
@@ -55,10 +60,16 @@ def _budget(config: DesignConfig) -> tuple[families.BudgetKind, float]:
 
 
 def _write(config: DesignConfig, shapes: dict[str, Shape], comment: str) -> None:
-    if config.out is None:
-        return
-    for name, shape in shapes.items():
-        file = config.out / f"{name}.yaml"
-        if file.exists() and not config.overwrite:
+    if config.out is not None:
+        for name, shape in shapes.items():
+            write_shape_file(shape, _file(config.out, name), comment)
+
+
+def _check_new(config: DesignConfig, shapes: Iterable[str]) -> None:
+    for file in (_file(config.out, name) for name in shapes if config.out and not config.overwrite):
+        if file.exists():
             raise UserError(f"{file} exists; replace it with --force")
-        write_shape_file(shape, file, comment)
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.yaml"

@@ -11,6 +11,7 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.model import TENSOR_PARALLEL, loading
 from draftlab.model.head_ids import read_head_ids
 from draftlab.model.headers import BUFFERS
+from draftlab.model.hf_files import MODEL_TYPES as MODEL_TYPES
 from draftlab.model.hf_files import UNLIMITED as UNLIMITED
 from draftlab.model.hf_files import check_has_tokenizer, check_tokenizer_files, eos_ids
 from draftlab.model.hf_files import max_model_len as max_model_len
@@ -34,9 +35,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and few functions her
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
-# but scale or gate something.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda", TENSOR_PARALLEL)
 
 

@@ -17,6 +17,9 @@ MOST_LAYERS = 10_000
 LARGEST = 1 << 24  # of the sizes in a config.json: the largest vocabularies have 2^18 ids
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 UNLIMITED = 1 << 30
+# Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
+# but scale or gate something.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 NOT_CAUSAL = re.compile(
     r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
 )
@@ -107,6 +110,12 @@ def vocab_size(directory: Path) -> int:
     if not isinstance(size, int):
         raise UserError(f"{directory}/config.json has no vocab_size")
     return size
+
+
+def check_id(directory: Path, token: int, flag: str) -> None:
+    """Raises UserError: no such token id."""
+    if token >= (vocab := vocab_size(directory)):
+        raise UserError(f"{flag} {token}: the vocabulary has 0 to {vocab - 1}")
 
 
 def max_model_len(directory: Path, default: int = UNLIMITED) -> int:

@@ -15,18 +15,16 @@ from torch import Tensor
 
 from draftlab.config.make import ExpandConfig
 from draftlab.console import progress
-from draftlab.errors import UserError
-from draftlab.model import checkpoint, families, hub, saving
-from draftlab.model.checkpoint import MODEL_TYPES
+from draftlab.model import checkpoint, hub, saving
 from draftlab.model.head_ids import HEAD_IDS
-from draftlab.model.shape import Axis, Shape, check, fewest_kv_heads, format_count, parse_count, round_up, solve_ffn
+from draftlab.model.shape import Axis, Shape, format_count
 from draftlab.output import Output
 from draftlab.prune.cut import TensorView, Untied
+from draftlab.prune.expanded_shape import expansion, kv_copies
 from draftlab.prune.trial_model import check_buildable
 
 WRITES = ("embed_tokens", "o_proj", "down_proj")  # into the residual stream: zero but for the source's own values
 TIMED_VALUES = 1 << 22
-SIZES = {"layers": "layers", "hidden": "width", "heads": "heads", "kv_heads": "kv-heads", "ffn": "ffn"}
 
 
 class Expanded(TensorView):
@@ -127,20 +125,10 @@ def plan_expansion(config: ExpandConfig, *, weights: bool) -> tuple[Path, Shape,
     """Return the source's directory and shape, and the shape of its expansion.
 
     Raises:
-        UserError: the source's norms do not scale plainly, or the shape does not contain it.
+        UserError: see expansion; or transformers does not build it.
     """
-    directory = hub.locate(config.source, weights=weights)
-    source_config = checkpoint.read_config(directory)
-    if (kind := source_config.get("model_type")) not in MODEL_TYPES:
-        raise UserError(
-            f"{config.source} is a {kind} model; expand takes {', '.join(MODEL_TYPES)}, whose norms scale plainly "
-            "(those of others may add one to their weights)"
-        )
-    have = checkpoint.planned_shape(directory)
-    shape = _requested(config, have)
-    check_contains(shape, have)
-    check(shape, llama=kind == "llama")
-    check_buildable(config_of(source_config, have, shape), shape)
+    directory, have, shape = expansion(config, weights=weights)
+    check_buildable(config_of(checkpoint.read_config(directory), have, shape), shape)
     return directory, have, shape
 
 
@@ -149,58 +137,6 @@ def config_of(config: Mapping[str, object], have: Shape, shape: Shape) -> dict[s
     layers = [layer % have.layers for layer in range(shape.layers)]
     eps = float(str(config["rms_norm_eps"])) * have.hidden / shape.hidden
     return checkpoint.config_for(shape, dict(config), layers) | {"rms_norm_eps": eps}
-
-
-def kv_copies(have: Shape, shape: Shape) -> int:
-    """Return how often each kv head is there, so that each serves no more of the source's heads than it can."""
-    return -(-(have.heads // have.kv_heads) // (shape.heads // shape.kv_heads))
-
-
-def check_contains(shape: Shape, have: Shape) -> None:
-    """Check that a source can be expanded to a shape.
-
-    Raises:
-        UserError: an axis is shorter than the source's; head_dim, vocab or an option differs; the kv heads are too few.
-    """
-    for field, option in SIZES.items():
-        size, least = getattr(shape, field), getattr(have, field)
-        if size < least:
-            raise UserError(f"--{option} {size} is less than the source has; at least --{option} {least}")
-    for field in ("head_dim", "vocab", "tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"):
-        size, own = getattr(shape, field), getattr(have, field)
-        if size != own and not (field == "tied" and own):  # a tied head can be written out
-            raise UserError(f"{field} {size} differs from the source's {own}, and expansion does not change it")
-    fewest = have.kv_heads * kv_copies(have, shape)
-    if shape.heads % shape.kv_heads == 0 and shape.kv_heads < fewest:
-        raise UserError(
-            f"{shape.heads} heads on {shape.kv_heads} kv-heads cannot repeat the source's {have.heads} on "
-            f"{have.kv_heads}: each of those would be needed {kv_copies(have, shape)} times; at least "
-            f"--kv-heads {fewest}, or as many heads per kv-head as the source has"
-        )
-
-
-def _requested(config: ExpandConfig, have: Shape) -> Shape:
-    """Return the shape of --shape, or the source's with other sizes and, where not said, its proportions."""
-    if config.shape is not None:
-        _, place = families.locate_shape(config.shape)
-        shape = place if isinstance(place, Shape) else checkpoint.planned_shape(place)
-        return shape.model_copy(update={"draft_vocab": have.draft_vocab})
-    width = config.width or have.hidden
-    natural = max(have.heads, have.heads * width // have.hidden)
-    heads = config.heads or next(n for n in range(natural, max(natural, width) + 1) if width % n == 0 or n >= width)
-    sizes = {
-        "layers": config.layers or have.layers,
-        "hidden": width,
-        "heads": heads,
-        "kv_heads": config.kv_heads or fewest_kv_heads(heads, have.heads // have.kv_heads),
-        "ffn": config.ffn or max(have.ffn, round_up(-(-have.ffn * width // have.hidden), config.multiple_of)),
-    }
-    shape = have.model_copy(update=sizes)
-    if config.params is None:
-        return shape
-    total = parse_count(config.params)
-    most = round_up(total // width + 1, config.multiple_of)
-    return solve_ffn(shape, total, most=most, multiple_of=config.multiple_of)
 
 
 def _values(heads: Tensor, head_dim: int) -> Tensor:

@@ -91,7 +91,7 @@ class ScalingLaw:
     def profile(self, shape: Shape, name: str) -> Profile:
         """Return the profile of a shape, every latency in it predicted."""
         fields = {"kind": "fitted", "name": name, "sha256": None, "shape": shape, "command": "", "created": ""}
-        points = {part: self._predicted(part, shape) for part in ("forward", "steady", "prefill", "host")}
+        points = {part: [self._predicted(*point, shape) for point in curves] for part, curves in self._curves.items()}
         return Profile.model_validate(self.profiles[0].model_dump() | fields | points)
 
     def verdict(self) -> str:
@@ -121,14 +121,20 @@ class ScalingLaw:
                 return hidden
         return None
 
-    def _predicted(self, part: str, shape: Shape) -> list[dict[str, object]]:
-        points = []
-        for column in zip(*(getattr(p, part) for p in self.profiles), strict=True):
-            times = np.array([point.median_ms for point in column])
-            ms = fit(self.shapes, times, self.bytes_per_weight).ms(shape, self.bytes_per_weight)
-            first: Latency = column[0]
-            points.append(first.model_dump() | {"median_ms": ms, "low_ms": ms, "high_ms": ms, "n": 0})
-        return points
+    @cached_property
+    def _curves(self) -> dict[str, list[tuple[Latency, FittedCurve]]]:
+        """The curve of every pass that was measured, with its measurement in the first profile."""
+        return {
+            part: [
+                (column[0], fit(self.shapes, np.array([point.median_ms for point in column]), self.bytes_per_weight))
+                for column in zip(*(getattr(p, part) for p in self.profiles), strict=True)
+            ]
+            for part in ("forward", "steady", "prefill", "host")
+        }
+
+    def _predicted(self, measured: Latency, curve: FittedCurve, shape: Shape) -> dict[str, object]:
+        ms = curve.ms(shape, self.bytes_per_weight)
+        return measured.model_dump() | {"median_ms": ms, "low_ms": ms, "high_ms": ms, "n": 0}
 
 
 def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:

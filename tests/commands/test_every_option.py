@@ -338,7 +338,23 @@ def _(w: World) -> Settings:
 def _(w: World) -> Settings:
     few = {"minutes": 0.01, "layers": "1,2", "widths": "24,48", "k": "1,2", "first_steps": 1, "max_steps": 1}
     few |= {"batch_size": 2, "finalists": 1, "num_prompts": 2, "mode": "eager", "threads": 1}
-    return few | {"target": str(w.source), "source": str(w.source), "data": str(write_text(Path("more.jsonl"), 700))}
+    data = str(write_text(Path("more.jsonl"), 700))
+    return few | {"target": str(costly_target(w)), "source": str(w.source), "data": data}
+
+
+def costly_target(w: World) -> Path:
+    """The source with layers that add nothing, so that shapes are cheap beside it on any machine."""
+    folder = w.root / "costly"
+    if not folder.exists():
+        COMMANDS["expand"](source=str(w.source), layers=10, out=folder)
+    return folder
+
+
+def measured_law(w: World) -> Path:
+    folder = w.root / "law"
+    if not folder.exists():
+        COMMANDS["law"](**LAW | {"context": "16,162"}, source=str(w.source), out=folder)
+    return folder
 
 
 @case("search", "parallel drafts")
@@ -348,7 +364,7 @@ def _(w: World) -> Settings:
 
 @case("search", "beside an EAGLE-3 head")
 def _(w: World) -> Settings:
-    return CASES["search", "widths"](w) | {"drafter": [f"eagle:heads={trained_head(w)}"]}
+    return CASES["search", "widths"](w) | {"drafter": [f"eagle:heads={trained_head(w)}"], "law": measured_law(w)}
 
 
 @case("search", "stored outputs and prompts")
@@ -357,7 +373,9 @@ def _(w: World) -> Settings:
     prompts = [{"prompt": f"def parse{i}(line):"} for i in range(60)]
     Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     settings = {name: value for name, value in CASES["search", "widths"](w).items() if name != "data"}
-    return settings | {"outputs": stored, "prompt_file": Path("asked.jsonl"), "vocab": "200"}
+    return settings | {
+        "outputs": stored, "prompt_file": Path("asked.jsonl"), "vocab": "200", "law": measured_law(w),
+    }  # fmt: skip
 
 
 LAW: Settings = {"layers": "1,2,3,4", "widths": "24,48", "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}

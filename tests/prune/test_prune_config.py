@@ -4,10 +4,12 @@ import json
 import re
 
 import pytest
+import torch
 
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.config.prune import PruneConfig, PruneMasksConfig
 from draftlab.errors import UserError
+from draftlab.model import checkpoint
 
 SIZED = {"layers": 2, "source": "tiny"}
 LLAMA_7B = {
@@ -61,7 +63,11 @@ def test_a_plan_counts_float16_as_it_is_computed_on_a_cpu(tmp_path):
         (tmp_path / dtype).mkdir()
         (tmp_path / dtype / "config.json").write_text(json.dumps(LLAMA_7B | {"dtype": dtype}))
         gb[dtype] = planned_gb(tmp_path / dtype)
-    assert gb["float32"] == gb["float16"] > gb["bfloat16"] + 2
+    assert gb["float32"] == gb["float16"]
+    if checkpoint.is_fast(torch.bfloat16, checkpoint.CPU):
+        assert gb["float16"] > gb["bfloat16"] + 2
+    else:
+        assert gb["float16"] == gb["bfloat16"]
     assert planned_gb(tmp_path / "float16", depth="greedy") > 4 * 6.7 + gb["float16"] - 1  # all weights in memory
 
 

@@ -89,10 +89,10 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
     return model.eval()
 
 
-def save_neox(out: Path, tokenizer: Path) -> Path:
+def save_neox(out: Path, tokenizer: Path, layers: int = 1) -> Path:
     """Save a random model that has other tensors than LLaMA's, with a tokenizer of so many ids."""
     sizes: dict[str, Any] = {"vocab_size": SIZES["vocab_size"], "hidden_size": 32, "intermediate_size": 64}
-    config = GPTNeoXConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=512)
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=512)
     torch.manual_seed(0)
     GPTNeoXForCausalLM(config).save_pretrained(out)
     for file in tokenizer.iterdir():

@@ -19,6 +19,7 @@ from draftlab.results.environment import Environment
 WARM_UPS = (3, 10)  # least and most
 SIMILAR = 0.1  # two consecutive times that differ by less are steady
 WATCH_SECONDS = 0.5
+INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "avx512f": "AVX-512", "avx2": "AVX2"}  # the best first
 
 
 def read_environment() -> Environment:
@@ -108,11 +109,20 @@ def steady_step_clock(device: torch.device) -> StepClock:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or of the processor with what it multiplies by: virtual machines hide the model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    lines = _text("/proc/cpuinfo").splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return processor_name(_text("/proc/cpuinfo"))
+
+
+def processor_name(cpuinfo: str) -> str:
+    """Return the processor's name, as ``AMD EPYC, AVX2``, from Linux's description of it; elsewhere as Python has it."""
+
+    def first(field: str) -> str:
+        return next((line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith(field)), "")
+
+    name, flags = first("model name") or platform.processor() or platform.machine(), first("flags").split()
+    return ", ".join([name, *[called for flag, called in INSTRUCTIONS.items() if flag in flags][:1]])
 
 
 def _one_cpu_thread(device: torch.device) -> bool:

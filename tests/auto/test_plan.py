@@ -115,7 +115,7 @@ def test_only_what_a_server_runs_is_tried(tmp_path, server):
 
 @pytest.fixture(scope="module")
 def neox(tmp_path_factory, tokenizer_dir):
-    return save_neox(tmp_path_factory.mktemp("neox") / "neox", tokenizer_dir)
+    return save_neox(tmp_path_factory.mktemp("neox") / "neox", tokenizer_dir, layers=4)
 
 
 def test_a_target_that_cannot_be_pruned_keeps_lookup_and_says_why(neox, tmp_path):

@@ -81,15 +81,17 @@ def _(w: World) -> Settings:
     return TINY_CUT | {"source": str(w.source), "vocab": "200", "outputs": stored, "calibration_tokens": 64}
 
 
+MASKS: Settings = TINY_CUT | {"steps": 2, "batch_size": 2, "save_steps": 1, "calibration_tokens": 512}
+
+
 @case("prune-masks", "frozen")
 def _(w: World) -> Settings:
-    return TINY_CUT | {"source": str(w.source), "data": str(w.text), "steps": 2, "batch_size": 2, "save_steps": 1}
+    return MASKS | {"source": str(w.source), "data": str(w.text)}
 
 
 @case("prune-masks", "full")
 def _(w: World) -> Settings:
-    few = {"steps": 2, "batch_size": 2, "save_steps": 1, "train_weights": "full", "loss": "ce"}
-    return TINY_CUT | few | {"source": str(w.source), "data": str(w.text)}
+    return CASES["prune-masks", "frozen"](w) | {"train_weights": "full", "loss": "ce"}
 
 
 @case("tokenizer", "")
@@ -337,7 +339,7 @@ def _(w: World) -> Settings:
 @case("search", "widths")
 def _(w: World) -> Settings:
     few = {"minutes": 0.01, "layers": "1,2", "widths": "24,48", "k": "1,2", "first_steps": 1, "max_steps": 1}
-    few |= {"batch_size": 2, "finalists": 1, "num_prompts": 2, "mode": "eager", "threads": 1}
+    few |= {"batch_size": 2, "finalists": 1, "num_prompts": 2, "mode": "auto", "threads": 1}
     data = str(write_text(Path("more.jsonl"), 700))
     return few | {"target": str(costly_target(w)), "source": str(w.source), "data": data}
 
@@ -353,7 +355,7 @@ def costly_target(w: World) -> Path:
 def measured_law(w: World) -> Path:
     folder = w.root / "law"
     if not folder.exists():
-        COMMANDS["law"](**LAW | {"context": "16,162"}, source=str(w.source), out=folder)
+        COMMANDS["law"](**LAW | {"context": "16,162", "mode": "auto"}, source=str(w.source), out=folder)
     return folder
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from draftlab.latency.machine_state import (
     CoreTime,
+    processor_name,
     read_core_time,
     read_environment,
     warm_up,
@@ -41,6 +42,20 @@ def test_other_work_on_more_than_half_of_the_cores_is_said(busy, warned, capsys)
     found = Environment(system="s", processor="p", cores=4, busy_cores=busy, governor=None, driver=None)
     warn_if_busy(found)
     assert (f"{busy:.1f} of 4 cores busy" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("fpu avx avx2 fma", "AMD EPYC, AVX2"),
+        ("avx2 avx512f avx512_bf16", "AMD EPYC, AVX512_BF16"),
+        ("avx512f avx2", "AMD EPYC, AVX-512"),
+        ("sse2", "AMD EPYC"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(flags, name):
+    one = f"model\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\nvmx flags\t: none\n"
+    assert processor_name(one + "\n" + one) == name
 
 
 def test_the_machine_is_described():

@@ -47,7 +47,7 @@ def measured(folder: Path) -> dict[str, Any]:
     }
 
 
-NAMES = {"fallback": "prompt lookup, then 3 x 128", "lookup": "prompt lookup"}
+NAMES = {"fallback": "prompt lookup, then 3 x 128", "prompt-lookup": "prompt lookup"}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

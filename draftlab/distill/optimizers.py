@@ -43,9 +43,42 @@ def optimizers_for(
 
     if config.optimizer == "adamw" or not matrices:
         return [adamw(matrices + others, vectors)]
-    muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    kind = torch.optim.Muon if checkpoint.is_fast(torch.bfloat16, matrices[0].device) else Float32Muon
+    muon = kind(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
     rest = others + vectors  # none where LoRA trains adapters alone
     return [muon, adamw([], rest)] if rest or other_groups else [muon]
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon, with Newton-Schulz iterations in float32: for CPUs where torch's, in bfloat16, take most of a step.
+
+    Its state is torch's, so that a run may go on with either.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            weights: list[torch.Tensor] = []
+            grads: list[torch.Tensor] = []
+            averages: list[torch.Tensor] = []
+            self._init_group(group, weights, grads, averages)
+            for weight, grad, average in zip(weights, grads, averages, strict=True):
+                average.lerp_(grad, 1 - group["momentum"])
+                update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                update = orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)  # match_rms_adamw
+
+
+def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """Return a matrix with the same singular vectors and values near 1 (Newton-Schulz, Jordan et al. 2024), float32."""
+    a, b, c = coefficients
+    x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
 def training_dtype(name: str) -> str:

@@ -78,7 +78,8 @@ def _setup(config: PruneMasksConfig, source: Source, student: PreTrainedModel) -
     sizes: dict[str, Any] = {"rows": config.batch_size, "seq_len": config.seq_len}
     batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
     if config.reweigh_steps:
-        reference = checkpoint.load_model(source.directory, torch.bfloat16, student.device).eval()
+        dtype = checkpoint.computed_dtype(torch.bfloat16, student.device)
+        reference = checkpoint.load_model(source.directory, dtype, student.device).eval()
         batches = reweighing(batches, reference, tokenizer, config.reweigh_steps)
     heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
     return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=loss)

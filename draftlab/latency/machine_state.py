@@ -116,7 +116,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Return the processor's name, as ``AMD EPYC, AVX2``, from Linux's description of it; elsewhere as Python has it."""
+    """Return the processor's name, as ``AMD EPYC, AVX2``, from Linux's description; elsewhere as Python has it."""
 
     def first(field: str) -> str:
         return next((line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith(field)), "")

@@ -126,8 +126,10 @@ def _without(value: object) -> object:
 
 
 def _keys(value: object) -> list[str]:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return sorted({*(value if isinstance(value, dict) else ()), *(name for part in parts for name in _keys(part))})
+    if isinstance(value, dict):  # the names of inputs have the candidate that won, which times decide
+        inside = [name for key, part in value.items() if key != "inputs" for name in _keys(part)]
+        return sorted({*value, *inside})
+    return sorted({name for part in value for name in _keys(part)}) if isinstance(value, list) else []
 
 
 def _child(arguments: list[str], folder: Path, fault: Fault, writer: int, counted: int) -> None:

@@ -42,3 +42,4 @@ docs: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m tests.commands.configuration_page > docs/configuration.md
 	PYTHONPATH=tests $(BIN)/python -m tests.zoo.table > docs/models.md
 	PYTHONPATH=tests $(BIN)/python -m tests.pages
+	$(BIN)/python -m benchmarks.pages

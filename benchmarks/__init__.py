@@ -2,6 +2,7 @@
 
 import platform
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,14 @@ from draftlab.results.score import Score
 
 
 def environment(threads: int) -> dict[str, object]:
-    """Return the machine, its processor and the versions that a result comes from."""
-    return {"threads": threads, "machine": platform.platform(), "cpu": cpu_name(), "versions": provenance.versions()}
+    """Return the day, the machine, its processor and the versions that a result comes from."""
+    return {
+        "date": date.today().isoformat(),
+        "threads": threads,
+        "machine": platform.platform(),
+        "cpu": cpu_name(),
+        "versions": provenance.versions(),
+    }
 
 
 def cpu_name() -> str:

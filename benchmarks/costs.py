@@ -6,6 +6,7 @@ training and calibration, and the bandwidth that a decoder gets of it where the 
 
 import json
 from dataclasses import dataclass
+from datetime import date
 
 from draftlab.latency.roofline import read_device
 from draftlab.model.families import presets, shipped, widths_folder
@@ -60,7 +61,8 @@ def main() -> None:
         "device": device.name, "tflops": tflops, "bandwidth_gbs": bandwidth, "training_share": TRAINED_SHARE,
         "training_tokens": TRAINING_TOKENS, "stored_tokens": STORED_TOKENS,
     }  # fmt: skip
-    print(json.dumps({"benchmark": "costs", "measured": False, "assumed": assumed, "targets": result}, indent=1))
+    about = {"benchmark": "costs", "measured": False, "date": date.today().isoformat()}
+    print(json.dumps(about | {"assumed": assumed, "targets": result}, indent=1))
 
 
 if __name__ == "__main__":

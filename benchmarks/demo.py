@@ -1,7 +1,7 @@
 """Collect what `make demo` measured: python -m benchmarks.demo [--folder runs/quickstart] [--figure FILE.svg]
 
-Prints one JSON object with the processor's name. --figure also draws the speed-ups; with --read FILE.json it draws an
-earlier result.
+Prints one JSON object. Its machine and date are those of this command, so run it where the demo ran, on the same day.
+--figure also draws the speed-ups; with --read FILE.json it draws an earlier result.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks import drafting_row
+from benchmarks import drafting_row, environment
 from draftlab import provenance
 from draftlab.results.score import read_score
 
@@ -34,17 +34,15 @@ def measured(folder: Path) -> dict[str, Any]:
     folders = [*sorted(folder.glob("pruned/*")), *sorted(folder.glob("distilled/*")), folder / "score"]
     records = {str(path.relative_to(folder)): provenance.read_record(path) for path in folders}
     first = scores[0]
-    assert first.environment is not None
+    assert first.conditions.threads is not None  # as for a server
     return {
         "command": "make demo",
-        "processor": first.environment.processor,
         "mode": first.conditions.mode,
         "dtype": first.conditions.dtype,
-        "threads": first.conditions.threads,
         "seconds": {name: record.seconds for name, record in records.items() if record is not None},
         "drafts": {score.name: drafting_row(score) for score in scores},
         "acceptance": {name: _learnt(record) for name, record in records.items() if record and "distilled" in name},
-    }
+    } | environment(first.conditions.threads)
 
 
 NAMES = {"fallback": "prompt lookup, then 3 x 128", "prompt-lookup": "prompt lookup"}
@@ -64,7 +62,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.axvline(1, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(rows)), [NAMES.get(name, f"draft model {name.replace('x', ' x ')}") for name, _ in rows])
     axes.set_xlabel(
-        f"speed-up, 95 % interval\n(plain decoding: {plain:.0f} tokens/s on one thread of an {result['processor']})"
+        f"speed-up, 95 % interval\n(plain decoding: {plain:.0f} tokens/s on one thread of an {result['cpu']})"
     )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -5,6 +5,7 @@ every token is accepted with the same chance alpha. Prompts of 128 tokens, texts
 """
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +76,8 @@ def main(figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG 
         }
     if figure is not None:
         _draw(tables, figure)
-    print(json.dumps({"prediction": True, "prompt_tokens": PROMPT, "new_tokens": NEW, "modes": tables}))
+    about = {"measured": False, "date": date.today().isoformat(), "prompt_tokens": PROMPT, "new_tokens": NEW}
+    print(json.dumps(about | {"modes": tables}))
 
 
 def _cost(spec: str) -> CostModel:

@@ -51,7 +51,7 @@ def main(
             write_random(SHAPE, place, checkpoint.DTYPES[stored])
         peaks = {f"{way} {dtype}": peak(way, place, dtype) for way in WAYS for dtype in ("bfloat16", "float32")}
     found = {"peak_over_weights": peaks, "load_peak_ratio": max(peaks.values()), "stored": stored}
-    print(json.dumps({"benchmark": "load_peak", **found, "environment": environment(1)}))
+    print(json.dumps({"benchmark": "load_peak", **found} | environment(1)))
 
 
 def load_peak_ratio(directory: Path, dtype: str = "float32") -> float:

@@ -5,8 +5,9 @@ drafts are prompt lookup, one distilled from the embedded target (or --draft), a
 faster than none. What is in --folder is not made again, so that a killed run goes on. About 15 minutes on two cores.
 
 relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that hold the
-reference; false_faster: scores that call a draft faster which is not; told: scores that call any, cannot_tell: none;
-reference_in_doubt: drafts of which the reference does not. The last line is one JSON object.
+reference; answered: scores that call a draft faster or slower than none; right: those that agree with the reference;
+false_faster: those that call a draft faster which is not; cannot_tell: scores that give no answer because the machine
+was busy; reference_in_doubt: drafts whose reference gives none. The last line is one JSON object.
 """
 
 import argparse
@@ -135,11 +136,13 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
     best = [max(score.best_k_speedup.value for score in scores.values()) for scores in noisy]
     pairs = [(truth[name], score) for scores in noisy for name, score in scores.items()]
     covered = [score.best_k_speedup.low <= value <= score.best_k_speedup.high for value, score in pairs]
+    answers = [(value > 1, faster) for value, score in pairs if (faster := answer(score)) is not None]
     return {
         "relative_spread": stdev(best) / mean(best),
         "coverage": mean(covered),
-        "false_faster": sum(value <= 1 and "Faster:" in score.headline() for value, score in pairs),
-        "told": sum(score.doubt is None for _, score in pairs),
+        "answered": len(answers),
+        "right": sum(is_faster == said for is_faster, said in answers),
+        "false_faster": sum(said and not is_faster for is_faster, said in answers),
         "cannot_tell": sum(score.doubt is not None for _, score in pairs),
         "scores": len(pairs),
         "reference": truth,
@@ -152,6 +155,12 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
             if (values := [scores[name].best_k_speedup.value for scores in noisy])
         },
     }
+
+
+def answer(score: Score) -> bool | None:
+    """Return whether a score calls its draft faster than none, or None if it does not say."""
+    gain = score.best_k_speedup
+    return None if score.doubt is not None or gain.low <= 1 <= gain.high else gain.low > 1
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def main(
                 "median_error": median(errors), "largest_error": max(errors),
                 "mean_signed_error": sum(row["error"] for row in found) / len(found),
                 "inside_measured_interval": sum(row["inside"] for row in found) / len(found), "rows": found,
-                "best_k": _best(found), "environment": environment(1),
-            }
+                "best_k": _best(found),
+            } | environment(1)
         )
     )  # fmt: skip
 

@@ -73,7 +73,7 @@ def main(
         load_peak.write_random(load_peak.SHAPE, one_b, torch.bfloat16)
         note("load peak")
         found["load_peak_ratio"] = max(load_peak.peak(way, one_b, "bfloat16") for way in ("llama", "transformers"))
-    print(json.dumps({"benchmark": "real_size", **found, "environment": environment(threads)}))
+    print(json.dumps({"benchmark": "real_size", **found} | environment(threads)))
 
 
 def _target(folder: Path) -> tuple[Path, bool]:

@@ -166,6 +166,7 @@ def result(folder: Path) -> dict[str, Any]:
         "best_drafter_speedup_low": drafter.best_k_speedup.low,
         "recipe_minutes": sum(record.total_seconds for record in records.values() if record is not None) / 60,
         "steps_without_record": [out for out, record in records.items() if record is None],
+        "settings": {"greedy": settings(greedy[0]), "sampled": settings(sampled[0])},
         "greedy": {score.name: row(score) for score in greedy},
         "sampled": {score.name: row(score) for score in sampled},
         "training": {
@@ -190,6 +191,23 @@ def scores(folder: Path) -> list[Score]:
 
 def fastest(scores: Sequence[Score]) -> Score:
     return max(scores, key=lambda score: score.best_k_speedup.value)
+
+
+def settings(score: Score) -> dict[str, Any]:
+    """Return the settings that all scores of a table share; a request is a turn of a prompt."""
+    about = score.conditions
+    return {
+        "dtype": about.dtype,
+        "draft_dtype": "int8" if about.draft_int8 else about.dtype,
+        "mode": about.mode,
+        "threads": about.threads,
+        "batch": about.batch,
+        "repeats": about.repeats,
+        "temperature": about.temperature,
+        "prompts": about.prompts,
+        "requests": sum(len(rows) for rows in score.prompts_by_category.values()),
+        "max_tokens": about.max_tokens,
+    }
 
 
 def row(score: Score) -> dict[str, Any]:

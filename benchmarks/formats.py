@@ -1,0 +1,139 @@
+"""Print a number of a result on a page: rounded, with its interval, in another unit; and what two intervals say."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Printed = list[tuple[str, str]]
+
+
+class Value(float):
+    """A number of a JSON file. Whenever it is printed, it notes the text and its key."""
+
+    key: str
+    printed: Printed
+
+    @classmethod
+    def of(cls, number: float, key: str, printed: Printed) -> "Value":
+        value = cls(number)
+        value.key, value.printed = key, printed
+        return value
+
+    def scaled(self, factor: float) -> "Value":
+        """Return the same number in another unit."""
+        return Value.of(float(self) * factor, self.key, self.printed)
+
+    def __truediv__(self, other: float) -> "Value":
+        return Value.of(float(self) / float(other), f"{self.key} / {_key(other)}", self.printed)
+
+    def __add__(self, other: float) -> "Value":
+        return Value.of(float(self) + float(other), f"{self.key} + {_key(other)}", self.printed)
+
+    def __sub__(self, other: float) -> "Value":
+        return Value.of(float(self) - float(other), f"{self.key} - {_key(other)}", self.printed)
+
+    def __format__(self, spec: str) -> str:
+        text = super().__format__(spec)
+        self.printed.append((text, self.key))
+        return text
+
+    def __str__(self) -> str:
+        if not self.is_integer():
+            raise ValueError(f"{self.key} is {float(self)}; say how to print it: {{{{ {self.key}|fixed }}}}")
+        return f"{self:,.0f}"
+
+
+def _key(number: float) -> str:
+    return number.key if isinstance(number, Value) else str(number)
+
+
+def tagged(value: Any, key: str, printed: Printed) -> Any:
+    """Return a JSON value whose numbers know their keys."""
+    if isinstance(value, dict):
+        return {name: tagged(each, _joined(key, name), printed) for name, each in value.items()}
+    if isinstance(value, list):
+        return [tagged(each, f"{key}[{place}]", printed) for place, each in enumerate(value)]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return Value.of(value, key, printed)
+
+
+def _joined(key: str, name: str) -> str:
+    return f"{key}.{name}" if name.isidentifier() else f'{key}["{name}"]'
+
+
+def fixed(value: float, digits: int = 2) -> str:
+    return f"{value:,.{digits}f}"
+
+
+def percent(share: Value, digits: int = 0) -> str:
+    return f"{share.scaled(100):.{digits}f} %"
+
+
+def bounds(estimate: Any) -> tuple[Value, Value, Value]:
+    """Return value, low and high of an interval, which records keep as a list or by name."""
+    if isinstance(estimate, dict):
+        return estimate["value"], estimate["low"], estimate["high"]
+    value, low, high = estimate
+    return value, low, high
+
+
+def interval(estimate: Any, digits: int = 2) -> str:
+    value, low, high = bounds(estimate)
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def separates(first: Any, second: Any) -> bool:
+    """Whether two intervals have nothing in common."""
+    _, low, high = bounds(first)
+    _, other_low, other_high = bounds(second)
+    return low > other_high or other_low > high
+
+
+def compared(first: Any, second: Any) -> str:
+    """Return whether the intervals of two estimates say which is larger."""
+    if separates(first, second):
+        return "the intervals do not overlap"
+    return "the intervals overlap, so neither is shown to be ahead"
+
+
+def against_plain(speedup: Any) -> str:
+    """Return what the interval of a speed-up says about decoding without a draft."""
+    _, low, high = bounds(speedup)
+    if low > 1:
+        return "faster than no draft"
+    return "slower than no draft" if high < 1 else "not told apart from no draft"
+
+
+def unit(factor: float) -> Callable[[Value, int], str]:
+    """Return a format in another unit."""
+    return lambda value, digits=0: f"{value.scaled(factor):,.{digits}f}"
+
+
+def measured(result: dict[str, Any]) -> str:
+    """Return when and on what a result was measured."""
+    threads = result.get("threads")
+    on = result["cpu"] if threads is None else f"{threads} {'thread' if threads == 1 else 'threads'} of {result['cpu']}"
+    return f"{result['date']}, {on}"
+
+
+def listed(values: Sequence[Any]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "fixed": fixed,
+    "percent": percent,
+    "interval": interval,
+    "compared": compared,
+    "against_plain": against_plain,
+    "measured": measured,
+    "listed": listed,
+    "count": len,
+    "min": min,
+    "max": max,
+    "ms": unit(1e3),
+    "minutes": unit(1 / 60),
+    "millions": unit(1e-6),
+    "gigabytes": unit(1e-9),
+}

@@ -1,0 +1,129 @@
+"""Pages whose numbers come from benchmarks/results: python -m benchmarks.pages writes README.md and pages of docs/.
+
+A source in docs/pages is Markdown with Jinja2 expressions. {{ demo.drafts["3x128"].speedup|interval }} is a key of
+demo.json and its format. {{ tables.demo() }} alone on a line is a table that benchmarks/tables.py makes.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, nodes
+
+from benchmarks import tables
+from benchmarks.formats import FILTERS, Printed, tagged
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SOURCES = ROOT / "docs" / "pages"
+EXPRESSION = re.compile(r"\{\{(.+?)\}\}")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A line of a page, the line of its source, and the numbers in it with their keys."""
+
+    text: str
+    source: int
+    printed: list[tuple[str, str]]
+
+
+class Missing(StrictUndefined):
+    """A key that no result has: fails where it is named, before a format sees it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fail_with_undefined_error()
+
+
+class Pages:
+    """Renders sources with the results of a folder."""
+
+    def __init__(self, results: Path = RESULTS) -> None:
+        self.printed: Printed = []
+        files = {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
+        self.data = {name: tagged(content, name, self.printed) for name, content in files.items()}
+        self.environment = Environment(undefined=Missing)
+        self.environment.filters = dict(FILTERS)
+        self.environment.globals = dict(self.data) | {"tables": tables.Tables(self.data)}
+
+    def lines(self, source: str) -> Iterator[Line]:
+        for number, line in enumerate(source.splitlines(), 1):
+            for text in self._expanded(line):
+                yield Line(text=text, source=number, printed=list(self.printed))
+                self.printed.clear()
+
+    def _expanded(self, line: str) -> Iterator[str]:
+        whole = EXPRESSION.fullmatch(line.strip())
+        value = self._value(whole.group(1)) if whole else None
+        if isinstance(value, Iterator):
+            yield from value
+        else:
+            self.printed.clear()
+            yield EXPRESSION.sub(lambda match: str(self._value(match.group(1))), line)
+
+    def _value(self, expression: str) -> Any:
+        self._refuse_literals(expression)
+        compiled = self.environment.compile_expression(expression.strip(), undefined_to_none=False)
+        return compiled()
+
+    def _refuse_literals(self, expression: str) -> None:
+        """Refuse numbers and texts that are typed: a constant is a key, or an argument of a format."""
+        tree = self.environment.parse(f"{{{{ {expression} }}}}")
+        places = [id(item.arg) for item in tree.find_all(nodes.Getitem)]
+        places += [id(argument) for node in tree.find_all(nodes.Filter) for argument in node.args]
+        typed = [constant for constant in tree.find_all(nodes.Const) if id(constant) not in places]
+        if typed:
+            raise ValueError(f"{{{{{expression}}}}} types {typed[0].value!r}: name a key of benchmarks/results")
+
+    def text(self, source: Path) -> str:
+        return "".join(f"{line.text}\n" for line in self.lines(source.read_text()))
+
+
+def page(source: Path) -> Path:
+    """Return the page that a source becomes."""
+    return ROOT / source.name if source.name == "README.md" else ROOT / "docs" / source.name
+
+
+def differences(lines: list[Line], committed: list[str], page: str, source: str) -> list[str]:
+    """Return what a page has that its source does not make: line, what it should be, and the keys of its numbers."""
+    found = []
+    matcher = SequenceMatcher(None, [line.text for line in lines], committed, autojunk=False)
+    for kind, first, last, start, end in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        for offset, line in enumerate(lines[first:last]):
+            place = min(start + offset, max(start, end - 1))
+            written = committed[place] if start + offset < end else ""
+            found.append(f"{page}:{place + 1}: {_wrong(line, written)} ({source}:{line.source})")
+        extra = range(start + last - first, end)
+        found += [f"{page}:{place + 1}: {committed[place]!r} is not in {source}" for place in extra]
+    return found
+
+
+def _wrong(line: Line, written: str) -> str:
+    """Return which numbers of a line are wrong and their keys, or the line where others are."""
+    wanted, got = NUMBER.findall(line.text), NUMBER.findall(written)
+    if len(wanted) != len(got) or wanted == got:
+        return f"should be {line.text!r}"
+    wrong = []
+    for right, other in zip(wanted, got, strict=True):
+        if right != other:
+            keys = sorted({key for text, key in line.printed if text == right})
+            wrong.append(f"{other} should be {right}" + (f", {' or '.join(keys)}" if keys else ""))
+    return "; ".join(wrong)
+
+
+def main() -> None:
+    pages = Pages()
+    for source in sorted(SOURCES.glob("*.md")):
+        page(source).write_text(pages.text(source))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Every number of a page comes from a key of benchmarks/results, and every result names its machine and day."""
+
+import ast
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from jinja2 import UndefinedError
+
+from benchmarks import pages, tables
+from benchmarks.pages import EXPRESSION, NUMBER, RESULTS, ROOT, SOURCES, differences
+
+SOURCE_FILES = sorted(SOURCES.glob("*.md"))
+
+# what may carry digits without being measured
+NAMES = re.compile(
+    r"""(?<![\w.])(?:
+      (?:Wide|NoFT|wide|noft)-\d+(?:\.\d)?[BMbm] | tiny-\d+x\d+
+    | (?:Llama|LLaMA|Qwen|OPT|GPT|Mistral|Mixtral|SmolLM)-?\d*(?:\.\d)?(?:-\d+[BM])?(?:-Instruct)?
+    | EAGLE-3(?:\.1)? | WikiText-2 | GSM8K | Medusa-[12] | ZeRO-?[123] | FSDP2 | 4-grams?
+    | int[48] | bf16 | fp(?:8|16|32) | b?float(?:16|32) | Q\d_(?:\d|K(?:_M)?) | B?F(?:16|32)
+    | [AH]\d00s? | AVX2 | AVX-?512(?:_BF16)?
+    | arXiv\ \d{4}\.\d{5} | Python\ 3\.\d+ | Apache-2\.0 | 95\ %\ intervals? | K\ =\ 0
+    | [\w-]+/[\w-]+\#\d+ | issue\ \d+
+    )(?![\w.]*\d)""",
+    re.VERBOSE,
+)
+COMMAND = re.compile(r"([A-Z_]+=\S+ )*(\S*/)?(draftlab|python3?|pip|make|bash|pytest|vllm|llama-server|exit)( |$)")
+FILE = re.compile(r"[\w.-]*[a-zA-Z][\w.-]*(/[\w.-]+)+/?|[\w-]*[a-zA-Z][\w-]*\.(json|jsonl|md|py|yaml|svg|gguf)")
+OPTION = re.compile(r"--[a-z][\w-]*|[a-z][\w-]*:[a-z_]+=[\w=,.-]+|[\w.-]+@[\w=,.-]+")
+WORD_OF_DIGITS = re.compile(r"[\d.,x-]*\d[\d.,x-]*")
+
+
+def uncited(source: str) -> list[tuple[int, str]]:
+    """Return line and text of the numbers of a page's source that come from no key and are part of no name."""
+    found, language = [], None
+    for number, line in enumerate(source.splitlines(), 1):
+        fence = re.match(r"```(\w*)", line)
+        if fence:
+            language = (fence[1] or "shell") if language is None else None
+            continue
+        if language is None:
+            prose = re.sub(r"`([^`]*)`", lambda code: " " if is_code(code[1]) else code[1], EXPRESSION.sub(" ", line))
+            prose = re.sub(r"\]\([^)]*\)|<!--.*?-->", " ", prose)
+        elif language == "shell":
+            command, _, comment = line.partition(" #")
+            prose = comment if is_code(command) else line
+        else:
+            continue
+        found += [(number, each) for each in NUMBER.findall(NAMES.sub(" ", prose))]
+    return found
+
+
+def is_code(text: str) -> bool:
+    """Whether digits in a piece of code belong to a command, an option, a path or a file's name."""
+    if not re.search(r"\d", text):
+        return True
+    words = text.split()
+    if not (COMMAND.match(text) or words[0].startswith("--")):
+        return len(words) == 1 and bool(FILE.fullmatch(text) or OPTION.fullmatch(text))
+    pairs = zip(["", *words], words, strict=False)
+    return all(before.startswith("-") or before == "exit" for before, word in pairs if WORD_OF_DIGITS.fullmatch(word))
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, list[pages.Line]]:
+    renderer = pages.Pages()
+    return {source.name: list(renderer.lines(source.read_text())) for source in SOURCE_FILES}
+
+
+def changes(lines: list[pages.Line], source: Path, text: str) -> list[str]:
+    page = pages.page(source).relative_to(ROOT)
+    return differences(lines, text.splitlines(), str(page), str(source.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize("source", SOURCE_FILES, ids=lambda source: source.name)
+def test_pages_are_as_their_sources_and_results_make_them(source, rendered):
+    """A failure names the line, the number and its key; `make docs` writes the pages anew."""
+    wrong = changes(rendered[source.name], source, pages.page(source).read_text())
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("source", SOURCE_FILES, ids=lambda source: source.name)
+def test_sources_have_no_number_of_their_own(source):
+    assert uncited(source.read_text()) == []
+
+
+def test_tables_have_no_number_of_their_own():
+    """Keys of the results may have digits; what is printed may not."""
+    tree = ast.parse(Path(tables.__file__).read_text())
+    keys = [node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
+    keys += [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key is not None]
+    keys += [node.format_spec for node in ast.walk(tree) if isinstance(node, ast.FormattedValue) and node.format_spec]
+    exempt = {id(inner) for key in keys for inner in ast.walk(key)}
+    texts = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in exempt
+    ]
+    assert [(text.lineno, bad) for text in texts for bad in uncited(text.value)] == []
+
+
+@pytest.mark.parametrize("source", SOURCE_FILES, ids=lambda source: source.name)
+def test_an_edited_number_is_found_with_its_line_and_key(source, rendered):
+    """200 random edits, in code and in integers too."""
+    rng, lines = random.Random(32), rendered[source.name]
+    places = [(at, match) for at, line in enumerate(lines) for match in NUMBER.finditer(line.text)]
+    for at, match in rng.choices(places, k=200):
+        line = lines[at]
+        digit = rng.choice([i for i in range(*match.span()) if line.text[i].isdigit()])
+        other = rng.choice([each for each in "0123456789" if each != line.text[digit]])
+        edited = [each.text for each in lines]
+        edited[at] = line.text[:digit] + other + line.text[digit + 1 :]
+        (message,) = changes(lines, source, "\n".join(edited))
+        assert f"{pages.page(source).relative_to(ROOT)}:{at + 1}: " in message
+        keys = [key for text, key in line.printed if text == match.group()]
+        assert not keys or any(key in message for key in keys)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "A draft is 1.37 times as fast.",
+        "It has 38 prompts.",
+        "It gained `0.94` then.",
+        "| a | 12 |",
+        "{{ demo.threads }} thread, 2 cores",
+        "`draftlab 1.72`",
+        "with `K = 2`",
+        "`10 x 576`",
+        "```\nmake demo   # in 6 minutes\n```",
+        "```\n1.72 times\n```",
+    ],
+)
+def test_a_number_without_a_key_is_found(source):
+    assert len(uncited(source)) == 1 or (source == "`10 x 576`" and len(uncited(source)) == 2)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '{{ demo.drafts["3x128"].k }} tokens',
+        "Llama-3.1-8B, SmolLM2-135M-Instruct and EAGLE-3 in bf16 and int8 on an H100, arXiv 2402.01528",
+        "`draftlab score --k 1,2 --num-prompts 16`, `--parallel 6`, `configs/widths/tiny-4x192.yaml`",
+        "[results](docs/results.md#a-table-of-3)",
+        "```\ndraftlab distill --vocab 16k   # a cheaper head\n```",
+    ],
+)
+def test_names_commands_and_paths_may_have_digits(source):
+    assert uncited(source) == []
+
+
+@pytest.mark.parametrize("expression", ["24", "1.5|fixed", "'24'", '"1.72"', "demo.threads * 24", "demo.threads + 1"])
+def test_an_expression_types_no_number(expression):
+    with pytest.raises(ValueError, match=re.escape(expression)):
+        list(pages.Pages().lines(f"It has {{{{ {expression} }}}} prompts."))
+
+
+def test_a_key_that_is_missing_fails():
+    with pytest.raises(UndefinedError):
+        list(pages.Pages().lines("{{ demo.nothing|fixed }}"))
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.name)
+def test_a_result_names_its_machine_and_day(file):
+    result = json.loads(file.read_text())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result.get("date", "")), f"{file.name} has no date"
+    if result.get("measured", True):  # other results are computed from constants
+        assert result.get("cpu"), f"{file.name} does not name its machine (cpu)"

@@ -1,6 +1,6 @@
 """Print a number of a result on a page: rounded, with its interval, in another unit; and what two intervals say."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Printed = list[tuple[str, str]]
@@ -82,6 +82,28 @@ def interval(estimate: Any, digits: int = 2) -> str:
     return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def total(values: Iterable[Value]) -> Value:
+    first, *more = values
+    for value in more:
+        first = first + value
+    return first
+
+
+def mean(values: dict[str, Value], digits: int = 3) -> str:
+    """Return a mean over seeds and its standard deviation."""
+    deviation = values["sd"] if "sd" in values else values["spread"]
+    return f"{values['mean']:.{digits}f} (sd {deviation:.{digits}f})"
+
+
+def correlation(found: dict[str, Value]) -> str:
+    return interval([found["r"], found["low"], found["high"]])
+
+
+def inverse(ratio: Value, digits: int = 2) -> str:
+    """Return one over a ratio."""
+    return f"{Value.of(1 / ratio, f'1 / {ratio.key}', ratio.printed):.{digits}f}"
+
+
 def separates(first: Any, second: Any) -> bool:
     """Whether two intervals have nothing in common."""
     _, low, high = bounds(first)
@@ -128,8 +150,12 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "compared": compared,
     "against_plain": against_plain,
     "measured": measured,
+    "mean": mean,
+    "correlation": correlation,
+    "inverse": inverse,
     "listed": listed,
     "count": len,
+    "last": lambda values: values[-1],
     "min": min,
     "max": max,
     "ms": unit(1e3),

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, nodes
+from jinja2 import Environment, StrictUndefined, UndefinedError, nodes
 
 from benchmarks import tables
 from benchmarks.formats import FILTERS, Printed, tagged
@@ -70,7 +70,10 @@ class Pages:
     def _value(self, expression: str) -> Any:
         self._refuse_literals(expression)
         compiled = self.environment.compile_expression(expression.strip(), undefined_to_none=False)
-        return compiled()
+        try:
+            return compiled()
+        except UndefinedError as error:
+            raise KeyError(f"{{{{{expression}}}}}: {error.message}") from error
 
     def _refuse_literals(self, expression: str) -> None:
         """Refuse numbers and texts that are typed: a constant is a key, or an argument of a format."""

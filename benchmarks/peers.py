@@ -39,6 +39,13 @@ from draftlab.servers.processes import running
 INSIDE = Path(__file__).parent / "inside_peers.py"
 WAYS = ("plain", "draft", "ngram")
 OURS = "draftlab"
+CONDITIONS = {
+    "draftlab": "mode native",
+    "transformers": "eager, assisted generation",
+    "llama.cpp": "GGUF of the same dtype; n-grams no longer than K",
+    "llama-cpp-python": "GGUF of the same dtype; drafts through Python",
+    "vllm": "CPU build, enforce_eager",
+}
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in one process, so that its CPU seconds are all
@@ -137,6 +144,7 @@ def main(
     about = {
         "benchmark": "peers", "target": locations[0].name, "draft": locations[1].name, "k": k, "prompts": prompts,
         "data": chosen.source, "chat": chosen.chat, "new_tokens": new_tokens, "dtype": dtype, "skipped": skipped,
+        "conditions": {name: CONDITIONS[name] for name in (OURS, *here)},
     }  # fmt: skip
     text = json.dumps(_result(found) | about | environment(1))
     if out is not None:
@@ -251,11 +259,13 @@ def _result(found: dict[str, dict[str, Answer]]) -> dict[str, Any]:
         return {way: {peer: value(answer, by[OURS]) for peer, answer in by.items()} for way, by in found.items()}
 
     over = each(lambda answer, ours: _over(ours, answer).model_dump())
+    over_whole = each(lambda answer, ours: intervals.speedup(([ours.timings()], answer.timings())).model_dump())
     acceptance = each(lambda answer, _: answer.tokens_per_pass)
     return {
         "tokens_per_second": each(lambda answer, _: intervals.tokens_per_second(answer.timings_after_prefill())),
         "tokens_per_second_with_prefill": each(lambda answer, _: intervals.tokens_per_second(answer.timings())),
         "over_peer": over,
+        "over_peer_with_prefill": over_whole,
         "over_best_peer": {
             way: min((gain["value"] for peer, gain in by.items() if peer != OURS), default=None)
             for way, by in over.items()

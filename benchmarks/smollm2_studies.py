@@ -93,6 +93,7 @@ def drafts(folder: Path) -> Rows:
             "tokens": notes["tokens"],
             "seconds": notes["seconds"],
             "cut_seconds": cut and cut.seconds,
+            "mask_steps": cut and cut.config.get("steps"),
             "tokens_per_pass": {k: interval(each) for k, each in pairs.items()},
             "by_category": {
                 name: interval(pairs[K][replay.categories == name]) for name in sorted(set(replay.categories))

@@ -3,96 +3,347 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.formats import Value, bounds, fixed, interval, separates
+from benchmarks.formats import Value, against_plain, bounds, fixed, interval, mean, separates, total
 
 DRAFTERS = {
     "eagle:heads=runs_eagle": "EAGLE-3 head",
     "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup, then the EAGLE-3 head",
+    "fallback:draft=runs_distilled_6x256,draft_tokens=2@int8": "prompt lookup, then the searched draft",
     "fallback:draft=runs_distilled_parallel,draft_tokens=2@int8": "prompt lookup, then the parallel draft",
     "fallback:draft=runs_distilled_plain,draft_tokens=2@int8": "prompt lookup, then the ten-layer draft",
+    "fallback:draft=runs_distilled_plain,outputs=runs_more-answers@int8": "lookup or the ten-layer draft, learnt gate",
     "ngram:outputs=runs_answers": "n-grams of the target's answers",
     "parallel@int8": "parallel draft",
     "plain@int8": "ten-layer draft",
     "prompt-lookup": "prompt lookup",
+    "6x256@int8": "searched draft",
     "fallback": "prompt lookup, then the smaller draft",
 }
+DRAWN = ("ten-layer draft", "prompt lookup", "prompt lookup, then the EAGLE-3 head")
+WAYS = {"plain": "none", "draft": "ten-layer draft", "ngram": "n-grams of the prompt"}
+TRAININGS = {
+    "distilled/10": "ten-layer draft, first stage",
+    "distilled/plain": "ten-layer draft, second stage",
+    "distilled/parallel": "parallel draft, second stage",
+    "eagle-first": "EAGLE-3 head, first stage",
+    "eagle": "EAGLE-3 head, second stage",
+}
+CUTS = {
+    "default": "the default: activations, refitted, layers by influence",
+    "pca": "the default with `--untie`",
+    "even": "layers at even distances",
+    "masks": "masks, weights frozen",
+    "first": "the first layers and neurons",
+    "no-refit": "activations without the refit",
+    "random": "random layers and neurons",
+}
+AT_SIZE = {
+    "10": "ten layers, trained once",
+    "24": "{} layers, cut and refitted, not trained",
+    "plain": "ten layers, trained twice",
+    "parallel": "ten layers, parallel",
+}
+TEXTS = ("code", "prose", "maths", "summaries")
+TINY_DRAFTERS = {"lookup": "prompt lookup", "ngram": "n-grams of the training data", "wide-3x256": "draft model"}
 
 
 class Tables:
-    """Each method yields the lines of a table."""
+    """Each method yields the lines of a table, or returns a sentence."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.results = results
+        self.studies = results["smollm2_studies"]
+        self.studied_k = f"{self.studies['accuracy']['k']:.0f}"  # of the studies' tokens per target pass
 
     def smollm2(self) -> Iterator[str]:
         """Yield SmolLM2's drafters by what a whole request gains."""
         greedy, sampled = self.results["smollm2"]["greedy"], self.results["smollm2"]["sampled"]
-        yield from header(
-            "drafter",
-            "K",
-            "whole request",
-            "TPOT",
-            "first token, ms",
-            "tokens per target pass",
-            "sampled, whole request",
-        )
+        names = "whole request", "TPOT", "first token, ms", "tokens per target pass", "sampled, whole request"
+        yield from header("drafter", "K", *names)
         for name, row in ordered(greedy, request_gain):
-            yield cells(
-                DRAFTERS[name],
-                row["k"],
-                request(row),
-                interval(row["speedup"]),
-                fixed(row["first_token_ms"], 0),
-                fixed(row["tokens_per_pass"]),
-                request(sampled[name]) if name in sampled else "",
-            )
+            of_sampled = request(sampled[name]) if name in sampled else ""
+            first, length = fixed(row["first_token_ms"], 0), fixed(row["tokens_per_pass"])
+            yield cells(DRAFTERS[name], row["k"], request(row), interval(row["speedup"]), first, length, of_sampled)
 
     def smollm2_reading(self) -> str:
         """Return what the whole requests say about prompt lookup and draft models."""
         greedy = self.results["smollm2"]["greedy"]
         lookup = greedy["prompt-lookup"]
         best, row = ordered(greedy, request_gain)[0]
-        followed = [each for name, each in greedy.items() if name.startswith("fallback:")]
-        text = f"The largest gain of a request is that of {DRAFTERS[best]}, {request(row)}."
-        if row is not lookup:
-            text += f" Prompt lookup alone has {request(lookup)}{unless_separate(row, lookup)}."
-        for each in sorted(followed, key=request_gain):
-            more = "less" if request_gain(each) < request_gain(lookup) else "more"
-            text += (
-                f" With a draft model after the lookup it is {more}, {request(each)}{unless_separate(each, lookup)}."
-            )
+        followed = sorted(name for name in greedy if name.startswith("fallback:"))
+        rivals = [f"{relation(lookup, greedy[name])} {DRAFTERS[name]}, {request(greedy[name])}" for name in followed]
+        text = f"The largest gain of a request is that of {DRAFTERS[best]}, {request(row)}. "
+        text += f"Prompt lookup alone, {request(lookup)}, {'; it '.join(rivals)}."
         return text if "request_speedup" in lookup else f"{text} The record has no intervals of whole requests."
 
+    def smollm2_steps(self) -> Iterator[str]:
+        names = "ms of drafting a step", "ms of verifying it", "tokens to break even", "tokens per target pass"
+        yield from header("drafter", *names)
+        for name, row in ordered(self.results["smollm2"]["greedy"], request_gain):
+            steps = [fixed(row["step_ms"][phase]) for phase in ("draft", "verify")]
+            yield cells(DRAFTERS[name], *steps, fixed(row["break_even_length"]), fixed(row["tokens_per_pass"]))
+
+    def smollm2_categories(self) -> Iterator[str]:
+        """Yield the TPOT speed-up of the categories that have the most requests."""
+        greedy = self.results["smollm2"]["greedy"]
+        names = [name for name in DRAFTERS if DRAFTERS[name] in DRAWN]
+        categories = greedy["prompt-lookup"]["by_category"]
+        most = max(row["prompts"] for row in categories.values())
+        yield from header("category", "requests", *(DRAFTERS[name] for name in names))
+        for category in [name for name, row in categories.items() if row["prompts"] == most]:
+            gains = [interval(greedy[name]["by_category"][category]["speedup"]) for name in names]
+            yield cells(category.replace("_", " "), categories[category]["prompts"], *gains)
+
+    def smollm2_training(self) -> Iterator[str]:
+        yield from header("training", "tokens", "seconds", "held-out acceptance before", "after")
+        for name, row in self.results["smollm2"]["training"].items():
+            learnt = [fixed(row[when]["acceptance"], 3) for when in ("before", "after")]
+            yield cells(TRAININGS[name], row["tokens"], fixed(row["training_seconds"], 0), *learnt)
+
+    def peers(self) -> Iterator[str]:
+        """Yield engines by the tokens per second of whole requests, for each way to draft."""
+        peers = self.results["smollm2"]["peers"]
+        names = "tokens/s, whole request", "draftlab over it", "tokens/s after the first", "draftlab over it"
+        yield from header("engine", "drafter", *names, "tokens per target pass")
+        for way in [way for way in WAYS if way in peers["tokens_per_second"]]:
+            after, whole = peers["tokens_per_second"][way], peers["tokens_per_second_with_prefill"][way]
+            for engine, speed in ordered(whole, float):
+                over = "", ""
+                if engine != "draftlab":
+                    over = self._over_whole(way, engine), interval(peers["over_peer"][way][engine])
+                name = f"{engine} {peers['peers'][engine]}"
+                length = fixed(peers["tokens_per_pass"][way][engine]["value"])
+                yield cells(name, WAYS[way], fixed(speed, 1), over[0], fixed(after[engine], 1), over[1], length)
+
+    def peers_reading(self) -> str:
+        """Return draftlab's speed of whole requests over the fastest other engine's, for each way to draft."""
+        whole, parts = self.results["smollm2"]["peers"]["tokens_per_second_with_prefill"], []
+        for way in [way for way in WAYS if way in whole]:
+            best = max((engine for engine in whole[way] if engine != "draftlab"), key=whole[way].__getitem__)
+            parts.append(f"{self._over_whole(way, best)} of {best} (drafter: {WAYS[way]})")
+        return f"By whole requests draftlab has these multiples of the fastest other engine: {'; '.join(parts)}."
+
+    def peer_conditions(self) -> str:
+        conditions = self.results["smollm2"]["peers"]["conditions"]
+        return f"{'; '.join(f'{engine}: {how}' for engine, how in conditions.items())}."
+
+    def _over_whole(self, way: str, engine: str) -> str:
+        """Return draftlab's speed of whole requests over an engine's, of which some records keep no interval."""
+        peers = self.results["smollm2"]["peers"]
+        if "over_peer_with_prefill" in peers:
+            return interval(peers["over_peer_with_prefill"][way][engine])
+        whole = peers["tokens_per_second_with_prefill"][way]
+        return fixed(whole["draftlab"] / whole[engine])
+
+    def depth(self) -> Iterator[str]:
+        study = self.studies["depth"]
+        names = "ms a pass, native", "ms a pass, eager", "K", "TPOT"
+        yield from header("draft", "held-out acceptance", f"tokens per target pass, K = {self.studied_k}", *names)
+        for name, row in sorted(study["drafts"].items(), key=lambda row: int(row[0].partition("x")[0])):
+            live, eager = study["live"][name], study["passes"]["eager"][name]["ms"]["1 x 256"]
+            length = interval(row["tokens_per_pass"][self.studied_k])
+            passes = fixed(live["pass_ms"]), fixed(eager)
+            yield cells(name, fixed(row["acceptance"], 3), length, *passes, live["k"], interval(live["speedup"]))
+
+    def pruning(self) -> Iterator[str]:
+        names = "seconds to cut", "held-out acceptance, cut", "distilled"
+        yield from header("cut by", *names, f"tokens per target pass, K = {self.studied_k}")
+        for name, row in ordered(self.studies["pruning"], lambda row: row["acceptance"]):
+            label = CUTS.get(name) or f"joint masks, rate {name.removeprefix('joint-')}"
+            learnt = [fixed(row[key], 3) for key in ("acceptance_before", "acceptance")]
+            length = interval(row["tokens_per_pass"][self.studied_k])
+            yield cells(label, fixed(row["cut_seconds"], 0), *learnt, length)
+
+    def losses(self) -> Iterator[str]:
+        """Yield each loss at the rate that ran with several seeds."""
+        yield from header("loss, rate", "seeds", "held-out acceptance", f"tokens per pass, K = {self.studied_k}")
+        rows = {name: row for name, row in self.studies["losses"].items() if row["seeds"] > 1}
+        for name, row in ordered(rows, lambda row: row["acceptance"]["mean"]):
+            learnt = mean(row["acceptance"]), mean(row["tokens_per_pass"])
+            yield cells(name.replace("-", ", ", 1), row["seeds"], *learnt)
+
+    def batches(self) -> Iterator[str]:
+        yield from header("drafter", "batch", "K", "TPOT", "the score says")
+        for name, row in self.studies["batches"].items():
+            says = "cannot tell" if row["doubt"] else against_plain(row["speedup"])
+            drafter = DRAFTERS[name.rpartition("-b")[0]]
+            yield cells(drafter, row["batch"], row["k"], interval(row["speedup"]), says)
+
+    def shape(self) -> Iterator[str]:
+        yield from header("drafter", "draft's parameters", "K", "TPOT")
+        for name, row in ordered(self.studies["shape"]["live"], lambda row: row["speedup"][0]):
+            size = f"{row['parameters'].scaled(1e-6):.0f}M" if row["parameters"] else ""
+            yield cells(DRAFTERS[name], size, row["k"], interval(row["speedup"]))
+
+    def shape_tokens(self) -> str:
+        """Return the tokens of all trainings of the searched draft."""
+        trainings = self.studies["shape"]["trainings"]
+        return str(total(row["tokens"] for name, row in trainings.items() if "parallel" not in name))
+
+    def contexts(self) -> Iterator[str]:
+        """Yield the share of first tokens that are right, by the number of tokens before them."""
+        drafts = self.results["eagle_tiny"]["smollm2_by_context"]
+        yield from header("tokens before", *drafts)
+        for rows in zip(*drafts.values(), strict=True):
+            yield cells(f"{rows[0]['from']} to {rows[0]['to']}", *(fixed(row["first"], 3) for row in rows))
+
+    def at_size(self) -> Iterator[str]:
+        names = "K", "tokens per target pass", "live TPOT", "predicted", "other work ran"
+        yield from header("target, ms of its pass", "draft, ms of its pass", *names)
+        rows = [row for row in self.results["at_size"]["rows"] if row["best"] and row["predicted"]]
+        rows = [row for row in rows if not row["draft"].endswith("one-text")]  # cost the same by construction
+        for row in sorted(rows, key=lambda row: -row["speedup"]):
+            target = f"{row['size']}, {row['target_pass_ms']:.1f}"
+            draft = f"{AT_SIZE.get(row['draft'], row['draft'])}, {row['pass_ms']:.2f}"
+            live, predicted = interval([row["speedup"], *row["interval"]]), fixed(row["predicted"])
+            busy = "yes" if row["doubt"] else "no"
+            yield cells(target, draft, row["k"], fixed(row["tokens_per_pass"]), live, predicted, busy)
+
+    def served(self) -> Iterator[str]:
+        """Yield what exported drafts and heads are accepted for, by the server's counters and by draftlab."""
+        yield from header("served", "in", "temperature", "K", "texts", "server counts", "draftlab counts")
+        for name, row in self.results["eagle_served"]["served"].items():
+            if name in ("vllm", "vllm, speculators", "llama.cpp"):
+                yield served("tiny, head", row)
+        for row in self.results["eagle_served_smollm2"]["served"]:
+            yield served(f"SmolLM2, {row['draft']}", row)
+        for row in self.results["server_rules"]["rows"]:
+            method = f"`{row['draft_sample_method']}`"
+            yield served(f"SmolLM2, {row['draft']}, {method}", row | {"runtime": row["server"]})
+
+    @staticmethod
+    def same_machine(*results: dict[str, Any]) -> str:
+        """Return the day and the processor that several results share."""
+        ((date, cpu),) = {(result["date"], result["cpu"]) for result in results}
+        return f"{date}, {cpu}"
+
+    def streams(self) -> Iterator[str]:
+        rows = self.results["streams"]["rows"]
+        ks = sorted({row["k"] for row in rows})
+        yield from header("streams", *(f"K = {k:.0f}" if k else "no draft" for k in ks))
+        for streams in sorted({row["streams"] for row in rows}):
+            by_k = {row["k"]: row for row in rows if row["streams"] == streams}
+            yield cells(streams, *(f"{by_k[k]['predicted']:.1f}, {by_k[k]['measured']:.1f}" for k in ks))
+
+    def by_text(self) -> Iterator[str]:
+        """Yield drafters of tiny by kind of text, greedy and sampled."""
+        yield from header("drafter, temperature", *TEXTS)
+        for result in (self.results["drafters"], self.results["drafters_sampled"]):
+            for text_row in result["texts"][TEXTS[0]]:
+                name = TINY_DRAFTERS.get(text_row["draft"].partition(":")[0])
+                if name is not None:
+                    rows = [find(result["texts"][text], text_row["draft"]) for text in TEXTS]
+                    yield cells(f"{name}, {result['temperature']:g}", *map(speedup, rows))
+
     def demo(self) -> Iterator[str]:
-        yield from header("drafter", "K", "ms of a draft pass", "tokens per target pass", "tokens/s", "TPOT speed-up")
+        yield from header("drafter", "K", "ms of a draft pass", "tokens per target pass", "tokens/s", "TPOT")
         for name, row in ordered(self.results["demo"]["drafts"], lambda row: bounds(row["speedup"])[0]):
-            own = name not in DRAFTERS  # a draft model by itself
+            model = name not in DRAFTERS
             yield cells(
-                f"{name}, {row['parameters'].scaled(1e-6):.2f}M parameters" if own else DRAFTERS[name],
+                f"{name}, {row['parameters'].scaled(1e-6):.2f}M parameters" if model else DRAFTERS[name],
                 row["k"],
-                fixed(row["pass_ms"]) if own else "",
+                fixed(row["pass_ms"]) if model else "",
                 fixed(row["tokens_per_pass"]),
                 fixed(row["tokens_per_second"], 0),
                 interval(row["speedup"]),
             )
 
+    def demo_minutes(self) -> str:
+        return fixed(total(self.results["demo"]["seconds"].values()).scaled(1 / 60), 1)
+
+    def demo_reading(self) -> str:
+        """Return what the intervals and the training of the demo's two draft models say."""
+        rows = {name: row for name, row in self.results["demo"]["drafts"].items() if name not in DRAFTERS}
+        (name, row), (other, less) = ordered(rows, lambda row: row["speedup"][0])
+        trained = self.results["demo"]["acceptance"]
+        tokens = [trained[f"distilled/{each}"]["tokens"] for each in (name, other)]
+        text = f"The {name} draft gains {interval(row['speedup'])} and the {other} draft {interval(less['speedup'])}. "
+        text += f"They were trained on {tokens[0]} and {tokens[1]} tokens. "
+        if separates(row["speedup"], less["speedup"]):
+            return f"{text}The intervals do not overlap."
+        return f"{text}The intervals overlap, so neither is shown to be faster."
+
+    def layers(self) -> Iterator[str]:
+        """Yield the latency of shapes with equal parameters."""
+        rows = self.results["depth_sweep"]["rows"]
+        yield from header("layers", "hidden", "GB read", "ms, eager", "ms, native")
+        for eager, native in zip(rows["eager"], rows["compiled"], strict=True):
+            passes = fixed(eager["ms"], 1), fixed(native["ms"], 1)
+            yield cells(eager["layers"], eager["hidden"], fixed(eager["read_gb"]), *passes)
+
+    def llama_65b(self) -> Iterator[str]:
+        """Yield the predicted tokens per second at the best K, by the chance alpha that a token is accepted."""
+        modes = self.results["llama_65b"]["modes"]
+        alphas = list(modes["eager"]["tokens_per_second"]["wide-796m"])[::2]
+        yield from header("draft", "mode", "ms of a pass", *(f"alpha {alpha}" for alpha in alphas))
+        for mode, table in modes.items():
+            for draft, pass_ms in table["draft_ms"].items():
+                speeds = [table["tokens_per_second"][draft][alpha] for alpha in alphas]
+                best = [max(speed, key=speed.__getitem__) for speed in speeds]
+                found = [f"{speed[k]:.1f} (K = {k})" for speed, k in zip(speeds, best, strict=True)]
+                yield cells(draft, mode, fixed(pass_ms, 1), *found)
+
+    def batches_of_65b(self) -> Iterator[str]:
+        """Yield the predicted speed-up by batch and length of the prompt."""
+        rows = self.results["study_rows"]["rows"]
+        lengths = sorted({row["prompt_tokens"] for row in rows})
+        cases = [(n, batch) for n in lengths for batch in sorted({r["batch"] for r in rows if r["prompt_tokens"] == n})]
+        yield from header("draft", *(f"prompts of {tokens:.0f}, batch {batch:.0f}" for tokens, batch in cases))
+        for draft in dict.fromkeys(row["draft"] for row in rows):
+            by_case = {(row["prompt_tokens"], row["batch"]): row for row in rows if row["draft"] == draft}
+            yield cells(draft, *(f"{by_case[case]['speedup']:.2f} (K = {by_case[case]['k']:.0f})" for case in cases))
+
+    def loss_costs(self) -> Iterator[str]:
+        names = [f"{what} over {whom}" for whom in ("naive autograd", "Liger", "TRL") for what in ("memory", "time")]
+        yield from header("loss", "dtype", *names)
+        both = {"float32": self.results["distill_loss"], "bfloat16": self.results["distill_loss_bfloat16"]["bfloat16"]}
+        for dtype, table in both.items():
+            for loss in table["memory_ratio"]:
+                naive = [fixed(table[key][loss], 3) for key in ("memory_ratio", "time_ratio")]
+                peers = [
+                    table[peer][key].get(loss) for peer in ("over_liger", "over_trl") for key in ("memory", "time")
+                ]
+                yield cells(loss, dtype, *naive, *("" if ratio is None else fixed(ratio) for ratio in peers))
+
+    def costs(self) -> Iterator[str]:
+        names = "target writes the text", "distil", "memory", "memory, stored outputs", "disk of stored outputs"
+        yield from header("target", "draft", *names)
+        for name, row in self.results["costs"]["targets"].items():
+            hours = [f"{row[key]:.1f} h" for key in ("write_text_hours", "distill_hours")]
+            sizes = [f"{row[key]:.1f} GB" for key in ("distill_gb", "distill_from_outputs_gb", "outputs_gb")]
+            yield cells(name, row["draft"], *hours, *sizes)
+
+
+def served(name: str, row: dict[str, Any]) -> str:
+    counted = fixed(row["measured"], 3), interval([row["draftlab"], row["low"], row["high"]], 3)
+    return cells(name, row["runtime"], f"{row.get('temperature', 0):g}", row["k"], row["texts"], *counted)
+
 
 def request_gain(row: dict[str, Any]) -> Value:
     """Return the speed-up of a whole request, of which some records keep the times alone."""
-    return (
-        bounds(row["request_speedup"])[0] if "request_speedup" in row else row["plain_request_ms"] / row["request_ms"]
-    )
+    if "request_speedup" in row:
+        return bounds(row["request_speedup"])[0]
+    return row["plain_request_ms"] / row["request_ms"]
 
 
 def request(row: dict[str, Any]) -> str:
     return interval(row["request_speedup"]) if "request_speedup" in row else fixed(request_gain(row))
 
 
-def unless_separate(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return a clause where intervals of whole requests overlap."""
-    if "request_speedup" not in row or separates(row["request_speedup"], other["request_speedup"]):
-        return ""
-    return ", and the intervals overlap"
+def relation(row: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return how the gain of a whole request compares with another drafter's."""
+    if "request_speedup" in row and not separates(row["request_speedup"], other["request_speedup"]):
+        return "is not told apart from"
+    return "gains more than" if request_gain(row) > request_gain(other) else "gains less than"
+
+
+def speedup(row: dict[str, Any]) -> str:
+    return interval([row["speedup"], row["speedup_low"], row["speedup_high"]])
+
+
+def find(rows: list[dict[str, Any]], draft: str) -> dict[str, Any]:
+    """Return the row of a drafter whose settings may differ between texts."""
+    return next(row for row in rows if row["draft"].partition(":")[0] == draft.partition(":")[0])
 
 
 def ordered(rows: dict[str, Any], gain: Callable[[Any], float]) -> list[tuple[str, Any]]:

@@ -1,10 +1,12 @@
 """Generated pages of the documentation are current; `make docs` writes them."""
 
+import re
 import subprocess
 import sys
 
 import configuration_page
 import pages
+import pytest
 
 
 def test_generated_docs_are_current():
@@ -25,3 +27,18 @@ def test_generated_docs_are_current():
     assert (docs / "commands.md").read_text().strip() == commands.strip()
     assert (docs / "configuration.md").read_text().strip() == configuration_page.page().strip()
     assert pages.PAGE.read_text() == pages.page(pages.PAGE.read_text())
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((pages.ROOT / "docs").glob("*.md")))])
+def test_links_between_pages_lead_somewhere(page):
+    file = pages.ROOT / page
+    for target, _, anchor in re.findall(r"\]\(([\w./-]*\.md)?(#([\w-]+))?\)", file.read_text()):
+        linked = file.parent / target if target else file
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text()), f"{target}#{anchor}"

@@ -16,6 +16,21 @@ class OtherArchitecture(UserError):
     """A checkpoint that is not LLaMA-like."""
 
 
+EXTRAS = {
+    "google.protobuf": "gguf",
+    "gguf": "gguf",
+    "matplotlib": "report",
+    "sentencepiece": "gguf",
+}  # packages that only some commands need, and the extra of pyproject.toml that installs them
+
+
+class MissingExtra(UserError):
+    """A package that a command needs and that `pip install draftlab` leaves out."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(f"the package {package} is missing; pip install 'draftlab[{EXTRAS[package]}]'")
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM. The message says what is saved, and where the same command goes on."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
+from draftlab.errors import EXTRAS, MissingExtra
 from draftlab.output import Output
 from draftlab.trust import remote_code
 
@@ -48,8 +49,13 @@ class Command:
         Raises:
             UserError: the output directory is not free, and what the command raises.
         """
-        with remote_code(isinstance(config, CheckpointSettings) and config.trust_remote_code):
-            return self._run(config.resolved(), force=force, dry_run=dry_run)
+        try:
+            with remote_code(isinstance(config, CheckpointSettings) and config.trust_remote_code):
+                return self._run(config.resolved(), force=force, dry_run=dry_run)
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            raise MissingExtra(error.name) from error
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         config.check(weights=not dry_run)

@@ -44,11 +44,9 @@ class Written:
 
 
 def library() -> Any:
-    """Return the gguf package. Raises UserError: it is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise UserError("GGUF needs the gguf package: pip install gguf") from None
+    """Return the gguf package, which the extra gguf installs."""
+    import gguf
+
     return gguf
 
 

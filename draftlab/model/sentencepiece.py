@@ -2,13 +2,15 @@
 
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from sentencepiece import SentencePieceProcessor
 from tokenizers import models
 from transformers import LlamaTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
 from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 # Texts on which tokenizers of one vocabulary differ: white space, digits, case, scripts, punctuation.
 PROBES = (
@@ -48,6 +50,8 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
     Raises:
         UserError: no correction helps.
     """
+    from sentencepiece import SentencePieceProcessor  # extra: gguf
+
     try:
         processor = SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError):
@@ -66,12 +70,12 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
     raise UserError(f"transformers gives other ids than SentencePiece with {file}; add the model's tokenizer.json")
 
 
-def _agrees(tokenizer: PreTrainedTokenizerBase, processor: SentencePieceProcessor) -> bool:
+def _agrees(tokenizer: PreTrainedTokenizerBase, processor: "SentencePieceProcessor") -> bool:
     texts = [text.lstrip(" ") for text in PROBES]  # transformers adds no space before a space, on purpose
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] == processor.encode(texts)
 
 
-def _by_score(processor: SentencePieceProcessor) -> models.BPE:
+def _by_score(processor: "SentencePieceProcessor") -> models.BPE:
     """Return a BPE model with SentencePiece's merges, by score and then leftmost first."""
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 Printed = list[tuple[str, str]]
 
 
@@ -99,11 +100,6 @@ def correlation(found: dict[str, Value]) -> str:
     return interval([found["r"], found["low"], found["high"]])
 
 
-def inverse(ratio: Value, digits: int = 2) -> str:
-    """Return one over a ratio."""
-    return f"{Value.of(1 / ratio, f'1 / {ratio.key}', ratio.printed):.{digits}f}"
-
-
 def separates(first: Any, second: Any) -> bool:
     """Whether two intervals have nothing in common."""
     _, low, high = bounds(first)
@@ -134,8 +130,17 @@ def unit(factor: float) -> Callable[[Value, int], str]:
 def measured(result: dict[str, Any]) -> str:
     """Return when and on what a result was measured."""
     threads = result.get("threads")
-    on = result["cpu"] if threads is None else f"{threads} {'thread' if threads == 1 else 'threads'} of {result['cpu']}"
+    on = processor(result)
+    if threads is not None:
+        on = f"{threads} {'thread' if threads == 1 else 'threads'} of {on}"
     return f"{result['date']}, {on}"
+
+
+def processor(result: dict[str, Any]) -> str:
+    """Return a processor's name with the last of its extensions that decide how fast products are."""
+    name, _, flags = result["cpu"].replace("(R)", "").rpartition(" (")
+    best = [flag for flag in EXTENSIONS if flag in flags]
+    return f"{name.removesuffix(' Processor')} ({best[-1]})"
 
 
 def listed(values: Sequence[Any]) -> str:
@@ -150,9 +155,9 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "compared": compared,
     "against_plain": against_plain,
     "measured": measured,
+    "processor": processor,
     "mean": mean,
     "correlation": correlation,
-    "inverse": inverse,
     "listed": listed,
     "count": len,
     "last": lambda values: values[-1],

@@ -216,6 +216,7 @@ def row(score: Score) -> dict[str, Any]:
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
         "target_latency_ms": {latency.width: latency.median_ms for latency in score.target.latency},
         "step_ms": step_ms(score),
+        "identical": score.identical,
         "break_even_length": score.break_even_length(score.best_k),
         "plain_request_ms": score.request_ms(0),
         "request_ms": score.request_ms(score.best_k),

@@ -3,23 +3,20 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.formats import Value, against_plain, bounds, fixed, interval, mean, separates, total
+from benchmarks.formats import Value, against_plain, bounds, fixed, interval, mean, processor, separates, total
 
 DRAFTERS = {
     "eagle:heads=runs_eagle": "EAGLE-3 head",
-    "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup, then the EAGLE-3 head",
-    "fallback:draft=runs_distilled_6x256,draft_tokens=2@int8": "prompt lookup, then the searched draft",
-    "fallback:draft=runs_distilled_parallel,draft_tokens=2@int8": "prompt lookup, then the parallel draft",
-    "fallback:draft=runs_distilled_plain,draft_tokens=2@int8": "prompt lookup, then the ten-layer draft",
-    "fallback:draft=runs_distilled_plain,outputs=runs_more-answers@int8": "lookup or the ten-layer draft, learnt gate",
+    "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup followed by the EAGLE-3 head",
+    "fallback:draft=runs_distilled_parallel,draft_tokens=2@int8": "prompt lookup followed by the parallel draft",
+    "fallback:draft=runs_distilled_plain,draft_tokens=2@int8": "prompt lookup followed by the ten-layer draft",
     "ngram:outputs=runs_answers": "n-grams of the target's answers",
     "parallel@int8": "parallel draft",
     "plain@int8": "ten-layer draft",
     "prompt-lookup": "prompt lookup",
-    "6x256@int8": "searched draft",
-    "fallback": "prompt lookup, then the smaller draft",
+    "fallback": "prompt lookup followed by the smaller draft",
 }
-DRAWN = ("ten-layer draft", "prompt lookup", "prompt lookup, then the EAGLE-3 head")
+DRAWN = ("ten-layer draft", "prompt lookup", "prompt lookup followed by the EAGLE-3 head")
 WAYS = {"plain": "none", "draft": "ten-layer draft", "ngram": "n-grams of the prompt"}
 TRAININGS = {
     "distilled/10": "ten-layer draft, first stage",
@@ -43,8 +40,6 @@ AT_SIZE = {
     "plain": "ten layers, trained twice",
     "parallel": "ten layers, parallel",
 }
-TEXTS = ("code", "prose", "maths", "summaries")
-TINY_DRAFTERS = {"lookup": "prompt lookup", "ngram": "n-grams of the training data", "wide-3x256": "draft model"}
 
 
 class Tables:
@@ -58,12 +53,13 @@ class Tables:
     def smollm2(self) -> Iterator[str]:
         """Yield SmolLM2's drafters by what a whole request gains."""
         greedy, sampled = self.results["smollm2"]["greedy"], self.results["smollm2"]["sampled"]
-        names = "whole request", "TPOT", "first token, ms", "tokens per target pass", "sampled, whole request"
-        yield from header("drafter", "K", *names)
+        temperature = f"temperature {self.results['smollm2']['settings']['sampled']['temperature']:g}, whole request"
+        names = "whole request", "TPOT", "first token, ms", "tokens per target pass"
+        yield from header("drafter", "K", *names, temperature)
         for name, row in ordered(greedy, request_gain):
             of_sampled = request(sampled[name]) if name in sampled else ""
             first, length = fixed(row["first_token_ms"], 0), fixed(row["tokens_per_pass"])
-            yield cells(DRAFTERS[name], row["k"], request(row), interval(row["speedup"]), first, length, of_sampled)
+            yield cells(DRAFTERS[name], row["k"], request(row), tpot(row), first, length, of_sampled)
 
     def smollm2_reading(self) -> str:
         """Return what the whole requests say about prompt lookup and draft models."""
@@ -71,17 +67,20 @@ class Tables:
         lookup = greedy["prompt-lookup"]
         best, row = ordered(greedy, request_gain)[0]
         followed = sorted(name for name in greedy if name.startswith("fallback:"))
-        rivals = [f"{relation(lookup, greedy[name])} {DRAFTERS[name]}, {request(greedy[name])}" for name in followed]
-        text = f"The largest gain of a request is that of {DRAFTERS[best]}, {request(row)}. "
-        text += f"Prompt lookup alone, {request(lookup)}, {'; it '.join(rivals)}."
-        return text if "request_speedup" in lookup else f"{text} The record has no intervals of whole requests."
+        rivals = [f"{relation(lookup, greedy[name])} {DRAFTERS[name]} ({request(greedy[name])})" for name in followed]
+        text = f"{DRAFTERS[best]} gains most in a whole request ({request(row)})"
+        if row is not lookup:
+            text += f". Prompt lookup alone ({request(lookup)}) {' and '.join(rivals)}"
+        if "tpot_speedup" in lookup:
+            return f"{text[0].upper()}{text[1:]}."
+        return f"The record has no intervals of whole requests. By the estimates alone, {text}."
 
-    def smollm2_steps(self) -> Iterator[str]:
-        names = "ms of drafting a step", "ms of verifying it", "tokens to break even", "tokens per target pass"
-        yield from header("drafter", *names)
-        for name, row in ordered(self.results["smollm2"]["greedy"], request_gain):
-            steps = [fixed(row["step_ms"][phase]) for phase in ("draft", "verify")]
-            yield cells(DRAFTERS[name], *steps, fixed(row["break_even_length"]), fixed(row["tokens_per_pass"]))
+    def smollm2_texts(self) -> str:
+        rows = self.results["smollm2"]["greedy"]
+        other = [DRAFTERS[name] for name, row in rows.items() if not row["identical"]]
+        if not other:
+            return "Every drafter wrote the text of plain decoding in every greedy request."
+        return f"These drafters did not write the text of plain decoding in every request: {', '.join(other)}."
 
     def smollm2_categories(self) -> Iterator[str]:
         """Yield the TPOT speed-up of the categories that have the most requests."""
@@ -89,7 +88,7 @@ class Tables:
         names = [name for name in DRAFTERS if DRAFTERS[name] in DRAWN]
         categories = greedy["prompt-lookup"]["by_category"]
         most = max(row["prompts"] for row in categories.values())
-        yield from header("category", "requests", *(DRAFTERS[name] for name in names))
+        yield from header("category", "requests", *(f"{DRAFTERS[name]}, {measure(greedy[name])}" for name in names))
         for category in [name for name, row in categories.items() if row["prompts"] == most]:
             gains = [interval(greedy[name]["by_category"][category]["speedup"]) for name in names]
             yield cells(category.replace("_", " "), categories[category]["prompts"], *gains)
@@ -120,8 +119,8 @@ class Tables:
         whole, parts = self.results["smollm2"]["peers"]["tokens_per_second_with_prefill"], []
         for way in [way for way in WAYS if way in whole]:
             best = max((engine for engine in whole[way] if engine != "draftlab"), key=whole[way].__getitem__)
-            parts.append(f"{self._over_whole(way, best)} of {best} (drafter: {WAYS[way]})")
-        return f"By whole requests draftlab has these multiples of the fastest other engine: {'; '.join(parts)}."
+            parts.append(f"{self._over_whole(way, best)} ({best}; drafter: {WAYS[way]})")
+        return f"By whole requests draftlab over the fastest other engine is {'; '.join(parts)}."
 
     def peer_conditions(self) -> str:
         conditions = self.results["smollm2"]["peers"]["conditions"]
@@ -169,12 +168,6 @@ class Tables:
             drafter = DRAFTERS[name.rpartition("-b")[0]]
             yield cells(drafter, row["batch"], row["k"], interval(row["speedup"]), says)
 
-    def shape(self) -> Iterator[str]:
-        yield from header("drafter", "draft's parameters", "K", "TPOT")
-        for name, row in ordered(self.studies["shape"]["live"], lambda row: row["speedup"][0]):
-            size = f"{row['parameters'].scaled(1e-6):.0f}M" if row["parameters"] else ""
-            yield cells(DRAFTERS[name], size, row["k"], interval(row["speedup"]))
-
     def shape_tokens(self) -> str:
         """Return the tokens of all trainings of the searched draft."""
         trainings = self.studies["shape"]["trainings"]
@@ -194,7 +187,7 @@ class Tables:
         rows = [row for row in rows if not row["draft"].endswith("one-text")]  # cost the same by construction
         for row in sorted(rows, key=lambda row: -row["speedup"]):
             target = f"{row['size']}, {row['target_pass_ms']:.1f}"
-            draft = f"{AT_SIZE.get(row['draft'], row['draft'])}, {row['pass_ms']:.2f}"
+            draft = f"{AT_SIZE.get(row['draft'], '{}').format(row['draft'])}, {row['pass_ms']:.2f}"
             live, predicted = interval([row["speedup"], *row["interval"]]), fixed(row["predicted"])
             busy = "yes" if row["doubt"] else "no"
             yield cells(target, draft, row["k"], fixed(row["tokens_per_pass"]), live, predicted, busy)
@@ -214,7 +207,7 @@ class Tables:
     @staticmethod
     def same_machine(*results: dict[str, Any]) -> str:
         """Return the day and the processor that several results share."""
-        ((date, cpu),) = {(result["date"], result["cpu"]) for result in results}
+        ((date, cpu),) = {(result["date"], processor(result)) for result in results}
         return f"{date}, {cpu}"
 
     def streams(self) -> Iterator[str]:
@@ -225,19 +218,11 @@ class Tables:
             by_k = {row["k"]: row for row in rows if row["streams"] == streams}
             yield cells(streams, *(f"{by_k[k]['predicted']:.1f}, {by_k[k]['measured']:.1f}" for k in ks))
 
-    def by_text(self) -> Iterator[str]:
-        """Yield drafters of tiny by kind of text, greedy and sampled."""
-        yield from header("drafter, temperature", *TEXTS)
-        for result in (self.results["drafters"], self.results["drafters_sampled"]):
-            for text_row in result["texts"][TEXTS[0]]:
-                name = TINY_DRAFTERS.get(text_row["draft"].partition(":")[0])
-                if name is not None:
-                    rows = [find(result["texts"][text], text_row["draft"]) for text in TEXTS]
-                    yield cells(f"{name}, {result['temperature']:g}", *map(speedup, rows))
-
     def demo(self) -> Iterator[str]:
-        yield from header("drafter", "K", "ms of a draft pass", "tokens per target pass", "tokens/s", "TPOT")
-        for name, row in ordered(self.results["demo"]["drafts"], lambda row: bounds(row["speedup"])[0]):
+        rows = ordered(self.results["demo"]["drafts"], lambda row: row["speedup"][0])
+        names = "ms of a draft pass", "tokens per target pass", "tokens/s"
+        yield from header("drafter", "K", *names, measure(rows[0][1]))
+        for name, row in rows:
             model = name not in DRAFTERS
             yield cells(
                 f"{name}, {row['parameters'].scaled(1e-6):.2f}M parameters" if model else DRAFTERS[name],
@@ -257,19 +242,12 @@ class Tables:
         (name, row), (other, less) = ordered(rows, lambda row: row["speedup"][0])
         trained = self.results["demo"]["acceptance"]
         tokens = [trained[f"distilled/{each}"]["tokens"] for each in (name, other)]
-        text = f"The {name} draft gains {interval(row['speedup'])} and the {other} draft {interval(less['speedup'])}. "
+        text = f"The {name} draft gains {interval(row['speedup'])} and the {other} draft {interval(less['speedup'])} "
+        text += f"({measure(row)}). "
         text += f"They were trained on {tokens[0]} and {tokens[1]} tokens. "
         if separates(row["speedup"], less["speedup"]):
             return f"{text}The intervals do not overlap."
         return f"{text}The intervals overlap, so neither is shown to be faster."
-
-    def layers(self) -> Iterator[str]:
-        """Yield the latency of shapes with equal parameters."""
-        rows = self.results["depth_sweep"]["rows"]
-        yield from header("layers", "hidden", "GB read", "ms, eager", "ms, native")
-        for eager, native in zip(rows["eager"], rows["compiled"], strict=True):
-            passes = fixed(eager["ms"], 1), fixed(native["ms"], 1)
-            yield cells(eager["layers"], eager["hidden"], fixed(eager["read_gb"]), *passes)
 
     def llama_65b(self) -> Iterator[str]:
         """Yield the predicted tokens per second at the best K, by the chance alpha that a token is accepted."""
@@ -283,35 +261,13 @@ class Tables:
                 found = [f"{speed[k]:.1f} (K = {k})" for speed, k in zip(speeds, best, strict=True)]
                 yield cells(draft, mode, fixed(pass_ms, 1), *found)
 
-    def batches_of_65b(self) -> Iterator[str]:
-        """Yield the predicted speed-up by batch and length of the prompt."""
-        rows = self.results["study_rows"]["rows"]
-        lengths = sorted({row["prompt_tokens"] for row in rows})
-        cases = [(n, batch) for n in lengths for batch in sorted({r["batch"] for r in rows if r["prompt_tokens"] == n})]
-        yield from header("draft", *(f"prompts of {tokens:.0f}, batch {batch:.0f}" for tokens, batch in cases))
-        for draft in dict.fromkeys(row["draft"] for row in rows):
-            by_case = {(row["prompt_tokens"], row["batch"]): row for row in rows if row["draft"] == draft}
-            yield cells(draft, *(f"{by_case[case]['speedup']:.2f} (K = {by_case[case]['k']:.0f})" for case in cases))
-
-    def loss_costs(self) -> Iterator[str]:
-        names = [f"{what} over {whom}" for whom in ("naive autograd", "Liger", "TRL") for what in ("memory", "time")]
-        yield from header("loss", "dtype", *names)
-        both = {"float32": self.results["distill_loss"], "bfloat16": self.results["distill_loss_bfloat16"]["bfloat16"]}
-        for dtype, table in both.items():
-            for loss in table["memory_ratio"]:
-                naive = [fixed(table[key][loss], 3) for key in ("memory_ratio", "time_ratio")]
-                peers = [
-                    table[peer][key].get(loss) for peer in ("over_liger", "over_trl") for key in ("memory", "time")
-                ]
-                yield cells(loss, dtype, *naive, *("" if ratio is None else fixed(ratio) for ratio in peers))
-
     def costs(self) -> Iterator[str]:
         names = "target writes the text", "distil", "memory", "memory, stored outputs", "disk of stored outputs"
         yield from header("target", "draft", *names)
         for name, row in self.results["costs"]["targets"].items():
             hours = [f"{row[key]:.1f} h" for key in ("write_text_hours", "distill_hours")]
             sizes = [f"{row[key]:.1f} GB" for key in ("distill_gb", "distill_from_outputs_gb", "outputs_gb")]
-            yield cells(name, row["draft"], *hours, *sizes)
+            yield cells(name, f"{row['draft_parameters_millions']:.0f}M parameters", *hours, *sizes)
 
 
 def served(name: str, row: dict[str, Any]) -> str:
@@ -320,30 +276,31 @@ def served(name: str, row: dict[str, Any]) -> str:
 
 
 def request_gain(row: dict[str, Any]) -> Value:
-    """Return the speed-up of a whole request, of which some records keep the times alone."""
-    if "request_speedup" in row:
-        return bounds(row["request_speedup"])[0]
+    """Return the speed-up of a whole request, of which older records have the times alone."""
+    if "tpot_speedup" in row:
+        return bounds(row["speedup"])[0]
     return row["plain_request_ms"] / row["request_ms"]
 
 
 def request(row: dict[str, Any]) -> str:
-    return interval(row["request_speedup"]) if "request_speedup" in row else fixed(request_gain(row))
+    return interval(row["speedup"]) if "tpot_speedup" in row else fixed(request_gain(row))
+
+
+def tpot(row: dict[str, Any]) -> str:
+    """Return the speed-up of the tokens after the first: in older records the only one."""
+    return interval(row.get("tpot_speedup", row["speedup"]))
+
+
+def measure(row: dict[str, Any]) -> str:
+    """Return what a row's speedup is of."""
+    return "whole request" if "tpot_speedup" in row else "TPOT"
 
 
 def relation(row: dict[str, Any], other: dict[str, Any]) -> str:
     """Return how the gain of a whole request compares with another drafter's."""
-    if "request_speedup" in row and not separates(row["request_speedup"], other["request_speedup"]):
+    if "tpot_speedup" in row and not separates(row["speedup"], other["speedup"]):
         return "is not told apart from"
     return "gains more than" if request_gain(row) > request_gain(other) else "gains less than"
-
-
-def speedup(row: dict[str, Any]) -> str:
-    return interval([row["speedup"], row["speedup_low"], row["speedup_high"]])
-
-
-def find(rows: list[dict[str, Any]], draft: str) -> dict[str, Any]:
-    """Return the row of a drafter whose settings may differ between texts."""
-    return next(row for row in rows if row["draft"].partition(":")[0] == draft.partition(":")[0])
 
 
 def ordered(rows: dict[str, Any], gain: Callable[[Any], float]) -> list[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.formats import Value, against_plain, bounds, fixed, interval, mean, processor, separates, total
+from benchmarks.formats import Value, against_plain, bounds, fixed, interval, mean, percent, processor, separates, total
 
 DRAFTERS = {
     "eagle:heads=runs_eagle": "EAGLE-3 head",
@@ -74,6 +74,17 @@ class Tables:
         if "tpot_speedup" in lookup:
             return f"{text[0].upper()}{text[1:]}."
         return f"The record has no intervals of whole requests. By the estimates alone, {text}."
+
+    def request_of(self, label: str) -> str:
+        """Return the gain of a whole request with the drafter of a label."""
+        (name,) = [
+            name for name, each in DRAFTERS.items() if each == label and name in self.results["smollm2"]["greedy"]
+        ]
+        return request(self.results["smollm2"]["greedy"][name])
+
+    def sampled_range(self) -> str:
+        gains = sorted(map(request_gain, self.results["smollm2"]["sampled"].values()))
+        return f"{gains[0]:.2f} to {gains[-1]:.2f}"
 
     def smollm2_texts(self) -> str:
         rows = self.results["smollm2"]["greedy"]
@@ -260,6 +271,24 @@ class Tables:
                 best = [max(speed, key=speed.__getitem__) for speed in speeds]
                 found = [f"{speed[k]:.1f} (K = {k})" for speed, k in zip(speeds, best, strict=True)]
                 yield cells(draft, mode, fixed(pass_ms, 1), *found)
+
+    def large_target(self) -> Iterator[str]:
+        """Yield the predicted speed-up with graphs of each draft, by the chance alpha that a token is accepted."""
+        graphs = self.results["llama_65b"]["modes"]["graphs"]
+        alphas = list(graphs["tokens_per_second"]["wide-796m"])[::2]
+        yield from header("draft", "c", *(f"speed-up at alpha {alpha}" for alpha in alphas))
+        for draft, pass_ms in graphs["draft_ms"].items():
+            speeds = [graphs["tokens_per_second"][draft][alpha] for alpha in alphas]
+            gains = [max(speed.values()) / graphs["plain_tokens_per_second"] for speed in speeds]
+            yield cells(draft, fixed(pass_ms / graphs["target_ms"], 3), *map(fixed, gains))
+
+    def trimmed_heads(self) -> Iterator[str]:
+        """Yield the acceptance that drafts keep with an output layer for fewer ids."""
+        heads = {name: row for name, row in self.results["trimmed_head"]["heads"].items() if name != "all"}
+        yield from header("ids", "of the answers' tokens", "a pruned draft", "a distilled draft")
+        for name, row in heads.items():
+            kept = [[value.scaled(100) for value in draft["share_of_whole"]] for draft in row["drafts"].values()]
+            yield cells(name, percent(row["coverage"], 1), *(f"{interval(shares, 1)} %" for shares in kept))
 
     def costs(self) -> Iterator[str]:
         names = "target writes the text", "distil", "memory", "memory, stored outputs", "disk of stored outputs"

@@ -111,7 +111,7 @@ def test_an_edited_number_is_found_with_its_line_and_key(source, rendered):
         other = rng.choice([each for each in "0123456789" if each != line.text[digit]])
         edited = [each.text for each in lines]
         edited[at] = line.text[:digit] + other + line.text[digit + 1 :]
-        (message,) = changes(lines, source, "\n".join(edited))
+        (message,) = changes(lines, source, "".join(f"{each}\n" for each in edited))
         assert f"{pages.page(source).relative_to(ROOT)}:{at + 1}: " in message
         keys = [key for text, key in line.printed if text == match.group()]
         assert not keys or any(key in message for key in keys)

@@ -29,8 +29,16 @@ NAMES = re.compile(
 )
 COMMAND = re.compile(r"([A-Z_]+=\S+ )*(\S*/)?(draftlab|python3?|pip|make|bash|pytest|vllm|llama-server|exit)( |$)")
 FILE = re.compile(r"[\w.-]*[a-zA-Z][\w.-]*(/[\w.-]+)+/?|[\w-]*[a-zA-Z][\w-]*\.(json|jsonl|md|py|yaml|svg|gguf)")
-OPTION = re.compile(r"--[a-z][\w-]*|[a-z][\w-]*:[a-z_]+=[\w=,.-]+|[\w.-]+@[\w=,.-]+|[a-z_]\w*(\.[a-z_]\w*)+")
+OPTION = re.compile(
+    r"--[a-z][\w-]*|[a-z][\w-]*:[a-z_]+=[\w=,.-]+|[a-z_]+=[\w.]+|[\w.-]+@[\w=,.-]+|[a-z_]\w*(\.[a-z_]\w*)+"
+)
 WORD_OF_DIGITS = re.compile(r"[\d.,x-]*\d[\d.,x-]*")
+
+PROSE = ["auto", "distilling", "drafters", "expanding", "servers", "troubleshooting", "tutorial"]
+VERSIONS_AND_SIZES = re.compile(
+    r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python) \d+(?:\.\d+)+|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
+)
+MEASURED = re.compile(r"(?<![\w.:/-])\d[\d,]*\.\d+|\d[\d,]* ?(?:%|ms\b|tokens/s)")
 
 
 def uncited(source: str) -> list[tuple[int, str]]:
@@ -50,6 +58,17 @@ def uncited(source: str) -> list[tuple[int, str]]:
         else:
             continue
         found += [(number, each) for each in NUMBER.findall(NAMES.sub(" ", prose))]
+    return found
+
+
+def measured(source: str) -> list[tuple[int, str]]:
+    """Return line and text of what looks measured on a page that is not rendered: fractions, shares and rates."""
+    found, fenced = [], False
+    for number, line in enumerate(source.splitlines(), 1):
+        fenced ^= line.startswith("```")
+        prose = re.sub(r"`([^`]*)`", lambda code: " " if is_code(code[1]) else code[1], line)
+        prose = VERSIONS_AND_SIZES.sub(" ", NAMES.sub(" ", re.sub(r"\]\([^)]*\)", " ", prose)))
+        found += [] if fenced else [(number, each) for each in MEASURED.findall(prose)]
     return found
 
 
@@ -85,6 +104,17 @@ def test_pages_are_as_their_sources_and_results_make_them(source, rendered):
 @pytest.mark.parametrize("source", SOURCE_FILES, ids=lambda source: source.name)
 def test_sources_have_no_number_of_their_own(source):
     assert uncited(source.read_text()) == []
+
+
+@pytest.mark.parametrize("page", [f"docs/{name}.md" for name in PROSE])
+def test_pages_that_are_not_rendered_state_nothing_measured(page):
+    """They link to a rendered page or name the JSON file."""
+    assert measured((ROOT / page).read_text()) == []
+
+
+def test_what_is_measured_is_found_on_a_page_that_is_not_rendered():
+    assert len(measured("A draft gains 1.37 (1.26 to 1.47), `0.94` in 12 ms or 38 % at 97 tokens/s.")) == 7
+    assert measured("SmolLM2 of 1.3B takes 2.6 GB in vLLM 0.32 with `--lr 0.004`, K = 4 and 64 tokens.") == []
 
 
 def test_tables_have_no_number_of_their_own():
@@ -197,3 +227,23 @@ def test_a_fraction_needs_a_format():
     with pytest.raises(ValueError, match=r"a\.b"):
         str(tagged({"b": 1.5}, "a", [])["b"])
     assert str(tagged({"b": 1399}, "a", [])["b"]) == "1,399"
+
+
+def test_peers_are_ordered_by_whole_requests_and_a_lead_that_is_unclear_is_called_so():
+    def row(engine: str, way: str, speed: float) -> dict[str, object]:
+        rate = {"value": speed, "low": speed - 1, "high": speed + 1, "n": 24}
+        shared = {"version": "9", "mode": "quick", "target_dtype": "int8", "tokens_per_pass": {"value": 1.0}}
+        rates = {"request_tps": rate, "decode_tps": rate, "over_own_plain": rate}
+        return {"engine": engine, "way": way, "k": 2 if way == "draft" else 0, "same_texts": 0.5} | shared | rates
+
+    lead = {"bits": 8, "way": "draft", "peer": "vllm", "over": {"value": 1.1, "low": 0.9, "high": 1.2}}
+    results = {
+        "peers": {"engines": [row("vllm", "draft", 5.0), row("draftlab", "draft", 9.0)], "over_best_peer": [lead]},
+        "smollm2_studies": {"accuracy": {"k": 3}},
+    }
+    made = tables.Tables(tagged(results, "results", []))
+    lines = list(made.peers())
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| draftlab, int8", "| vllm, int8"]
+    assert "| 9.0 (8.0 to 10.0) |" in lines[2]
+    assert "50 %" in lines[2]
+    assert "not told apart" in made.peers_reading()

@@ -20,7 +20,7 @@ from benchmarks.formats import FILTERS, Printed, tagged
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SOURCES = ROOT / "docs" / "pages"
-EXPRESSION = re.compile(r"\{\{(.+?)\}\}")
+EXPRESSION = re.compile(r"\{\{([^{}]+)\}\}")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 

@@ -266,6 +266,10 @@ class Tables:
                 interval(row["speedup"]),
             )
 
+    def earlier_demo(self) -> str:
+        rows = ordered(self.results["demo_avx512"]["drafts"], lambda row: row["speedup"][0])
+        return ", ".join(f"{fixed(row['speedup'][0])} ({DRAFTERS.get(name, name)})" for name, row in rows)
+
     def demo_minutes(self) -> str:
         return fixed(total(self.results["demo"]["seconds"].values()).scaled(1 / 60), 1)
 
@@ -293,6 +297,14 @@ class Tables:
                 best = [max(speed, key=speed.__getitem__) for speed in speeds]
                 found = [f"{speed[k]:.1f} (K = {k})" for speed, k in zip(speeds, best, strict=True)]
                 yield cells(draft, mode, fixed(pass_ms, 1), *found)
+
+    def batch_of_65b(self) -> str:
+        """Return how the predicted speed-up of one draft falls with the batch, at the shorter prompts."""
+        rows = [row for row in self.results["study_rows"]["rows"] if row["draft"].startswith("wide-796m")]
+        shortest = min(row["prompt_tokens"] for row in rows)
+        at = {row["batch"]: row["speedup"] for row in rows if row["prompt_tokens"] == shortest}
+        first, last = min(at), max(at)
+        return f"from {fixed(at[first])} at batch {first} to {fixed(at[last])} at batch {last}"
 
     def large_target(self) -> Iterator[str]:
         """Yield the predicted speed-up with graphs of each draft, by the chance alpha that a token is accepted."""

@@ -36,7 +36,7 @@ WORD_OF_DIGITS = re.compile(r"[\d.,x-]*\d[\d.,x-]*")
 
 PROSE = ["auto", "distilling", "drafters", "expanding", "servers", "troubleshooting", "tutorial"]
 VERSIONS_AND_SIZES = re.compile(
-    r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python) \d+(?:\.\d+)+|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
+    r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python|speculators) \d+(?:\.\d+)+|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
 )
 MEASURED = re.compile(r"(?<![\w.:/-])\d[\d,]*\.\d+|\d[\d,]* ?(?:%|ms\b|tokens/s)")
 

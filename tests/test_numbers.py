@@ -34,7 +34,7 @@ OPTION = re.compile(
 )
 WORD_OF_DIGITS = re.compile(r"[\d.,x-]*\d[\d.,x-]*")
 
-PROSE = ["auto", "distilling", "drafters", "expanding", "servers", "troubleshooting", "tutorial"]
+PROSE = ["auto", "distilling", "drafters", "expanding", "reliability", "servers", "troubleshooting", "tutorial"]
 VERSIONS_AND_SIZES = re.compile(
     r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python|speculators) \d+(?:\.\d+)+|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
 )

@@ -1,6 +1,6 @@
 """Print a number of a result on a page: rounded, with its interval, in another unit; and what two intervals say."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -107,13 +107,6 @@ def separates(first: Any, second: Any) -> bool:
     return low > other_high or other_low > high
 
 
-def compared(first: Any, second: Any) -> str:
-    """Return whether the intervals of two estimates say which is larger."""
-    if separates(first, second):
-        return "the intervals do not overlap"
-    return "the intervals overlap, so neither is shown to be ahead"
-
-
 def against_plain(speedup: Any) -> str:
     """Return what the interval of a speed-up says about decoding without a draft."""
     _, low, high = bounds(speedup)
@@ -122,9 +115,8 @@ def against_plain(speedup: Any) -> str:
     return "slower than no draft" if high < 1 else "not told apart from no draft"
 
 
-def unit(factor: float) -> Callable[[Value, int], str]:
-    """Return a format in another unit."""
-    return lambda value, digits=0: f"{value.scaled(factor):,.{digits}f}"
+def millions(value: Value, digits: int = 0) -> str:
+    return f"{value.scaled(1e-6):,.{digits}f}"
 
 
 def measured(result: dict[str, Any]) -> str:
@@ -140,31 +132,18 @@ def processor(result: dict[str, Any]) -> str:
     """Return a processor's name with the last of its extensions that decide how fast products are."""
     name, _, flags = result["cpu"].replace("(R)", "").rpartition(" (")
     best = [flag for flag in EXTENSIONS if flag in flags]
-    return f"{name.removesuffix(' Processor')} ({best[-1]})"
-
-
-def listed(values: Sequence[Any]) -> str:
-    *most, last = map(str, values)
-    return f"{', '.join(most)} and {last}" if most else last
+    return name.removesuffix(" Processor") + (f" ({best[-1]})" if best else "")
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
     "fixed": fixed,
     "percent": percent,
     "interval": interval,
-    "compared": compared,
-    "against_plain": against_plain,
     "measured": measured,
     "processor": processor,
     "mean": mean,
     "correlation": correlation,
-    "listed": listed,
     "count": len,
     "last": lambda values: values[-1],
-    "min": min,
-    "max": max,
-    "ms": unit(1e3),
-    "minutes": unit(1 / 60),
-    "millions": unit(1e-6),
-    "gigabytes": unit(1e-9),
+    "millions": millions,
 }

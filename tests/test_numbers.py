@@ -5,6 +5,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,17 @@ OPTION = re.compile(
 )
 WORD_OF_DIGITS = re.compile(r"[\d.,x-]*\d[\d.,x-]*")
 
-PROSE = ["auto", "distilling", "drafters", "expanding", "reliability", "servers", "troubleshooting", "tutorial"]
+PROSE = [
+    "architecture",
+    "auto",
+    "distilling",
+    "drafters",
+    "expanding",
+    "reliability",
+    "servers",
+    "troubleshooting",
+    "tutorial",
+]
 VERSIONS_AND_SIZES = re.compile(
     r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python|speculators) \d+(?:\.\d+)+|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
 )
@@ -124,7 +135,7 @@ def test_tables_have_no_number_of_their_own():
     keys += [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key is not None]
     keys += [node.format_spec for node in ast.walk(tree) if isinstance(node, ast.FormattedValue) and node.format_spec]
     exempt = {id(inner) for key in keys for inner in ast.walk(key)}
-    texts = [
+    texts: list[Any] = [
         n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in exempt
     ]
     assert [(text.lineno, bad) for text in texts for bad in uncited(text.value)] == []
@@ -230,7 +241,7 @@ def test_a_fraction_needs_a_format():
 
 
 def test_peers_are_ordered_by_whole_requests_and_a_lead_that_is_unclear_is_called_so():
-    def row(engine: str, way: str, speed: float) -> dict[str, object]:
+    def row(engine: str, way: str, speed: float) -> dict[str, Any]:
         rate = {"value": speed, "low": speed - 1, "high": speed + 1, "n": 24}
         shared = {"version": "9", "mode": "quick", "target_dtype": "int8", "tokens_per_pass": {"value": 1.0}}
         rates = {"request_tps": rate, "decode_tps": rate, "over_own_plain": rate}

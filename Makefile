@@ -27,11 +27,12 @@ lint: .venv/ready
 install: .venv/ready
 
 # torch first: whatever depends on it must find it there
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt plugins/research/pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "draftlab needs Python 3.10 or newer, this is " + sys.version'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e plugins/research
 	touch $@
 
 clean:

@@ -237,6 +237,10 @@ _add_commands()
 
 
 def main() -> None:
+    _run_app(app)
+
+
+def _run_app(app: typer.Typer) -> None:
     # read by transformers, datasets and the hub client when they are imported: our own progress is enough
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         os.environ.setdefault(name, "1")
@@ -250,6 +254,13 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command began
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def run_alone(command: Command) -> None:
+    """Run one command as a program of its own, as plug-ins do."""
+    alone = typer.Typer(pretty_exceptions_enable=False)
+    alone.command()(typer_function(command))
+    _run_app(alone)
 
 
 def _interrupt(number: int, _: object) -> None:

@@ -17,7 +17,7 @@ from draftlab.model.hub import EMBEDDED
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
     ["errors", "trust"],
-    ["console", "atomic", "reading", "intervals", "sampling"],
+    ["console", "atomic", "reading", "intervals", "sampling", "registry"],
     ["provenance"],
     ["model"],
     ["workspace"],
@@ -29,6 +29,7 @@ LAYERS = [
     ["engine"],
     ["acceptance"],
     ["target_outputs"],
+    ["drafters"],
     ["distill"],
     ["prune"],
     ["latency"],
@@ -50,6 +51,7 @@ NO_TORCH = [
     "atomic",
     "trust",
     "sampling",
+    "registry",
     "provenance",
     "model.shape",
     "model.families",
@@ -57,6 +59,7 @@ NO_TORCH = [
     "model.hub",
     "workspace",
     "config",
+    "drafters",
     "output",
     "results",
     "servers",
@@ -129,7 +132,6 @@ MISSING = [
     "score --draft tiny --drafter model:draft=nope",
     "search --target nope",
     "eagle --target nope",
-    "medusa --target nope",
     "prune --source nope --layers 2",
     "prune-masks --source nope --layers 2",
     "expand nope --layers 40",
@@ -184,12 +186,10 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "train --shape llama.yaml --tokenizer text --data text": "text has no tokenizer",
     "eagle --target tiny --seq-len 9999": "--seq-len 9999: ",
     "eagle --target tiny --heads nope": "nope: No such file",
-    "medusa --target tiny --seq-len 9999": "--seq-len 9999: ",
     "outputs import nope --tokenizer tiny": "nope: No such file",
     "outputs import word.yaml --tokenizer text": "text has no tokenizer",
     "outputs import word.yaml --format paper": "--format paper needs --prompt-file",
     "score --draft tiny --drafter eagle:heads=text": "text has no EAGLE-3 heads (config.json is missing)",
-    "score --draft tiny --drafter medusa:heads=text": "text has no Medusa heads (medusa.json is missing)",
     "score --draft tiny --drafter ngram:outputs=text": "text is not a store",
     "search --target tiny --law nope": "nope: No such file",
     "search --target tiny --data nope.txt": "data 'nope.txt'",
@@ -205,7 +205,6 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "distill --draft other --target tiny": "different tokenizers: id ",
     "score --draft other --target tiny": "different tokenizers: id ",
     "search --source other --target tiny": "different tokenizers: id ",
-    "distill --draft head": "head has heads on a target and is no whole model; score --drafter medusa:heads=head",
     "prune-masks --source tiny --layers 2 --target other": "different tokenizers: id ",
     "score --draft tiny --max-tokens 99999": "does not fit the context of tiny",
     "outputs build --target tiny --seq-len 99999": "--seq-len 99999: ",
@@ -276,8 +275,6 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
     first, second = list(vocab)[-2:]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(words))
-    (tmp_path / "head").mkdir()
-    (tmp_path / "head/medusa.json").write_text("{}")
     said_before_torch_is_imported(WRONG, tmp_path)
 
 

@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -26,6 +26,7 @@ from draftlab.auto.costs import (
 from draftlab.auto.prompts import CHOOSE, PromptFiles, plan_prompts, sizes, write_prompts
 from draftlab.config.auto import AutoConfig, Runtime
 from draftlab.config.distill import EagleConfig
+from draftlab.config.drafters import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig
 from draftlab.distill.eagle import checked_head, plan_eagle
 from draftlab.errors import UserError
@@ -41,13 +42,9 @@ from draftlab.search.shapes import default_depths, default_widths
 from draftlab.target_outputs import build
 
 Kind = Literal["draft", "parallel", "trimmed", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"]
-SERVED: dict[Runtime | None, tuple[Kind, ...]] = {
-    None: ("draft", "parallel", "trimmed", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"),
-    "vllm": ("draft", "parallel", "eagle", "prompt-lookup"),
-    "sglang": ("draft", "eagle", "prompt-lookup"),
-    "llama.cpp": ("draft", "eagle", "prompt-lookup"),
-    "transformers": ("draft", "prompt-lookup"),
-}
+DRAFTER: dict[Kind, str] = {  # kinds of drafters that servers run
+    "draft": "model", "parallel": "parallel", "eagle": "eagle", "prompt-lookup": "prompt-lookup",
+}  # fmt: skip
 OF_SHAPES: tuple[Kind, ...] = ("draft", "parallel", "trimmed", "fallback")  # cut from the target
 OF_HEADS: tuple[Kind, ...] = ("eagle", "fallback-eagle")
 SHARES = {  # of the time, by step; what is left out leaves its share to the others
@@ -121,6 +118,14 @@ class Plan(FileModel):
         return out + [f"{number}. {step.line()}" for number, step in enumerate(self.steps, 1)]
 
 
+def served_by(server: Runtime | None) -> tuple[Kind, ...]:
+    """Return the candidates that a server runs; None: all, in draftlab's engine."""
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    if server is None:
+        return kinds
+    return tuple(k for k in kinds if k in DRAFTER and server in DRAFTERS.get(DRAFTER[k], "--for").served_by)
+
+
 def not_tried(left_out: Mapping[Kind, str]) -> list[str]:
     """Return a line for each reason for which candidates were left out."""
     kinds: dict[str, list[str]] = {}
@@ -154,7 +159,7 @@ def make_plan(config: AutoConfig, machine: Machine) -> Plan:
         raise UserError(f"--streams: transformers runs {size.kind} models here, which decodes one prompt at a time")
     costs = Costs(machine=machine, size=size, bytes_per_weight=width)
     left_out = _unsuitable(config, target, size)
-    candidates: list[Kind] = [kind for kind in SERVED[config.server] if kind not in left_out]
+    candidates: list[Kind] = [kind for kind in served_by(config.server) if kind not in left_out]
     least = _least(costs, config, candidates, reads=not rows)
     for dropped in EXPENDABLE:
         minutes = math.ceil(sum(least.values()) / 60)
@@ -203,7 +208,7 @@ def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, floa
 
 def _unsuitable(config: AutoConfig, target: Path, size: Shape | ApproximateSize) -> dict[Kind, str]:
     """Return the candidates that this target cannot have, with the reason."""
-    served, reasons = SERVED[config.server], dict[Kind, str]()
+    served, reasons = served_by(config.server), dict[Kind, str]()
     try:
         prunable_shape(str(target))
         reasons |= dict.fromkeys(OF_SHAPES, unservable(target, config.server) if config.server else "")

@@ -34,9 +34,9 @@ from draftlab.auto.prompts import CHOOSE, PromptFiles, write_prompts
 from draftlab.auto.steps import Steps
 from draftlab.auto.verdict import NO_DRAFT, Candidate, Choice, Training, Verdict
 from draftlab.config.auto import AutoConfig
-from draftlab.config.drafters import FALLBACK_LOOKUP_MAX
 from draftlab.console import note
 from draftlab.distill.learning_curve import Forecast, Pilot, fit, forecast
+from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import resolve_mode
@@ -50,7 +50,7 @@ from draftlab.target_outputs.replay import Drafting, read_replay, rows_of
 PLAN, TRAINING, VERDICT, PAGE = "plan.json", "training.json", "auto.json", "index.html"
 MIN_GAIN = 0.01  # of tokens per pass, by twice the training: less does not pay
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
-BEHIND_LOOKUP = 3  # tokens that a head drafts where no match is long enough, as in recipes/smollm2.yaml
+BEHIND_LOOKUP = {"fallback": 2, "fallback-eagle": 3}  # tokens after no match; recipes/smollm2.yaml
 CONTINUED_LR = 2.0e-3  # of a draft that has learnt already, as in recipes/smollm2.yaml
 MOST_FASTER = 4.0  # or slower than planned; the record of a build that was killed counts the last run's time only
 NOT_SAME = ("acceptance_length", "out")  # settings that a repeated command may change
@@ -181,7 +181,7 @@ class AutoRun:
 
     def _with_head(self, head: Path) -> list[Candidate]:
         """Return the candidates that draft with an EAGLE-3 head."""
-        lookup = f"prompt_lookup_max={FALLBACK_LOOKUP_MAX},draft_tokens={BEHIND_LOOKUP}"
+        lookup = f"prompt_lookup_max={FALLBACK_LOOKUP_MAX},draft_tokens={BEHIND_LOOKUP['fallback-eagle']}"
         candidates = [Candidate(kind="eagle", draft=head, drafter=f"eagle:heads={head}")]
         if "fallback-eagle" in self.plan.candidates:
             candidates.append(Candidate(kind="fallback-eagle", draft=head, drafter=f"eagle:heads={head},{lookup}"))
@@ -239,8 +239,7 @@ class AutoRun:
         draft, training = self._rounds(searched / "draft", winner.name, max(2, winner.k), answers)
         drafts = [Candidate(kind="draft", draft=draft, shape=winner.name)]
         if "fallback" in kinds:
-            written = answers if self.prompts.train is not None else self._texts  # by the target, to weigh copies by
-            drafter = f"fallback:draft={draft},outputs={written}"
+            drafter = f"fallback:draft={draft},draft_tokens={BEHIND_LOOKUP['fallback']}"
             drafts.append(Candidate(kind="fallback", draft=draft, drafter=drafter, shape=winner.name))
         pace = self.steps.rate(draft) / self._tokens_per_step(draft)
         variants: dict[Kind, tuple[float, dict[str, Any]]] = {

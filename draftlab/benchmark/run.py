@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from draftlab import provenance, turns
-from draftlab.benchmark.drafter_factory import DrafterFactory, DrafterRun
 from draftlab.benchmark.example import record_example
 from draftlab.benchmark.lm_eval_model import engine_generate, with_whole_head
 from draftlab.benchmark.lm_eval_tasks import Tasks, evaluate_tasks, prepare
@@ -22,13 +21,12 @@ from draftlab.benchmark.setup import (
     task_options,
 )
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
-from draftlab.config.drafters import DraftModelSpec, EagleSpec, MedusaSpec, WidthsSpec
 from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, note_if_slow, progress
 from draftlab.engine.batch_generate import turn_answers
-from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
-from draftlab.engine.drafters.parallel import ParallelDrafter, ParallelTreeDrafter, drafts_in_parallel, model_drafter
-from draftlab.engine.rejection_rules import RULES
+from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
+from draftlab.engine.rejection_rules import rule_named
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.latency.machine_state import (
     device_name,
@@ -47,6 +45,7 @@ from draftlab.model.llama import Llama
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
+from draftlab.registry import REJECTION
 from draftlab.results.decoding import Example
 from draftlab.results.environment import Environment
 from draftlab.results.score import Conditions, Latency, Model, Prompt, Score, TaskResult
@@ -186,7 +185,7 @@ class Measurement:
             return measure_throughput(
                 self.models[""], drafts, prompts, ks=config.k, sampling=setup.sampling, repeats=config.repeats,
                 batch=batch, drafters={name: (run.drafter, run.ks) for name, run in self.runs.items()},
-                rule=RULES.get(config.acceptance.rule), draft_temperature=config.acceptance.draft_temperature,
+                rule=rule_named(config.acceptance.rule), draft_temperature=config.acceptance.draft_temperature,
                 advance=lambda done: advance(done, f"{arms} ways each"),
                 clock=steady_step_clock(setup.device),
             )  # fmt: skip
@@ -217,7 +216,7 @@ class Measurement:
 
     def _label(self, name: str, batch: int) -> str:
         """Return the name of a result: of a drafter or draft, of int8 weights, at a batch size."""
-        models = [*self.setup.drafts, *(s.name for s in self.setup.drafters if isinstance(s, DraftModelSpec))]
+        models = [*self.setup.drafts, *(s.name for s in self.setup.drafters if s.drafts)]
         rounded = "@int8" if self.setup.config.draft_int8 and name in models else ""
         return f"{name}{rounded}" + (f"-b{batch}" if len(self.setup.config.batch) > 1 else "")
 
@@ -229,13 +228,13 @@ class Measurement:
         with note_if_slow(f"{name}: prompt {prompt} once more, step by step"):
             return record_example(
                 target, drafter, lambda ids: str(tokenizer.decode(ids)), setup.prompts.rows[prompt].ids, number=prompt,
-                k=score.best_k, sampling=setup.sampling, rule=RULES.get(setup.config.acceptance.rule),
+                k=score.best_k, sampling=setup.sampling, rule=rule_named(setup.config.acceptance.rule),
                 draft_temperature=setup.config.acceptance.draft_temperature,
             )  # fmt: skip
 
     def _conditions(self, name: str, batch: int) -> Conditions:
         setup, config = self.setup, self.setup.config
-        trees = [spec.name for spec in setup.drafters if isinstance(spec, WidthsSpec) and spec.drafts_tree]
+        rejection = {spec.name: spec.rejection_rule for spec in setup.drafters}.get(name, REJECTION)
         return Conditions(
             **shared_conditions(config, setup.prompts),
             device=device_name(setup.device),
@@ -246,7 +245,7 @@ class Measurement:
             batch=batch,
             draft_int8=config.draft_int8,
             draft_temperature=config.acceptance.draft_temperature,
-            rule="recursive" if config.acceptance.rule == "rejection" and name in trees else config.acceptance.rule,
+            rule=rejection if config.acceptance.rule == REJECTION else config.acceptance.rule,
         )
 
 
@@ -276,12 +275,12 @@ def _drafter_runs(target: Decoder, loaded: LoadedModels) -> dict[str, DrafterRun
     setup = loaded.setup
     if not setup.drafters:
         return {}
-    factory = DrafterFactory(
+    context = DrafterContext(
         target, setup.target, lambda path: loaded.running(path, setup.config.draft_int8), setup.default_draft,
         data=setup.config.data, sampling=setup.sampling, ks=setup.config.k, mode=setup.mode,
         clock=steady_clock(setup.device), int8=setup.config.draft_int8,
     )  # fmt: skip
-    return {spec.name: factory.build(spec) for spec in setup.drafters}
+    return {spec.name: spec.build(context) for spec in setup.drafters}
 
 
 def _described(
@@ -294,15 +293,9 @@ def _described(
         for name, path in {"": setup.target, **setup.drafts}.items()
     }
     described |= {name: _model(run.model, name, None, []) for name, run in runs.items()}
-    for spec in setup.drafters:
-        if isinstance(spec, EagleSpec | MedusaSpec):
-            sha256 = provenance.fingerprint(Path(spec.heads))
-            described[spec.name] = described[spec.name].model_copy(update={"heads_sha256": sha256})
-    parallel = [name for name in setup.drafts if drafts_in_parallel(models[name])]
-    parallel += [name for name, run in runs.items() if isinstance(run.drafter, ParallelDrafter | ParallelTreeDrafter)]
-    described |= {name: described[name].model_copy(update={"parallel": True}) for name in parallel}
-    heads = [name for name, run in runs.items() if isinstance(run.drafter, EagleDrafter | EagleTreeDrafter)]
-    return described | {name: described[name].model_copy(update={"eagle": True}) for name in heads}
+    facts: dict[str, Mapping[str, object]] = {name: run.facts for name, run in runs.items()}
+    facts |= {name: {"parallel": True} for name in setup.drafts if drafts_in_parallel(models[name])}
+    return described | {name: described[name].model_copy(update=each) for name, each in facts.items()}
 
 
 def _model(decoder: Decoder | None, name: str, path: Path | None, tasks: list[TaskResult]) -> Model:

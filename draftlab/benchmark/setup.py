@@ -11,16 +11,14 @@ from typing import Any
 import torch
 
 from draftlab import provenance, turns
-from draftlab.benchmark.drafter_factory import check_rule, check_target
 from draftlab.benchmark.lm_eval_tasks import TaskOptions, check_chat_template, check_tasks
 from draftlab.config import shared
-from draftlab.config.drafters import DrafterSpec, DraftModelSpec, EagleSpec, MedusaSpec, ParallelSpec, ReadsOutputs
+from draftlab.config.drafters import DrafterSpec, RunFacts
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow, processes
-from draftlab.engine.drafters import medusa
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.export.hf import parse_quantized_name, write_fake_quantized
-from draftlab.model import TENSOR_PARALLEL, Mode, checkpoint, eagle, hub, llama, memory, parallel, tensor_parallel
+from draftlab.model import TENSOR_PARALLEL, Mode, checkpoint, hub, llama, memory, parallel, tensor_parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import resolve_mode
 from draftlab.model.size import read_size
@@ -29,7 +27,6 @@ from draftlab.prompts import Prompts, load_prompts
 from draftlab.provenance import Stage, lineage
 from draftlab.results.score import SAMPLING
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.store import check_tokenizer, finished_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +51,13 @@ class Setup:
     @property
     def draft_paths(self) -> list[Path]:
         """Return the draft models of drafters."""
-        specs = [spec for spec in self.drafters if isinstance(spec, DraftModelSpec)]
-        paths = [hub.locate(spec.draft) if spec.draft else self.default_draft for spec in specs]
-        return [path for path in paths if path is not None]
+        return [path for spec in self.drafters for path in spec.paths(self.default_draft, models_only=True)]
 
     def made(self, name: str) -> list[Stage] | None:
         """Return the commands that made a draft, or what a drafter reads; [] if it reads nothing, None if not known."""
         spec = next((spec for spec in self.drafters if spec.name == name), None)
-        paths = [self.drafts.get(name)]
-        if isinstance(spec, DraftModelSpec):
-            paths.append(hub.locate(spec.draft) if spec.draft else self.default_draft)
-        if isinstance(spec, MedusaSpec | EagleSpec):
-            paths.append(Path(spec.heads))
-        if isinstance(spec, ReadsOutputs) and spec.outputs:
-            paths.append(Path(spec.outputs))
-        known = [lineage(path, self.target) for path in paths if path is not None]
+        paths = [self.drafts[name]] if spec is None else spec.paths(self.default_draft)
+        known = [lineage(path, self.target) for path in paths]
         stages = [stage for chain in known for stage in chain or []]
         return None if None in known else [s for i, s in enumerate(stages) if s not in stages[:i]]
 
@@ -78,18 +67,11 @@ class Setup:
         return turns.place(self.prompts, provenance.fingerprint(self.target), self.sampling)
 
     @property
-    def outputs(self) -> list[Path]:
-        """Return the target outputs that drafters learn from."""
-        return [Path(spec.outputs) for spec in self.drafters if isinstance(spec, ReadsOutputs) and spec.outputs]
-
-    @property
     def inputs(self) -> list[Path]:
         """Return the inputs for the record."""
         turns = [] if self.turns is None else [self.turns]
-        heads = [Path(spec.heads) for spec in self.drafters if isinstance(spec, MedusaSpec | EagleSpec)]
-        return list(
-            dict.fromkeys([self.target, *self.drafts.values(), *self.draft_paths, *heads, *turns, *self.outputs])
-        )
+        read = [path for spec in self.drafters for path in spec.paths(self.default_draft)]
+        return list(dict.fromkeys([self.target, *self.drafts.values(), *read, *turns]))
 
     @property
     def context(self) -> int:
@@ -119,7 +101,7 @@ def set_up(config: ScoreConfig, *, weights: bool = True) -> Setup:
         note(f"draft of the drafters: {default}")
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
-    named = [hub.locate(s.draft, weights) for s in config.drafters if isinstance(s, DraftModelSpec) and s.draft]
+    named = [path for spec in config.drafters for path in spec.paths(None, weights=weights, models_only=True)]
     models: list[Path] = [*drafts.values(), *([default] if default else []), *named]
     for directory in models:
         common_vocabulary(directory, target)
@@ -211,8 +193,9 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
 def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models: list[Path]) -> Mode:
     if config.mode != "auto":
         return config.mode
-    if config.device_map or any(isinstance(spec, MedusaSpec) for spec in config.drafters):
-        return "eager"
+    wanted: list[Mode] = [spec.mode for spec in config.drafters if spec.mode is not None]
+    if config.device_map or wanted:
+        return "eager" if config.device_map else wanted[0]
     return resolve_mode(config.mode, device, dtype, models)
 
 
@@ -232,8 +215,6 @@ def _check(setup: Setup) -> None:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
     _check_drafters(setup)
-    for store in setup.outputs:
-        check_tokenizer(finished_manifest(store), setup.target)
     for path in dict.fromkeys([*setup.drafts.values(), *setup.draft_paths]):
         _check_parallel(path, config)
     if config.device_map is not None and (setup.mode != "eager" or config.batch != [1]):
@@ -267,23 +248,13 @@ def _check_parallel(draft: Path, config: ScoreConfig) -> None:
 def _check_drafters(setup: Setup) -> None:
     if not setup.drafters:
         return
-    layers = None if setup.config.device_map else _layers(setup.target)
-    vocab = checkpoint.vocab_size(setup.target)
+    facts = RunFacts(
+        target=setup.target, layers=None if setup.config.device_map else _layers(setup.target),
+        vocab=checkpoint.vocab_size(setup.target), mode=setup.mode, rule=setup.config.acceptance.rule,
+        draft=setup.default_draft,
+    )  # fmt: skip
     for spec in setup.drafters:
-        check_rule(spec, setup.config.acceptance.rule)
-        check_target(spec, layers, vocab)
-        if isinstance(spec, ParallelSpec):
-            draft = hub.locate(spec.draft) if spec.draft else setup.default_draft
-            if draft is not None and parallel.pard_token(draft) is None:
-                raise UserError(
-                    f"--drafter {spec.text}: {draft} is no parallel draft; draftlab distill --parallel trains one"
-                )
-        if isinstance(spec, MedusaSpec):
-            if setup.mode != "eager":
-                raise UserError(f"--drafter {spec.text} reads hidden states, which only mode eager keeps")
-            medusa.read(Path(spec.heads), setup.target)
-        if isinstance(spec, EagleSpec):
-            eagle.check(Path(spec.heads), setup.target)
+        spec.check(facts)
 
 
 def _layers(target: Path) -> int | None:

@@ -12,7 +12,7 @@ def check(config: CheckConfig) -> Outcome:
     draft = config.draft_directory()
     from draftlab.export import compatibility, heads
 
-    findings = (heads.check if heads.are_in(draft) else compatibility.check_draft)(config, draft)
+    findings = (heads.check if hub.is_eagle_head(draft) else compatibility.check_draft)(config, draft)
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
         [f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"] if errors else []
@@ -28,6 +28,6 @@ def export(config: ExportConfig, output: Output) -> Outcome:
     draft = config.draft_directory()
     from draftlab.export import heads, run
 
-    exported = (heads.export if heads.are_in(draft) else run.export)(config, output)
+    exported = (heads.export if hub.is_eagle_head(draft) else run.export)(config, output)
     facts = {"path": str(output.out), **exported.notes}
     return Outcome(path=output.out, show=[*exported.lines, str(output.out)], data=facts)

@@ -7,7 +7,7 @@ from typing_extensions import Self
 
 from draftlab.config import inputs, shared
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Config, Numbers, Only, OutputConfig, option
-from draftlab.config.shared import LoopSettings, ServerConnection, TrainerSettings, TrainingSettings, Vocab
+from draftlab.config.shared import ServerConnection, TrainerSettings, TrainingSettings, Vocab
 from draftlab.console import note
 from draftlab.model import hub
 from draftlab.model.head_ids import check_trimmable
@@ -215,31 +215,6 @@ class OnlineConfig(OutputConfig, TrainerSettings):
 
 class RollbackConfig(Config):
     folder: Path = option(help="Output of draftlab online update.", argument=True)
-
-
-class MedusaConfig(OutputConfig, LoopSettings):
-    heads: int = option(3, "Heads, each for one drafted token.", ge=1, le=8)
-    target: str = shared.target()
-    data: str = shared.data()
-    batch_size: int = shared.batch_size(8)
-    seq_len: int = shared.seq_len(ge=16)
-    lr: float = shared.lr(1.0e-3)  # AdamW's, as in the paper: the heads are not matrices of blocks
-    device: shared.Device = shared.device()
-
-    def check(self, *, weights: bool) -> None:
-        super().check(weights=weights)
-        inputs.check_fits(self.seq_len, self.target)
-
-    def default_name(self) -> str:
-        return f"medusa-{Path(self.target.partition('@')[0]).name}"
-
-    def training(self) -> TrainerSettings:
-        """Return the settings of the trainer."""
-        return TrainerSettings(
-            steps=self.steps, batch_size=self.batch_size, warmup_ratio=self.warmup_ratio, lr=self.lr,
-            training_dtype=self.training_dtype, eval_steps=self.eval_steps, save_steps=self.save_steps,
-            save_total_limit=self.save_total_limit, patience=self.patience, seed=self.seed, optimizer="adamw",
-        )  # fmt: skip
 
 
 class EagleConfig(OutputConfig, TrainingSettings):

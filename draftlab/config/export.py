@@ -33,7 +33,7 @@ RUNTIMES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 
 class DraftConfig(Config, CheckpointSettings):
     draft: str | None = option(
-        None, "Checkpoint of the draft, or EAGLE-3 or Medusa heads. Default: the newest draft.", argument=True,
+        None, "Checkpoint of the draft, or EAGLE-3 head. Default: the newest draft.", argument=True,
         flag="--draft",
     )  # fmt: skip
 
@@ -49,8 +49,6 @@ class DraftConfig(Config, CheckpointSettings):
 
     def draft_directory(self) -> Path:
         """Raises UserError: there is no such checkpoint."""
-        if self.draft is not None and (Path(self.draft) / inputs.MEDUSA).is_file():
-            return Path(self.draft)
         return hub.locate(self.draft or newest_draft())
 
 

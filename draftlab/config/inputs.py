@@ -5,7 +5,6 @@ Each check takes the value of an option, and whether the files of weights must b
 
 from pathlib import Path
 
-from draftlab.config.drafters import DraftModelSpec, EagleSpec, MedusaSpec, ReadsOutputs, parse_drafter
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model import families, hub
 from draftlab.model.hf_files import check_has_tokenizer, check_length, max_model_len
@@ -16,7 +15,6 @@ from draftlab.trust import check_address
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of a GGUF file's matrices
 MANIFEST = "manifest.json"  # of stored target outputs
-MEDUSA = "medusa.json"  # what a directory of Medusa heads has in place of a config.json
 
 
 def checkpoint(name: str, weights: bool) -> None:
@@ -24,9 +22,8 @@ def checkpoint(name: str, weights: bool) -> None:
 
     A name may end in @TYPE, of rounded weights.
     """
-    kind = "eagle" if hub.is_eagle_head(name) else "medusa" if (Path(name) / MEDUSA).is_file() else None
-    if kind is not None:
-        raise UserError(f"{name} has heads on a target and is no whole model; score --drafter {kind}:heads={name}")
+    if hub.is_eagle_head(name):
+        raise UserError(f"{name} has heads on a target and is no whole model; score --drafter eagle:heads={name}")
     hub.local(name, weights)
 
 
@@ -101,20 +98,6 @@ def check_store(directory: Path) -> None:
 
 def server(url: str, weights: bool) -> None:
     check_address(url)
-
-
-def drafter(spec: str, weights: bool) -> None:
-    """Refuse a drafter whose heads, draft or outputs are not there."""
-    parsed = parse_drafter(spec)
-    if isinstance(parsed, EagleSpec | MedusaSpec):
-        kind, needed = ("EAGLE-3", "config.json") if isinstance(parsed, EagleSpec) else ("Medusa", MEDUSA)
-        if not (Path(parsed.heads) / needed).is_file():
-            trained = f"draftlab {parsed.kind} trains them"
-            raise UserError(f"--drafter {spec}: {parsed.heads} has no {kind} heads ({needed} is missing); {trained}")
-    if isinstance(parsed, DraftModelSpec) and parsed.draft:
-        checkpoint(parsed.draft, weights)
-    if isinstance(parsed, ReadsOutputs) and parsed.outputs:
-        store(Path(parsed.outputs), weights)
 
 
 def check_vocabularies(target: str, *drafts: str) -> None:

@@ -158,7 +158,7 @@ class TransplantConfig(OutputConfig, shared.CheckpointSettings):
         Raises:
             UserError: one of them is no causal language model or has no tokenizer; or they have the same one.
         """
-        if hub.is_eagle_head(self.draft) or (Path(self.draft) / inputs.MEDUSA).is_file():
+        if hub.is_eagle_head(self.draft):
             raise UserError(f"{self.draft} has heads on its target's states, whose vocabulary is the target's own")
         draft, target = hub.locate(self.draft), hub.locate(self.target, weights=False)
         for model in (draft, target):

@@ -10,14 +10,14 @@ from draftlab import workspace
 from draftlab.config import inputs, shared
 from draftlab.config.accuracy import TASKS, TaskSettings, accuracy_of
 from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, from_workspace, numbers, option
-from draftlab.config.drafters import DrafterSpec, DraftModelSpec, parse_drafter
+from draftlab.config.drafters import DRAFTERS, DrafterSpec, check_drafter, parse_drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
-from draftlab.errors import UsageError, UserError
+from draftlab.errors import UsageError, UserError, did_you_mean
 from draftlab.model import TENSOR_PARALLEL
 from draftlab.model.hub import check_data, checkpoint_name
+from draftlab.registry import REJECTION, RULES
 from draftlab.sampling import SamplingParams
 
-RuleName = Literal["rejection", "match", "block", "recursive", "k-sequential"]
 FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each
 PLAIN_PHASE = "score-servers-plain"  # output of --phase plain
 _GREEDY = "greedy decoding does not use it; add --temperature"
@@ -67,8 +67,9 @@ class DraftSettings(shared.CheckpointSettings):
         reads=inputs.checkpoint,
     )  # fmt: skip
     drafter: list[str] = option(
-        factory=list, help="Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several.",
-        reads=inputs.drafter,
+        factory=list, help=f"Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several. "
+        f"Names: {', '.join(DRAFTERS.names())}.",
+        reads=check_drafter,
     )  # fmt: skip
     target: str = shared.target()
 
@@ -86,7 +87,10 @@ class ScoreConfig(
         None, "Most texts of a task per pass. Default: as many as memory allows.", ge=1, panel=TASKS, advanced=True
     )
     repeats: int = option(3, "Times that every prompt is decoded in every way.", ge=1, advanced=True)
-    rule: RuleName = option("rejection", "Verify rule for sampled drafts.", panel=shared.SAMPLING, advanced=True)
+    rule: str = option(
+        REJECTION, f"Verify rule for sampled drafts: {', '.join([REJECTION, *RULES.names()])}.", panel=shared.SAMPLING,
+        advanced=True,
+    )  # fmt: skip
     mode: shared.EngineMode = shared.mode()
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
@@ -114,6 +118,12 @@ class ScoreConfig(
         SERVER_RULE_ONLY,
         *shared.CHAT_RULES,
     )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _rule_is_known(self) -> Self:
+        if self.rule not in (REJECTION, *RULES.names()):
+            raise ValueError(f"--rule {self.rule}: no such rule{did_you_mean(self.rule, [REJECTION, *RULES.names()])}")
+        return self
 
     @model_validator(mode="after")
     def _drafters_are_known(self) -> Self:
@@ -145,12 +155,12 @@ class ScoreConfig(
     def reads_drafts(self) -> bool:
         """Return whether some draft is a model, the newest one if none is named."""
         named = bool(self.draft) or not self.drafter
-        return named or any(isinstance(spec, DraftModelSpec) for spec in self.drafters)
+        return named or any(spec.drafts for spec in self.drafters)
 
     @property
     def needs_default_draft(self) -> bool:
         """Return whether some drafter needs a draft model and names none."""
-        return any(isinstance(spec, DraftModelSpec) and not spec.draft for spec in self.drafters)
+        return any("" in spec.drafts for spec in self.drafters)
 
     @property
     def task_names(self) -> list[str]:

@@ -7,7 +7,7 @@ from typing_extensions import Self
 
 from draftlab.config import inputs, shared
 from draftlab.config.base import DraftedTokens, Numbers, Only, OutputConfig, numbers, option
-from draftlab.config.drafters import EagleSpec, parse_drafter
+from draftlab.config.drafters import check_drafter, parse_drafter
 from draftlab.errors import UserError
 from draftlab.model.hub import checkpoint_name
 
@@ -32,7 +32,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     )  # fmt: skip
     drafter: list[str] = option(
         factory=list, help="EAGLE-3 head that is kept to the end, eagle:heads=DIR; repeat for several.",
-        panel=CANDIDATES, reads=inputs.drafter,
+        panel=CANDIDATES, reads=check_drafter,
     )  # fmt: skip
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try.")
     parallel: bool = option(False, "Search for parallel drafts, which learn to draft the most of --k in one pass.")
@@ -86,11 +86,12 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     @property
     def heads(self) -> dict[str, Path]:
         """Return the EAGLE-3 heads by the names of their scores. Raises UserError: another drafter."""
-        specs = [parse_drafter(text) for text in self.drafter]
-        for spec in specs:
-            if not isinstance(spec, EagleSpec) or spec.drafts_tree or spec.prompt_lookup_max:
+        heads: dict[str, Path] = {}
+        for spec in map(parse_drafter, self.drafter):
+            if spec.eagle_head is None:
                 raise UserError(f"--drafter {spec.text}: search ranks chains of heads, eagle:heads=DIR; score the rest")
-        return {spec.name: Path(spec.heads) for spec in specs if isinstance(spec, EagleSpec)}
+            heads[spec.name] = spec.eagle_head
+        return heads
 
     @property
     def offsets(self) -> int:

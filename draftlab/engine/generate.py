@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.clocks import StepClock
-from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, recursive
+from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms
 from draftlab.engine.verify import check_logits, distribution, draw, verify_rows
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
 from draftlab.model.decoder import Decoder, feed, model_vocab_size
@@ -47,13 +47,14 @@ class Draft:
     ids: [B, K]. q: the distributions they were drawn from, [B, K, V]; None: deterministic, q is one-hot.
     counts: valid tokens of each row, [B]; 0 is no draft. parents: None is a chain; in a token tree the number of each
     token's parent, counted from 1, or 0 for the last token of the text; parents come before their children; a list has
-    a tree for each row.
+    a tree for each row. rule: the rule that verifies this draft, unless the run names one; a tree needs one to sample.
     """
 
     ids: Tensor
     q: Tensor | None
     counts: list[int]
     parents: Parents | None = None
+    rule: Rule | None = None
 
     def parents_of(self, row: int) -> Sequence[int]:
         """Return the parents in a row's tree; a range for a chain."""
@@ -201,7 +202,8 @@ def speculative_decode(
     prefill; its draft_seconds are those of the drafter's own prefill. After each pass the steps of the rows in it are
     yielded; a finished row idles until all are finished.
     numbers: one per prompt; with the seed they decide a prompt's random draws, whatever the other rows are. rule: None
-    is the rejection rule of Leviathan et al., for token trees the recursive one. With greedy decoding all rules agree.
+    is that of each draft, and the rejection rule of Leviathan et al. for drafts without one. With greedy decoding all
+    rules agree.
     draft_temperature: of the drafter, 0 is greedy; None: the target's.
     """
     rows = _Rows(prompts, sampling)
@@ -276,7 +278,8 @@ def verify_batch(
             for row, tree, count in zip(both.tolist(), parents, counts, strict=True)  # the only wait for the device
         ]
     p = distribution(logits, sampling)
-    if rule is None and (draft is None or draft.parents is None):
+    rule = rule if rule is not None or draft is None else draft.rule
+    if rule is None:
         return _verify_sampled_chains(p, draft, counts, uniform)
     return [
         _verify_sampled(p[row, : count + 1], draft, row, parents[row][:count], uniform[row], rule)
@@ -298,7 +301,9 @@ def _verify_greedy(best: list[int], ids: list[int], parents: Sequence[int], coun
 def _verify_sampled_chains(
     p: Tensor, draft: Draft | None, counts: Sequence[int], uniform: Tensor
 ) -> list[tuple[list[int], list[int]]]:
-    """Verify chains with target probabilities p [B, T, V]."""
+    """Verify chains with target probabilities p [B, T, V]. Raises ValueError: a token tree."""
+    if draft is not None and draft.parents is not None:
+        raise ValueError("the draft is a token tree without a rule that verifies it")
     ids = uniform.new_empty((len(p), 0), dtype=torch.long) if draft is None else draft.ids
     q = F.one_hot(ids, p.shape[-1]).to(p) if draft is None or draft.q is None else draft.q
     width = ids.shape[1]
@@ -309,14 +314,14 @@ def _verify_sampled_chains(
 
 
 def _verify_sampled(
-    p: Tensor, draft: Draft | None, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule | None
+    p: Tensor, draft: Draft | None, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule
 ) -> tuple[list[int], list[int]]:
-    """Verify one row of a draft, a tree or by a rule of its own, with target probabilities p [count + 1, V]."""
+    """Verify one row of a draft by a rule of its own, with target probabilities p [count + 1, V]."""
     count = len(parents)
     ids = torch.empty(0, dtype=torch.long, device=p.device) if draft is None else draft.ids[row, :count]
     q = None if draft is None or draft.q is None else draft.q[row, :count]
     tokens = Tokens(ids=ids.tolist(), parents=parents, q=q)
-    path, residual = (rule or recursive)(p, tokens, Uniforms(uniform))
+    path, residual = rule(p, tokens, Uniforms(uniform))
     return path, [*ids[path].tolist(), int(draw(residual, uniform[-1]))]
 
 

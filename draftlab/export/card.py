@@ -16,7 +16,7 @@ class Card:
 
     name: str
     target: str
-    kind: str  # draft model, EAGLE-3 head or Medusa heads
+    kind: str  # draft model or EAGLE-3 head
     summary: str  # its size, and what it needs
     commands: Sequence[str]  # that made the draft, the first one first
     heldout: tuple[float, float] | None  # acceptance on held-out text, before and after distillation

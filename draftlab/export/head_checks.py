@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftlab.engine.drafters import medusa
 from draftlab.engine.generate import Drafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.export import gguf, gguf_tokenizer
@@ -26,8 +25,6 @@ TARGET_CONTEXT = 2048  # where its configuration names none
 
 def check_files(folder: Path, target: Path, runtimes: Sequence[str]) -> list[Finding]:
     """Compare the files of heads and their target; the target's weights are not needed."""
-    if (folder / medusa.MANIFEST).is_file():
-        return _medusa(folder, target, runtimes)
     try:
         config, content = eagle.check(folder, target), checkpoint.read_config(folder)
         eagle.read(folder, target, checkpoint.stored_dtype(folder))
@@ -103,19 +100,6 @@ def _llama_cpp(config: HeadConfig, target: Path) -> Iterator[Finding]:
 
 def _transformers(_: HeadConfig, __: Path) -> Iterator[Finding]:
     yield warning("transformers", "has no EAGLE-3", "serve it with vLLM, SGLang, llama.cpp or TensorRT-LLM")
-
-
-def _medusa(folder: Path, target: Path, runtimes: Sequence[str]) -> list[Finding]:
-    try:
-        heads = medusa.read(folder, target)
-    except UserError as failure:
-        return [error("heads", str(failure), "train some for this target with draftlab medusa")]
-    findings = [ok("heads", f"{len(heads)}, each {heads.shape[1]} x {heads.shape[2]}")]
-    text = f"takes them as draftlab export --to vllm writes them, K of {len(heads)}, which draft greedily"
-    others = "serve them with vLLM, or train an EAGLE-3 head"
-    return findings + [
-        ok(name, text) if name == "vllm" else warning(name, "serves no Medusa heads", others) for name in runtimes
-    ]
 
 
 EXPORTED: dict[str, Callable[[HeadConfig, Path], Iterator[Finding]]] = {

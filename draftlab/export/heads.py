@@ -1,9 +1,8 @@
-"""Exports of heads on a target's states: EAGLE-3 for vLLM, SGLang, llama.cpp and TensorRT-LLM, Medusa for vLLM.
+"""Exports of EAGLE-3 heads for vLLM, SGLang, llama.cpp and TensorRT-LLM.
 
 R texts.
 """
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.config.export import CheckConfig, ExportConfig, is_llama_server
 from draftlab.config.inputs import TYPES
 from draftlab.console import note
-from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.generate import Drafter, speculative_decode
 from draftlab.errors import UserError, did_you_mean
 from draftlab.export import card, gguf, head_checks, run, scripts, verify
@@ -97,76 +92,18 @@ class EagleHead:
         return EagleLlama(head, target.embed, self.folder)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaHeads:
-    """Medusa heads of a target, as draftlab medusa writes them."""
-
-    folder: Path
-    target: Path
-    kind: DraftKind = "Medusa heads"
-    layer_ids: Sequence[int] = ()
-
-    @property
-    def most(self) -> int:
-        return len(self.read())
-
-    def read(self) -> Tensor:
-        """Raises UserError: none, broken, or those of another target."""
-        return medusa.read(self.folder, self.target)
-
-    def describe(self) -> str:
-        heads = self.read()
-        return f"{len(heads)} heads, {heads.numel() / 1e6:,.4g}M parameters beside the target's own output matrix"
-
-    def write(self, config: ExportConfig, out: Path, k: int, verifier: str) -> list[str]:
-        """Write vLLM's layout: k heads, and the target's output matrix, which they share."""
-        heads, weights = self.read(), checkpoint.Weights(hub.locate(config.target))
-        dtype = checkpoint.DTYPES[config.dtype] if config.dtype else heads.dtype
-        output = weights["lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"]
-        tensors = {f"blocks.{i}.layers.0.weight": heads[i] for i in range(k)} | {"lm_heads.0.weight": output}
-        ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-        save_file(ready, out / "model.safetensors", metadata={"format": "pt"})
-        content = {
-            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": heads.shape[-1],
-            "vocab_size": len(output), "num_heads": k, "num_hidden_layers": 1, "original_lm_head": True,
-            "medusa_fc_bias": False, "dtype": checkpoint.dtype_name(dtype), "torch_dtype": checkpoint.dtype_name(dtype),
-        }  # fmt: skip
-        (out / "config.json").write_text(json.dumps(content, indent=2))
-        return []
-
-    def file(self, config: ExportConfig) -> str:
-        return ""
-
-    def drafter(self, target: Llama, outtype: str = "f32") -> Drafter:
-        return MedusaDrafter(target, self.read())
-
-
-Heads = EagleHead | MedusaHeads
-
-
-def are_in(folder: Path) -> bool:
-    """Return whether a directory has heads, sound or not, rather than a draft model."""
-    return _are_medusa(folder) or hub.is_eagle_head(folder)
-
-
-def _are_medusa(folder: Path) -> bool:
-    return (folder / medusa.MANIFEST).is_file()
-
-
-def open_heads(folder: Path, target: Path) -> Heads:
-    """Raises UserError: heads of another target, or broken."""
-    if _are_medusa(folder):
-        return MedusaHeads(folder=folder, target=target)
+def open_head(folder: Path, target: Path) -> EagleHead:
+    """Raises UserError: a head of another target, or a broken one."""
     return EagleHead(folder=folder, target=target, sizes=eagle.check(folder, target))
 
 
 def check(config: CheckConfig, draft: Path) -> list[Finding]:
     """Return all findings of heads; without --files-only the target decodes with them."""
-    target = hub.locate(config.target, weights=_are_medusa(draft))  # Medusa heads have their target's hash
+    target = hub.locate(config.target, weights=False)
     findings = head_checks.check_files(draft, target, parse_runtimes(config.runtimes))
     if config.files_only or findings[0].level == "error":
         return findings
-    heads, prompts, device = open_heads(draft, target), trial_prompts(config, target), config.device
+    heads, prompts, device = open_head(draft, target), trial_prompts(config, target), config.device
     try:
         llama.check_supported(target)
     except UserError as failure:
@@ -182,8 +119,8 @@ def export(config: ExportConfig, output: Output) -> Exported:
         UserError: the runtime computes no such heads, is missing, or has another acceptance than draftlab's engine.
     """
     folder = config.draft_directory()
-    target = hub.locate(config.target, weights=config.verify_with is not None or _are_medusa(folder))
-    heads = open_heads(folder, target)
+    target = hub.locate(config.target, weights=config.verify_with is not None)
+    heads = open_head(folder, target)
     scores = run.scores_of(config, folder, target)
     chains = [score for score in scores if "," not in score.name]
     k, reason, k_by_batch = run.predicted_k(config, folder) or (*_choose_k(config, heads, chains), None)
@@ -217,17 +154,13 @@ def export(config: ExportConfig, output: Output) -> Exported:
     return Exported(lines=lines, notes=notes)
 
 
-def _check(config: ExportConfig, heads: Heads) -> None:
+def _check(config: ExportConfig, heads: EagleHead) -> None:
     if config.use_heterogeneous_vocab:
         raise UserError(f"--use-heterogeneous-vocab: {heads.folder} has heads on the target's states, and its ids")
-    if isinstance(heads, MedusaHeads) and config.to != "vllm":
-        raise UserError(f"{heads.folder} has Medusa heads, which only vLLM serves: --to vllm")
-    if isinstance(heads, MedusaHeads) and config.draft_sample_method is not None:
-        raise UserError(f"--draft-sample-method: {heads.folder} has Medusa heads, with which vLLM drafts greedily")
     if config.to == "transformers":
         raise UserError(f"{heads.folder} is an EAGLE-3 head, and transformers has no EAGLE-3")
     runtime = {"gguf": "llama.cpp", "speculators": "vllm"}.get(config.to, config.to)
-    if isinstance(heads, EagleHead) and runtime != "hf":
+    if runtime != "hf":
         for finding in head_checks.check_exported(heads.sizes, heads.target, runtime):
             if finding.level == "error":
                 raise UserError(f"{heads.folder}: {runtime}: {finding.text}; {finding.fix}".removesuffix("; "))
@@ -235,13 +168,11 @@ def _check(config: ExportConfig, heads: Heads) -> None:
         raise UserError(f"--outtype {config.outtype}: no such type of heads{did_you_mean(config.outtype, TYPES)}")
     if config.verify_with is not None:
         llama.check_supported(heads.target)  # draftlab's engine counts what the runtime should accept
-        if config.temperature > 0 and isinstance(heads, MedusaHeads):
-            raise UserError("--temperature: Medusa heads are verified greedily")
         if config.is_gguf and not is_llama_server(config.verify_with):
             raise UserError(f"--verify-with {config.verify_with}: heads are verified with llama.cpp's llama-server")
 
 
-def _choose_k(config: ExportConfig, heads: Heads, scores: list[Score]) -> tuple[int, str]:
+def _choose_k(config: ExportConfig, heads: EagleHead, scores: list[Score]) -> tuple[int, str]:
     if config.k is not None and config.k > heads.most:
         raise UserError(f"--k {config.k}: {heads.folder} drafts at most {heads.most} tokens")
     if config.k is None and not scores:
@@ -250,7 +181,7 @@ def _choose_k(config: ExportConfig, heads: Heads, scores: list[Score]) -> tuple[
 
 
 def _verify(
-    config: ExportConfig, heads: Heads, work: Path, prompts: Prompts, k: int
+    config: ExportConfig, heads: EagleHead, work: Path, prompts: Prompts, k: int
 ) -> tuple[Prompts, verify.Verification]:
     """Return a prompt for every turn, and what the runtime accepted of them."""
     assert config.verify_with is not None
@@ -258,7 +189,7 @@ def _verify(
     model = llama.load(heads.target, torch.float32, checkpoint.resolve_device(config.device))
     prompts = run.answer_turns(config, heads.target, prompts, model)
     rows, outtype = [prompt.ids for prompt in prompts.rows], config.outtype if config.is_gguf else "f32"
-    if config.temperature > 0 and isinstance(heads, EagleHead):
+    if config.temperature > 0:
         note(f"sampling {len(rows)} texts with {program.name}, then drafting along them here")
         texts = verify.to_sample(rows, run.NEW_TOKENS, k)
         head = heads.model(model, outtype)
@@ -275,8 +206,7 @@ def _verify(
             return {"greedy": steps_of(emitted, texts)}
 
     if not config.is_gguf:
-        alone = config.to == "speculators" or isinstance(heads, MedusaHeads)  # these draft greedily
-        method = "greedy" if alone else run.choose_sampling(config).method
+        method = "greedy" if config.to == "speculators" else run.choose_sampling(config).method
         speculative, target = scripts.speculative_config(str(work), k, heads.kind, method), heads.target
         if config.to == "speculators":
             speculative, target = None, work

@@ -9,13 +9,13 @@ import shlex
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from draftlab.config.drafters import PROMPT_LOOKUP_MAX
 from draftlab.config.server_rules import SampleMethod
+from draftlab.drafters.prompt_lookup import PROMPT_LOOKUP_MAX
 from draftlab.latency.k_schedule import Ranges
 from draftlab.trust import printable
 
-DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "Medusa heads", "prompt lookup"]
-VLLM_METHODS: dict[DraftKind, str] = {"EAGLE-3 head": "eagle3", "Medusa heads": "medusa"}
+DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "prompt lookup"]
+VLLM_METHODS: dict[DraftKind, str] = {"EAGLE-3 head": "eagle3"}
 DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 ABOVE_ZERO = "above temperature 0 a drafted token stands with the target's probability of it"
 
@@ -67,7 +67,7 @@ def speculative_config(
 ) -> dict[str, object]:  # fmt: skip
     """Return vLLM's --speculative-config.
 
-    k: the largest of k_by_batch. sample_method: not of Medusa heads and prompt lookup, whose tokens are certain.
+    k: the largest of k_by_batch. sample_method: prompt lookup has none, its tokens are certain.
     """
     if kind == "prompt lookup":
         window = {"prompt_lookup_max": PROMPT_LOOKUP_MAX, "prompt_lookup_min": 1}
@@ -77,7 +77,7 @@ def speculative_config(
     config |= {"use_heterogeneous_vocab": True} if heterogeneous else {}
     config |= {"num_speculative_tokens_per_batch_size": k_by_batch} if k_by_batch else {}
     config |= {"parallel_drafting": True} if kind == "parallel draft" else {}
-    return config if kind == "Medusa heads" else config | {"draft_sample_method": sample_method}
+    return config | {"draft_sample_method": sample_method}
 
 
 def _vllm(target: str, settings: dict[str, object], reason: str) -> list[str]:

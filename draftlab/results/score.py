@@ -66,7 +66,7 @@ class Model(FileModel):
     via_transformers: bool = False  # transformers ran it, which is slower than draftlab's own decoder
     parallel: bool = False  # it drafted all tokens of a step in one pass
     eagle: bool = False  # an EAGLE-3 head
-    heads_sha256: str | None = None  # of EAGLE-3 or Medusa heads, beside which other drafters may draft
+    heads_sha256: str | None = None  # of heads on the states of the target
 
 
 class Prompt(FileModel):

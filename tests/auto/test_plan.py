@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from draftlab.auto import run
 from draftlab.auto.costs import Machine
-from draftlab.auto.plan import EXPENDABLE, SERVED, SHARES, Plan, PlannedStep, make_plan, seconds_of_steps
+from draftlab.auto.plan import EXPENDABLE, SHARES, Plan, PlannedStep, make_plan, seconds_of_steps, served_by
 from draftlab.auto.prompts import sizes, write_prompts
 from draftlab.config.auto import AutoConfig
 from draftlab.errors import UserError
@@ -109,7 +109,7 @@ def test_less_time_drops_the_dearest_and_says_the_least(tmp_path):
 @pytest.mark.parametrize("server", ["vllm", "sglang", "llama.cpp", "transformers"])
 def test_only_what_a_server_runs_is_tried(tmp_path, server):
     plan = planned("tiny", tmp_path, server=server)
-    assert {*plan.candidates} == {*SERVED[server]}
+    assert {*plan.candidates} == {*served_by(server)}
     assert "ngram" not in plan.candidates
 
 

@@ -8,7 +8,7 @@ import torch
 from builders import build
 
 from draftlab.auto.costs import Machine
-from draftlab.auto.plan import SERVED, Plan, PlannedStep
+from draftlab.auto.plan import Plan, PlannedStep, served_by
 from draftlab.auto.serving import FASTEST, serve, unverified
 from draftlab.auto.steps import Steps
 from draftlab.auto.verdict import Candidate
@@ -59,7 +59,7 @@ def served(
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("kind", ["draft", "eagle", "prompt-lookup"])
 def test_every_server_gets_its_export_and_script(kind, server, space, family_dirs):
-    if kind not in SERVED[server]:
+    if kind not in served_by(server):
         pytest.skip("not tried there")
     draft = {"draft": Path("draft"), "eagle": Path("head"), "prompt-lookup": None}[kind]
     drafter = "" if kind == "draft" else "eagle:heads=head" if kind == "eagle" else "prompt-lookup"

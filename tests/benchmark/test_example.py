@@ -12,9 +12,7 @@ from builders import build
 from draftlab.benchmark.example import record_example
 from draftlab.benchmark.setup import Setup
 from draftlab.config.drafters import parse_drafter
-from draftlab.engine.drafters.dynamic_tree import DynamicTreeDrafter
 from draftlab.engine.drafters.ngram import PromptLookupDrafter
-from draftlab.engine.drafters.tree import TreeDrafter, full_tree
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.model import checkpoint, hub, llama
 from draftlab.provenance import lineage, write_record
@@ -41,19 +39,14 @@ def models(tmp_path_factory):
     return [llama.load(root / name, torch.float32) for name in ("target", "draft")]
 
 
-DRAFTERS = {
-    "model": lambda draft: ModelDrafter(draft, VOCAB),
-    "lookup": lambda draft: PromptLookupDrafter(2),
-    "tree": lambda draft: TreeDrafter(draft, VOCAB, full_tree([2, 2]), "top"),
-    "dynamic tree": lambda draft: DynamicTreeDrafter(TreeDrafter(draft, VOCAB, (0,), "top"), 3, 3),
-}
+DRAFTERS = {"model": lambda draft: ModelDrafter(draft, VOCAB), "lookup": lambda draft: PromptLookupDrafter(2)}
 
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_an_example_is_the_runs_own_text(models, name, sampling):
     target, draft = models
-    prompt, k = [0, 17, 44, 101, 9, 17, 44], 6 if "tree" in name else 3
+    prompt, k = [0, 17, 44, 101, 9, 17, 44], 3
     drafter = DRAFTERS[name](draft)
     steps = list(speculative_decode(target, drafter, [prompt], k, sampling, numbers=[2]))
     example = record_example(target, drafter, numbers, prompt, number=2, k=k, sampling=sampling, rule=None)
@@ -164,8 +157,8 @@ def test_a_drafter_was_made_by_what_made_all_that_it_reads(tmp_path):
         f"eagle:heads={head}": ["outputs build", "eagle"],
         f"eagle:heads={foreign}": None,
         f"ngram:outputs={store}": ["outputs build"],
-        f"fallback:draft={draft},outputs={store}": ["distill", "outputs build"],
-        f"tree:draft={draft},widths=2": ["distill"],
+        f"fallback:draft={draft}": ["distill"],
+        f"learnt-fallback:draft={draft},outputs={store}": ["distill", "outputs build"],
         "prompt-lookup": [],
     }
     for text, commands in made.items():

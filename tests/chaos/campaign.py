@@ -88,7 +88,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "import": ("import", "made/gguf/prune-f32.gguf"),
     "prune-masks": ("prune-masks", "--source", "model", "--layers", "2", "--data", "text", *SMALL[:2], *SHORT),
     "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
-    "medusa": ("medusa", "--target", "model", "--data", "text", "--heads", "2", *SHORT),
     "expand": ("expand", "model", "--layers", "20"),
     "transplant": ("transplant", "model", "--target", "other"),
     "log": ("outputs import", "files/log.jsonl", "--tokenizer", "model", "--seq-len", "16", "--top-logprobs", "2"),

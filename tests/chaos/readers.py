@@ -31,7 +31,6 @@ from draftlab.distill.checkpointer import RECORD, Checkpoint, _checked, write_re
 from draftlab.distill.learning_curve import Pilot
 from draftlab.distill.online import Ledger, Round, read_ledger
 from draftlab.distill.run import read_log
-from draftlab.engine.drafters import medusa
 from draftlab.export import gguf as gguf_writer
 from draftlab.importing import gguf
 from draftlab.importing.run import _read_bin, inspect, load
@@ -89,7 +88,7 @@ def readers(root: Path) -> list[Reader]:
     _texts(root)
     _records(root)
     store = _store(root / "store", model)
-    heads, head = _heads(root, model)
+    head = _head(root, model)
     step = _unfinished(root / ".run.state")
     gguf_writer.write(model, root / "draft.gguf", "f32")
     (root / "pickled").mkdir()
@@ -144,8 +143,6 @@ def readers(root: Path) -> list[Reader]:
         Reader("head_ids.json", model / "head_ids.json", "json", lambda f: read_head_ids(f.parent, VOCAB)),
         Reader("EAGLE-3 config", head / "config.json", "json", lambda f: eagle.read(f.parent, model, torch.float32)),
         Reader("EAGLE-3 head", head / eagle.WEIGHTS, "tensors", lambda f: eagle.read(f.parent, model, torch.float32)),
-        Reader("Medusa manifest", heads / medusa.MANIFEST, "json", lambda f: medusa.read(f.parent, model)),
-        Reader("Medusa heads", heads / medusa.WEIGHTS, "tensors", lambda f: medusa.read(f.parent, model)),
         Reader("GGUF", root / "draft.gguf", "binary", lambda f: gguf.describe(gguf.read_header(f))),
         Reader("GGUF whole", root / "draft.gguf", "binary", imported),
         Reader("adapter_config", adapter / "adapter_config.json", "json", merged),
@@ -216,16 +213,14 @@ def _adapter(folder: Path, model: Path) -> Path:
     return folder
 
 
-def _heads(root: Path, model: Path) -> tuple[Path, Path]:
-    """Write Medusa heads and an EAGLE-3 head for a target of four layers beside it."""
-    (root / "medusa").mkdir()
-    medusa.write(root / "medusa", {str(i): torch.rand(64, 64) for i in range(2)}, model)
+def _head(root: Path, model: Path) -> Path:
+    """Write an EAGLE-3 head for a target of four layers."""
     config = eagle.head_config(model, [0, 1, 2], 40)
     weights = {name: torch.rand(size) for name, size in config.sizes().items()}
     head = eagle.Head(config=config, weights=weights, ids=torch.arange(40) * 2, embedding=None)
     (root / "eagle").mkdir()
     eagle.write(root / "eagle", head, "native", target=model, k=3)
-    return root / "medusa", root / "eagle"
+    return root / "eagle"
 
 
 def _store(folder: Path, model: Path) -> Path:

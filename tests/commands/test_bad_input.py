@@ -48,8 +48,6 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "mask-outside/config.json").write_text(json.dumps(config | {"pard_token": 307}))
     shutil.copytree(space / "other-words", space / "word-pieces")
     train_word_pieces(space / "word-pieces/tokenizer.json")
-    (space / "medusa").mkdir()
-    (space / "medusa/medusa.json").write_text("{}")
     (space / "empty").mkdir()
     (space / "opt").mkdir()
     (space / "opt/config.json").write_text(json.dumps({"model_type": "opt", "vocab_size": 5, "hidden_size": 4}))
@@ -241,7 +239,7 @@ CASES = [
     (("distill", "--draft", "draft", "--cod-share", "0.5"), "--cod-share: needs --parallel"),
     (("distill", "--draft", "draft", "--parallel", "4", "--lora-rank", "2"), "--lora-rank: adapters leave out"),
     (("score", "--draft", "draft", "--num-prompts", "4", "--drafter", "parallel"), "draft is no parallel draft"),
-    (("score", "--draft", "draft", "--drafter", "parallel:siblings=top"), "siblings: only with a tree; add nodes"),
+    (("score", "--draft", "draft", "--drafter", "parallel:siblings=top"), "no option 'siblings'"),
     (("search", "--parallel", "--k", "1"), "--parallel drafts several tokens in one pass"),
     (("transplant", "draft"), "nothing to do: draft has the vocabulary of llama already"),
     (("transplant", "other-words", "--target", "nope"), "no checkpoint at nope"),
@@ -253,7 +251,6 @@ CASES = [
     (("transplant", "no-weights", "--target", "other-words"), "no-weights has no model.safetensors"),
     (("transplant", "few-ids", "--target", "other-words"), "few-ids embeds 200 ids, but its tokenizer has 307"),
     (("transplant", "draft", "--target", "word-pieces"), "is neither byte-level BPE nor SentencePiece"),
-    (("transplant", "medusa", "--target", "draft"), "medusa has heads on its target's states"),
     (("transplant", "draft", "--target", "other-words", "--out", "full"), "full exists and is not empty"),
     (("export", "draft", "--to", "vllm", "--use-heterogeneous-vocab"), "has the target's vocabulary; leave it out"),
     (("export", "other-words", "--use-heterogeneous-vocab"), "is for --to vllm or transformers"),

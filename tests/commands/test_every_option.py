@@ -208,11 +208,6 @@ def _(w: World) -> Settings:
     return FEW | {"shape": shape, "tokenizer": str(w.source), "data": str(w.text)}
 
 
-@case("medusa", "")
-def _(w: World) -> Settings:
-    return FEW | {"target": str(w.source), "data": str(w.text), "heads": 2}
-
-
 @case("eagle", "text of the target")
 def _(w: World) -> Settings:
     few = FEW | {"ttt_steps": 2, "text": "target", "prompt_tokens": 8, "layer_ids": "1,2"}
@@ -284,12 +279,6 @@ def _(w: World) -> Settings:
 @case("export", "EAGLE-3 head, GGUF")
 def _(w: World) -> Settings:
     return {"draft": trained_head(w), "target": str(w.source), "to": "llama.cpp"}
-
-
-@case("export", "Medusa heads")
-def _(w: World) -> Settings:
-    COMMANDS["medusa"](**CASES["medusa", ""](w), out=Path("medusa"))
-    return {"draft": "medusa", "target": str(w.source), "to": "vllm"}
 
 
 @case("export", "hf")

@@ -12,12 +12,11 @@ from plain_eagle import PlainHead, target_and_head
 from draftlab.acceptance import expected
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
-from draftlab.engine.drafters.tree import full_tree
+from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.model import Mode, eagle, eagle_llama, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
-from draftlab.model.decoder import feed, with_mode
+from draftlab.model.decoder import with_mode
 from draftlab.model.eagle import Head
 from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.llama import LayerStates, Tree
@@ -129,60 +128,22 @@ def test_the_compiled_head_is_the_eager_one(folder, family_dirs, dtype):
         eager.forward(ids, eager.new_cache(2, 12))
 
 
-def test_a_tree_of_one_branch_is_the_chain(folder, target, family_dirs):
-    uniform, sampling = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)), SamplingParams(temperature=1.0)
-    texts, found = [[*prompt, 5, 6, 7] for prompt in PROMPTS], []
-    tree = EagleTreeDrafter(drafter_of(folder, target, family_dirs), (0, 1, 2, 3), "sampled")
-    for drafter in (drafter_of(folder, target, family_dirs), tree):
-        cache = target.new_cache(3, 40)
-        drafter.reset(3, 40)
-        drafter.attach(cache)
-        feed(target, cache, [text[:-1] for text in texts])
-        found.append(drafter.propose(texts, 4, sampling, uniform))
-    assert torch.equal(found[0].ids, found[1].ids)
-    torch.testing.assert_close(found[0].q, found[1].q, atol=1e-5, rtol=1e-4)
-
-
-def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(folder, target, family_dirs):
-    """Accepted branches move the states that the head reads next along with the cache."""
-    sampling = SamplingParams(max_tokens=24)
-    told = drafter_of(folder, target, family_dirs)
-    steps = list(speculative_decode(target, EagleTreeDrafter(told, full_tree([40, 2]), "top"), PROMPTS, 120, sampling))
-    written = output_tokens(steps)
-    assert written == output_tokens(decode(target, PROMPTS, sampling))
-    assert sum(step.accepted for step in steps) > 0
-    for row, text in enumerate(prompt + more for prompt, more in zip(PROMPTS, written, strict=True)):
-        cache, read = target.new_cache(1, 64), len(text) - 1
-        cache.layer_states = LayerStates((1, 2, 4), torch.zeros(1, 64, 3 * 64))
-        target.forward(torch.tensor([text]), cache)
-        kept = told.layer_states.states[row, :read]
-        torch.testing.assert_close(kept, cache.layer_states.states[0, :read], atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_replay_expects_what_greedy_decoding_counts(near_head, k):
-    """Chains, and trees by rank; after acceptances of every length."""
+    """After acceptances of every length."""
     target, head = near_head
     sampling = SamplingParams(max_tokens=40)
     texts = output_tokens(decode(target, PROMPTS, sampling))
     pairs = [(np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)]
     scored = score_chains(target, head, pairs, 307, sampling, 5)
     chances = expected.texts_of([np.exp(each.logprobs)[1:] for each in scored])
-    ranks = expected.padded([each.ranks[1:] for each in scored])
-    widths = [3, 2, 1][: min(3, k)]
-    ways = {
-        EagleDrafter(target, head): (k, expected.chain(chances, k)),
-        EagleTreeDrafter(EagleDrafter(target, head), full_tree(widths), "top"): (
-            len(full_tree(widths)), expected.tree(chances, ranks, widths),
-        ),
-    }  # fmt: skip
-    for drafter, (count, counts) in ways.items():
-        live = list(speculative_decode(target, drafter, PROMPTS, count, sampling))
-        for row in range(len(PROMPTS)):
-            own = [step for step in live if step.row == row][1:]
-            assert len(own) == counts.passes[row]
-            assert sum(step.accepted for step in own) == counts.accepted[row]
-        assert counts.reached[:, min(2, k)].sum() > 0  # what follows the head's own states is accepted, too
+    counts = expected.chain(chances, k)
+    live = list(speculative_decode(target, EagleDrafter(target, head), PROMPTS, k, sampling))
+    for row in range(len(PROMPTS)):
+        own = [step for step in live if step.row == row][1:]
+        assert len(own) == counts.passes[row]
+        assert sum(step.accepted for step in own) == counts.accepted[row]
+    assert counts.reached[:, min(2, k)].sum() > 0  # what follows the head's own states is accepted, too
 
 
 def test_sampled_replay_expects_what_sampling_counts(near_head):

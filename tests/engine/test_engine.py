@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from draftlab.engine.drafters.ngram import PromptLookupDrafter
-from draftlab.engine.drafters.tree import TreeDrafter, full_tree
 from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens, speculative_decode, verify_batch
 from draftlab.engine.verify import distribution, draw, verify
 from draftlab.errors import UserError
@@ -320,15 +319,12 @@ def test_eos_anywhere_in_a_block_stops_as_in_plain_decoding(target, at):
         assert all(step.accepted <= len(step.tokens) for step in steps)  # nothing behind the end of text counts
 
 
-@pytest.mark.parametrize("mode", ["native", "graphs", "hosted", "tree", "lookup"])
+@pytest.mark.parametrize("mode", ["native", "graphs", "hosted", "lookup"])
 def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, mode):
     (greedy,) = output_tokens(decode(target, [PROMPT], SamplingParams(max_tokens=16)))
     run: Any = {"native": NativeLlama, "graphs": CudaGraphLlama, "hosted": lambda _: HFDecoder(build("llama", 1))}
     model = run[mode](target) if mode in run else target
-    drafter = {
-        "tree": lambda: TreeDrafter(drafts["noisy"], 307, full_tree([2, 2, 1]), "top"),
-        "lookup": lambda: PromptLookupDrafter(3),
-    }.get(mode, lambda: ModelDrafter(drafts["noisy"]))()
+    drafter = PromptLookupDrafter(3) if mode == "lookup" else ModelDrafter(drafts["noisy"])
     for at in range(0, 14, 3):
         ends = (greedy[at + 2], greedy[at])
         first = min(greedy.index(e) for e in ends)

@@ -25,7 +25,7 @@ from draftlab.cli import app
 from draftlab.config.export import ExportConfig
 from draftlab.distill.vocabulary import resize
 from draftlab.engine.generate import ModelDrafter, output_tokens, speculative_decode
-from draftlab.engine.rejection_rules import RULES
+from draftlab.engine.rejection_rules import rule_named
 from draftlab.errors import UserError
 from draftlab.export import gguf, gguf_tokenizer, hf, run, scripts, verify
 from draftlab.model import checkpoint, llama
@@ -480,7 +480,7 @@ def test_a_sampled_text_tells_the_steps_that_made_it(space, rule):
     target, draft = target_and_draft()
     prompts, how = [[0, 17, 44], [0, 5, 250, 31]], SamplingParams(max_tokens=24, temperature=1.0)
     live = list(
-        speculative_decode(target, ModelDrafter(draft), prompts, 3, how, rule=RULES.get(rule), draft_temperature=0.0)
+        speculative_decode(target, ModelDrafter(draft), prompts, 3, how, rule=rule_named(rule), draft_temperature=0.0)
     )
     served, _ = verify.as_served(verify.to_sample(prompts, 24, 3), output_tokens(live), 1.0)
     counts = verify.count_steps(verify.top1_hits(Path("draft"), served, torch.device("cpu")), served)

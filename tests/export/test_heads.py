@@ -13,15 +13,12 @@ import torch
 from gguf_files import contents, neighbours_apart
 from plain_eagle import target_and_head
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import linear, silu
 from typer.testing import CliRunner
 
 from draftlab.cli import app
-from draftlab.engine.drafters import medusa
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.generate import speculative_decode
-from draftlab.engine.rejection_rules import RULES
+from draftlab.engine.rejection_rules import rule_named
 from draftlab.errors import UserError
 from draftlab.export import head_checks, heads, scripts, verify
 from draftlab.export.compatibility import RUNTIME_CHECKS
@@ -55,14 +52,6 @@ def written(folder: Path, target: Path, layout: Any = "native", **sizes: Any) ->
 @pytest.fixture
 def folder(target: Path, tmp_path: Path) -> Path:
     return written(tmp_path / "head", target)
-
-
-@pytest.fixture
-def medusa_folder(target: Path, tmp_path: Path) -> Path:
-    (tmp_path / "medusa").mkdir()
-    drawn = torch.randn(K, 64, 64, generator=torch.Generator().manual_seed(0))
-    medusa.write(tmp_path / "medusa", {str(i): w for i, w in enumerate(drawn)}, target)
-    return tmp_path / "medusa"
 
 
 def exported(head: Path, target: Path, to: str, *more: str) -> Path:
@@ -153,35 +142,6 @@ def test_a_head_of_the_whole_vocabulary_has_no_d2t(target, tmp_path):
     assert "d2t" not in contents(exported(whole, target, "gguf", "--outtype", "f32") / "head-f32.gguf")[1]
 
 
-def test_medusa_heads_are_vllms(medusa_folder, target):
-    """What vLLM's model computes of the file, after its models/medusa.py, is what draftlab drafts."""
-    out = exported(medusa_folder, target, "vllm")
-    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    assert (config["model_type"], config["num_heads"], config["num_hidden_layers"]) == ("medusa", K, 1)
-    assert config["original_lm_head"]
-    assert config["vocab_size"] == len(tensors["lm_heads.0.weight"])
-    model, ids = llama.load(target, torch.float32), [[0, 17, 44, 101, 9]]
-    drafter = MedusaDrafter(model, medusa.read(medusa_folder, target))
-    step = next(iter(speculative_decode(model, drafter, ids, K, SamplingParams(max_tokens=2))))
-    text, uniform = [[*ids[0], *step.tokens]], torch.zeros(1, K)
-    state = drafter.states[0, 4]
-    theirs = []
-    for i in range(K):
-        block = state + silu(linear(state, tensors[f"blocks.{i}.layers.0.weight"]))
-        theirs.append(int(linear(block, tensors["lm_heads.0.weight"]).argmax()))
-    assert drafter.propose(text, K, SamplingParams(), uniform).ids[0].tolist() == theirs
-
-
-def test_fewer_medusa_heads_are_the_first(medusa_folder, target):
-    out = exported(medusa_folder, target, "vllm", "--k", "2")
-    assert json.loads((out / "config.json").read_text())["num_heads"] == 2
-    assert '\\"num_speculative_tokens\\": 2' in (out / "serve.sh").read_text()
-    assert "draft_sample_method" not in (out / "serve.sh").read_text()
-    assert "at most 3 tokens" in refused(medusa_folder, target, "--to", "vllm", "--k", "4")
-    assert "drafts greedily" in refused(medusa_folder, target, "--to", "vllm", "--draft-sample-method", "greedy")
-    assert "only vLLM" in refused(medusa_folder, target, "--to", "sglang")
-
-
 @pytest.mark.parametrize(
     ("runtime", "words"),
     [
@@ -201,7 +161,7 @@ def test_scripts_serve_a_head_as_a_head(runtime, words):
 def test_steps_are_those_of_live_decoding(target, tmp_path):
     """To a limit as llama.cpp's server keeps it: the last step drafts no more than fits."""
     model = llama.load(target, torch.float32)
-    drafter = heads.open_heads(written(tmp_path / "head", target), target).drafter(model)
+    drafter = heads.open_head(written(tmp_path / "head", target), target).drafter(model)
     prompts = [np.random.default_rng(i).integers(3, 300, 6).tolist() for i in range(4)]
     texts, emitted = heads.decode_texts(model, drafter, prompts, SamplingParams(max_tokens=12), K)
     counts = heads.steps_of(emitted, replace(texts, tokens=[12, 9, 2, 1]))
@@ -218,7 +178,9 @@ def test_a_sampled_text_tells_the_steps_that_made_it(tmp_path, rule):
     target, head = target_and_head(tmp_path / "target")
     drafter, prompt = EagleDrafter(target, head), [0, 17, 44, 101, 9]
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
-    live = list(speculative_decode(target, drafter, [prompt], K, sampling, rule=RULES.get(rule), draft_temperature=0.0))
+    live = list(
+        speculative_decode(target, drafter, [prompt], K, sampling, rule=rule_named(rule), draft_temperature=0.0)
+    )
     ids = [token for step in live for token in step.tokens]
     served, _ = verify.as_served(verify.to_sample([prompt], 40, K), [ids], 1.0)
     tokens, steps = heads.count_chains(target, head, served, 1.0)["greedy"][0]
@@ -345,9 +307,3 @@ def test_a_program_that_is_no_server_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="false did not start: it printed no error"), running([shutil.which("false")]):
         pass
-
-
-def test_check_knows_who_takes_medusa_heads(medusa_folder, target):
-    found = levels(medusa_folder, target)
-    assert (found.pop("heads"), found.pop("vllm")) == ("ok", "ok")
-    assert set(found.values()) == {"warning"}

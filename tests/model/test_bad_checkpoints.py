@@ -78,7 +78,6 @@ COMMANDS = {
     "export": "export BAD",
     "check": "check BAD --files-only",
     "train": "train --model BAD --data text.txt --steps 1 --batch-size 1 --seq-len 16 --out trained",
-    "medusa": "medusa --target BAD --steps 1 --batch-size 1 --seq-len 16",
 }
 
 

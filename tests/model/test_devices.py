@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from builders import build
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import draftlab
@@ -19,7 +17,6 @@ from draftlab.data import Batch
 from draftlab.distill import fused_loss as fused
 from draftlab.distill.fused_loss import Dense, fused_loss
 from draftlab.distill.losses import parse_loss
-from draftlab.distill.medusa_heads import FrozenTarget
 from draftlab.distill.objectives import DistillStep
 from draftlab.distill.teachers import LocalTeacher
 from draftlab.engine import verify
@@ -143,22 +140,6 @@ def test_products_of_normal_equations_are_no_tf32():
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_medusas_target_takes_ids_of_its_own_device():
-    """Its first ids are compared with none, which are on the CPU."""
-    target = FrozenTarget(build("llama"))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        ids = torch.zeros(1, 4, dtype=torch.long, device="cuda")
-        asked: list[torch.Tensor] = []
-        target.model.get_decoder = lambda: lambda input_ids, **_: asked.append(input_ids) or Output(input_ids)  # type: ignore[method-assign]
-        target(ids)
-    assert len(asked) == 1
-
-
-class Output:
-    def __init__(self, ids: Any) -> None:
-        self.last_hidden_state = ids
 
 
 def test_fsdp2_shards_a_student_layer_by_layer():

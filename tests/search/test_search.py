@@ -230,8 +230,7 @@ def test_a_drafter_that_search_does_not_rank_is_refused_before_anything_is_claim
     write_head(space / "head", family_dirs["llama"], 307)
     for drafter, said in (
         ("prompt-lookup", "ranks chains of heads, eagle:heads=DIR"),
-        ("eagle:heads=head,widths=2x1", "ranks chains of heads"),
-        ("eagle:heads=head,topk=2", "ranks chains of heads"),
+        ("eagle:heads=head,widths=2x1", "no option 'widths'"),
         ("eagle:heads=head,prompt_lookup_max=8", "ranks chains of heads"),
         ("eagle:heads=head", "hidden size"),
         ("eagle:heads=nowhere", "nowhere"),

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafters.tree import Siblings, TreeDrafter
 from draftlab.engine.generate import Draft, Sampler
 from draftlab.model.cuda_graphs import draft_chain
 from draftlab.model.devices import staged
 from draftlab.model.eagle_llama import CudaGraphEagle, EagleLlama
-from draftlab.model.llama import Cache, LayerStates, Llama, Parents, Tree
+from draftlab.model.llama import Cache, LayerStates, Llama
 from draftlab.sampling import SamplingParams
 
 
@@ -75,41 +74,3 @@ class EagleDrafter:
         self.cache.used, self.read = list(ends), list(ends)
         chosen = staged(at, self.head.device)
         return logits[row, chosen - min(at)], states[row, chosen].unsqueeze(1)
-
-
-class EagleTreeDrafter(TreeDrafter):
-    """A head that drafts a tree of fixed shape, one pass per level. siblings: see TreeDrafter."""
-
-    def __init__(self, drafter: EagleDrafter, parents: Sequence[int], siblings: Siblings) -> None:
-        """drafter: feeds what the target has read."""
-        super().__init__(drafter.head, drafter.target.shape.vocab, parents, siblings)
-        self.drafter, self.head = drafter, drafter.head
-
-    def reset(self, rows: int, capacity: int) -> None:
-        self.drafter.reset(rows, capacity)
-        if self.spare:
-            self.drafter.cache = self.head.new_cache(rows, capacity + self.spare)
-        self.cache = self.drafter.cache
-
-    def attach(self, cache: Cache) -> None:
-        self.drafter.attach(cache)
-
-    def prefill(self, texts: Sequence[list[int]]) -> None:
-        self.drafter.prefill(texts)
-
-    def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
-        logits, self.state = self.drafter.last_logits(texts)
-        self.first = logits.unsqueeze(1)  # [B, 1, V]
-        self.states = self.state  # after the text and after each token so far, [B, nodes, D]
-        return self.first
-
-    def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
-        """Return the logits after the text and after each token so far, [B, nodes, V]."""
-        self.cache.used = [len(text) - 1 for text in texts]
-        rooted = Tree.from_parents(parents, self.head.device)
-        tree = Tree(rooted.depth[..., 1:] - 1, rooted.mask[..., 1:, 1:].contiguous())  # its root is in the cache
-        rows = torch.arange(len(texts), device=self.head.device).unsqueeze(1)
-        beside = self.states[rows, torch.tensor(parents, device=self.head.device)]  # of each token's parent
-        logits, states = self.head.step(torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree)
-        self.states = torch.cat([self.state, states], 1)
-        return torch.cat([self.first, logits], 1)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.config.drafters import PROMPT_LOOKUP_MAX
 from draftlab.engine.generate import Draft
 from draftlab.engine.verify import distribution, draw
 from draftlab.sampling import SamplingParams
@@ -145,7 +144,7 @@ class PromptLookupDrafter:
     min_match, by MATCH_KINDS.
     """
 
-    def __init__(self, longest: int = PROMPT_LOOKUP_MAX, min_match: Sequence[int] = (1, 1, 1)) -> None:
+    def __init__(self, longest: int, min_match: Sequence[int] = (1, 1, 1)) -> None:
         self.longest, self.min_match = longest, dict(zip(MATCH_KINDS, min_match, strict=True))
 
     def reset(self, rows: int, capacity: int) -> None:

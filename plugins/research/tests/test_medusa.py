@@ -1,26 +1,36 @@
 """Medusa heads: what they read and learn from is where it should be, and text is the target's whatever they say."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from builders import build, recording, training_killed_at
 from safetensors.torch import load_file
+from second_device import DEVICE, SecondDevice, without_second_device
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import linear, silu
 
-from draftlab.commands import COMMANDS
 from draftlab.config.drafters import parse_drafter
 from draftlab.data import Batch
-from draftlab.distill.medusa_heads import FrozenTarget, Heads, SelfTeacher, repeat_rows
 from draftlab.distill.teachers import LocalTeacher
-from draftlab.engine.drafters import medusa
-from draftlab.engine.drafters.medusa import MedusaDrafter
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
-from draftlab.model import llama
+from draftlab.model import checkpoint, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.sampling import SamplingParams
+from draftlab_research import medusa_training
+from draftlab_research.drafting import medusa
+from draftlab_research.drafting.medusa import MedusaDrafter
+from draftlab_research.export_medusa import export_medusa
+from draftlab_research.medusa import MANIFEST
+from draftlab_research.medusa_training import FrozenTarget, Heads, SelfTeacher, repeat_rows
+from draftlab_research.train_medusa import train_medusa
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 HIDDEN, HEADS = 64, 3
@@ -91,13 +101,13 @@ def words(family_dirs: dict[str, Path], text: Path, **more: object) -> dict[str,
 @pytest.fixture(scope="module")
 def trained(family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("medusa") / "heads"
-    COMMANDS["medusa"](**words(family_dirs, text), out=out)
+    train_medusa(**words(family_dirs, text), out=out)
     return out
 
 
 def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_dirs, text, tmp_path):
     before = (family_dirs["llama"] / "model.safetensors").read_bytes()
-    outcome = COMMANDS["medusa"](**words(family_dirs, text, steps=30, lr=1e-2, eval_steps=30), out=tmp_path / "heads")
+    outcome = train_medusa(**words(family_dirs, text, steps=30, lr=1e-2, eval_steps=30), out=tmp_path / "heads")
     found = cast(Any, outcome.data)
     assert found["after"]["loss"] < 0.9 * found["before"]["loss"]
     assert [set(one) for one in found["heads"]] == [{"acceptance", "agreement"}] * 2
@@ -108,8 +118,8 @@ def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_di
 
 def test_a_killed_run_writes_the_heads_of_one_that_was_not(trained, family_dirs, text, tmp_path):
     with training_killed_at(4):
-        COMMANDS["medusa"](**words(family_dirs, text), out=tmp_path / "heads")
-    COMMANDS["medusa"](**words(family_dirs, text), out=tmp_path / "heads")
+        train_medusa(**words(family_dirs, text), out=tmp_path / "heads")
+    train_medusa(**words(family_dirs, text), out=tmp_path / "heads")
     assert [p.name for p in tmp_path.iterdir()] == ["heads"]
     found, wanted = (load_file(folder / medusa.WEIGHTS) for folder in (tmp_path / "heads", trained))
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
@@ -132,8 +142,8 @@ def test_heads_of_another_target_are_refused(trained, family_dirs):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (medusa.MANIFEST, None, r"no Medusa heads \(medusa.json"),
-        (medusa.MANIFEST, b'{"heads": 0}', "medusa.json is not a manifest: heads"),
+        (MANIFEST, None, r"no Medusa heads \(medusa.json"),
+        (MANIFEST, b'{"heads": 0}', "medusa.json is not a manifest: heads"),
         (medusa.WEIGHTS, b"garbage", "heads.safetensors is not a readable safetensors"),
         (medusa.WEIGHTS, None, "heads.safetensors"),
     ],
@@ -156,3 +166,83 @@ def test_modes_without_hidden_states_are_refused(target):
 def test_the_drafter_must_be_told_where_the_heads_are():
     with pytest.raises(UserError, match="--drafter medusa: heads"):
         parse_drafter("medusa")
+
+
+@pytest.fixture
+def heads(family_dirs: dict[str, Path], tmp_path: Path) -> Path:
+    (tmp_path / "heads").mkdir()
+    medusa.write(tmp_path / "heads", {str(i): w for i, w in enumerate(random_heads(1))}, family_dirs["llama"])
+    return tmp_path / "heads"
+
+
+def test_medusa_heads_are_vllms(heads, family_dirs, target, tmp_path):
+    """What vLLM's model computes of the file, after its models/medusa.py, is what draftlab drafts."""
+    out = tmp_path / "out"
+    export_medusa(heads=heads, target=str(family_dirs["llama"]), out=out)
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    assert (config["model_type"], config["num_heads"], config["num_hidden_layers"]) == ("medusa", HEADS, 1)
+    assert config["original_lm_head"]
+    assert config["vocab_size"] == len(tensors["lm_heads.0.weight"])
+    ids = [[0, 17, 44, 101, 9]]
+    drafter = MedusaDrafter(target, medusa.read(heads, family_dirs["llama"]))
+    step = next(iter(speculative_decode(target, drafter, ids, HEADS, SamplingParams(max_tokens=2))))
+    text, uniform = [[*ids[0], *step.tokens]], torch.zeros(1, HEADS)
+    state = drafter.states[0, 4]
+    theirs = []
+    for i in range(HEADS):
+        block = state + silu(linear(state, tensors[f"blocks.{i}.layers.0.weight"]))
+        theirs.append(int(linear(block, tensors["lm_heads.0.weight"]).argmax()))
+    assert drafter.propose(text, HEADS, SamplingParams(), uniform).ids[0].tolist() == theirs
+
+
+def test_fewer_exported_heads_are_the_first(heads, family_dirs, tmp_path):
+    asked: dict[str, Any] = {"heads": heads, "target": str(family_dirs["llama"])}
+    export_medusa(**asked, k=2, out=tmp_path / "two")
+    assert json.loads((tmp_path / "two/config.json").read_text())["num_heads"] == 2
+    assert '\\"num_speculative_tokens\\": 2' in (tmp_path / "two/serve.sh").read_text()
+    with pytest.raises(UserError, match="--k 4"):
+        export_medusa(**asked, k=4, out=tmp_path / "four")
+
+
+def test_the_programs_show_their_options():
+    for module in ("train_medusa", "export_medusa"):
+        command = [sys.executable, "-m", f"draftlab_research.{module}", "--help"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "--target" in shown
+
+
+def test_medusas_target_takes_ids_of_its_own_device():
+    """Its first ids are compared with none, which are on the CPU."""
+    target = FrozenTarget(build("llama"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(1, 4, dtype=torch.long, device="cuda")
+        asked: list[torch.Tensor] = []
+        target.model.get_decoder = lambda: lambda input_ids, **_: asked.append(input_ids) or Output(input_ids)  # type: ignore[method-assign]
+        target(ids)
+    assert len(asked) == 1
+
+
+class Output:
+    def __init__(self, ids: Any) -> None:
+        self.last_hidden_state = ids
+
+
+def test_heads_are_those_of_a_run_on_the_cpu(family_dirs, text, tmp_path, monkeypatch):
+    wanted = cast(Any, train_medusa(**words(family_dirs, text), out=tmp_path / "cpu").data)
+    load = checkpoint.load_model
+
+    def loaded(directory: Path, dtype: torch.dtype, device: torch.device, *others: Any) -> Any:
+        with without_second_device():  # transformers means something else by meta
+            model = load(directory, dtype, torch.device("cpu"), *others)
+        return model.to(cast(Any, device))
+
+    def select(name: str) -> torch.device:
+        monkeypatch.setitem(PartialState._shared_state, "device", DEVICE)
+        return DEVICE
+
+    monkeypatch.setattr(checkpoint, "load_model", loaded)
+    monkeypatch.setattr(medusa_training, "select_device", select)
+    with SecondDevice():
+        found = cast(Any, train_medusa(**words(family_dirs, text), out=tmp_path / "elsewhere").data)
+    for moment in ("before", "after"):
+        assert found[moment]["loss"] == pytest.approx(wanted[moment]["loss"], rel=1e-4)

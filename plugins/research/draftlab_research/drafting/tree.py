@@ -18,6 +18,7 @@ from draftlab.engine.verify import distribution, draw
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Parents, Tree
 from draftlab.sampling import SamplingParams
+from draftlab_research.rules import recursive
 
 Siblings = Literal["top", "sampled", "distinct"]
 PathShare = Callable[[tuple[int, ...]], float]  # how often the draft's tokens of these ranks are the target's
@@ -57,7 +58,11 @@ class TreeDrafter(ModelDrafter):
                 q += [] if drawn_from is None else [drawn_from]
         self.cache.used = [len(text) for text in texts]  # the rest of the cache is a tree
         return Draft(
-            ids=torch.stack(ids, 1), q=torch.stack(q, 1) if q else None, counts=[len(ids)] * len(texts), parents=parents
+            ids=torch.stack(ids, 1),
+            q=torch.stack(q, 1) if q else None,
+            counts=[len(ids)] * len(texts),
+            parents=parents,
+            rule=recursive,
         )
 
     def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:

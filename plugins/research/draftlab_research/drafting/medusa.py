@@ -21,8 +21,9 @@ from draftlab.model.llama import Cache, Llama
 from draftlab.model.weights import check_weight
 from draftlab.reading import FileModel, read_model, reading_tensors
 from draftlab.sampling import SamplingParams
+from draftlab_research.medusa import MANIFEST, TRAINED_BY
 
-MANIFEST, WEIGHTS = "medusa.json", "heads.safetensors"
+WEIGHTS = "heads.safetensors"
 
 
 class Manifest(FileModel):
@@ -89,7 +90,7 @@ def read(folder: Path, target: Path) -> Tensor:
     """
     missing = next((name for name in (MANIFEST, WEIGHTS) if not (folder / name).is_file()), None)
     if missing is not None:
-        raise UserError(f"{folder} has no Medusa heads ({missing} is missing); draftlab medusa trains them")
+        raise UserError(f"{folder} has no Medusa heads ({missing} is missing); {TRAINED_BY} trains them")
     manifest = read_model(Manifest, folder / MANIFEST)
     with reading_tensors(folder / WEIGHTS):
         weights = load_file(folder / WEIGHTS)

@@ -7,22 +7,25 @@ from typing import Any
 import pytest
 import torch
 from builders import build
+from enumeration import error, table
 from plain_eagle import target_and_head
-from test_rejection_rules import error, table
 from torch import Tensor
 
-from draftlab.config.drafters import EagleSpec, TreeSpec, parse_drafter
-from draftlab.engine.drafters.dynamic_tree import DynamicTreeDrafter
-from draftlab.engine.drafters.eagle import EagleDrafter, EagleTreeDrafter
-from draftlab.engine.drafters.tree import TreeDrafter
+from draftlab.config.drafters import parse_drafter
+from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, feed, output_tokens, speculative_decode
-from draftlab.engine.rejection_rules import Tokens, match, recursive
+from draftlab.engine.rejection_rules import Tokens, match
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.decoder import forward_uncached, with_mode
 from draftlab.model.eagle_llama import NativeEagle
 from draftlab.model.llama import Tree
 from draftlab.sampling import SamplingParams
+from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
+from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
+from draftlab_research.drafting.tree import TreeDrafter
+from draftlab_research.rules import recursive
+from draftlab_research.trees import EagleTreeSpec, TreeSpec
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 TOPK, DEPTH, NODES = 3, 3, 7
@@ -205,10 +208,11 @@ def test_more_nodes_keep_those_of_fewer(models):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("eagle:heads=x,topk=2,depth=2,nodes=7", "topk 2 and depth 2 make at most 6 tokens"),
-        ("eagle:heads=x,nodes=7", "nodes: only with topk"),
-        ("eagle:heads=x,depth=3", "depth: only with topk"),
-        ("eagle:heads=x,topk=2,widths=2x1", "widths: not with topk"),
+        ("eagle-tree:heads=x,topk=2,depth=2,nodes=7", "topk 2 and depth 2 make at most 6 tokens"),
+        ("eagle-tree:heads=x,widths=2,nodes=7", "nodes: only with topk"),
+        ("eagle-tree:heads=x,widths=2,depth=3", "depth: only with topk"),
+        ("eagle-tree:heads=x", "widths: want them, or topk"),
+        ("eagle-tree:heads=x,topk=2,widths=2x1", "widths: not with topk"),
         ("tree:topk=4,siblings=top", "siblings: not with topk"),
         ("tree:topk=4,outputs=x", "outputs: not with topk"),
     ],
@@ -219,8 +223,8 @@ def test_options_of_one_tree_exclude_those_of_another(text, message):
 
 
 def test_defaults_are_those_of_the_options():
-    head, tree = parse_drafter("eagle:heads=x,topk=4"), parse_drafter("tree:topk=4,depth=3,nodes=20")
-    assert isinstance(head, EagleSpec)
-    assert (head.drafts_tree, head.depth, head.nodes, head.drawn) == (True, 5, 8, "top")
+    head, tree = parse_drafter("eagle-tree:heads=x,topk=4"), parse_drafter("tree:topk=4,depth=3,nodes=20")
+    assert isinstance(head, EagleTreeSpec)
+    assert (head.depth, head.nodes, head.drawn) == (5, 8, "top")
     assert isinstance(tree, TreeSpec)
     assert (tree.reads_data, tree.nodes) == (False, 20)

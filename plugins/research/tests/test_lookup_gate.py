@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from draftlab.benchmark.lookup_gate import Positions, learn_gate, replay_matches
 from draftlab.engine.drafters.ngram import MATCH_KINDS
+from draftlab_research.lookup_gate import Positions, learn_gate, replay_matches
 
 
 def test_what_a_copy_gets_right_and_what_a_model_would():

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from draftlab.atomic import remove_state
-from draftlab.config.distill import MedusaConfig
 from draftlab.data import Batch, HeldOut, open_batches, open_heldout
 from draftlab.distill.checkpointer import best_weights, select_device
 from draftlab.distill.fused_loss import Dense
@@ -28,11 +27,12 @@ from draftlab.distill.optimizers import training_dtype
 from draftlab.distill.run import TrainingResult, claimed_state, fit
 from draftlab.distill.teachers import logits_of
 from draftlab.distill.trainer import DistillStep, TrainingSetup
-from draftlab.engine.drafters.medusa import apply_heads, write
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.devices import exact
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
+from draftlab_research.drafting.medusa import apply_heads, write
+from draftlab_research.train_medusa import MedusaConfig
 
 LOSS = parse_loss("fkl")  # to the target's own distribution at the token that a head predicts
 

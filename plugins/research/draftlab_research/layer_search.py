@@ -7,9 +7,9 @@ import numpy as np
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.token_logprobs import Text, score_tokens
-from draftlab.engine.drafters.layer_skip import skip_layers
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
+from draftlab_research.drafting.layer_skip import skip_layers
 
 MAX_K = 8  # drafted tokens up to which a set of layers is rated
 

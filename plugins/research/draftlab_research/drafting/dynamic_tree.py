@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafters.tree import TreeDrafter
 from draftlab.engine.generate import Draft, TargetCacheReader, fit_vocab
 from draftlab.sampling import SamplingParams
+from draftlab_research.drafting.tree import TreeDrafter
+from draftlab_research.rules import recursive
 
 
 class DynamicTreeDrafter:
@@ -67,7 +68,8 @@ def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) 
     numbers = torch.arange(1, chosen.shape[1] + 1, device=chosen.device).expand_as(chosen)
     place.scatter_(1, chosen + 1, numbers)
     kept = place.gather(1, parents.gather(1, chosen))
-    return Draft(ids=tokens.gather(1, chosen), q=None, counts=[chosen.shape[1]] * len(tokens), parents=_rows(kept))
+    counts = [chosen.shape[1]] * len(tokens)
+    return Draft(ids=tokens.gather(1, chosen), q=None, counts=counts, parents=_rows(kept), rule=recursive)
 
 
 def _rows(parents: Tensor) -> list[tuple[int, ...]]:

@@ -1,0 +1,75 @@
+"""An EAGLE-3 head, which drafts chains from the states of the target."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from draftlab import provenance
+from draftlab.drafters import DrafterSpec, Input, RunFacts, drafter
+from draftlab.drafters.fallback import GateSpec
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.engine.drafters.eagle import EagleDrafter
+
+
+class HeadSpec(DrafterSpec):
+    """heads: an output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators."""
+
+    own_engine = True
+    heads: str
+
+    def inputs(self) -> list[Input]:
+        return [Input(self.heads, self._check_heads), *super().inputs()]
+
+    def _check_heads(self, name: str, weights: bool) -> None:
+        if not (Path(name) / "config.json").is_file():
+            missing = "config.json is missing"
+            raise UserError(
+                f"--drafter {self.text}: {name} has no EAGLE-3 heads ({missing}); draftlab eagle trains them"
+            )
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        from draftlab.model import eagle
+
+        eagle.check(Path(self.heads), run.target)
+
+    def head_drafter(self, context: "DrafterContext") -> "EagleDrafter":
+        """Load the head, and return the drafter of its chains."""
+        from draftlab.engine.drafters.eagle import EagleDrafter
+        from draftlab.model import eagle_llama
+
+        target = context.own_engine(self, context.target)
+        model = eagle_llama.load(Path(self.heads), context.target_path, target)
+        return EagleDrafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
+
+    def facts(self) -> dict[str, object]:
+        """Return how a score describes the head."""
+        return {"heads_sha256": provenance.fingerprint(Path(self.heads))}
+
+
+@drafter("eagle", served_by=("vllm", "sglang", "llama.cpp"))
+class EagleSpec(HeadSpec, GateSpec):
+    """prompt_lookup_max: given, prompt lookup comes first."""
+
+    prompt_lookup_max: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _gate_is_used(self) -> Self:
+        if self.prompt_lookup_max is None and (idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})):
+            raise ValueError(f"{', '.join(idle)}: only with prompt_lookup_max")
+        return self
+
+    @property
+    def eagle_head(self) -> Path | None:
+        return Path(self.heads) if self.prompt_lookup_max is None else None
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        drafter = self.head_drafter(context)
+        if self.prompt_lookup_max is None:
+            return context.run(drafter, facts=self.facts() | {"eagle": True})
+        return context.run(self.after_lookup(self.prompt_lookup_max, drafter, context.vocab), facts=self.facts())

@@ -1,0 +1,25 @@
+"""A draft model, with one pass for each drafted token."""
+
+from typing import TYPE_CHECKING
+
+from draftlab.config import inputs
+from draftlab.drafters import DrafterSpec, Input, drafter
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+
+
+@drafter("model", served_by=("vllm", "sglang", "llama.cpp", "transformers"))
+class DraftModelSpec(DrafterSpec):
+    """A drafter with a draft model. draft: its checkpoint; empty: the first draft of the run."""
+
+    draft: str = ""
+
+    def inputs(self) -> list[Input]:
+        return [Input(self.draft, inputs.checkpoint, is_model=True), *super().inputs()]
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab.engine.generate import ModelDrafter
+
+        model = context.load_draft(self.text, self.draft)
+        return context.run(ModelDrafter(model, context.vocab), model=model)

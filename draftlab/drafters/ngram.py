@@ -1,0 +1,83 @@
+"""An n-gram model of a corpus, or of what the target wrote."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from draftlab.config import inputs
+from draftlab.console import note
+from draftlab.drafters import DrafterSpec, Input, RunFacts, drafter
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+
+
+class OutputsSpec(DrafterSpec):
+    """A drafter that can learn from the target. outputs: a store of target outputs."""
+
+    outputs: str = ""
+
+    def inputs(self) -> list[Input]:
+        stored = [Input(self.outputs, lambda name, weights: inputs.check_store(Path(name)))] if self.outputs else []
+        return [*super().inputs(), *stored]
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if self.outputs:
+            from draftlab.target_outputs.store import check_tokenizer, finished_manifest
+
+            check_tokenizer(finished_manifest(Path(self.outputs)), run.target)
+
+
+@drafter("ngram")
+class NgramSpec(OutputsSpec):
+    """tokens: the number of tokens of the corpus to count. data: its source; empty: that of the run."""
+
+    order: int = Field(4, ge=2)
+    tokens: int = Field(2_000_000, ge=1)
+    data: str = ""
+
+    @model_validator(mode="after")
+    def _has_one_corpus(self) -> Self:
+        if self.outputs and self.data:
+            raise ValueError("data, outputs: want one of them")
+        return self
+
+    @property
+    def reads_data(self) -> bool:
+        return not self.data and not self.outputs
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        from draftlab.engine.drafters.ngram import contexts_fit
+
+        if not contexts_fit(run.vocab, self.order):
+            contexts = f"contexts of {self.order - 1} tokens of {run.vocab}"
+            raise UserError(f"--drafter {self.text}: {contexts} do not fit 64 bits; use a smaller order")
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel
+
+        source = self.outputs or self.data or context.data
+        note(f"{self.text}: counting {self.order}-grams of {source}")
+        corpus = self._answers() if self.outputs else context.corpus(source, self.tokens)
+        if len(corpus) < self.order:
+            raise UserError(
+                f"--drafter {self.text}: {len(corpus)} tokens of {source} hold no {self.order}-gram; use more tokens"
+            )
+        return context.run(NgramDrafter(NgramModel(corpus, context.vocab, self.order)))
+
+    def _answers(self) -> "np.ndarray":
+        """Return what the target wrote as one stream, each text after the last tokens of its prompt."""
+        import numpy as np
+
+        from draftlab.target_outputs.store import read_store
+
+        stored = read_store(Path(self.outputs)).outputs
+        texts = [np.concatenate([output.prompt[1 - self.order :], output.ids]) for output in stored]
+        return np.concatenate(texts)[: self.tokens]

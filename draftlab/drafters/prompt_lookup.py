@@ -1,0 +1,22 @@
+"""Prompt lookup: copies what followed the last tokens earlier in the text."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from draftlab.drafters import DrafterSpec, drafter
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+
+PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
+
+
+@drafter("prompt-lookup", served_by=("vllm", "sglang", "llama.cpp", "transformers"))
+class PromptLookupSpec(DrafterSpec):
+    prompt_lookup_max: int = Field(PROMPT_LOOKUP_MAX, ge=1)
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab.engine.drafters.ngram import PromptLookupDrafter
+
+        return context.run(PromptLookupDrafter(self.prompt_lookup_max))

@@ -1,0 +1,104 @@
+"""The run that drafters are built for, and the drafters built."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from draftlab import data
+from draftlab.config.drafters import DrafterSpec
+from draftlab.engine.clocks import Clock
+from draftlab.engine.generate import Drafter
+from draftlab.errors import UserError
+from draftlab.model import Mode, checkpoint, hub
+from draftlab.model.decoder import Decoder
+from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterRun:
+    """A drafter, its draft model if it has one, and the numbers of tokens to try.
+
+    learnt: the drafter with what it learnt when it was built, as --drafter takes it. facts: how a score describes its
+    model, fields of results.score.Model.
+    """
+
+    drafter: Drafter
+    model: Decoder | None
+    ks: list[int]
+    learnt: str | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+class DrafterContext:
+    """The target and the settings of a run; the parts that drafters share are made once."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        target_path: Path,
+        load: Callable[[Path], Decoder],
+        draft: Path | None,
+        *,
+        data: str,
+        sampling: SamplingParams,
+        ks: list[int],
+        mode: Mode,
+        clock: Clock,
+        int8: bool = False,
+    ) -> None:
+        """draft: the default draft. load: loads a checkpoint in the mode of the run. int8: heads are rounded."""
+        self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
+        self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
+        self.mode: Mode = mode
+        self.int8 = int8
+        self.vocab = checkpoint.vocab_size(target_path)
+
+    def run(
+        self,
+        drafter: Drafter,
+        *,
+        model: Decoder | None = None,
+        ks: list[int] | None = None,
+        learnt: str | None = None,
+        facts: Mapping[str, object] | None = None,
+    ) -> DrafterRun:
+        """Return a drafter with what the run needs to know of it. ks: by default those of the run."""
+        return DrafterRun(
+            drafter=drafter, model=model, ks=self.ks if ks is None else ks, learnt=learnt, facts=facts or {}
+        )
+
+    def draft_path(self, text: str, name: str) -> Path:
+        """Return the directory of a draft model, for an empty name the default draft.
+
+        Raises:
+            UserError: there is no default draft. text: the drafter, for the message.
+        """
+        if name:
+            return hub.locate(name)
+        if self.draft is None:
+            raise UserError(f"--drafter {text} needs a draft: add draft=DIR, or give one with --draft")
+        return self.draft
+
+    def load_draft(self, text: str, name: str) -> Decoder:
+        """Load a draft model; arguments and errors are those of draft_path."""
+        return self.load(self.draft_path(text, name))
+
+    def own_engine(self, spec: DrafterSpec, model: Decoder) -> Llama:
+        """Return a model that draftlab's engine runs. Raises UserError: transformers runs the model."""
+        if not isinstance(model, Llama):
+            raise spec.refused_by_transformers()
+        return model
+
+    def corpus(self, source: str, tokens: int) -> np.ndarray:
+        """Return tokens of a data source, [N]."""
+        batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
+        return np.concatenate([stream[:tokens] for stream in batches.streams.values()])[: 2 * tokens]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return checkpoint.load_tokenizer(self.target_path)

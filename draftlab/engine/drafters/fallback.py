@@ -1,0 +1,60 @@
+"""A drafter after another, which drafts where the first has no draft.
+
+B rows, K drafted, V vocab.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftlab.engine.generate import Draft, Drafter, PromptReader, TargetCacheReader
+from draftlab.sampling import SamplingParams
+
+
+class FallbackDrafter:
+    """Proposes what the first drafter proposes, and where it has no draft what the second does.
+
+    second_tokens: most that the second drafts, for its tokens cost more and are right less often than long copies.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter, vocab: int, second_tokens: int | None = None) -> None:
+        self.first, self.second, self.vocab, self.second_tokens = first, second, vocab, second_tokens
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.first.reset(rows, capacity)
+        self.second.reset(rows, capacity)
+
+    def attach(self, cache: Any) -> None:
+        for drafter in (self.first, self.second):
+            if isinstance(drafter, TargetCacheReader):
+                drafter.attach(cache)
+
+    def prefill(self, texts: Sequence[list[int]]) -> None:
+        for drafter in (self.first, self.second):
+            if isinstance(drafter, PromptReader):
+                drafter.prefill(texts)
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        first = self.first.propose(texts, count, sampling, uniform)
+        if all(first.counts):
+            return first
+        fewer = min(count, self.second_tokens or count)
+        second = self.second.propose(texts, fewer, sampling, uniform[:, :fewer])
+        if not any(first.counts):
+            return second
+        counts = [a or b for a, b in zip(first.counts, second.counts, strict=True)]
+        from_first = torch.tensor(first.counts, device=uniform.device) > 0  # [B]
+        a, b = (F.pad(d.ids, (0, max(counts) - d.ids.shape[1])) for d in (first, second))
+        ids = torch.where(from_first[:, None], a, b)
+        if first.q is None and second.q is None:
+            return Draft(ids=ids, q=None, counts=counts)
+        both = (self._q(draft, padded) for draft, padded in ((first, a), (second, b)))
+        return Draft(ids=ids, q=torch.where(from_first[:, None, None], *both), counts=counts)
+
+    def _q(self, draft: Draft, ids: Tensor) -> Tensor:
+        if draft.q is None:
+            return F.one_hot(ids, self.vocab).float()
+        return F.pad(draft.q, (0, 0, 0, ids.shape[1] - draft.q.shape[1]))

@@ -1,0 +1,84 @@
+"""Kinds by name: those of draftlab, and those that plug-ins offer as entry points. No torch."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from draftlab.errors import UserError, did_you_mean, one_line
+
+Kind = TypeVar("Kind")
+AnyKind = TypeVar("AnyKind")
+
+
+class Registry(Generic[Kind]):
+    """Kinds that register themselves when their module is imported, which happens when they are first asked for.
+
+    A plug-in names the module of a kind as an entry point of the group, under the name of the kind.
+    """
+
+    def __init__(self, group: str, what: str, builtin: Mapping[str, str]) -> None:
+        """builtin: the modules of draftlab's own kinds by name."""
+        self.group, self.what, self.builtin = group, what, builtin
+        self.kinds: dict[str, Kind] = {}
+
+    def register(self, name: str) -> Callable[[AnyKind], AnyKind]:
+        """Return a decorator that registers a kind. Raises ValueError: the name is taken."""
+
+        def decorate(kind: AnyKind) -> AnyKind:
+            if name in self.kinds:
+                raise ValueError(f"the {self.what} {name!r} is registered already")
+            kinds: dict[str, Any] = self.kinds
+            kinds[name] = kind
+            return kind
+
+        return decorate
+
+    @cached_property
+    def plugins(self) -> dict[str, list[EntryPoint]]:
+        """Return the entry points of the group by name."""
+        found: dict[str, list[EntryPoint]] = {}
+        for entry in entry_points(group=self.group):
+            found.setdefault(entry.name, []).append(entry)
+        return found
+
+    def names(self) -> list[str]:
+        """Return all names; no kind is loaded."""
+        return list(dict.fromkeys([*self.builtin, *sorted(self.plugins), *self.kinds]))
+
+    def get(self, name: str, where: str) -> Kind:
+        """Return a kind. where: begins the message of an error, as "--rule x".
+
+        Raises:
+            UserError: no such kind, one that two packages offer, or one whose package cannot be loaded.
+        """
+        offered = self.plugins.get(name, [])
+        if len(offered) + (name in self.builtin) > 1:
+            packages = [_package(entry) for entry in offered] + ["draftlab"] * (name in self.builtin)
+            raise UserError(f"{where}: the {self.what} {name!r} is in several packages: {', '.join(packages)}")
+        if name not in self.kinds and name in self.builtin:
+            import_module(self.builtin[name])
+        elif name not in self.kinds and offered:
+            self._load(offered[0], where)
+        if name not in self.kinds:
+            raise UserError(f"{where}: no {self.what} {name!r}{did_you_mean(name, self.names())}")
+        return self.kinds[name]
+
+    def _load(self, entry: EntryPoint, where: str) -> None:
+        try:
+            entry.load()
+        except Exception as error:  # whatever the import of another package raises
+            raise UserError(f"{where}: the package {_package(entry)} cannot be loaded: {one_line(error)}") from error
+        if entry.name not in self.kinds:
+            raise UserError(f"{where}: the package {_package(entry)} has no {self.what} {entry.name!r}")
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value
+
+
+RULES: Registry[Any] = Registry(
+    "draftlab.rules", "verify rule", dict.fromkeys(("match", "block"), "draftlab.engine.rejection_rules")
+)
+REJECTION = "rejection"  # not registered: the engine computes it for all rows of a batch at once

@@ -1,0 +1,44 @@
+"""Texts of the target and times of passes, which drafters that choose their own shape learn from."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from draftlab.acceptance.token_logprobs import Text
+from draftlab.engine.drafters.context import DrafterContext
+from draftlab.engine.generate import decode, output_tokens
+from draftlab.latency.profiler import measure_latency
+from draftlab.model.llama import Llama
+from draftlab.target_outputs.outputs import TargetOutput
+from draftlab.target_outputs.store import HELDOUT, read_store
+
+STORED_TEXTS = 32  # of a store, to learn from
+CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target adds
+PASSES = 15
+
+
+def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
+    """Return prompts with completions of the target: stored outputs, or answers to prompts of the text of the run."""
+    if outputs:
+        return [(output.prompt.astype(np.int64), output.ids) for output in spread_outputs(outputs)]
+    count, length, max_tokens = CALIBRATION
+    stream = context.corpus(context.data, 64 * count * length).astype(np.int64)
+    prompts = [stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)][:count]
+    sampling = replace(context.sampling, max_tokens=max_tokens, seed=1)
+    completions = output_tokens(decode(context.target, prompts, sampling))
+    return [(np.array(p), np.array(c)) for p, c in zip(prompts, completions, strict=True)]
+
+
+def spread_outputs(outputs: str) -> list[TargetOutput]:
+    """Return STORED_TEXTS of a store of target outputs, of its held-out part if it has one: drafts did not learn it."""
+    store, heldout = Path(outputs), Path(outputs) / HELDOUT
+    written = [output for output in read_store(heldout if heldout.exists() else store).outputs if len(output.ids) > 1]
+    return written[:: max(1, len(written) // STORED_TEXTS)][:STORED_TEXTS]
+
+
+def pass_ms(context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]) -> dict[str, list[float]]:
+    """Return the milliseconds of passes of each model, by width."""
+    curves = measure_latency(models, widths=list(widths), context=96, passes=PASSES, clock=context.clock)
+    return {name: [latency.median_ms for latency in curve] for name, curve in curves.items()}

@@ -1,0 +1,44 @@
+"""Cascade: a draft model that verifies what a cheaper drafter drafts for it."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from draftlab.drafters import drafter
+from draftlab.drafters.model import DraftModelSpec
+from draftlab.drafters.ngram import NgramSpec
+from draftlab.drafters.prompt_lookup import PROMPT_LOOKUP_MAX
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+
+
+@drafter("cascade")
+class CascadeSpec(DraftModelSpec, NgramSpec):
+    """inner: the cheaper drafter, which drafts inner_tokens at once; the options of n-grams are those of ngram."""
+
+    inner: Literal["ngram", "prompt-lookup"] = "ngram"
+    inner_tokens: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _corpus_is_used(self) -> Self:
+        idle = self.model_fields_set & {"order", "tokens", "data", "outputs"}
+        if self.inner != "ngram" and idle:
+            raise ValueError(f"{', '.join(sorted(idle))}: only for inner=ngram")
+        return self
+
+    @property
+    def reads_data(self) -> bool:
+        return self.inner == "ngram" and super().reads_data
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab.engine.drafters.ngram import PromptLookupDrafter
+        from draftlab_research.drafting.cascade import CascadeDrafter
+
+        model = context.load_draft(self.text, self.draft)
+        if self.inner == "ngram":
+            inner = NgramSpec.build(self, context).drafter
+        else:
+            inner = PromptLookupDrafter(PROMPT_LOOKUP_MAX)
+        return context.run(CascadeDrafter(model, context.vocab, inner, self.inner_tokens), model=model)

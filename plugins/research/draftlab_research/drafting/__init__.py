@@ -1,0 +1,1 @@
+"""The drafters themselves, with torch; the modules above have their options."""

@@ -1,0 +1,52 @@
+"""Draft models that stop early.
+
+B rows, V vocab.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from draftlab.engine.generate import Draft, ModelDrafter, Sampler
+from draftlab.model.decoder import Decoder
+from draftlab.sampling import SamplingParams
+
+StopRule = Callable[[Tensor], Tensor]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
+
+
+def confidence_below(threshold: float) -> StopRule:
+    """Stop when the largest probability is below the threshold, as transformers' assistant_confidence_threshold."""
+    return lambda p: p.amax(-1) < threshold
+
+
+def entropy_above(nats: float) -> StopRule:
+    """Stop when the draft's entropy is above the threshold; it bounds the acceptance rate (SVIP, 2411.18462)."""
+    return lambda p: torch.special.entr(p).sum(-1) > nats
+
+
+class ConfidenceStopDrafter(ModelDrafter):
+    """A draft model that ends its draft after the first token with low confidence.
+
+    That token stays in the draft: dropping it because of its own probability would bias the output.
+    """
+
+    def __init__(self, model: Decoder, vocab: int | None, stops: StopRule) -> None:
+        super().__init__(model, vocab)
+        self.stops = stops
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        logits = self.last_logits(texts)[:, -1]
+        active = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
+        sampler = Sampler(sampling.unlimited(), self.vocab)
+        ids, q, drafted = [], [], []
+        while len(ids) < count and active.any():
+            if ids:
+                logits = self.next_logits(ids[-1])
+            token, drawn_from = sampler(logits, uniform[:, len(ids)])
+            ids.append(token)
+            q += [] if drawn_from is None else [drawn_from]
+            drafted.append(active)
+            active = active & ~self.stops(torch.softmax(logits.float(), -1))
+        counts, self.drafted = torch.stack(drafted).sum(0).tolist(), torch.stack(ids, 1)
+        return Draft(ids=self.drafted, q=torch.stack(q, 1) if q else None, counts=counts)

@@ -1,0 +1,70 @@
+"""Layer skipping: the target drafts for itself with some of its layers left out."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from draftlab.console import note
+from draftlab.drafters import RunFacts, drafter, split_at
+from draftlab.drafters.ngram import OutputsSpec
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.model.llama import Llama
+
+
+@drafter("layer-skip")
+class LayerSkipSpec(OutputsSpec):
+    """layers: the layers to keep; none: the fastest set by replay, on outputs or on texts written for it."""
+
+    own_engine = True
+    layers: Annotated[list[int], split_at("+")] = Field([])
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if self.layers != sorted(set(self.layers)):
+            raise ValueError("layers: want each once, in order")
+        if self.layers and self.outputs:
+            raise ValueError("layers, outputs: want one of them")
+        return self
+
+    @property
+    def reads_data(self) -> bool:
+        return not self.layers and not self.outputs
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if run.layers is not None and max(self.layers, default=0) >= run.layers:
+            raise UserError(f"--drafter {self.text}: the target has the layers 0 to {run.layers - 1}")
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab.engine.generate import ModelDrafter
+        from draftlab.model.decoder import with_mode
+        from draftlab_research.drafting.layer_skip import skip_layers
+
+        target = context.own_engine(self, context.target)
+        layers = self.layers or self._fastest_layers(context, target)
+        model = with_mode(skip_layers(target, layers), context.mode)
+        learnt = None if self.layers else f"layer-skip:layers={'+'.join(map(str, layers))}"
+        return context.run(ModelDrafter(model, context.vocab), model=model, learnt=learnt)
+
+    def _fastest_layers(self, context: "DrafterContext", target: "Llama") -> list[int]:
+        from draftlab.model.decoder import with_mode
+        from draftlab_research.calibration import calibration_texts, pass_ms
+        from draftlab_research.drafting.layer_skip import skip_layers
+        from draftlab_research.layer_search import search_layers
+
+        layers = target.shape.layers
+        ms = pass_ms(context, {"all": target, "one": with_mode(skip_layers(target, [0]), context.mode)}, [1])
+        all_ms, one_ms = ms["all"][0], ms["one"][0]
+        layer_ms = (all_ms - one_ms) / (layers - 1)
+        texts = calibration_texts(context, self.outputs)
+        sets = search_layers(target, texts, context.sampling, lambda n: (one_ms + (n - 1) * layer_ms) / all_ms)
+        best = max(sets, key=lambda candidate: candidate.speedup)
+        note(
+            f"{self.text}: keeps {len(best.layers)} of {layers} layers, layers={'+'.join(map(str, best.layers))}; "
+            f"predicted {best.tokens_per_pass:.2f} tokens per pass at K = {best.k}, speed-up {best.speedup:.2f}"
+        )
+        return list(best.layers)

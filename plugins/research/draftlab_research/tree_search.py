@@ -1,0 +1,55 @@
+"""The tree that is predicted to be the fastest, from texts of the target and times of passes."""
+
+import numpy as np
+
+from draftlab.acceptance.offset_logprobs import score_offsets
+from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.console import note
+from draftlab.engine.drafters.context import DrafterContext
+from draftlab.engine.drafters.parallel import mask_token
+from draftlab.model.llama import Llama
+from draftlab_research.calibration import calibration_texts, pass_ms
+from draftlab_research.drafting.tree import PathShare, fastest_tree, full_tree, independent, observed
+from draftlab_research.trees import SearchedTreeSpec
+
+RANKS = 8  # tokens of a draft that a tree may take
+MAX_DEPTH = 8
+
+
+def parents_of(
+    spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None = None
+) -> tuple[int, ...]:
+    """Return the tree of the widths, or the one that is predicted to be the fastest.
+
+    offsets: the most tokens that a parallel draft drafts; None: the draft is not parallel.
+    """
+    target = context.own_engine(spec, context.target)
+    if spec.widths:
+        return full_tree(spec.widths)
+    nodes, depth = spec.nodes or 0, offsets or MAX_DEPTH
+    share = _path_shares(spec, context, model, offsets)
+    widths = sorted({1, 2, 4, 8, nodes + 1, 1 if offsets is None else 2 * depth})
+    ms = pass_ms(context, {"draft": model, "target": target}, widths)
+
+    def step_ms(levels: int, tokens: int, accepted: float) -> float:
+        """A parallel draft reads what was accepted and a mask token for each level but one."""
+        drafts, read = (levels, 1) if offsets is None else (1, accepted + levels - 1)
+        return drafts * np.interp(read, widths, ms["draft"]) + np.interp(tokens + 1, widths, ms["target"])
+
+    parents, speed = fastest_tree(share, step_ms, RANKS, nodes, depth)
+    gain, shares = speed * ms["target"][0], ", ".join(f"{share((rank,)):.2f}" for rank in range(3))
+    note(
+        f"{spec.text}: {len(parents)} tokens with parents {', '.join(map(str, parents))} (0: the text); predicted "
+        f"{gain:.2f} times plain decoding; the draft's first tokens by rank are right {shares}"
+    )
+    return parents
+
+
+def _path_shares(spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None) -> PathShare:
+    """Return how often tokens of the draft are the target's."""
+    texts = calibration_texts(context, spec.outputs)
+    if offsets is not None:
+        scored = score_offsets(model, texts, context.vocab, context.sampling, offsets, mask_token(model))
+        return observed([text.ranks for text in scored], offsets)
+    ranks = np.concatenate([text.ranks for text in score_tokens(model, texts, context.vocab, context.sampling)])
+    return independent([float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)])

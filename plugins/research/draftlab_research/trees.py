@@ -1,0 +1,160 @@
+"""Token trees, drafted by a draft model, by a parallel draft or by an EAGLE-3 head: static, searched or dynamic."""
+
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from draftlab.drafters import DrafterSpec, RunFacts, drafter, split_at
+from draftlab.drafters.eagle import HeadSpec
+from draftlab.drafters.model import DraftModelSpec
+from draftlab.drafters.ngram import OutputsSpec
+from draftlab.drafters.parallel import ParallelSpec
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+
+MAX_TREE_TOKENS = 256
+Siblings = Literal["top", "sampled", "distinct"]
+
+
+class WidthsSpec(DrafterSpec):
+    """A tree of fixed shape. widths: children of each node by depth. siblings: how children are drawn when sampling."""
+
+    own_engine = True
+    rejection_rule = "recursive"
+    widths: Annotated[list[int], split_at("x")] = Field([])
+    siblings: Siblings = "sampled"
+
+    @model_validator(mode="after")
+    def _is_a_tree(self) -> Self:
+        tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
+        if min(self.widths, default=1) < 1 or tokens > MAX_TREE_TOKENS:
+            raise ValueError(f"widths: want numbers from 1 on that make at most {MAX_TREE_TOKENS} tokens")
+        return self
+
+    @property
+    def drawn(self) -> Siblings:
+        """Return how siblings are drawn when sampling."""
+        return self.siblings
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if run.rule == "block":
+            raise UserError(
+                f"--rule block verifies chains, and --drafter {self.text} drafts a tree; use recursive or match"
+            )
+        if run.rule == "k-sequential" and self.drawn != "sampled":
+            raise UserError(
+                f"--rule k-sequential needs independently sampled siblings, and those of --drafter {self.text} are "
+                f"{self.drawn}; add siblings=sampled, or use recursive"
+            )
+
+
+class SearchedTreeSpec(WidthsSpec, OutputsSpec):
+    """nodes: without widths, the fastest tree of at most that many tokens, found on outputs."""
+
+    nodes: int | None = Field(None, ge=1, le=MAX_TREE_TOKENS)
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> Self:
+        if self.widths and self.model_fields_set & {"nodes", "outputs"}:
+            raise ValueError("nodes, outputs: widths decide the tree")
+        return self
+
+    @property
+    def reads_data(self) -> bool:
+        return not self.widths and not self.outputs
+
+
+class DynamicTreeSpec(WidthsSpec):
+    """A drafter that can draft the dynamic tree of EAGLE-2: the nodes tokens of highest probability.
+
+    topk: tokens that are read on each level, and children of each; None: a tree of fixed shape. depth: its levels.
+    """
+
+    topk: int | None = Field(None, ge=1, le=64)
+    depth: int = Field(5, ge=1, le=16)
+    nodes: int | None = Field(8, ge=1, le=MAX_TREE_TOKENS)
+
+    @model_validator(mode="after")
+    def _is_one_tree(self) -> Self:
+        if self.topk is None:
+            if "depth" in self.model_fields_set:
+                raise ValueError("depth: only with topk")
+            return self
+        if idle := self.model_fields_set & {"widths", "siblings", "outputs"}:
+            raise ValueError(f"{', '.join(sorted(idle))}: not with topk, whose tree is drawn anew for every text")
+        most = self.topk + (self.depth - 1) * self.topk**2
+        if self.nodes is None or self.nodes > most:
+            raise ValueError(f"nodes: topk {self.topk} and depth {self.depth} make at most {most} tokens")
+        return self
+
+    @property
+    def drawn(self) -> Siblings:
+        return self.siblings if self.topk is None else "top"
+
+
+@drafter("tree")
+class TreeSpec(DynamicTreeSpec, SearchedTreeSpec, DraftModelSpec):
+    @property
+    def reads_data(self) -> bool:
+        return self.topk is None and super().reads_data
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
+        from draftlab_research.drafting.tree import TreeDrafter
+        from draftlab_research.tree_search import parents_of
+
+        model = context.own_engine(self, context.load_draft(self.text, self.draft))
+        if self.topk is not None:
+            reader = TreeDrafter(model, context.vocab, (0,), "top")
+            return context.run(DynamicTreeDrafter(reader, self.topk, self.depth), model=model, ks=[self.nodes or 0])
+        parents = parents_of(self, context, model)
+        return context.run(TreeDrafter(model, context.vocab, parents, self.siblings), model=model, ks=[len(parents)])
+
+
+@drafter("parallel-tree")
+class ParallelTreeSpec(SearchedTreeSpec, ParallelSpec):
+    @model_validator(mode="after")
+    def _has_a_size(self) -> Self:
+        if not self.widths and not self.nodes:
+            raise ValueError("nodes: want the most tokens of the tree, or its widths")
+        return self
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab.model.parallel import trained_offsets
+        from draftlab_research.drafting.parallel_tree import ParallelTreeDrafter
+        from draftlab_research.tree_search import MAX_DEPTH, parents_of
+
+        model = context.own_engine(self, context.load_draft(self.text, self.draft))
+        trained = trained_offsets(context.draft_path(self.text, self.draft)) or MAX_DEPTH
+        parents = parents_of(self, context, model, offsets=min(self.nodes or 0, MAX_DEPTH, trained))
+        drafter = ParallelTreeDrafter(model, context.vocab, parents, self.siblings)
+        return context.run(drafter, model=model, ks=[len(parents)], facts={"parallel": True})
+
+
+@drafter("eagle-tree")
+class EagleTreeSpec(DynamicTreeSpec, HeadSpec):
+    @model_validator(mode="after")
+    def _has_a_shape(self) -> Self:
+        if not self.widths and self.topk is None:
+            raise ValueError("widths: want them, or topk, for a tree; eagle drafts chains")
+        if self.widths and "nodes" in self.model_fields_set:
+            raise ValueError("nodes: only with topk")
+        return self
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
+        from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
+        from draftlab_research.drafting.tree import full_tree
+
+        head = self.head_drafter(context)
+        if self.topk is not None:
+            drafter = DynamicTreeDrafter(EagleTreeDrafter(head, (0,), "top"), self.topk, self.depth)
+            return context.run(drafter, ks=[self.nodes or 0], facts=self.facts())
+        parents = full_tree(self.widths)
+        drafter = EagleTreeDrafter(head, parents, self.siblings)
+        return context.run(drafter, ks=[len(parents)], facts=self.facts() | {"eagle": True})

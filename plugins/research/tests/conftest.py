@@ -1,0 +1,6 @@
+"""The fixtures of draftlab's own tests."""
+
+from tests.conftest import family_dirs, tokenizer_dir
+from tests.drafters.conftest import context, corpus, eagle_head, parallel_draft, stored
+
+__all__ = ["context", "corpus", "eagle_head", "family_dirs", "parallel_draft", "stored", "tokenizer_dir"]

@@ -1,0 +1,102 @@
+"""--drafter: options are checked before anything is loaded, and drafters are built from them."""
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from built import PROMPTS, built, check_output, facts
+from transformers import OPTConfig, OPTForCausalLM
+
+from draftlab.benchmark.throughput import measure_throughput
+from draftlab.config.drafters import DRAFTERS, parse_drafter
+from draftlab.config.score import ScoreConfig
+from draftlab.engine.drafters.context import DrafterContext
+from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
+from draftlab.engine.rejection_rules import match
+from draftlab.errors import UserError
+from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.sampling import SamplingParams
+
+ASKED = ["ngram:order=2,tokens=500", "prompt-lookup:prompt_lookup_max=2", "model", "fallback"]
+
+
+def test_every_drafter_decodes_what_the_target_would(context, eagle_head, parallel_draft, stored):
+    asked = [*ASKED, f"ngram:order=2,outputs={stored}", "fallback:draft_tokens=1,min_match=2x1x3"]
+    asked += [f"parallel:draft={parallel_draft}", f"eagle:heads={eagle_head}"]
+    asked += [f"eagle:heads={eagle_head},prompt_lookup_max=3,draft_tokens=1"]
+    assert {parse_drafter(text).kind for text in asked} == set(DRAFTERS.builtin)
+    check_output(context, {text: built(context, text) for text in asked})
+
+
+def test_a_rule_of_ones_choice_is_the_one_that_verifies(context):
+    """By the match rule, with the same draws, sampling differs from Leviathan's."""
+    found = [
+        measure_throughput(
+            context.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12, temperature=1.0), repeats=1,
+            advance=lambda done: None, drafters={"model": (built(context, "model").drafter, [3])}, rule=rule,
+        ).tokens["model", 3]
+        for rule in (None, None, match)
+    ]  # fmt: skip
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("ngrm", "did you mean 'ngram'"),
+        ("ngram:ordr=3", "did you mean 'order'"),
+        ("ngram:order=three", "order: .*'three'"),
+        ("ngram:order=1", "order: .*2"),
+        ("ngram:data=text,outputs=store", "want one"),
+        ("fallback:min_match=2x1", "want 3 numbers"),
+        ("eagle:heads=x,draft_tokens=2", "draft_tokens: only with prompt_lookup_max"),
+        ("eagle", "heads"),
+    ],
+)
+def test_an_error_in_a_drafter_names_its_option(text, named):
+    with pytest.raises(UserError, match=f"--drafter {re.escape(text)}: .*{named}"):
+        parse_drafter(text)
+
+
+def test_contexts_that_do_not_fit_64_bits_are_said_before_the_target_is_loaded():
+    with pytest.raises(UserError, match=r"--drafter ngram:order=9: .*8 tokens of 307"):
+        parse_drafter("ngram:order=9").check(facts())
+
+
+def test_what_a_target_of_transformers_cannot_do_is_refused():
+    with pytest.raises(UserError, match="--drafter eagle:heads=x does not work"):
+        parse_drafter("eagle:heads=x").check(facts(layers=None))
+
+
+def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_dirs):
+    """OPT, which llama.py does not know, of the same vocabulary as target, and as draft beside lookup."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": 307, "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2}
+    opt = OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=48))
+    hosted, place = HFDecoder(opt.eval()), family_dirs["llama"]
+
+    def drafters(target: Decoder, draft: Decoder) -> dict[str, Drafter]:
+        work = DrafterContext(
+            target, place, lambda path: draft, place, data=context.data, sampling=SamplingParams(max_tokens=12), ks=[2],
+            mode="eager", clock=time.process_time,
+        )  # fmt: skip
+        return {text: built(work, text).drafter for text in ASKED}
+
+    for target, draft in ((hosted, context.target), (context.target, hosted)):
+        sampling = SamplingParams(max_tokens=12)
+        expected = output_tokens(decode(target, PROMPTS[:1], sampling))
+        for drafter in drafters(target, draft).values():
+            assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling)) == expected
+
+
+def test_a_corpus_that_is_too_short_is_refused(context):
+    with pytest.raises(UserError, match=r"2 tokens of .* 4-gram"):
+        built(context, "ngram:tokens=2")
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(UserError, match=r"--rule blok: .*did you mean 'block'"):
+        ScoreConfig.build({"target": "tiny", "draft": ["tiny"], "data": "stdlib", "rule": "blok", "temperature": 1.0})

@@ -1,0 +1,103 @@
+"""What every drafter must do: it is lossless, keeps to the draws of each row, and says what it sampled from."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from builders import build
+from torch import Tensor
+
+from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.drafters.ngram import NgramModel
+from draftlab.engine.generate import Drafter, TargetCacheReader, decode, output_tokens, speculative_decode
+from draftlab.engine.verify import draw
+from draftlab.model import llama
+from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.eagle_llama import EagleLlama
+from draftlab.sampling import SamplingParams
+
+VOCAB = 307
+PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
+
+
+def save_models(root: Path) -> dict[str, llama.Llama]:
+    """Return the target, the target with noise, which agrees now and then, and the same as a parallel draft."""
+    target, noisy = build("llama", 1, num_hidden_layers=3), build("llama", 1, num_hidden_layers=3)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for p in noisy.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    for name, model in (("target", target), ("noisy", noisy)):
+        model.save_pretrained(root / name)
+    loaded = {name: llama.load(Path(root / name), torch.float32) for name in ("target", "noisy")}
+    loaded["parallel"] = llama.load(Path(root / "noisy"), torch.float32)
+    loaded["parallel"].pard_token = 2
+    return loaded
+
+
+def ngram_model(target: llama.Llama) -> NgramModel:
+    """Return a model of what the target itself writes."""
+    prompts = [[0, i, i + 1] for i in range(3, 9)]
+    texts = output_tokens(decode(target, prompts, SamplingParams(max_tokens=60)))
+    return NgramModel(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
+
+
+def eagle_drafter(target: llama.Llama) -> EagleDrafter:
+    """With a head of random weights, whose output layer is the target's, over a third of the ids."""
+    config = HeadConfig(
+        hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, eps=1e-6, context=256,
+        rope={"rope_type": "default", "rope_theta": 10000.0}, vocab=VOCAB, draft_vocab=102, target_hidden=64,
+        layer_ids=(1, 2, 3), norm_before_residual=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    weights = {name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    ids = torch.arange(0, 3 * 102, 3)
+    weights["lm_head.weight"], weights["norm.weight"] = target.head[ids], torch.ones(64)
+    head = Head(config=config, weights=weights, ids=ids, embedding=None)
+    return EagleDrafter(target, EagleLlama(head, target.embed, Path("head")))
+
+
+def check_greedy(target: llama.Llama, drafter: Drafter, k: int) -> None:
+    """Greedy decoding with any drafter is plain decoding."""
+    sampling = SamplingParams(max_tokens=32)
+    expected = output_tokens(decode(target, PROMPTS, sampling))
+    assert output_tokens(speculative_decode(target, drafter, PROMPTS, k, sampling)) == expected
+
+
+def check_rows(target: llama.Llama, drafter: Drafter) -> None:
+    """What a row samples does not depend on the other rows."""
+    sampling = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
+    together = output_tokens(speculative_decode(target, drafter, PROMPTS, 3, sampling))
+    alone = [
+        output_tokens(speculative_decode(target, drafter, [prompt], 3, sampling, numbers=[i]))[0]
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    assert together == alone
+
+
+def check_q(target: llama.Llama, drafter: Drafter) -> None:
+    """The tokens come back from q by inverse CDF with the draws that the drafter was given."""
+    uniform = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    drafter.reset(3, 40)
+    if isinstance(drafter, TargetCacheReader):
+        drafter.attach(target.new_cache(3, 40))
+    draft = drafter.propose(PROMPTS, 4, SamplingParams(temperature=0.9, top_k=50), uniform)
+    assert draft.q is not None
+    assert torch.equal(draw(draft.q, uniform[:, : draft.ids.shape[1]]), draft.ids)
+
+
+class Bigrams:
+    """A context-free model of three ids; any cache will do."""
+
+    device = torch.device("cpu")
+    context = 100
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def new_cache(self, rows: int, capacity: int) -> llama.Cache:
+        return llama.Cache(torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1))
+
+    def forward(self, ids: Tensor, cache: llama.Cache, last: int = 0, tree: object = None) -> Tensor:
+        cache.used = [used + ids.shape[1] for used in cache.used]
+        return self.logits[ids][:, -last:]

@@ -66,11 +66,11 @@ class Tables:
         """Yield SmolLM2's drafters by what a whole request gains."""
         greedy, sampled = self.results["smollm2"]["greedy"], self.results["smollm2"]["sampled"]
         temperature = f"temperature {self.results['smollm2']['settings']['sampled']['temperature']:g}, whole request"
-        names = "whole request", "TPOT", "first token, ms", "tokens per target pass"
+        names = "whole request", "TPOT", "TTFT, ms", "tokens per target pass"
         yield from header("drafter", "K", *names, temperature)
         for name, row in ordered(greedy, request_gain):
             of_sampled = request(sampled[name]) if name in sampled else ""
-            first, length = fixed(row["first_token_ms"], 0), fixed(row["tokens_per_pass"])
+            first, length = fixed(row["ttft_ms"], 0), fixed(row["tokens_per_pass"])
             yield cells(DRAFTERS[name], row["k"], request(row), tpot(row), first, length, of_sampled)
 
     def smollm2_reading(self) -> str:
@@ -87,12 +87,39 @@ class Tables:
             return f"{text[0].upper()}{text[1:]}."
         return f"The record has no intervals of whole requests. By the estimates alone, {text}."
 
+    def smollm2_precision(self) -> str:
+        """Return the weights of both sides."""
+        about = self.results["smollm2"]["settings"]["greedy"]
+        return f"The target ran in {about['target_weights']} and the drafts in {', '.join(about['draft_weights'])}."
+
+    def smollm2_baseline(self) -> str:
+        """Return what the target alone does at each precision; a speed-up is over the fastest that was measured."""
+        row = self.results["smollm2"]["greedy"]["prompt-lookup"]
+        if "plain_tokens_per_second_by_weights" in row:
+            rates = [
+                f"{rate:.0f} tokens/s in {name}" for name, rate in row["plain_tokens_per_second_by_weights"].items()
+            ]
+            return f"Without a draft the target makes {', '.join(rates)}, and speed-ups are over the fastest."
+        passes = self.results["passes"]["milliseconds"]
+        share = fixed(passes["native_int8"]["1"] / passes["native"]["1"])
+        text = (
+            f"The target was not run in int8, whose pass takes {share} of the time of a bf16 pass (`passes.json`), so "
+        )
+        return f"{text}what a draft adds to the fastest plain decoding is not known."
+
+    def category_of(self, label: str, category: str) -> str:
+        """Return the gain with the drafter of a label on one category."""
+        row = self._drafter(label)
+        return f"{interval(row['by_category'][category]['speedup'])} ({measure(row)})"
+
     def request_of(self, label: str) -> str:
         """Return the gain of a whole request with the drafter of a label."""
-        (name,) = [
-            name for name, each in DRAFTERS.items() if each == label and name in self.results["smollm2"]["greedy"]
-        ]
-        return request(self.results["smollm2"]["greedy"][name])
+        return request(self._drafter(label))
+
+    def _drafter(self, label: str) -> dict[str, Any]:
+        rows = self.results["smollm2"]["greedy"]
+        (row,) = [row for name, row in rows.items() if DRAFTERS[name] == label]
+        return row
 
     def sampled_range(self) -> str:
         gains = sorted(map(request_gain, self.results["smollm2"]["sampled"].values()))
@@ -175,7 +202,7 @@ class Tables:
             live, eager = study["live"][name], study["passes"]["eager"][name]["ms"]["1 x 256"]
             length = interval(row["tokens_per_pass"][self.studied_k])
             passes = fixed(live["pass_ms"]), fixed(eager)
-            yield cells(name, fixed(row["acceptance"], 3), length, *passes, live["k"], interval(live["speedup"]))
+            yield cells(name, fixed(row["acceptance"], 3), length, *passes, live["k"], tpot(live))
 
     def pruning(self) -> Iterator[str]:
         names = "seconds to cut", "held-out acceptance, cut", "distilled"
@@ -197,9 +224,9 @@ class Tables:
     def batches(self) -> Iterator[str]:
         yield from header("drafter", "batch", "K", "TPOT", "the score says")
         for name, row in self.studies["batches"].items():
-            says = "cannot tell" if row["doubt"] else against_plain(row["speedup"])
+            says = "cannot tell" if row["doubt"] else against_plain(row.get("tpot_speedup", row["speedup"]))
             drafter = DRAFTERS[name.rpartition("-b")[0]]
-            yield cells(drafter, row["batch"], row["k"], interval(row["speedup"]), says)
+            yield cells(drafter, row["batch"], row["k"], tpot(row), says)
 
     def shape_tokens(self) -> str:
         """Return the tokens of all trainings of the searched draft."""

@@ -78,11 +78,14 @@ class Tables:
         greedy = self.results["smollm2"]["greedy"]
         lookup = greedy["prompt-lookup"]
         best, row = ordered(greedy, request_gain)[0]
-        followed = sorted(name for name in greedy if name.startswith("fallback:"))
-        rivals = [f"{relation(lookup, greedy[name])} {DRAFTERS[name]} ({request(greedy[name])})" for name in followed]
+        rivals: dict[str, list[str]] = {}
+        for name in sorted(name for name in greedy if name.startswith("fallback:")):
+            named = f"{DRAFTERS[name]} ({request(greedy[name])})"
+            rivals.setdefault(relation(lookup, greedy[name]), []).append(named)
+        compared = [f"{words} {' and '.join(names)}" for words, names in rivals.items()]
         text = f"{DRAFTERS[best]} gains most in a whole request ({request(row)})"
         if row is not lookup:
-            text += f". Prompt lookup alone ({request(lookup)}) {' and '.join(rivals)}"
+            text += f". Prompt lookup alone ({request(lookup)}) {', and '.join(compared)}"
         if "tpot_speedup" in lookup:
             return f"{text[0].upper()}{text[1:]}."
         return f"The record has no intervals of whole requests. By the estimates alone, {text}."

@@ -20,11 +20,11 @@ from benchmarks.formats import (
 DRAFTERS = {
     "eagle:heads=runs_eagle": "EAGLE-3 head",
     "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup followed by the EAGLE-3 head",
-    "fallback:draft=runs_distilled_parallel,draft_tokens=2@int8": "prompt lookup followed by the parallel draft",
-    "fallback:draft=runs_distilled_plain,draft_tokens=2@int8": "prompt lookup followed by the ten-layer draft",
+    "fallback:draft=runs_distilled_parallel,draft_tokens=2": "prompt lookup followed by the parallel draft",
+    "fallback:draft=runs_distilled_plain,draft_tokens=2": "prompt lookup followed by the ten-layer draft",
     "ngram:outputs=runs_answers": "n-grams of the target's answers",
-    "parallel@int8": "parallel draft",
-    "plain@int8": "ten-layer draft",
+    "parallel": "parallel draft",
+    "plain": "ten-layer draft",
     "prompt-lookup": "prompt lookup",
     "fallback": "prompt lookup followed by the smaller draft",
 }
@@ -71,24 +71,28 @@ class Tables:
         for name, row in ordered(greedy, request_gain):
             of_sampled = request(sampled[name]) if name in sampled else ""
             first, length = fixed(row["ttft_ms"], 0), fixed(row["tokens_per_pass"])
-            yield cells(DRAFTERS[name], row["k"], request(row), tpot(row), first, length, of_sampled)
+            yield cells(label(name), row["k"], request(row), tpot(row), first, length, of_sampled)
 
     def smollm2_reading(self) -> str:
-        """Return what the whole requests say about prompt lookup and draft models."""
+        """Return what the whole requests say about plain decoding, prompt lookup and draft models."""
         greedy = self.results["smollm2"]["greedy"]
         lookup = greedy["prompt-lookup"]
         best, row = ordered(greedy, request_gain)[0]
+        text = f"{label(best)} gains most in a whole request with {request(row)}"
         rivals: dict[str, list[str]] = {}
         for name in sorted(name for name in greedy if name.startswith("fallback:")):
-            named = f"{DRAFTERS[name]} ({request(greedy[name])})"
-            rivals.setdefault(relation(lookup, greedy[name]), []).append(named)
+            rivals.setdefault(relation(lookup, greedy[name]), []).append(f"{label(name)} with {request(greedy[name])}")
         compared = [f"{words} {' and '.join(names)}" for words, names in rivals.items()]
-        text = f"{DRAFTERS[best]} gains most in a whole request ({request(row)})"
         if row is not lookup:
-            text += f". Prompt lookup alone ({request(lookup)}) {', and '.join(compared)}"
-        if "tpot_speedup" in lookup:
-            return f"{text[0].upper()}{text[1:]}."
-        return f"The record has no intervals of whole requests. By the estimates alone, {text}."
+            compared = [f"{relation(lookup, row)} it", *compared]
+            text += f". Prompt lookup alone with {request(lookup)} {', and '.join(compared)}"
+        if "tpot_speedup" not in lookup:
+            return f"The record has no intervals of whole requests. By the estimates alone, {text}."
+        verdicts: dict[str, list[str]] = {}
+        for name, each in ordered(greedy, request_gain):
+            verdicts.setdefault(against_plain(each["speedup"]), []).append(label(name))
+        told = [f"{words}: {', '.join(names)}" for words, names in verdicts.items()]
+        return f"By the intervals of whole requests, {'; '.join(told)}. By the estimates, {text}."
 
     def smollm2_precision(self) -> str:
         """Return the weights of both sides."""
@@ -110,38 +114,38 @@ class Tables:
         )
         return f"{text}what a draft adds to the fastest plain decoding is not known."
 
-    def category_of(self, label: str, category: str) -> str:
-        """Return the gain with the drafter of a label on one category."""
-        row = self._drafter(label)
+    def of(self, name: str) -> dict[str, Any]:
+        """Return the row of the drafter that a table calls by a name."""
+        (row,) = [row for key, row in self.results["smollm2"]["greedy"].items() if label(key) == name]
+        return row
+
+    def category_of(self, name: str, category: str) -> str:
+        row = self.of(name)
         return f"{interval(row['by_category'][category]['speedup'])} ({measure(row)})"
 
-    def request_of(self, label: str) -> str:
-        """Return the gain of a whole request with the drafter of a label."""
-        return request(self._drafter(label))
-
-    def _drafter(self, label: str) -> dict[str, Any]:
-        rows = self.results["smollm2"]["greedy"]
-        (row,) = [row for name, row in rows.items() if DRAFTERS[name] == label]
-        return row
+    def request_of(self, name: str) -> str:
+        return request(self.of(name))
 
     def sampled_range(self) -> str:
         gains = sorted(map(request_gain, self.results["smollm2"]["sampled"].values()))
         return f"{gains[0]:.2f} to {gains[-1]:.2f}"
 
     def smollm2_texts(self) -> str:
-        rows = self.results["smollm2"]["greedy"]
-        other = [DRAFTERS[name] for name, row in rows.items() if not row["identical"]]
-        if not other:
+        """Return how many greedy texts are those of plain decoding."""
+        rows = list(self.results["smollm2"]["greedy"].values())
+        if all(row["identical"] for row in rows):
             return "Every drafter wrote the text of plain decoding in every greedy request."
-        return f"These drafters did not write the text of plain decoding in every request: {', '.join(other)}."
+        shares = [row["equal_texts"] for row in rows]
+        least, most = percent(min(shares)), percent(max(shares))
+        return f"Of the greedy texts {least} to {most}, by drafter, are those of plain decoding."
 
     def smollm2_categories(self) -> Iterator[str]:
         """Yield the TPOT speed-up of the categories that have the most requests."""
         greedy = self.results["smollm2"]["greedy"]
-        names = [name for name in DRAFTERS if DRAFTERS[name] in DRAWN]
+        names = sorted((name for name in greedy if label(name) in DRAWN), key=lambda name: DRAWN.index(label(name)))
         categories = greedy["prompt-lookup"]["by_category"]
         most = max(row["prompts"] for row in categories.values())
-        yield from header("category", "requests", *(f"{DRAFTERS[name]}, {measure(greedy[name])}" for name in names))
+        yield from header("category", "requests", *(f"{label(name)}, {measure(greedy[name])}" for name in names))
         for category in [name for name, row in categories.items() if row["prompts"] == most]:
             gains = [interval(greedy[name]["by_category"][category]["speedup"]) for name in names]
             yield cells(category.replace("_", " "), categories[category]["prompts"], *gains)
@@ -228,7 +232,7 @@ class Tables:
         yield from header("drafter", "batch", "K", "TPOT", "the score says")
         for name, row in self.studies["batches"].items():
             says = "cannot tell" if row["doubt"] else against_plain(row.get("tpot_speedup", row["speedup"]))
-            drafter = DRAFTERS[name.rpartition("-b")[0]]
+            drafter = label(name.rpartition("-b")[0])
             yield cells(drafter, row["batch"], row["k"], tpot(row), says)
 
     def shape_tokens(self) -> str:
@@ -288,7 +292,7 @@ class Tables:
         for name, row in rows:
             model = name not in DRAFTERS
             yield cells(
-                f"{name}, {row['parameters'].scaled(1e-6):.2f}M parameters" if model else DRAFTERS[name],
+                f"{name}, {row['parameters'].scaled(1e-6):.2f}M parameters" if model else label(name),
                 row["k"],
                 fixed(row["pass_ms"]) if model else "",
                 fixed(row["tokens_per_pass"]),
@@ -298,7 +302,7 @@ class Tables:
 
     def earlier_demo(self) -> str:
         rows = ordered(self.results["demo_avx512"]["drafts"], lambda row: row["speedup"][0])
-        return ", ".join(f"{fixed(row['speedup'][0])} ({DRAFTERS.get(name, name)})" for name, row in rows)
+        return ", ".join(f"{fixed(row['speedup'][0])} ({label(name)})" for name, row in rows)
 
     def demo_minutes(self) -> str:
         return fixed(total(self.results["demo"]["seconds"].values()).scaled(1 / 60), 1)
@@ -391,6 +395,12 @@ def old_peers_reading(peers: dict[str, Any]) -> str:
         parts.append(f"{fixed(whole[way]['draftlab'] / whole[way][best])} ({best}; drafter: {WAYS[way]})")
     text = f"By whole requests draftlab over the fastest other engine is {'; '.join(parts)}. These conditions are not "
     return f"{text}each engine's best, nor is one K for all, so this does not rank engines as they are deployed."
+
+
+def label(name: str) -> str:
+    """Return what a drafter is called on a page."""
+    name = name.removesuffix("@int8")
+    return DRAFTERS.get(name, name)
 
 
 def served(name: str, row: dict[str, Any]) -> str:

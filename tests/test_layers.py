@@ -188,7 +188,6 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "eagle --target tiny --heads nope": "nope: No such file",
     "outputs import nope --tokenizer tiny": "nope: No such file",
     "outputs import word.yaml --tokenizer text": "text has no tokenizer",
-    "outputs import word.yaml --format paper": "--format paper needs --prompt-file",
     "score --draft tiny --drafter eagle:heads=text": "text has no EAGLE-3 heads (config.json is missing)",
     "score --draft tiny --drafter ngram:outputs=text": "text is not a store",
     "search --target tiny --law nope": "nope: No such file",

@@ -36,7 +36,7 @@ def build(config: OutputsBuildConfig, output: Output) -> Outcome:
 
 @command(OutputsImportConfig, name="outputs import", resumes=True)
 def import_file(config: OutputsImportConfig, output: Output) -> Outcome:
-    """Store target outputs from a server's log, or from a trace of the paper's scripts."""
+    """Store target outputs from a server's log."""
     from draftlab.target_outputs.build import import_file
 
     return _shown(output.out, import_file(config, output))

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
-from typing_extensions import Self
+from pydantic import BeforeValidator, Field
 
 from draftlab import workspace
 from draftlab.config import inputs, shared
@@ -155,38 +154,20 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
 
 
 class OutputsImportConfig(OutputConfig):
-    """format log: a server's log, to distil from. format paper: a trace of the paper's scripts, to replay drafts on."""
-
-    file: Path = option(help="File to import (docs/formats.md).", argument=True, reads=inputs.file)
-    format: Literal["log", "paper"] = option(
-        "log", "log: a server's requests in JSON lines; paper: tensor([[...]]) as the paper's scripts print."
+    file: Path = option(
+        help="A server's requests in JSON lines (docs/formats.md), to distil from.", argument=True, reads=inputs.file
     )
     target: str = shared.target(reads=inputs.config_only)
     tokenizer: Path | None = option(
         None, "Directory of the target's tokenizer, if not that of --target.", reads=inputs.tokenizer
     )
-    seq_len: int = option(256, "With --format log: tokens per sequence; longer texts are cut.", ge=8)
-    top_logprobs: int = option(64, "With --format log: at most that many tokens of each list.", ge=1)
-    prompt_file: Path | None = option(
-        None, "With --format paper: JSON-lines file of the prompts of the trace.", reads=inputs.prompts
-    )
-    num_prompts: int | None = option(None, "With --format paper: import the first ones only.", ge=1)
-    name: str = option("llama-65b", "With --format paper: name of the target.")
+    seq_len: int = option(256, "Tokens per sequence; longer texts are cut.", ge=8)
+    top_logprobs: int = option(64, "At most that many tokens of each list.", ge=1)
 
-    only = (
-        Only(("seq_len", "top_logprobs"), lambda c: c.format == "log", "needs --format log"),
-        Only(("prompt_file", "num_prompts", "name"), lambda c: c.format == "paper", "needs --format paper"),
-        Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
-    )
-
-    @model_validator(mode="after")
-    def _has_the_prompts(self) -> Self:
-        if self.format == "paper" and self.prompt_file is None:
-            raise ValueError("--format paper needs --prompt-file: a trace file has no prompts")
-        return self
+    only = (Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),)
 
     def default_name(self) -> str:
-        return f"outputs-{self.file.stem if self.format == 'log' else self.name}"
+        return f"outputs-{self.file.stem}"
 
 
 class OutputsInfoConfig(Config):

@@ -18,7 +18,6 @@ from draftlab.prompts import Prompt, Prompts, data_prompts, file_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
-from draftlab.target_outputs.paper_trace import PaperTrace
 from draftlab.target_outputs.server_log import ServerLog
 from draftlab.target_outputs.store import Manifest, logits_of, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget, Target
@@ -75,16 +74,6 @@ def estimate(config: OutputsBuildConfig) -> dict[str, object]:
 def _bytes_per_token(config: OutputsBuildConfig, k: int, temperatures: int) -> int:
     """Return the bytes of a token: its id, its log-probability where it is sampled, and the lists."""
     return 4 + 4 * config.writes + (6 * k + 6 + 4 * temperatures if k else 0)
-
-
-def import_file(config: OutputsImportConfig, output: Output) -> Manifest:
-    """Write the sequences of a server's log or of a trace of the paper's scripts.
-
-    Raises:
-        UserError: a file that is not in the format, or does not fit the tokenizer.
-    """
-    directory = config.tokenizer or hub.locate(config.target, weights=False)
-    return (_import_log if config.format == "log" else _import_paper)(config, output, directory)
 
 
 def open_target(
@@ -221,7 +210,13 @@ def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: objec
     )  # fmt: skip
 
 
-def _import_log(config: OutputsImportConfig, output: Output, directory: Path) -> Manifest:
+def import_file(config: OutputsImportConfig, output: Output) -> Manifest:
+    """Write the sequences of a server's log.
+
+    Raises:
+        UserError: a file that is not in the format, or does not fit the tokenizer.
+    """
+    directory = config.tokenizer or hub.locate(config.target, weights=False)
     log = ServerLog.open(
         config.file, vocab=logits_of(directory), seq_len=config.seq_len,
         top_logprobs=min(config.top_logprobs, logits_of(directory)),
@@ -240,30 +235,6 @@ def _import_log(config: OutputsImportConfig, output: Output, directory: Path) ->
 
     manifest = write_store(output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout))
     output.record(output.out, [config.file])
-    return manifest
-
-
-def _import_paper(config: OutputsImportConfig, output: Output, directory: Path) -> Manifest:
-    assert config.prompt_file is not None
-    tokenizer, eos = checkpoint.load_tokenizer(directory), checkpoint.eos_token_ids(directory)
-    prompts = file_prompts(config.prompt_file, tokenizer, count=config.num_prompts)
-    trace = PaperTrace.read(
-        config.file, prompts.rows, count=config.num_prompts, vocab=logits_of(directory), eos_ids=eos
-    )
-    manifest = Manifest(
-        source="paper", target=config.name, target_sha256=None, vocab=logits_of(directory),
-        tokenizer_sha256=vocabulary_sha256(directory), dtype="float16", batch_size=1, text="target",
-        data=prompts.source, data_sha256=prompts.sha256, prompt_tokens=None, categories=prompts.categories,
-        sampling=SamplingParams(max_tokens=trace.longest, stop_token_ids=eos), logprobs="none", top_logprobs=0,
-        temperatures=(1.0,), seq_len=None, seed=0, planned=len(prompts.rows), versions=provenance.versions(),
-    )  # fmt: skip
-
-    def shard(number: int) -> Sequence[TargetOutput]:
-        rows = range(number * REPLAY_SHARD, min((number + 1) * REPLAY_SHARD, len(prompts.rows)))
-        return [trace.output(i) for i in rows]
-
-    manifest = write_store(output.out, manifest, shard, tokenizer=directory)
-    output.record(output.out, [config.file, config.prompt_file])
     return manifest
 
 

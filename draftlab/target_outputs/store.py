@@ -54,7 +54,7 @@ class Manifest(FileModel):
     """
 
     version: Literal[1] = 1
-    source: str  # draftlab, the server's kind and version, log, or paper
+    source: str  # draftlab, the server's kind and version, or log
     target: FolderName
     target_sha256: str | None  # None: the weights were elsewhere
     tokenizer_sha256: str

@@ -56,7 +56,6 @@ from draftlab.results.score import Latency, TaskResult, read_score
 from draftlab.sampling import SamplingParams
 from draftlab.search.schedule import Rung, Search, Trial, read_search
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
-from draftlab.target_outputs.paper_trace import paper_texts
 from draftlab.target_outputs.replay import Replay, ReplayedText, read_replay
 from draftlab.target_outputs.server_log import ServerLog
 from draftlab.target_outputs.store import Manifest, read_store, vocabulary_sha256, write_store
@@ -180,7 +179,6 @@ def readers(root: Path) -> list[Reader]:
         Reader("checkpoint record", step / RECORD, "json", lambda f: _checked(f.parent, f.parents[1]), True),
         Reader("run.json", step.parent / STATE_RECORD, "json", claimed, True),
         Reader("training log", root / "log2.jsonl", "jsonl", read_log),
-        Reader("paper trace", root / "trace.txt", "text", paper_texts),
     ]
 
 
@@ -269,7 +267,6 @@ def _texts(root: Path) -> None:
     lines("turns.jsonl", {"category": "", "messages": said}, {"category": "a", "messages": said[:1]})
     entry = {"prompt_ids": [0, 5], "ids": [7, 9], "top_ids": [[7, 8], [3, 9]], "logprobs": [-0.5, -1.5]}
     lines("log.jsonl", *[entry | {"top_logprobs": [[-0.5, -2.0], [-0.75, -1.5]]}] * 3)
-    (root / "trace.txt").write_text("tensor([[5, 6, 7, 8, 9, 1]])\ntensor([[4, 3, 2], [9, 8, 7]])\n")
 
 
 def _records(root: Path) -> None:

@@ -176,10 +176,6 @@ CASES = [
     (("outputs", "build", "--use", "replay", "--prompt-file", "prompts.jsonl", "--data", "stdlib"), "--data: "),
     (("replay", "nope", "--draft", "draft"), "nope"),
     (("outputs", "import", "nope", "--tokenizer", "draft"), "nope: No such file"),
-    (
-        ("outputs", "import", "a-file", "--format", "paper", "--prompt-file", "prompts.jsonl", "--tokenizer", "draft"),
-        "prompts.jsonl",
-    ),
     (("outputs", "info", "nope"), "nope"),
     (("outputs", "info", "broken-outputs"), "broken-outputs"),
     (("outputs", "verify", "nope"), "nope"),

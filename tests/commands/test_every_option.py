@@ -582,14 +582,6 @@ def _(w: World) -> Settings:
     return {"file": Path("day.jsonl"), "target": str(w.source), "seq_len": 8, "top_logprobs": 2}
 
 
-@case("outputs import", "paper")
-def _(w: World) -> Settings:
-    Path("prompts.jsonl").write_text(json.dumps({"prompt": "def parse(line):"}) + "\n")
-    Path("trace.txt").write_text("tensor([[ 65,  57,  14,  20]])\n")
-    names = {"format": "paper", "prompt_file": Path("prompts.jsonl"), "name": "some-target"}
-    return names | {"file": Path("trace.txt"), "target": str(w.source)}
-
-
 @case("distill", "server")
 def _(w: World) -> Settings:
     return FEW | {"draft": str(w.draft), "data": str(w.text), "server": w.server, "top_logprobs": 4}

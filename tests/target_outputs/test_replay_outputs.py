@@ -37,7 +37,6 @@ from draftlab.results.decoding import Generation, count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs.batches import open_stored
-from draftlab.target_outputs.paper_trace import PaperTrace, paper_texts
 from draftlab.target_outputs.repeats import repeats
 from draftlab.target_outputs.replay import Drafting, check, read_replay, replay_draft, rows_of
 from draftlab.target_outputs.store import StoredOutputs, read_manifest, read_shard, read_store
@@ -386,59 +385,6 @@ def test_prompts_are_cut_only_where_they_are_long_enough(prompt_file, models):
         file_prompts(prompt_file, reader, tokens=8)
 
 
-# the paper's trace files
-
-
-def paper_file(path: Path, texts: list[list[int]]) -> Path:
-    """As torch prints them."""
-    path.write_text("\n".join(str(torch.tensor([text])) for text in texts) + "\n")
-    return path
-
-
-def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, models, prompt_file, greedy_store):
-    texts = [t.ids.tolist() for t in greedy_store.outputs]
-    whole = [[*t.prompt.tolist(), *t.ids.tolist()] for t in greedy_store.outputs]
-    wanted = replay_draft(greedy_store, models["draft"], settings_of()).chances()
-    for name, written in (("output", texts), ("whole", whole)):
-        file, out = paper_file(tmp_path / name, written), tmp_path / f"{name}-store"
-        outputs.import_file(
-            file=file, format="paper", prompt_file=prompt_file, tokenizer=models["target"], name="big", out=out
-        )
-        found = replay_draft(read_store(out), models["draft"], settings_of()).chances()
-        for a, b in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-def test_the_papers_own_example_is_read(tmp_path):
-    """From the docstring of its parse_tensors_from_file."""
-    text = """tensor([[  518, 799, 596, 18873,  1265,   322,  1510,   372,  1283,   304,   596,
-          7875, 29991, 2]])
-    tensor([[  518, 10568, 29962,  1522,  2924, 29889,   518, 10568, 29962,  1522,
-          1176,   681, 29889,   518, 10568, 29962,  1522,   752,   465,   291]], device='cuda:0')"""
-    (tmp_path / "t.txt").write_text(text)
-    first, second = paper_texts(tmp_path / "t.txt")
-    assert first.tolist() == [518, 799, 596, 18873, 1265, 322, 1510, 372, 1283, 304, 596, 7875, 29991, 2]
-    assert len(second) == 20
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("nothing here", r"it has no tensor\(\[\[...\]\]\)"),
-        ("tensor([[1, 2]])\ntensor([[3, 4", "its text 2 does not end"),
-        ("tensor([[1, 2, ..., 9]])", "text 1 is abbreviated"),
-        ("tensor([[1, 2]])\ntensor([[1, 2.5]])", "text 2: invalid literal"),
-        ("tensor([[1, -2]])", "-2 is not a token id"),
-        ("tensor([[1, 2]])", "has 1 texts for 2 prompts"),
-        ("tensor([[1, 2]])\ntensor([[400, 2]])", "text 2 has the id 400; .* 307 ids"),
-    ],
-)
-def test_files_that_are_no_paper_trace_are_refused(tmp_path, content, message):
-    (tmp_path / "t.txt").write_text(content)
-    with pytest.raises(UserError, match=message):
-        PaperTrace.read(tmp_path / "t.txt", [Prompt([5]), Prompt([6])], count=None, vocab=307, eos_ids=())
-
-
 # replaying
 
 
@@ -655,18 +601,6 @@ def test_prompts_of_a_data_source_and_a_dry_run(space, tmp_path):
     call(*build)
     texts = read_store(space / "runs/outputs-replay-target").outputs
     assert [len(t.prompt) for t in texts] == [9, 9, 9]
-
-
-def test_importing_as_typed(space, models, prompt_file, greedy_store):
-    paper_file(space / "big.txt", [t.ids.tolist() for t in greedy_store.outputs])
-    paper = ("--format", "paper", "--prompt-file", prompt_file, "--name", "big")
-    made = call("outputs", "import", "big.txt", *paper, "--tokenizer", models["target"])
-    assert "7 of 7 sequences, 168 tokens" in made.stdout
-    assert "big (paper); text: greedy" in made.stdout
-    call("replay", "runs/outputs-big", "--draft", models["draft"])
-    assert "--prompt-file" in call("outputs", "import", "big.txt", "--format", "paper", "--out", "x", code=1).stderr
-    log = call("outputs", "import", "big.txt", "--prompt-file", prompt_file, "--out", "x", code=1)
-    assert "--prompt-file: needs --format paper" in log.stderr
 
 
 def test_mistakes_get_one_clear_line(space, models, prompt_file, tmp_path):

@@ -205,7 +205,7 @@ def test_fewer_exported_heads_are_the_first(heads, family_dirs, tmp_path):
 
 
 def test_the_programs_show_their_options():
-    for module in ("train_medusa", "export_medusa"):
+    for module in ("train_medusa", "export_medusa", "import_paper_trace"):
         command = [sys.executable, "-m", f"draftlab_research.{module}", "--help"]
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "--target" in shown

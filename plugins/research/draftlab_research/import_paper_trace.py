@@ -1,0 +1,91 @@
+"""python -m draftlab_research.import_paper_trace: store a trace of the paper's scripts, to replay drafts on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftlab.cli import run_alone
+from draftlab.commands.base import Outcome, command
+from draftlab.config import inputs, shared
+from draftlab.config.base import Only, OutputConfig, option
+from draftlab.output import Output
+
+if TYPE_CHECKING:
+    from draftlab.target_outputs.outputs import TargetOutput
+    from draftlab.target_outputs.store import Manifest
+
+
+class ImportPaperTraceConfig(OutputConfig):
+    file: Path = option(help="Trace file: tensor([[...]]) of token ids per prompt.", argument=True, reads=inputs.file)
+    prompt_file: Path = option(help="JSON-lines file of the prompts of the trace.", reads=inputs.prompts)
+    target: str = shared.target(reads=inputs.config_only)
+    tokenizer: Path | None = option(
+        None, "Directory of the target's tokenizer, if not that of --target.", reads=inputs.tokenizer
+    )
+    num_prompts: int | None = option(None, "Import the first prompts only.", ge=1)
+    name: str = option("llama-65b", "Name of the target.")
+
+    only = (Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),)
+
+    def default_name(self) -> str:
+        return f"outputs-{self.name}"
+
+
+@command(ImportPaperTraceConfig, resumes=True)
+def import_paper_trace(config: ImportPaperTraceConfig, output: Output) -> Outcome:
+    """Store the texts of a trace file of "Decoding Speculative Decoding", each for one prompt."""
+    manifest = _write(config, output)
+    facts: dict[str, object] = {"path": str(output.out), "sequences": manifest.sequences, "tokens": manifest.tokens}
+    shown = f"{manifest.sequences} texts with {manifest.tokens:,} tokens"
+    return Outcome(path=output.out, show=[shown, str(output.out)], data=facts)
+
+
+def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
+    from draftlab import provenance
+    from draftlab.model import checkpoint, hub
+    from draftlab.prompts import file_prompts
+    from draftlab.sampling import SamplingParams
+    from draftlab.target_outputs.build import REPLAY_SHARD
+    from draftlab.target_outputs.store import Manifest, logits_of, vocabulary_sha256, write_store
+    from draftlab_research.paper_trace import PaperTrace
+
+    directory = config.tokenizer or hub.locate(config.target, weights=False)
+    tokenizer, eos = checkpoint.load_tokenizer(directory), checkpoint.eos_token_ids(directory)
+    prompts = file_prompts(config.prompt_file, tokenizer, count=config.num_prompts)
+    trace = PaperTrace.read(
+        config.file, prompts.rows, count=config.num_prompts, vocab=logits_of(directory), eos_ids=eos
+    )
+    manifest = Manifest(
+        source="paper",
+        target=config.name,
+        target_sha256=None,
+        vocab=logits_of(directory),
+        tokenizer_sha256=vocabulary_sha256(directory),
+        dtype="float16",
+        batch_size=1,
+        text="target",
+        data=prompts.source,
+        data_sha256=prompts.sha256,
+        prompt_tokens=None,
+        categories=prompts.categories,
+        sampling=SamplingParams(max_tokens=trace.longest, stop_token_ids=eos),
+        logprobs="none",
+        top_logprobs=0,
+        temperatures=(1.0,),
+        seq_len=None,
+        seed=0,
+        planned=len(prompts.rows),
+        versions=provenance.versions(),
+    )
+
+    def shard(number: int) -> "Sequence[TargetOutput]":
+        rows = range(number * REPLAY_SHARD, min((number + 1) * REPLAY_SHARD, len(prompts.rows)))
+        return [trace.output(i) for i in rows]
+
+    manifest = write_store(output.out, manifest, shard, tokenizer=directory)
+    output.record(output.out, [config.file, config.prompt_file])
+    return manifest
+
+
+if __name__ == "__main__":
+    run_alone(import_paper_trace)

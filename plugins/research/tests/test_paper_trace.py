@@ -1,0 +1,74 @@
+"""Trace files of the paper's scripts: what is replayed on them, and which files are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftlab.commands import COMMANDS
+from draftlab.config.outputs import ReplayConfig
+from draftlab.errors import UserError
+from draftlab.prompts import Prompt
+from draftlab.target_outputs.replay import replay_draft
+from draftlab.target_outputs.store import read_store
+from draftlab_research.import_paper_trace import import_paper_trace
+from draftlab_research.paper_trace import PaperTrace, paper_texts
+
+
+def paper_file(path: Path, texts: list[list[int]]) -> Path:
+    """As torch prints them."""
+    path.write_text("\n".join(str(torch.tensor([text])) for text in texts) + "\n")
+    return path
+
+
+def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, family_dirs):
+    target, draft, prompts = family_dirs["llama"], family_dirs["qwen3"], tmp_path / "prompts.jsonl"
+    lines = ["def parse(line):", "class Reader:", "return"]
+    prompts.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+    asked: dict[str, Any] = {"use": "replay", "target": str(target), "prompt_file": prompts, "dtype": "float32"}
+    COMMANDS["outputs build"](**asked, max_new_tokens=24, out=tmp_path / "store")
+    stored = read_store(tmp_path / "store")
+    settings = ReplayConfig.build({"directory": tmp_path / "store", "draft": [str(draft)], "dtype": "float32"})
+    wanted = replay_draft(stored, draft, settings).chances()
+    texts = [output.ids.tolist() for output in stored.outputs]
+    with_prompts = [[*output.prompt.tolist(), *output.ids.tolist()] for output in stored.outputs]
+    for name, written in (("alone", texts), ("with-prompts", with_prompts)):
+        file, out = paper_file(tmp_path / name, written), tmp_path / f"{name}-store"
+        outcome = import_paper_trace(file=file, prompt_file=prompts, tokenizer=target, name="big", out=out)
+        assert outcome.data["sequences"] == 3
+        found = replay_draft(read_store(out), draft, settings).chances()
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_the_papers_own_example_is_read(tmp_path):
+    """From the docstring of its parse_tensors_from_file."""
+    text = """tensor([[  518, 799, 596, 18873,  1265,   322,  1510,   372,  1283,   304,   596,
+          7875, 29991, 2]])
+    tensor([[  518, 10568, 29962,  1522,  2924, 29889,   518, 10568, 29962,  1522,
+          1176,   681, 29889,   518, 10568, 29962,  1522,   752,   465,   291]], device='cuda:0')"""
+    (tmp_path / "t.txt").write_text(text)
+    first, second = paper_texts(tmp_path / "t.txt")
+    assert first.tolist() == [518, 799, 596, 18873, 1265, 322, 1510, 372, 1283, 304, 596, 7875, 29991, 2]
+    assert len(second) == 20
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("nothing here", r"it has no tensor\(\[\[...\]\]\)"),
+        ("tensor([[1, 2]])\ntensor([[3, 4", "its text 2 does not end"),
+        ("tensor([[1, 2, ..., 9]])", "text 1 is abbreviated"),
+        ("tensor([[1, 2]])\ntensor([[1, 2.5]])", "text 2: invalid literal"),
+        ("tensor([[1, -2]])", "-2 is not a token id"),
+        ("tensor([[1, 2]])", "has 1 texts for 2 prompts"),
+        ("tensor([[1, 2]])\ntensor([[400, 2]])", "text 2 has the id 400; .* 307 ids"),
+    ],
+)
+def test_files_that_are_no_paper_trace_are_refused(tmp_path, content, message):
+    (tmp_path / "t.txt").write_text(content)
+    with pytest.raises(UserError, match=message):
+        PaperTrace.read(tmp_path / "t.txt", [Prompt([5]), Prompt([6])], count=None, vocab=307, eos_ids=())

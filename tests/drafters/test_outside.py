@@ -1,0 +1,85 @@
+"""A drafter of one file outside of draftlab goes through help, errors and score; a broken one is one clear line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_drafter.py"
+BROKEN = {
+    "needs_more": ("import a_package_that_is_not_there", "a_package_that_is_not_there"),
+    "registers_nothing": ("", "no drafter 'registers-nothing'"),
+    "lacks_build": (
+        "from draftlab.drafters import DrafterSpec, drafter\n@drafter('lacks-build')\nclass Spec(DrafterSpec): ...",
+        "no method build()",
+    ),
+}
+
+
+def install(site: Path, package: str, drafters: dict[str, str]) -> None:
+    """Write what an installed package has: the modules by name, and their entry points."""
+    site.mkdir(exist_ok=True)
+    points = [f"{module.replace('_', '-')} = {module}" for module in drafters]
+    for module, text in drafters.items():
+        (site / f"{module}.py").write_text(text)
+    info = site / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(["[draftlab.drafters]", *points, ""]))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    install(tmp_path / "site", "custom-drafter", {"follower": EXAMPLE.read_text()})
+    install(tmp_path / "site", "broken-drafters", {module: text for module, (text, _) in BROKEN.items()})
+    install(tmp_path / "site", "other-lookup", {"prompt_lookup": ""})
+    return tmp_path / "site"
+
+
+def draftlab(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", ""), *sys.path])
+    environ = os.environ | {"PYTHONPATH": path, "COLUMNS": "400"}
+    return subprocess.run(
+        [sys.executable, "-m", "draftlab", *arguments], cwd=site.parent, env=environ, capture_output=True, text=True
+    )
+
+
+def test_a_drafter_from_outside_is_in_the_help_and_in_errors(site):
+    assert "follower" in draftlab(site, "score", "--help").stdout
+    score = ("score", "--target", "tiny", "--data", "stdlib", "--drafter")
+    for text, words in (("folower", "did you mean 'follower'"), ("follower:leest=2", "did you mean 'least'")):
+        refused = draftlab(site, *score, text)
+        assert (refused.returncode, words in refused.stderr) == (1, True), refused.stderr
+
+
+def test_a_drafter_from_outside_is_scored(site, family_dirs, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def parse(line):"}\n{"prompt": "return [int(part)"}\n')
+    asked = {"--target": str(family_dirs["llama"]), "--prompt-file": "prompts.jsonl", "--out": "out", "--k": "2"}
+    asked |= {"--max-tokens": "24", "--repeats": "1", "--dtype": "float32", "--mode": "eager"}
+    words = [word for option in asked.items() for word in option]
+    ran = draftlab(site, "score", *words, "--drafter", "follower:least=1", "--json")
+    assert ran.returncode == 0, ran.stderr
+    score = json.loads((tmp_path / "out" / "follower:least=1" / "score.json").read_text())
+    assert score["identical"]
+    assert sum(sum(run["drafted"]) for run in score["speculative"]["2"]) > 0
+
+
+@pytest.mark.parametrize("module", BROKEN)
+def test_a_broken_package_is_named_in_one_line_and_breaks_nothing_else(site, module):
+    score = ("score", "--target", "tiny", "--data", "stdlib", "--drafter")
+    refused = draftlab(site, *score, module.replace("_", "-"))
+    assert refused.returncode == 1
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr
+    assert "broken-drafters" in refused.stderr
+    assert BROKEN[module][1] in refused.stderr
+    assert draftlab(site, *score, "ngram:order=1").stderr.startswith("error: --drafter ngram:order=1: order")
+
+
+def test_a_name_that_two_packages_offer_is_refused_with_both(site):
+    refused = draftlab(site, "score", "--target", "tiny", "--data", "stdlib", "--drafter", "prompt-lookup")
+    assert refused.returncode == 1
+    assert "other-lookup" in refused.stderr
+    assert "draftlab" in refused.stderr

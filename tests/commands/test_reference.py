@@ -1,0 +1,31 @@
+"""The commands answer as they did when the redesign began, on any CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+from reference import COMMANDS, Facts, differences, record
+
+EXPECTED: dict[str, Facts] = json.loads((Path(__file__).parents[1] / "data" / "reference.json").read_text())
+TOLERANCE = {"masked": 0.02}  # of the masks, a tie falls either way: of 600 neurons one differs between CPUs
+ROUNDING = 0.002  # three optimizer steps with AVX2, AVX-512 or neither differ by 0.001 at most
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
+    folder = tmp_path_factory.mktemp("reference")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return record(folder)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_answers_as_recorded(name: str, recorded: dict[str, Facts]) -> None:
+    assert list(differences(EXPECTED[name], recorded[name], TOLERANCE.get(name, ROUNDING))) == []
+
+
+def test_a_difference_is_seen() -> None:
+    before = {"a": [3, 0.5], "b": "x"}
+    assert list(differences(before, {"a": [3, 0.501], "b": "x"}, ROUNDING)) == []
+    for after in ({"a": [4, 0.5], "b": "x"}, {"a": [3, 0.51], "b": "x"}, {"a": [3, 0.5], "b": "y"}, {"a": [3, 0.5]}):
+        assert list(differences(before, after, ROUNDING))

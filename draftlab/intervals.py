@@ -72,6 +72,13 @@ def ratio_interval(pairs: "np.ndarray") -> Interval:
     return ratio_intervals(pairs[:, :1], pairs[:, 1:])[0]
 
 
+def ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
+    """Return the sum of the first numbers divided by the sum of the second, with its interval over the pairs."""
+    import numpy as np
+
+    return ratio_interval(np.array(pairs, dtype=float))
+
+
 def tokens_per_second(timings: Sequence[Timing]) -> float:
     """Return the sum of tokens over the sum of seconds; 0 where nothing was timed."""
     seconds = sum(seconds for _, seconds in timings)

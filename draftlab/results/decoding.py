@@ -5,7 +5,8 @@ before it: K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, or fewer wher
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
@@ -45,8 +46,13 @@ class Generation(FileModel):
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
     @property
-    def timing(self) -> Timing:
-        """Tokens after the prefill's, and the seconds that they took."""
+    def request(self) -> Timing:
+        """All tokens, and all seconds: the prefill of the target and of its draft included."""
+        return self.tokens, self.prefill_seconds + self.decode_seconds
+
+    @property
+    def decoding(self) -> Timing:
+        """The tokens after the first, and the seconds that they took."""
         return self.tokens - 1, self.decode_seconds
 
 
@@ -58,8 +64,8 @@ class ServedGeneration(FileModel):
     seconds: NonNegativeFloat  # from request to answer
 
     @property
-    def timing(self) -> Timing:
-        """All tokens, and all seconds, including the prefill's."""
+    def request(self) -> Timing:
+        """All tokens, and all seconds: the prefill and transport included."""
         return self.tokens, self.seconds
 
 
@@ -82,6 +88,8 @@ class Example(FileModel):
 
 
 AnyGeneration = Generation | ServedGeneration
+G = TypeVar("G", bound=AnyGeneration)
+T = TypeVar("T")
 
 
 class Acceptance(FileModel):
@@ -162,14 +170,19 @@ def acceptance_from_counts(
     )
 
 
-def timings_by_prompt(generations: Sequence[AnyGeneration]) -> list[list[Timing]]:
-    """Return the timings of every repeat, in the order of the prompts."""
-    by_prompt: dict[int, list[Timing]] = {}
-    for g in generations:
-        by_prompt.setdefault(g.prompt, []).append(g.timing)
+def repeats_by_prompt(generations: Sequence[G], value: Callable[[G], T]) -> list[list[T]]:
+    """Return a value of every repeat, in the order of the prompts."""
+    by_prompt: dict[int, list[T]] = {}
+    for generation in generations:
+        by_prompt.setdefault(generation.prompt, []).append(value(generation))
     return [by_prompt[prompt] for prompt in sorted(by_prompt)]
 
 
-def median_timings(generations: Sequence[AnyGeneration]) -> list[Timing]:
-    """Return the timing of each prompt's repeat of median time."""
-    return list(map(intervals.median_repeat, timings_by_prompt(generations)))
+def request_timings(generations: Sequence[AnyGeneration]) -> list[Timing]:
+    """Return the timing of each prompt's request, of its repeat of median time."""
+    return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.request)))
+
+
+def decode_timings(generations: Sequence[Generation]) -> list[Timing]:
+    """Return the timing of each prompt's tokens after the first, of its repeat of median time."""
+    return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.decoding)))

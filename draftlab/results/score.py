@@ -21,8 +21,9 @@ from draftlab.results.decoding import (
     Generation,
     ServedGeneration,
     count_acceptance,
-    median_timings,
-    timings_by_prompt,
+    decode_timings,
+    repeats_by_prompt,
+    request_timings,
 )
 from draftlab.results.environment import Environment
 from draftlab.sampling import SamplingParams
@@ -97,7 +98,8 @@ class Conditions(FileModel):
     min_p: float = 0.0
     seed: int
     batch: int = 1  # prompts decoded at once; each generation gets its share of the batch's seconds
-    draft_int8: bool = False  # the draft's weights were rounded to 8 bits
+    weights: str  # of the target that verifies: dtype's name, int8, or quantised as its files are
+    draft_weights: str  # of the draft
     rule: str = "rejection"  # verification rule; without effect when greedy
     draft_temperature: float | None = None  # None: the target's
     in_phases: bool = False  # the servers ran one after the other
@@ -121,7 +123,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 class Score(FileModel):
     """One draft measured with one target: in one process and engine, or on two servers of one kind. score.json."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     name: str
     target: Model
     draft: Model
@@ -129,10 +131,12 @@ class Score(FileModel):
     environment: Environment | None = None
     prompts: list[Prompt] = Field(default=[])
     speculative_tasks: list[TaskResult] = Field(default=[])  # generation tasks of the target, decoded with this draft
-    plain: list[Generation] | list[ServedGeneration]
+    plain: list[Generation] | list[ServedGeneration]  # the target alone, with the weights that verify
+    other_plain: dict[str, list[Generation]] = Field(default={})  # the target alone with other weights, by their name
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # by K
     counters: dict[int, Counters] = Field(default={})  # by K, where a server decoded
-    identical: bool | None  # greedy: speculative tokens equal plain ones; None when sampling
+    identical: bool | None  # greedy: speculative tokens equal plain ones at every K; None when sampling
+    equal_texts: float | None = Field(default=None, ge=0, le=1)  # share of the greedy texts, over all K
     distinct_4grams: float = Field(ge=0, le=1)  # share, in the target's output; low in a loop, which drafts predict
     example: Example | None = None  # the prompt of median speed-up at the best K
     learnt: str | None = None  # a drafter with what it learnt when it was built, as --drafter takes it
@@ -144,9 +148,10 @@ class Score(FileModel):
     @model_validator(mode="after")
     def _is_consistent(self) -> "Score":
         prompts = sorted(g.prompt for g in self.plain)
-        if any(sorted(g.prompt for g in runs) != prompts for runs in self.speculative.values()):
+        arms = (*self.other_plain.values(), *self.speculative.values())
+        if any(sorted(g.prompt for g in runs) != prompts for runs in arms):
             raise ValueError("plain and speculative decoding must have the same prompts")
-        if not all(any(g.timing[0] for g in runs) for runs in (self.plain, *self.speculative.values())):
+        if not all(any(g.tokens > 1 for g in runs) for runs in (self.plain, *arms)):
             raise ValueError("every text ends with its first token, so that nothing was timed")
         if self.served and set(self.counters) != set(self.speculative):
             raise ValueError("what servers decoded needs counters for every K")
@@ -163,18 +168,36 @@ class Score(FileModel):
         return self.identical is False
 
     @property
+    def baseline_weights(self) -> str:
+        """The weights with which the target alone answers requests fastest: what a speed-up is over."""
+        plain = {self.conditions.weights: self.plain, **self.other_plain}
+        return max(plain, key=lambda name: intervals.tokens_per_second(request_timings(plain[name])))
+
+    @property
+    def baseline(self) -> list[Generation] | list[ServedGeneration]:
+        """The fastest plain decoding of whole requests, at any precision that was measured."""
+        return self.other_plain.get(self.baseline_weights, self.plain)
+
+    @property
+    def plain_tps(self) -> dict[str, float]:
+        """Tokens per second of whole requests without a draft, by the target's weights."""
+        plain = {self.conditions.weights: self.plain, **self.other_plain}
+        return {name: intervals.tokens_per_second(request_timings(runs)) for name, runs in plain.items()}
+
+    @property
     def best_k(self) -> int:
         return max(self.speculative, key=self.speedup_value)
 
     @property
     def best_k_speedup(self) -> Interval:
-        """Speed-up at a K that was chosen on other prompts than those it is timed on."""
+        """Speed-up of whole requests at a K that was chosen on other prompts than those it is timed on."""
         return intervals.speedup(self.timings(self.speculative))
 
     def speedup(self, k: int) -> Interval:
-        """Return tokens per second with drafts over those without: a ratio of sums over prompts' median repeats.
+        """Return how many times as fast whole requests are with drafts as with the fastest plain decoding.
 
-        The prefill is left out of both, unless servers decoded.
+        Tokens per second over those of the baseline, a ratio of sums over prompts' median repeats. A request is its
+        prefill, the draft's included, and its decoding.
         """
         return intervals.speedup(self.timings([k]))
 
@@ -182,15 +205,34 @@ class Score(FileModel):
         return self.output_tps(k) / self.output_tps(0)
 
     def output_tps(self, k: int) -> float:
-        """Return tokens per second after the prefill, or including it where servers decoded; K = 0: plain decoding."""
-        return intervals.tokens_per_second(median_timings(self._runs(k)))
+        """Return tokens per second of whole requests; K = 0: the fastest plain decoding."""
+        return intervals.tokens_per_second(request_timings(self._runs(k)))
 
     def timings(self, ks: Collection[int]) -> Timings:
-        """Return the timings of prompts at each of ks, and without a draft."""
-        return [median_timings(self.speculative[k]) for k in ks], median_timings(self.plain)
+        """Return the timings of requests at each of ks, and of the baseline."""
+        return [request_timings(self.speculative[k]) for k in ks], request_timings(self.baseline)
+
+    def tpot_speedup(self, k: int) -> Interval | None:
+        """Return the speed-up of the tokens after the first (time per output token); None where servers decoded."""
+        drafted, plain = self.generations(k), self.generations(0)
+        return intervals.speedup(([decode_timings(drafted)], decode_timings(plain))) if drafted else None
+
+    def tpot_ms(self, k: int) -> Interval | None:
+        """Return the milliseconds per output token after the first; K = 0: the baseline. None where servers decoded."""
+        runs = decode_timings(self.generations(k))
+        return intervals.ratio([(1e3 * seconds, tokens) for tokens, seconds in runs]) if runs else None
+
+    def ttft_ms(self, k: int) -> Interval | None:
+        """Return the mean milliseconds to the first token, the draft's prefill included; K and None as in tpot_ms."""
+        repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
+        return intervals.ratio([(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats]) if repeats else None
+
+    def request_ms(self, k: int) -> Interval:
+        """Return the mean milliseconds of a whole request; K = 0: the baseline."""
+        return intervals.ratio([(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))])
 
     def _runs(self, k: int) -> Sequence[Generation | ServedGeneration]:
-        return self.speculative[k] if k else self.plain
+        return self.speculative[k] if k else self.baseline
 
     def generations(self, k: int) -> list[Generation]:
         """Return the generations whose steps are known; [] where servers decoded. K = 0: plain decoding."""
@@ -213,8 +255,17 @@ class Score(FileModel):
         return steps.count(0) / len(steps) if steps else 0.0
 
     def break_even_length(self, k: int) -> float:
-        """Return the tokens per target pass at which this K neither gains nor loses, given its time per step."""
-        return self.tokens_per_pass(k) / self.speedup_value(k)
+        """Return the tokens per target pass at which this K neither gains nor loses, given its time per step.
+
+        Prefills are left out where their time is known.
+        """
+        return self.tokens_per_pass(k) / (self.decode_speedup_value(k, self.baseline) or self.speedup_value(k))
+
+    def decode_speedup_value(self, k: int, plain: Sequence[Generation | ServedGeneration]) -> float | None:
+        """Return the speed-up of the tokens after the first over some plain decoding; None where servers decoded."""
+        alone = [g for g in plain if isinstance(g, Generation)]
+        rates = [intervals.tokens_per_second(decode_timings(runs)) for runs in (self.generations(k), alone)]
+        return rates[0] / rates[1] if all(rates) else None
 
     def time_shares(self, k: int) -> dict[str, float]:
         """Return the shares of decoding time: drafting, verifying, host (sampling, bookkeeping); {} where unknown."""
@@ -223,29 +274,18 @@ class Score(FileModel):
         phases = ("draft", "verify", "host") if total else ()
         return {phase: sum(getattr(g, f"{phase}_seconds") for g in runs) / total for phase in phases}
 
-    def first_token_ms(self, k: int) -> float | None:
-        """Return the mean milliseconds of a prompt's prefill, the draft's included; K = 0: plain decoding.
-
-        None where servers decoded.
-        """
-        runs = self.generations(k)
-        return 1e3 * sum(g.prefill_seconds for g in runs) / len(runs) if runs else None
-
-    def request_ms(self, k: int) -> float | None:
-        """Return the mean milliseconds of a whole request, prefills included; K and None as in first_token_ms."""
-        runs = self.generations(k)
-        return 1e3 * sum(g.prefill_seconds + g.decode_seconds for g in runs) / len(runs) if runs else None
-
     @property
     def stalls(self) -> tuple[int, int]:
-        """Steps that stalled and count as the others of their kind, and all steps; 0 where servers decoded."""
-        runs = [g for k in (0, *self.speculative) for g in self.generations(k)]
-        return sum(g.stalled_steps for g in runs), sum(len(g.drafted) for g in runs)
+        """Passes that stalled and count as the others of their kind, and all passes; 0 where servers decoded."""
+        arms = (self.plain, *self.other_plain.values(), *self.speculative.values())
+        runs = [g for each in arms for g in each if isinstance(g, Generation)]
+        return sum(g.stalled_steps for g in runs), sum(1 + len(g.drafted) for g in runs)
 
     @property
     def uneven_prompts(self) -> tuple[int, float]:
         """Number of prompts with a repeat UNEVEN times as slow as another, and the worst ratio."""
-        arms = [timings_by_prompt(runs) for runs in (self.plain, *self.speculative.values())]
+        runs = (self.plain, *self.other_plain.values(), *self.speculative.values())
+        arms = [repeats_by_prompt(each, lambda g: g.request) for each in runs]
         worst = [max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)]
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
@@ -260,13 +300,15 @@ class Score(FileModel):
         """Return tokens per second of each prompt that was timed, plain and at K, each at its repeat of median time."""
         (drafted,), plain = self.timings([k])
         pairs = zip(sorted({g.prompt for g in self.plain}), plain, drafted, strict=True)
-        return {prompt: (p[0] / p[1], d[0] / d[1]) for prompt, p, d in pairs if p[0] and p[1] and d[1]}
+        return {prompt: (p[0] / p[1], d[0] / d[1]) for prompt, p, d in pairs if p[1] and d[1]}
 
     def subset(self, prompts: Collection[int]) -> "Score":
         """Return the same score over some of its prompts, without server counters, which are of all prompts."""
         speculative = {k: [g for g in runs if g.prompt in prompts] for k, runs in self.speculative.items()}
         plain = [g for g in self.plain if g.prompt in prompts]
-        return self.model_copy(update={"plain": plain, "speculative": speculative, "counters": {}})
+        other = {name: [g for g in runs if g.prompt in prompts] for name, runs in self.other_plain.items()}
+        parts = {"plain": plain, "other_plain": other, "speculative": speculative, "counters": {}}
+        return self.model_copy(update=parts)
 
     @property
     def prompts_by_category(self) -> dict[str, list[int]]:
@@ -285,7 +327,9 @@ class Score(FileModel):
         return self.draft_ms / self.target.latency[0].median_ms if self.draft_ms and self.target.latency else None
 
     def implied_speedup(self, k: int) -> float | None:
-        """Return the speed-up that tokens per pass and the latencies of single passes imply; None: not measured.
+        """Return the decode-only speed-up that tokens per pass and latencies of single passes imply; None: not measured.
+
+        It is over plain decoding with the weights that verify.
 
         A draft model drafts K tokens one after the other, a parallel one all in one pass, then the target verifies them
         in one pass of K + 1. Drafters that take some of their tokens from elsewhere, which have no checkpoint of their
@@ -296,11 +340,6 @@ class Score(FileModel):
             return None
         drafting_ms = self._parallel_pass_ms(k) if self.draft.parallel else k * self.draft_ms
         return self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
-
-    def implied_text(self, k: int) -> str:
-        """Return the implied speed-up as what stands beside the measured one; '' where nothing implies one."""
-        implied = self.implied_speedup(k)
-        return "" if implied is None else f" (latencies and acceptance imply {implied:.2f}x)"
 
     def _parallel_pass_ms(self, k: int) -> float:
         """Return the time of a pass over what the last step emitted and k - 1 mask tokens, as it lies on a line through
@@ -319,15 +358,15 @@ class Score(FileModel):
     def doubt(self) -> str | None:
         """The reason why nobody can tell from this score how fast the draft is; None: there is none."""
         k = self.best_k
-        implied, measured = self.implied_speedup(k), self.speedup_value(k)
-        if implied is not None and not 1 / DISAGREE <= implied / measured <= DISAGREE:
-            return f"latencies and acceptance imply {implied:.2f}x at K = {k}, and {measured:.2f}x was measured"
+        implied, measured = self.implied_speedup(k), self.decode_speedup_value(k, self.plain)
+        if implied is not None and measured and not 1 / DISAGREE <= implied / measured <= DISAGREE:
+            return f"latencies and acceptance imply {implied:.2f}x in decoding at K = {k}; {measured:.2f}x was measured"
         machine, running = self.environment, (self.conditions.device, self.conditions.threads)
         if machine is not None and (reason := machine.doubt(*running)) is not None:
             return reason
         stalled, steps = self.stalls
         if stalled > MANY_STALLS * steps:
-            return f"{stalled} of {steps} steps stalled"
+            return f"{stalled} of {steps} passes stalled"
         if machine is not None and machine.counts_cpu_seconds(*running):
             return None
         uneven, worst = self.uneven_prompts
@@ -350,9 +389,18 @@ class Score(FileModel):
         """Return in words what the draft gains, and what limits it most."""
         k = self.best_k
         return (
-            f"{self.headline()} at K = {k}{self.implied_text(k)}, with {self.tokens_per_pass(k):.2f} tokens per target "
-            f"pass (break-even: {self.break_even_length(k):.2f}).{self._limit(k)}"
+            f"{self.headline()} in whole requests at K = {k}{self._decoding_text(k)}, with "
+            f"{self.tokens_per_pass(k):.2f} tokens per target pass (break-even in decoding: "
+            f"{self.break_even_length(k):.2f}).{self._limit(k)}"
         )
+
+    def _decoding_text(self, k: int) -> str:
+        """Return the speed-up of the tokens after the first, and what latencies imply of it; '' where unknown."""
+        decoding, implied = self.tpot_speedup(k), self.implied_speedup(k)
+        if decoding is None:
+            return ""
+        said = f", {decoding.as_speedup()} per token after the first (TPOT)"
+        return said + ("" if implied is None else f"; latencies and acceptance imply {implied:.2f}x")
 
     def _limit(self, k: int) -> str:
         shares = self.time_shares(k)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab import provenance
+from draftlab.intervals import Interval
 from draftlab.results.score import Score
 
 
@@ -33,8 +34,8 @@ def cpu_name() -> str:
 
 
 def drafting_row(score: Score) -> dict[str, Any]:
-    """Return what a table of drafts shows of one."""
-    k, gain, shape = score.best_k, score.best_k_speedup, score.draft.shape
+    """Return what a table of drafts shows of one. Intervals are [value, low, high], at a K chosen on other prompts."""
+    k, shape, tpot = score.best_k, score.draft.shape, score.best_k_tpot_speedup
     return {
         "parameters": shape.params() if shape else None,
         "pass_ms": score.draft_ms,
@@ -43,5 +44,22 @@ def drafting_row(score: Score) -> dict[str, Any]:
         "tokens_per_pass": score.tokens_per_pass(k),
         "tokens_per_second": score.output_tps(k),
         "plain_tokens_per_second": score.output_tps(0),
-        "speedup": [gain.value, gain.low, gain.high],  # of a K chosen on other prompts
+        "plain_tokens_per_second_by_weights": score.plain_tps,
+        "speedup": bounds(score.best_k_speedup),
+        "tpot_speedup": tpot and bounds(tpot),
+        "identical": score.identical,
+        "equal_texts": score.equal_texts,
     }
+
+
+def bounds(estimate: Interval) -> list[float]:
+    return [estimate.value, estimate.low, estimate.high]
+
+
+def mean(estimate: Interval | None) -> float | None:
+    return estimate and estimate.value
+
+
+def speedups(row: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the speed-ups of a row of score --json, of whole requests and TPOT, as [value, low, high]."""
+    return {name: [row[name], row[f"{name}_low"], row[f"{name}_high"]] for name in ("speedup", "tpot_speedup")}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import environment
+from benchmarks import environment, speedups
 from draftlab.commands.score import score
 
 DRAFTERS = [
@@ -74,11 +74,10 @@ def _articles(file: Path, folder: Path) -> Path:
 
 def _short(row: dict[str, object]) -> dict[str, object]:
     kept = (
-        "draft", "num_speculative_tokens", "speedup", "speedup_low", "speedup_high", "tokens_per_target_pass",
-        "mean_acceptance_length", "draft_acceptance_rate", "output_tps", "plain_output_tps", "identical",
-        "distinct_4grams",
+        "draft", "num_speculative_tokens", "tokens_per_target_pass", "mean_acceptance_length", "draft_acceptance_rate",
+        "output_tps", "plain_output_tps", "identical", "equal_texts", "distinct_4grams",
     )  # fmt: skip
-    return {name: row[name] for name in kept}
+    return {name: row[name] for name in kept} | speedups(row)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks import environment
+from benchmarks import environment, speedups
 from benchmarks.smollm2 import TARGET as TARGET_MODEL
 from draftlab.commands import COMMANDS
 from draftlab.console import note
@@ -55,7 +55,7 @@ def main(
     best = scores[0.0]
     result = {
         "tokens_per_pass": best["tokens_per_target_pass"],
-        "speedup": best["speedup"],
+        **speedups(best),
         "vllm_gap": gaps["vllm"],
         "llama_cpp_gap": gaps["llama.cpp"],
         "training_tokens_per_second": notes["tokens"] / notes["seconds"],

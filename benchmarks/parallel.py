@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks import environment
+from benchmarks import environment, speedups
 from benchmarks.smollm2 import MODELS, TARGET, category, scores
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
@@ -227,9 +227,9 @@ def scored(folder: Path, drafts: list[Path], drafters: list[str], k: int, temper
 
 def best_rows(rows: Rows) -> Rows:
     """Return what is compared of each drafter at its best K."""
-    kept = ("draft", "num_speculative_tokens", "speedup", "speedup_low", "speedup_high", "tokens_per_target_pass",
-            "break_even_length", "output_tps", "plain_output_tps", "doubt", "identical")  # fmt: skip
-    return [{name: each[name] for name in kept} for each in rows if each["best"]]
+    kept = ("draft", "num_speculative_tokens", "tokens_per_target_pass", "break_even_length", "output_tps",
+            "plain_output_tps", "doubt", "identical", "equal_texts")  # fmt: skip
+    return [{name: each[name] for name in kept} | speedups(each) for each in rows if each["best"]]
 
 
 def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import environment
+from benchmarks import environment, speedups
 from draftlab.console import note
 from draftlab.errors import UserError
 
@@ -75,11 +75,11 @@ def _predicted(work: Path, shape: str) -> dict[int, dict[str, Any]]:
 
 
 def _row(shape: str, measured: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
-    value, speedup = predicted["speedup"]["value"], measured["speedup"]
+    value, (speedup, low, high) = predicted["speedup"]["value"], speedups(measured)["tpot_speedup"]
     return {
         "draft": shape, "k": measured["num_speculative_tokens"], "measured": speedup,
-        "measured_low": measured["speedup_low"], "measured_high": measured["speedup_high"], "predicted": value,
-        "error": value / speedup - 1, "inside": measured["speedup_low"] <= value <= measured["speedup_high"],
+        "measured_low": low, "measured_high": high, "predicted": value, "error": value / speedup - 1,
+        "inside": low <= value <= high,
         "length_measured": measured["tokens_per_target_pass"],
         "length_predicted": predicted["tokens_per_pass"]["value"],
     }  # fmt: skip

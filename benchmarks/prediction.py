@@ -34,7 +34,7 @@ from draftlab.latency.steps import StepCosts, expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, workload_of
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
-from draftlab.results.decoding import Generation, median_timings
+from draftlab.results.decoding import Generation, decode_timings
 from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
 
@@ -138,7 +138,7 @@ def _row(
     name: str, row: predicting.Row, paid: StepCosts, work: Workload, kept: float, runs: dict[Arm, list[Generation]]
 ) -> dict[str, object]:
     """predicted, and what would have been without one part of the model."""
-    measured = intervals.speedup(([median_timings(runs[name, row.k])], median_timings(runs[PLAIN])))
+    measured = intervals.speedup(([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN])))
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
         "without_turns": replace(paid, warmup=0 * paid.warmup),

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import drafting_row, environment, smollm2_prompts
+from benchmarks import bounds, drafting_row, environment, mean, smollm2_prompts
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
@@ -166,7 +166,7 @@ def result(folder: Path) -> dict[str, Any]:
         "best_drafter_speedup_low": drafter.best_k_speedup.low,
         "recipe_minutes": sum(record.total_seconds for record in records.values() if record is not None) / 60,
         "steps_without_record": [out for out, record in records.items() if record is None],
-        "settings": {"greedy": settings(greedy[0]), "sampled": settings(sampled[0])},
+        "settings": {"greedy": settings(greedy), "sampled": settings(sampled)},
         "greedy": {score.name: row(score) for score in greedy},
         "sampled": {score.name: row(score) for score in sampled},
         "training": {
@@ -193,12 +193,13 @@ def fastest(scores: Sequence[Score]) -> Score:
     return max(scores, key=lambda score: score.best_k_speedup.value)
 
 
-def settings(score: Score) -> dict[str, Any]:
+def settings(scored: Sequence[Score]) -> dict[str, Any]:
     """Return the settings that all scores of a table share; a request is a turn of a prompt."""
-    about = score.conditions
+    score, about = scored[0], scored[0].conditions
     return {
         "dtype": about.dtype,
-        "draft_dtype": "int8" if about.draft_int8 else about.dtype,
+        "target_weights": about.target_weights,
+        "draft_weights": sorted({s.conditions.draft_weights for s in scored if s.conditions.draft_weights}),
         "mode": about.mode,
         "threads": about.threads,
         "batch": about.batch,
@@ -214,14 +215,19 @@ def row(score: Score) -> dict[str, Any]:
     return drafting_row(score) | {
         "acceptance_length": {k: score.acceptance(k).mean_acceptance_length for k in sorted(score.speculative)},
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
+        "tpot_by_k": {k: score.tpot_speedup_value(k) for k in sorted(score.speculative)},
+        "target_weights": score.conditions.target_weights,
+        "draft_weights": score.conditions.draft_weights,
         "target_latency_ms": {latency.width: latency.median_ms for latency in score.target.latency},
         "step_ms": step_ms(score),
         "identical": score.identical,
         "break_even_length": score.break_even_length(score.best_k),
-        "plain_request_ms": score.request_ms(0),
-        "request_ms": score.request_ms(score.best_k),
-        "plain_first_token_ms": score.first_token_ms(0),
-        "first_token_ms": score.first_token_ms(score.best_k),
+        "plain_request_ms": mean(score.request_ms(0)),
+        "request_ms": mean(score.request_ms(score.best_k)),
+        "plain_ttft_ms": mean(score.ttft_ms(0)),
+        "ttft_ms": mean(score.ttft_ms(score.best_k)),
+        "plain_tpot_ms": mean(score.tpot_ms(0)),
+        "tpot_ms": mean(score.tpot_ms(score.best_k)),
         "by_category": {
             name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()
         },
@@ -236,13 +242,13 @@ def step_ms(score: Score) -> dict[str, float]:
 
 
 def category(score: Score, prompts: int) -> dict[str, Any]:
-    """Return the speed-up on requests of one category. k is best on them; speedup is of a K chosen on other ones."""
-    gain = score.best_k_speedup
-    by_k = {k: score.speedup(k) for k in sorted(score.speculative)}
+    """Return the speed-up of requests of one category. k is best on them; its speed-ups are of a K chosen on others."""
+    tpot = score.best_k_tpot_speedup
     return {
         "k": score.best_k,
-        "speedup": [gain.value, gain.low, gain.high],
-        "by_k": {k: [each.value, each.low, each.high] for k, each in by_k.items()},
+        "speedup": bounds(score.best_k_speedup),
+        "tpot_speedup": tpot and bounds(tpot),
+        "by_k": {k: bounds(score.speedup(k)) for k in sorted(score.speculative)},
         "prompts": prompts,
     }
 
@@ -257,7 +263,7 @@ def draw(folder: Path, rows: dict[str, dict[str, Any]]) -> None:
     for title, name in DRAWN.items():
         of = {c: each for c, each in rows[name]["by_category"].items() if each["prompts"] >= LARGE}
         series = {c: points(each["by_k"]) for c, each in of.items()} | {"all": points(rows[name]["by_k"])}
-        panels.append(Panel(x=f"K, {title}", y="speed-up", series=series))
+        panels.append(Panel(x=f"K, {title}", y="speed-up of whole requests", series=series))
     save_figure(folder / "smollm2-categories.svg", panels)
 
 

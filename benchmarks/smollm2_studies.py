@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks import environment
+from benchmarks import bounds, environment
 from benchmarks.accuracy_study import correlation, panel
 from draftlab.intervals import ratio_interval
 from draftlab.latency.cost_model import read_profile
@@ -151,7 +151,7 @@ def searched(folder: Path) -> dict[str, Any] | None:
 
 
 def timed(score: Score) -> dict[str, Any]:
-    gain, shape = score.best_k_speedup, score.draft.shape
+    shape, tpot = score.draft.shape, score.best_k_tpot_speedup
     return {
         "batch": score.conditions.batch,
         "layers": shape.layers if shape else None,
@@ -159,7 +159,10 @@ def timed(score: Score) -> dict[str, Any]:
         "pass_ms": score.draft_ms,
         "target_pass_ms": score.target.latency[0].median_ms,
         "k": score.best_k,
-        "speedup": [gain.value, gain.low, gain.high],
+        "speedup": bounds(score.best_k_speedup),
+        "tpot_speedup": tpot and bounds(tpot),
+        "identical": score.identical,
+        "equal_texts": score.equal_texts,
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
         "doubt": score.doubt,
     }

@@ -96,44 +96,49 @@ def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
     return max(times) / min(times) if min(times) > 0 else 1.0
 
 
-def speedup(timings: Timings) -> Interval:
+def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = None) -> Interval:
     """Return tokens per second with drafts over those without: a ratio of sums over prompts.
 
     With several K the prompts are split in halves, SPLITS times, and each half counts at the K that is fastest on the
     other, in every bootstrap sample anew: a K chosen on the prompts that it is timed on looks faster than it is.
+
+    chosen_by: timings of each K and prompt that choose K. Default: those that are compared.
     """
-    return interval(_speedups(timings, seed=0), _timed_prompts(timings))
+    return interval(_speedups(timings, chosen_by or timings[0], seed=0), _timed_prompts(timings))
 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
     """Return the first speed-up over the second. paired: both are of the same prompts, which are drawn together."""
-    ratios = _speedups(first, seed=0) / _speedups(second, seed=0 if paired else 1)
+    ratios = _speedups(first, first[0], seed=0) / _speedups(second, second[0], seed=0 if paired else 1)
     return interval(ratios, min(_timed_prompts(first), _timed_prompts(second)))
 
 
-def _speedups(timings: Timings, seed: int) -> "np.ndarray":
+def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int) -> "np.ndarray":
     """Return the speed-up over all prompts, then that of each sample, [1 + S]; nan where no prompt in it was timed."""
     import numpy as np
 
     drafted, plain = np.array(timings[0], dtype=float), np.array(timings[1], dtype=float)  # [K, R, 2], [R, 2]
+    judged = np.array(chosen_by, dtype=float)  # [K, R, 2]
 
     def ratios(counts: np.ndarray) -> np.ndarray:
-        chosen, baseline = _at_cross_validated_k(drafted, counts), counts @ plain  # [S, 2] each
+        chosen, baseline = _at_cross_validated_k(drafted, judged, counts), counts @ plain  # [S, 2] each
         with np.errstate(divide="ignore", invalid="ignore"):
             return chosen[:, 0] / chosen[:, 1] / (baseline[:, 0] / baseline[:, 1])
 
     return bootstrap(ratios, len(plain), seed)
 
 
-def _at_cross_validated_k(drafted: "np.ndarray", counts: "np.ndarray") -> "np.ndarray":
+def _at_cross_validated_k(drafted: "np.ndarray", judged: "np.ndarray", counts: "np.ndarray") -> "np.ndarray":
     """Return tokens and seconds of each sample, each half of the prompts at the K fastest on the other half, [S, 2]."""
     import numpy as np
 
     rng, n = np.random.default_rng(0), drafted.shape[1]
     first = np.stack([rng.permutation(n) < n // 2 for _ in range(SPLITS)])
     halves = np.stack([first, ~first]) * counts[:, None, None]  # [S, 2, SPLITS, R]
-    sums = np.einsum("shpr,krx->shpkx", halves, drafted, optimize=True)  # [S, 2, SPLITS, K, 2]
-    others = np.where(sums[:, ::-1, :, :, 1:] > 0, sums[:, ::-1], sums.sum(1, keepdims=True))  # one half may be empty
+    sums, judging = (
+        np.einsum("shpr,krx->shpkx", halves, timings, optimize=True) for timings in (drafted, judged)
+    )  # [S, 2, SPLITS, K, 2]
+    others = np.where(judging[:, ::-1, :, :, 1:] > 0, judging[:, ::-1], judging.sum(1, keepdims=True))  # may be empty
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = np.nan_to_num(others[..., 0] / others[..., 1])  # [S, 2, SPLITS, K]
     best = rates.argmax(-1)[..., None, None]

@@ -29,7 +29,8 @@ def page(verdict: Verdict, steps: Steps, command: str) -> str:
     return environment.get_template("auto.html.j2").render(
         title=f"A draft for {verdict.target}", answer=f"{verdict.head()}: {verdict.reason}.", serve=verdict.serve,
         changes=verdict.would_change, measured=[[str(n), gain.as_speedup()] for n, gain in verdict.speedups.items()],
-        measured_on=verdict.measured_on, candidates=(heads, rows, 0, slower), left_out=not_tried(verdict.left_out),
+        measured_on=verdict.measured_on, precision=verdict.precision,
+        candidates=(heads, rows, 0, slower), left_out=not_tried(verdict.left_out),
         report="report/report.html", curve=_curve(verdict.training), notes=verdict.notes,
         cost=verdict.forecast.line() if verdict.forecast else "", steps=_steps(steps),
         machine=steps.plan.machine.describe(), prompts=f"Prompts: {steps.plan.prompts}.", command=command,

@@ -154,6 +154,7 @@ class AutoRun:
             target=hub.checkpoint_name(hub.locate(self.config.target)), use=use, reason=reason, speedups=speedups,
             doubt="; ".join(dict.fromkeys(score.doubt for score in of_best if score.doubt is not None)),
             measured_on=verdicts.COMPARED if measured is scores else verdicts.UNSEEN, ranking=ranking,
+            precision=of_best[0].conditions.precision,
             plain_tokens_per_second=next(iter(scores[min(scores)].values())).output_tps(0), training=training,
             forecast=cost, left_out=left_out, planned_minutes=self.plan.minutes, minutes=self.steps.spent / 60,
             page=str(self.steps.folder / PAGE), notes=notes, **choice,
@@ -201,7 +202,7 @@ class AutoRun:
 
     @cached_property
     def _int8(self) -> bool:
-        """Return whether drafts are rounded to 8 bits: in mode native, where their passes get faster."""
+        """Return whether target and drafts are rounded to 8 bits: in mode native, where their passes get faster."""
         device = checkpoint.resolve_device(self.config.device)
         dtype, target = checkpoint.DTYPES[self.plan.machine.dtype], hub.locate(self.config.target)
         return self.config.server is None and resolve_mode("auto", device, dtype, [target]) == "native"
@@ -342,7 +343,7 @@ class AutoRun:
         afforded = int(each / (self._answer_seconds * arms(self.plan.candidates)))
         choose = len(self.prompts.choose.read_text().splitlines())
         prompts = max(LEAST_PROMPTS, min(afforded - 5, choose)) // together * together or together
-        rounded = {"draft_int8": True} if self._int8 else {}
+        rounded = {"draft_int8": True, "target_int8": True} if self._int8 else {}
         chosen_on = {"prompt_file": self.prompts.choose, "num_prompts": prompts, "repeats": 1}
         measured_on = {"prompt_file": self.prompts.measure, "repeats": 2}
         out = self.steps.make(
@@ -368,7 +369,7 @@ class AutoRun:
             share = scores[fewest][trained.name].time_shares(trained.k).get("draft", 0.0)
             changes.append(
                 f"{trained.label} has {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k} and "
-                f"needs {needed:.2f} to break even; drafting takes {share:.0%} of the time"
+                f"needs {needed:.2f} to break even after the first token; drafting takes {share:.0%} of that time"
             )
             if len(training.pilots) > 1 and needed <= training.k + 1:
                 changes.append(f"more training: {forecast(training.pilots, needed, k=training.k).line()}")

@@ -33,7 +33,7 @@ def serve(
     """Export the choice, with its script; return what to type, and what is to be known about it.
 
     scores: directories of its scores, for the card. prompts: to verify with, where the server is installed. int8: the
-    scores rounded drafts. k_by_streams: the best K of each number of streams, 0 for no draft.
+    scores rounded weights. k_by_streams: the best K of each number of streams, 0 for no draft.
     """
     config = steps.config
     settings = {"draft": str(chosen.draft), "target": config.target, "scores": [str(path) for path in scores]}
@@ -42,7 +42,8 @@ def serve(
         if chosen.draft is not None:
             out = steps.make("export", "export", "export", **settings, to="hf")
             drafter = drafter or f"model:draft={out}"
-        options = f"--drafter {drafter} --k {k}{' --draft-int8' if int8 and chosen.draft is not None else ''}"
+        rounded = " --target-int8" * int8 + " --draft-int8" * (int8 and chosen.draft is not None)
+        options = f"--drafter {drafter} --k {k}{rounded}"
         command = f"draftlab score --target {config.target} {options} --prompt-file {prompts}"
         return command, [
             "--for vllm, sglang, llama.cpp or transformers chooses for a server, and writes what starts it"

@@ -46,7 +46,7 @@ class Candidate:
 
 
 class Choice(FileModel):
-    """A candidate at one K, over all streams. speedup: the geometric mean over streams, of plain decoding.
+    """A candidate at one K, over all streams. speedup: of whole requests, the geometric mean over streams.
 
     name: of its scores. label: in words. at_fewest, tokens_per_pass, tokens_per_second: at the fewest streams.
     """
@@ -83,12 +83,13 @@ class Training(FileModel):
 
 
 class Verdict(FileModel):
-    """auto.json. speedups: by streams, on prompts that nothing was chosen on if a draft seemed to gain at all.
+    """auto.json.
 
+    speedups: of whole requests by streams, on prompts that nothing was chosen on if a draft seemed to gain at all.
     doubt: why nobody can tell from these scores; empty: there is no reason.
     """
 
-    version: int = 1
+    version: int = 2
     target: str
     use: bool
     choice: str  # label of a candidate, or "no draft"
@@ -96,6 +97,7 @@ class Verdict(FileModel):
     k: int | None = None
     speedups: dict[int, Interval]
     measured_on: str  # in words
+    precision: str = ""  # of target and draft, and how passes ran, in words; empty: speedups of tokens after the first
     plain_tokens_per_second: float
     reason: str
     doubt: str = ""
@@ -121,7 +123,8 @@ class Verdict(FileModel):
     def lines(self) -> list[str]:
         """Return the verdict for people."""
         gains = [f"{gain.as_speedup()} at {streams([n])}" for n, gain in self.speedups.items()]
-        lines = [f"{self.head()}: {self.reason}.", f"measured: {'; '.join(gains)}, {self.measured_on}"]
+        of = f"; whole requests, {self.precision}" if self.precision else ""
+        lines = [f"{self.head()}: {self.reason}.", f"measured: {'; '.join(gains)}, {self.measured_on}{of}"]
         lines += [f"what would change it: {text}" for text in self.would_change]
         if self.training is not None and self.training.expected is not None:
             lines.append(f"training: {self.training.line()}")

@@ -20,7 +20,7 @@ from draftlab.benchmark.setup import (
     shared_conditions,
     task_options,
 )
-from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
+from draftlab.benchmark.throughput import OTHER_PLAIN, PLAIN, Measured, measure_throughput
 from draftlab.config.score import ScoreConfig
 from draftlab.console import heartbeat, note, note_if_slow, progress
 from draftlab.engine.batch_generate import turn_answers
@@ -28,6 +28,7 @@ from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.rejection_rules import rule_named
 from draftlab.errors import OtherArchitecture, Quantised, UserError
+from draftlab.export.hf import parse_quantized_name
 from draftlab.latency.machine_state import (
     device_name,
     read_core_time,
@@ -42,11 +43,13 @@ from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
+from draftlab.model.native_cpu import NativeLlama
+from draftlab.model.quantization import quantization_method
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.registry import REJECTION
-from draftlab.results.decoding import Example
+from draftlab.results.decoding import Example, share_of_equal_texts
 from draftlab.results.environment import Environment
 from draftlab.results.score import Conditions, Latency, Model, Prompt, Score, TaskResult
 from draftlab.target_outputs.repeats import distinct_ngrams
@@ -97,7 +100,8 @@ def measure(setup: Setup, command: str) -> list[Score]:
         decoders = {"": target, **({"its draft": run.model} if run.model else {})}
         check_context({name: model.context for name, model in decoders.items()}, setup, max(run.ks))
     measurement = Measurement(
-        setup=setup, models=models, runs=runs, described=_described(loaded, models, runs, tasks), command=command,
+        setup=setup, models=models, other_target=loaded.other_target(), runs=runs,
+        described=_described(loaded, models, runs, tasks), command=command,
         speculative_tasks={name: _speculative_tasks(target, models[name], name, setup, tasks) for name in setup.drafts},
         environment=read_environment(),
     )  # fmt: skip
@@ -136,7 +140,13 @@ class LoadedModels:
         """Return the target, by the empty name, and the drafts."""
         int8 = self.setup.config.draft_int8
         drafts = {name: self.running(path, int8) for name, path in self.setup.drafts.items()}
-        return {"": self.running(self.setup.target, False), **drafts}
+        return {"": self.running(self.setup.target, self.setup.config.target_int8), **drafts}
+
+    def other_target(self) -> Decoder | None:
+        """Return the target with the weights that do not verify; None where its dtype is the only precision."""
+        if not self.setup.other_plain:
+            return None
+        return self.running(self.setup.target, not self.setup.config.target_int8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +155,7 @@ class Measurement:
 
     setup: Setup
     models: Mapping[str, Decoder]
+    other_target: Decoder | None
     runs: Mapping[str, DrafterRun]
     described: Mapping[str, Model]
     speculative_tasks: Mapping[str, list[TaskResult]]
@@ -180,10 +191,11 @@ class Measurement:
         setup, config = self.setup, self.setup.config
         prompts = [prompt.ids for prompt in setup.prompts.rows]
         drafts = {name: model for name, model in self.models.items() if name}
-        arms = 1 + len(drafts) * len(config.k) + sum(len(run.ks) for run in self.runs.values())
+        arms = 1 + self.setup.other_plain + len(drafts) * len(config.k) + sum(len(run.ks) for run in self.runs.values())
         with progress("decode", len(prompts) * config.repeats) as advance:
             return measure_throughput(
-                self.models[""], drafts, prompts, ks=config.k, sampling=setup.sampling, repeats=config.repeats,
+                self.models[""], drafts, prompts, other_target=self.other_target,
+                ks=config.k, sampling=setup.sampling, repeats=config.repeats,
                 batch=batch, drafters={name: (run.drafter, run.ks) for name, run in self.runs.items()},
                 rule=rule_named(config.acceptance.rule), draft_temperature=config.acceptance.draft_temperature,
                 advance=lambda done: advance(done, f"{arms} ways each"),
@@ -193,7 +205,8 @@ class Measurement:
     def _score(self, name: str, models: Mapping[str, Model], measured: Measured, batch: int) -> Score:
         config, plain_tokens = self.setup.config, measured.tokens[PLAIN]
         ks = [k for arm, k in measured.tokens if arm == name]
-        identical = all(measured.tokens[name, k] == plain_tokens for k in ks)
+        texts = [measured.tokens[name, k] for k in ks]
+        other = {} if self.other_target is None else {_weights(self.other_target, self.setup): OTHER_PLAIN}
         result = Score(
             name=self._label(name, batch),
             target=models[""],
@@ -203,8 +216,9 @@ class Measurement:
             prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in self.setup.prompts.rows],
             speculative_tasks=self.speculative_tasks.get(name, []),
             plain=measured.generations[PLAIN],
+            other_plain={weights: measured.generations[arm] for weights, arm in other.items()},
             speculative={k: measured.generations[name, k] for k in ks},
-            identical=identical if config.temperature == 0 else None,
+            equal_texts=share_of_equal_texts(plain_tokens, texts) if config.temperature == 0 else None,
             distinct_4grams=distinct_ngrams(plain_tokens, 4),
             command=self.command,
             versions=provenance.versions(),
@@ -243,10 +257,19 @@ class Measurement:
             threads=torch.get_num_threads(),
             context=setup.context,
             batch=batch,
-            draft_int8=config.draft_int8,
+            target_weights=_weights(self.models[""], setup),
+            draft_weights=self._draft_weights(name),
             draft_temperature=config.acceptance.draft_temperature,
             rule=rejection if config.acceptance.rule == REJECTION else config.acceptance.rule,
         )
+
+    def _draft_weights(self, name: str) -> str | None:
+        setup, run = self.setup, self.runs.get(name)
+        if run is None:
+            return parse_quantized_name(name)[1] or _weights(self.models[name], setup)
+        if "heads_sha256" in run.facts:
+            return "int8" if setup.config.draft_int8 else checkpoint.dtype_name(setup.dtype)
+        return None if run.model is None else _weights(run.model, setup)
 
 
 def _with_turns(setup: Setup, loaded: LoadedModels) -> Setup:
@@ -281,6 +304,14 @@ def _drafter_runs(target: Decoder, loaded: LoadedModels) -> dict[str, DrafterRun
         clock=steady_clock(setup.device), int8=setup.config.draft_int8,
     )  # fmt: skip
     return {spec.name: spec.build(context) for spec in setup.drafters}
+
+
+def _weights(model: Decoder, setup: Setup) -> str:
+    """Return the precision of a model's weights: int8, how its checkpoint is quantised, or the run's dtype."""
+    if isinstance(model, NativeLlama) and model.int8:
+        return "int8"
+    quantised = quantization_method(model.model.config.to_dict()) if isinstance(model, HFDecoder) else None
+    return quantised or checkpoint.dtype_name(setup.dtype)
 
 
 def _described(

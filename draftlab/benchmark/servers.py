@@ -24,7 +24,7 @@ from draftlab.output import Output
 from draftlab.prompts import Prompts, load_prompts
 from draftlab.reading import FileModel, read_model
 from draftlab.results.accuracy import Accuracies
-from draftlab.results.decoding import Counters, ServedGeneration
+from draftlab.results.decoding import Counters, ServedGeneration, share_of_equal_texts
 from draftlab.results.environment import Environment
 from draftlab.results.score import Conditions, Model, Prompt, Score
 from draftlab.sampling import SamplingParams
@@ -287,7 +287,7 @@ def _score(
         plain=plain.runs,
         speculative={counters.k: speculative.runs},
         counters={counters.k: counters},
-        identical=plain.tokens == speculative.tokens if config.temperature == 0 else None,
+        equal_texts=share_of_equal_texts(plain.tokens, [speculative.tokens]) if config.temperature == 0 else None,
         distinct_4grams=distinct_ngrams(plain.tokens, 4),
         command=command,
         versions=provenance.versions() | {plain.kind: plain.version, server.kind: server.version},
@@ -301,6 +301,8 @@ def _conditions(setup: ServerSetup) -> Conditions:
         **shared_conditions(setup.config, setup.prompts),
         device=f"{server.kind} {server.version}".strip(),
         dtype="as served",
+        target_weights="as served",
+        draft_weights="as served",
         mode="served",
         threads=None,
         context=None,

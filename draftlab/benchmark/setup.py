@@ -78,9 +78,14 @@ class Setup:
         """Return the cached tokens in the middle of what is decoded."""
         return int(median(len(p.ids) for p in self.prompts.rows)) + self.config.max_tokens // 2
 
+    @property
+    def other_plain(self) -> bool:
+        """Return whether the target is decoded alone with both int8 weights and those of its dtype."""
+        return self.config.draft_int8 or self.config.target_int8
+
     def generations(self) -> int:
         """Return the largest number of texts that are decoded."""
-        ways = 1 + (len(self.drafts) + len(self.drafters)) * len(self.config.k)
+        ways = 1 + self.other_plain + (len(self.drafts) + len(self.drafters)) * len(self.config.k)
         return self.prompts.requests * self.config.repeats * ways * len(self.config.batch)
 
 
@@ -175,6 +180,7 @@ def check_memory(setup: Setup) -> None:
     tokens = max(config.batch) * (setup.prompts.longest + config.max_tokens + max(config.k))
     pass_tokens = max(max(config.batch) * (max(config.k) + 1), setup.prompts.longest)
     needs = {f"weights of {path}": size.weight_bytes(width) * share[path] for path, size in sizes.items()}
+    needs |= {"int8 copies": sum(size.weight_bytes(1) for size in sizes.values())} if setup.other_plain else {}
     needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) * share[path] for path, size in sizes.items())
     needs["logits"] = 2 * 4 * pass_tokens * checkpoint.vocab_size(setup.target)
     memory.check_fits(needs, setup.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
@@ -219,8 +225,9 @@ def _check(setup: Setup) -> None:
         _check_parallel(path, config)
     if config.device_map is not None and (setup.mode != "eager" or config.batch != [1]):
         raise UserError("--device-map has transformers run the target: use --mode eager --batch 1")
-    if config.draft_int8 and setup.mode != "native":
-        raise UserError(f"--draft-int8 needs mode native, and this runs in mode {setup.mode}")
+    for option in ("draft_int8", "target_int8"):
+        if getattr(config, option) and setup.mode != "native":
+            raise UserError(f"{config.flag(option)} needs mode native, and this runs in mode {setup.mode}")
     contexts = {name: max_model_len(path) for name, path in {"": setup.target, **setup.drafts}.items()}
     check_context(contexts, setup, max(config.k))
     options = task_options(config)

@@ -2,7 +2,8 @@
 
 A step is one target pass and the drafting before it. Steps of one kind, with as many drafted tokens and rows, do nearly
 the same work, so one that takes several times as long was interrupted. Its time is replaced by the median of its kind:
-a mean would keep what the interruption added, and a median of whole prompts keeps it as soon as most are hit.
+a mean would keep what the interruption added, and a median of whole prompts keeps it as soon as most are hit. A prefill
+is compared with those of the same prompt.
 """
 
 from collections import defaultdict
@@ -21,7 +22,7 @@ PHASES = ("draft_seconds", "verify_seconds", "host_seconds")
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step after the prefill, with the number of rows that still decoded. stall: seconds taken out of it."""
+    """A step with the number of rows that still decoded. stall: seconds taken out of it."""
 
     step: Step
     rows: int

@@ -1,16 +1,17 @@
 """Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
 
-An arm is plain decoding, or one draft at one K. Every repeat runs all arms on each batch of prompts, in alternating
-order, so that drift of the machine affects all arms equally. Steps that stalled count as the others of their kind; runs
-with many of them are repeated.
+An arm is plain decoding with the weights that verify or with other ones, or one draft at one K. Every repeat runs all
+arms on each batch of prompts, in alternating order, so that drift of the machine affects all arms equally. Passes that
+stalled count as the others of their kind; runs with many stalled steps are repeated.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from statistics import median_low
 
-from draftlab.benchmark.stalls import TimedStep, timed_steps, without_stalls
+from draftlab.benchmark.stalls import FACTOR, TimedStep, timed_steps, without_stalls
 from draftlab.console import note, note_if_slow
 from draftlab.engine.clocks import StepClock, step_clock_for
 from draftlab.engine.drafters.parallel import model_drafter
@@ -26,8 +27,9 @@ from draftlab.sampling import SamplingParams
 MANY_STALLED = 0.2  # share of a run's steps; the usual ones, by which stalls are judged, are the other four fifths
 TRIES = 2  # more, of a run whose steps stall
 
-Arm = tuple[str, int]  # draft's name and K; ("", 0) is plain decoding
+Arm = tuple[str, int]  # draft's name and K; K = 0 is plain decoding
 PLAIN: Arm = ("", 0)
+OTHER_PLAIN: Arm = ("plain decoding with other weights", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ def measure_throughput(
     sampling: SamplingParams,
     repeats: int,
     advance: Callable[[int], None],
+    other_target: Decoder | None = None,
     clock: StepClock | None = None,
     batch: int = 1,
     drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
@@ -55,20 +58,21 @@ def measure_throughput(
 ) -> Measured:
     """Decode every prompt in every arm, repeats times, after a warm-up of each arm.
 
-    clock: in seconds; default: wall time. batch: prompts decoded at once. advance: called with the prompts done.
-    drafters: with their own numbers of tokens to draft, besides the models of drafts, which draft ks. rule,
-    draft_temperature: as in speculative_decode.
+    other_target: the target with other weights, to decode alone as well. clock: in seconds; default: wall time. batch:
+    prompts decoded at once. advance: called with the prompts done. drafters: with their own numbers of tokens to draft,
+    besides the models of drafts, which draft ks. rule, draft_temperature: as in speculative_decode.
 
     Raises:
         UserError: every text ends with its first token.
     """
     runs = {name: (model_drafter(model, model_vocab_size(target)), ks) for name, model in drafts.items()}
     runs |= dict(drafters or {})
-    arms = [PLAIN, *((name, k) for name, (_, counts) in runs.items() for k in counts)]
+    alone = {PLAIN: target} | ({} if other_target is None else {OTHER_PLAIN: other_target})
+    arms = [*alone, *((name, k) for name, (_, counts) in runs.items() for k in counts)]
     by_name = {name: drafter for name, (drafter, _) in runs.items()}
     clock = clock or step_clock_for(target.device)
-    decode_arm = _decoder(target, by_name, sampling, clock, rule, draft_temperature)
-    decode_to_the_end = _decoder(target, by_name, replace(sampling, stop_token_ids=()), clock, rule, draft_temperature)
+    decode_arm = _decoder(alone, by_name, sampling, clock, rule, draft_temperature)
+    decode_to_the_end = _decoder(alone, by_name, replace(sampling, stop_token_ids=()), clock, rule, draft_temperature)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     with note_if_slow(f"warming up {len(arms)} ways of decoding; these passes do not count"):
         for arm in sorted(arms, key=lambda arm: -arm[1]) if isinstance(target, CudaGraphLlama) else []:
@@ -95,12 +99,13 @@ def measure_throughput(
                 "to time; a chat model needs prompts in its own format, other models longer prompts"
             )
     _repeat_stalled(runs_of, lambda arm, number: _runs(groups[number], run(arm, groups[number])))
+    _mend_prefills([(arm, run) for arm, runs in runs_of.items() for each in runs.values() for run in each])
     generations = {arm: _generations(list(chain.from_iterable(runs.values()))) for arm, runs in runs_of.items()}
     return Measured(generations=generations, tokens=tokens)
 
 
 def _decoder(
-    target: Decoder,
+    alone: Mapping[Arm, Decoder],
     drafters: Mapping[str, Drafter],
     sampling: SamplingParams,
     clock: StepClock,
@@ -109,9 +114,11 @@ def _decoder(
 ) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
     def decode_arm(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
         name, k = arm
-        if arm == PLAIN:
-            return decode(target, prompts, sampling, clock, numbers)
-        return speculative_decode(target, drafters[name], prompts, k, sampling, clock, numbers, rule, draft_temperature)
+        if arm in alone:
+            return decode(alone[arm], prompts, sampling, clock, numbers)
+        return speculative_decode(
+            alone[PLAIN], drafters[name], prompts, k, sampling, clock, numbers, rule, draft_temperature
+        )
 
     return decode_arm
 
@@ -146,17 +153,37 @@ def _pass_seconds(steps: Iterator[Step]) -> float:
     return sum(step.draft_seconds + step.verify_seconds for step in steps)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
     """One prompt decoded once: the prefill and the steps after it."""
 
     prompt: int
-    prefill: Step
+    prefill: TimedStep
     steps: list[TimedStep]
 
 
 def _runs(group: list[int], rows: list[list[Step]]) -> list[_Run]:
-    return list(map(_Run, group, (steps[0] for steps in rows), timed_steps(rows)))
+    return list(map(_Run, group, (TimedStep(steps[0], len(rows)) for steps in rows), timed_steps(rows)))
+
+
+def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
+    """Give prefills that stalled the usual time of their kind.
+
+    A target reads a prompt alike in all its arms and repeats, and a draft at every K: the median of either is usual.
+    """
+    target_seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    other_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for arm, run in runs:
+        step = run.prefill.step
+        target_seconds[arm == OTHER_PLAIN, run.prompt].append(step.verify_seconds)
+        other_seconds[arm[0], run.prompt].append(step.draft_seconds + step.host_seconds)
+    for arm, run in runs:
+        target = median_low(target_seconds[arm == OTHER_PLAIN, run.prompt])
+        other = median_low(other_seconds[arm[0], run.prompt])
+        stall = _seconds(run.prefill.step) - target - other
+        if stall > (FACTOR - 1) * (target + other):
+            usual = replace(run.prefill.step, verify_seconds=target, draft_seconds=other, host_seconds=0.0)
+            run.prefill = TimedStep(usual, run.prefill.rows, stall)
 
 
 def _repeat_stalled(
@@ -185,17 +212,21 @@ def _generations(runs: list[_Run]) -> list[Generation]:
 
 
 def _generation(run: _Run, timed: list[TimedStep]) -> Generation:
-    steps = [t.step for t in timed]
+    steps, prefill = [t.step for t in timed], run.prefill.step
     return Generation(
         prompt=run.prompt,
-        tokens=len(run.prefill.tokens) + sum(len(s.tokens) for s in steps),
+        tokens=len(prefill.tokens) + sum(len(s.tokens) for s in steps),
         drafted=[s.drafted for s in steps],
         accepted=[s.accepted for s in steps],
         emitted=[len(s.tokens) for s in steps],
-        prefill_seconds=run.prefill.draft_seconds + run.prefill.verify_seconds + run.prefill.host_seconds,
+        prefill_seconds=_seconds(prefill),
         draft_seconds=sum(s.draft_seconds for s in steps),
         verify_seconds=sum(s.verify_seconds for s in steps),
         host_seconds=sum(s.host_seconds for s in steps),
-        stalled_steps=sum(t.stall > 0 for t in timed),
-        stalled_seconds=sum(t.stall for t in timed),
+        stalled_passes=sum(t.stall > 0 for t in (run.prefill, *timed)),
+        stalled_seconds=sum(t.stall for t in (run.prefill, *timed)),
     )
+
+
+def _seconds(step: Step) -> float:
+    return step.draft_seconds + step.verify_seconds + step.host_seconds

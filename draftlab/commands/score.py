@@ -37,7 +37,7 @@ def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
         return plan(output, servers.describe(config))
     result = servers.score(config, output)
     if isinstance(result, servers.PlainAnswers):
-        speed = tokens_per_second([run.timing for run in result.runs])
+        speed = tokens_per_second([run.request for run in result.runs])
         lines = [f"{len(result.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)]
         return Outcome(path=output.out, show=lines, data={"path": str(output.out), "output_tps": speed})
     return _outcome([result], output, config)

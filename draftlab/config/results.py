@@ -36,7 +36,7 @@ class CompareConfig(Config):
         shown_default=RUNS,
     )
     accuracy: list[Path] = accuracy_of("with the drafts, to compare as well")
-    min_speedup: float | None = option(None, "Exit with status 3 if no draft reaches this speed-up.")
+    min_speedup: float | None = option(None, "Exit with status 3 if no draft reaches this speed-up of whole requests.")
     min_acceptance_length: float | None = option(
         None, "Exit with status 3 if the fastest draft yields fewer tokens per target pass."
     )

@@ -53,7 +53,7 @@ class GenerationSettings(shared.SamplingSettings):
 class ThresholdSettings(BaseModel):
     """Results that a draft must reach; else the command exits with 3."""
 
-    min_speedup: float | None = option(None, "Exit with 3 if a draft stays below this speed-up at every K.")
+    min_speedup: float | None = option(None, "Exit with 3 if whole requests gain less than this at every K.")
     min_acceptance_length: float | None = option(
         None, "Exit with 3 if a draft stays below this mean acceptance length at every K.", advanced=True
     )
@@ -97,6 +97,10 @@ class ScoreConfig(
     device_map: str | None = shared.device_map(shared.SPLITS)
     draft_device_map: Literal["tensor-parallel"] | None = option(None, shared.SPLIT_DRAFTS, advanced=True)
     draft_int8: bool = option(False, "Round the draft's weights to 8 bits; in mode native.", advanced=True)
+    target_int8: bool = option(
+        False, "Verify with the target's weights rounded to 8 bits; in mode native. Without a draft both are timed.",
+        advanced=True,
+    )  # fmt: skip
     threads: int | None = shared.threads()
 
     only = (
@@ -110,7 +114,8 @@ class ScoreConfig(
             lambda c: c.tasks != "none",
             "needs --tasks",
         ),
-        Only(("draft_int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
+        Only(("draft_int8", "target_int8"), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
+        Only(("target_int8",), lambda c: c.tasks == "none", "--tasks evaluates the target with unrounded weights"),
         Only(
             ("draft_device_map",), lambda c: c.device_map == TENSOR_PARALLEL, f"needs --device-map {TENSOR_PARALLEL}"
         ),

@@ -63,11 +63,17 @@ class Card:
         return ["## How it was made", "", "```", *self.commands, "```"] if self.commands else []
 
 
+TERMS = (
+    "A speed-up is over the target alone, of a K chosen on other prompts, with its 95% bootstrap interval over prompts."
+)
+
+
 def _score_lines(score: Score) -> list[str]:
     k, c = score.best_k, score.conditions
     return [
-        f"* {score.headline()}{score.implied_text(k)}. {score.tokens_per_pass(k):.2f} tokens per target pass, "
-        f"{score.acceptance(k).draft_acceptance_rate:.0%} of drafted tokens accepted at K = {k}: {c.prompts} prompts "
-        f"of {c.data}, {c.decoding}, {c.dtype}, {c.mode}, {c.device}, {score.created[:10]}.",
+        f"* {score.verdict()} {score.acceptance(k).draft_acceptance_rate:.0%} of drafted tokens were accepted.",
+        f"  Measured on {c.prompts} prompts of {c.data}, {c.decoding}, on {c.device}, {score.created[:10]}. "
+        f"How both sides ran: {c.precision}.",
+        f"  {TERMS}",
         f"  `{score.command}`",
     ]

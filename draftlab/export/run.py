@@ -266,10 +266,10 @@ def choose_k(config: ExportConfig, scores: list[Score], trained: int | None) -> 
 
 
 def _headline(score: Score) -> str:
-    headline, k = score.headline(), score.best_k
+    headline = score.headline()
     if not headline.startswith("Faster"):
         note(f"{score.name}: {headline}")
-    return f"{headline} at K = {k}{score.implied_text(k)}"
+    return headline
 
 
 def choose_sampling(config: ExportConfig, verified: verify.Verification | None = None) -> scripts.Sampling:

@@ -14,11 +14,11 @@ from draftlab.errors import UserError
 from draftlab.intervals import Interval, bootstrap, interval
 from draftlab.reading import read_json, validation_text
 from draftlab.results.accuracy import Accuracies
-from draftlab.results.leaderboard import ACCURACY_METRICS
+from draftlab.results.leaderboard import ACCURACY_METRICS, NO_DRAFT, precision
 from draftlab.results.score import Score, TaskResult, read_score
-from draftlab.results.tables import terminal_table
+from draftlab.results.tables import terminal_table, two_lines
 
-HEADS = ("draft", "K", "tokens per\ntarget pass", "tok/s", "speed-up\n95%", "relative to\nfastest", "acc")
+HEADS = ("draft", "K", "tokens/\npass", "tok/s", "request\n95%", "relative to\nfastest", "TPOT\n95%", "acc")
 SIGNIFICANCE_LEVEL = 0.05
 SAME_PROMPTS = (
     "data", "prompts_sha256", "prompts", "prompt_tokens", "chat", "max_tokens", "temperature", "top_k", "top_p",
@@ -61,7 +61,8 @@ class Candidate:
     k: int
     tokens_per_pass: float
     tokens_per_second: float
-    speedup: Interval
+    speedup: Interval  # of whole requests; predicted: of the tokens after the first
+    tpot_speedup: Interval | None  # of the tokens after the first; None where servers decoded
     score: Score | None
     model: tuple[str, str | None]  # name and hash of the draft model
     tasks: list[TaskResult]
@@ -79,6 +80,11 @@ class Candidate:
     def plain_tokens_per_second(self) -> float:
         """Tokens per second without a draft, in the same run."""
         return self.score.output_tps(0) if self.score else self.tokens_per_second / self.speedup.value
+
+    @property
+    def plain_tps(self) -> dict[str, float]:
+        """Tokens per second without a draft by the target's weights, '' where they were predicted."""
+        return self.score.plain_tps if self.score else {"": self.plain_tokens_per_second}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +152,7 @@ def candidate_of(score: Score) -> Candidate:
         tokens_per_pass=score.tokens_per_pass(k),
         tokens_per_second=score.output_tps(k),
         speedup=score.best_k_speedup,
+        tpot_speedup=score.best_k_tpot_speedup,
         score=score,
         model=(score.draft.name, score.draft.sha256),
         tasks=score.draft.tasks,
@@ -184,7 +191,7 @@ def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[Paire
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
-    """Return the best K by category of prompts; speeds are None where all answers have one token."""
+    """Return the best K by category of prompts; speeds of whole requests."""
     rows = []
     for name, prompts in score.prompts_by_category.items():
         facts = _subset_row(score, prompts)
@@ -198,7 +205,7 @@ def category_table(score: Score) -> Table:
     """Return the best K by category of prompts as a table, the fastest first."""
     ordered = sorted(category_rows(score), key=lambda row: -(row["speedup"] or 0))
     rows = [[row["category"], str(row["prompts"]), *_category_cells(row)] for row in ordered]
-    heads = ("prompts", "n", "tokens per\ntarget pass", "tok/s", "speed-up (95%)")
+    heads = ("prompts", "n", "tokens per\ntarget pass", "tok/s", "speed-up of\nrequests (95%)")
     table = terminal_table(heads, rows, best=-1, flexible=0)
     table.caption = Text(f"{score.name} at K = {score.best_k}, by category of prompts.")
     return table
@@ -232,15 +239,20 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
 
 def comparison_table(ranking: Sequence[Ranked]) -> Table:
     """Return one row per candidate, the fastest first and marked, with plain decoding at its place."""
-    plain = ["no draft", "–", "1.00", f"{ranking[0].candidate.plain_tokens_per_second:.4g}", "1.00x", "", "–"]
-    at = sum(not r.candidate.output_differs and r.candidate.speedup.value > 1 for r in ranking)
-    rows = [_row(ranked) for ranked in ranking]
-    doubtful = at > 0 and ranking[0].candidate.doubt is not None
-    table = terminal_table(HEADS, [*rows[:at], plain, *rows[at:]], best=None if doubtful else 0, flexible=0)
+    speeds = ranking[0].candidate.plain_tps
+    plain = [_plain_row(ranking, weights if len(speeds) > 1 else "", speed) for weights, speed in speeds.items()]
+    rows = [*plain, *((r.candidate.speedup.value, r.candidate.output_differs, _row(r)) for r in ranking)]
+    rows.sort(key=lambda row: (row[1], -row[0]))
+    first = ranking[0].candidate
+    doubtful = first.doubt is not None and first.speedup.value > 1 and not first.output_differs
+    table = terminal_table(HEADS, [row for *_, row in rows], best=None if doubtful else 0, flexible=0)
+    scores = [ranked.candidate.score for ranked in ranking if ranked.candidate.score]
     table.caption = Text(
         "* Fastest. ~ No significant difference from the fastest draft. Each draft at its best K; its speed-up is of a "
-        "K chosen on other prompts. Relative to fastest: ratio of the two speed-ups, paired where both have the same "
-        "prompts. Intervals: 95% bootstrap. acc: the first task with that metric."
+        "K chosen on other prompts. request: whole requests, over the fastest plain decoding; of predicted drafts the "
+        "tokens after the first. TPOT: the tokens after the first. Relative to fastest: ratio of the two speed-ups, "
+        "paired where both have the same prompts. Intervals: 95% bootstrap over prompts. acc: the first task with that "
+        f"metric.{f' How both sides ran: {precision(scores)}.' if scores else ''}"
     )
     return table
 
@@ -269,8 +281,10 @@ def as_dict(ranked: Ranked) -> dict[str, Any]:
         "draft": c.name, "target": c.target, "measured": c.score is not None, "k": c.k,
         "mean_acceptance_length": c.score.acceptance(c.k).mean_acceptance_length if c.score else c.tokens_per_pass,
         "tokens_per_target_pass": c.tokens_per_pass, "tokens_per_second": c.tokens_per_second,
-        "plain_tokens_per_second": c.plain_tokens_per_second,
-        "speedup": c.speedup.model_dump(), "doubt": c.doubt, "identical": not c.output_differs,
+        "plain_tokens_per_second": c.plain_tokens_per_second, "plain_tokens_per_second_by_weights": c.plain_tps,
+        "speedup": c.speedup.model_dump(), "speedup_of": "whole requests" if c.score else "tokens after the first",
+        "tpot_speedup": c.tpot_speedup and c.tpot_speedup.model_dump(),
+        "doubt": c.doubt, "identical": not c.output_differs, "equal_texts": c.score and c.score.equal_texts,
         "ratio_to_fastest": ranked.ratio_to_fastest and ranked.ratio_to_fastest.model_dump(),
         "same_prompts": ranked.paired, "significant": ranked.significant,
         "accuracy": [r.model_dump(exclude={"items"}) for r in c.tasks],
@@ -279,7 +293,7 @@ def as_dict(ranked: Ranked) -> dict[str, Any]:
 
 
 def _first_line(c: Candidate) -> str:
-    at = f"at K = {c.k} ({'measured' if c.score else 'predicted'})"
+    at = f"at K = {c.k} ({'measured, whole requests' if c.score else 'predicted, tokens after the first'})"
     if c.output_differs:
         return _discounted(c)
     if c.doubt is not None:
@@ -315,7 +329,7 @@ def _read_file(file: Path) -> Iterator[Candidate]:
         target = prediction.target.partition(" on ")[0]
         yield Candidate(
             name=prediction.name, target=target, k=row.k, tokens_per_pass=row.tokens_per_pass.value,
-            tokens_per_second=row.tokens_per_second, speedup=row.speedup, score=None,
+            tokens_per_second=row.tokens_per_second, speedup=row.speedup, tpot_speedup=row.speedup, score=None,
             model=(prediction.draft_model, prediction.draft_sha256), tasks=prediction.tasks,
         )  # fmt: skip
 
@@ -329,15 +343,21 @@ def _ranked(candidate: Candidate, fastest: Candidate) -> Ranked:
 
 def _row(ranked: Ranked) -> list[str]:
     c, ratio = ranked.candidate, ranked.ratio_to_fastest
-    gain = f"{c.speedup.value:.2f}x" + (f"\n{c.speedup.low:.2f}-{c.speedup.high:.2f}" if c.speedup.n > 1 else "")
     accuracy = [r.value for r in c.tasks if r.metric.partition(",")[0] in ACCURACY_METRICS]
     mark = "~ " if ranked.significant is False else ""
     return [
         mark + c.name + ("" if c.score else " (predicted)"),
-        str(c.k), f"{c.tokens_per_pass:.2f}", f"{c.tokens_per_second:.4g}", gain,
-        "" if ratio is None else str(ratio).replace(" (", "\n("),
+        str(c.k), f"{c.tokens_per_pass:.2f}", f"{c.tokens_per_second:.4g}", two_lines(c.speedup),
+        "" if ratio is None else str(ratio).replace(" (", "\n("), two_lines(c.tpot_speedup),
         f"{accuracy[0]:.3f}" if accuracy else "–",
     ]  # fmt: skip
+
+
+def _plain_row(ranking: Sequence[Ranked], weights: str, speed: float) -> tuple[float, bool, list[str]]:
+    """Return the speed-up of plain decoding over the fastest one, False, and its row."""
+    speedup = speed / ranking[0].candidate.plain_tokens_per_second
+    name = f"{NO_DRAFT}, {weights}" if weights else NO_DRAFT
+    return speedup, False, [name, "–", "1.00", f"{speed:.4g}", f"{speedup:.2f}x", "", "–", "–"]
 
 
 def _paired_test(a: TaskResult, b: TaskResult) -> PairedTest:
@@ -369,6 +389,7 @@ def _subset_row(score: Score, prompts: list[int]) -> dict[str, Any]:
         "tokens_per_target_pass": part.tokens_per_pass(k) if counted else None,
         "output_tps": part.output_tps(k) if timed else None,
         "speedup": part.speedup_value(k) if timed else None,
+        "tpot_speedup": part.tpot_speedup_value(k),
     }
 
 

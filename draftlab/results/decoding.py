@@ -27,8 +27,8 @@ class Generation(FileModel):
     draft_seconds: NonNegativeFloat
     verify_seconds: NonNegativeFloat
     host_seconds: NonNegativeFloat
-    stalled_steps: NonNegativeInt = 0  # interrupted, and counted at the median of their kind
-    stalled_seconds: NonNegativeFloat = 0.0  # taken out of these steps
+    stalled_passes: NonNegativeInt = 0  # interrupted, and counted at the median of their kind
+    stalled_seconds: NonNegativeFloat = 0.0  # taken out of these passes
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Generation":
@@ -186,3 +186,9 @@ def request_timings(generations: Sequence[AnyGeneration]) -> list[Timing]:
 def decode_timings(generations: Sequence[Generation]) -> list[Timing]:
     """Return the timing of each prompt's tokens after the first, of its repeat of median time."""
     return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.decoding)))
+
+
+def share_of_equal_texts(plain: list[list[int]], arms: Sequence[list[list[int]]]) -> float:
+    """Return the share of the texts of all arms, as token ids, that equal plain's texts of the same prompts."""
+    equal = [text == own for texts in arms for text, own in zip(texts, plain, strict=True)]
+    return sum(equal) / len(equal)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
@@ -39,8 +40,10 @@ class Entry:
     score: Score
     rank: int  # 0 is the fastest
     k: int
-    best_k_speedup: Interval  # of a K chosen on other prompts
+    best_k_speedup: Interval  # of whole requests, at a K chosen on other prompts
+    best_k_tpot_speedup: Interval | None  # of the tokens after the first; None where servers decoded
     speedups: dict[int, Interval]  # by K; {} where they are not shown
+    tpot_speedups: dict[int, Interval | None]
     accuracy: TaskResult | None
 
     @property
@@ -80,15 +83,71 @@ def leaderboard(scores: Sequence[Score], every_k: bool = False) -> list[Entry]:
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered)]
 
 
-def plain_rank(entries: Sequence[Entry]) -> int:
-    """Return the number of drafts that rank above plain decoding."""
-    return sum(not e.score.output_differs and e.best_k_speedup.value > 1 for e in entries)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """The target alone, with the weights of one precision. Several runs have several speeds."""
+
+    name: str
+    rank: int  # drafts above it
+    tokens_per_second: list[float]
+    speedups: list[float]  # over the fastest precision
+
+    def speed(self, digits: Callable[[float], str]) -> str:
+        return _range(self.tokens_per_second, digits)
+
+    @property
+    def speedup(self) -> str:
+        return f"{_range(self.speedups, '{:.2f}'.format)}x"
 
 
-def plain_speed(entries: Sequence[Entry], digits: Callable[[float], str]) -> str:
-    """Return tokens per second without a draft; the range where the scores are of several runs."""
-    speeds = [e.score.output_tps(0) for e in entries]
-    return " to ".join(dict.fromkeys(map(digits, (min(speeds), max(speeds)))))
+def plain_rows(entries: Sequence[Entry]) -> list[Plain]:
+    """Return the target alone at every precision that was measured, the fastest first."""
+    speeds: dict[str, list[float]] = {}
+    speedups: dict[str, list[float]] = {}
+    for score in (entry.score for entry in entries):
+        for weights, speed in score.plain_tps.items():
+            speeds.setdefault(weights, []).append(speed)
+            speedups.setdefault(weights, []).append(speed / score.output_tps(0))
+    rows = [
+        Plain(
+            name=NO_DRAFT if len(speeds) == 1 else f"{NO_DRAFT}, {weights}",
+            rank=plain_rank(entries, max(speedups[weights])),
+            tokens_per_second=speeds[weights],
+            speedups=speedups[weights],
+        )
+        for weights in speeds
+    ]
+    return sorted(rows, key=lambda row: -max(row.speedups))
+
+
+def plain_rank(entries: Sequence[Entry], speedup: float = 1.0) -> int:
+    """Return the number of drafts that rank above plain decoding of this speed-up."""
+    return sum(not e.score.output_differs and e.best_k_speedup.value > speedup for e in entries)
+
+
+Row = TypeVar("Row")
+
+
+def with_plain(of_drafts: Sequence[Row], plain: Sequence[Plain], row: Callable[[Plain], Row]) -> list[Row]:
+    """Return the rows of drafts with those of plain decoding at their places."""
+    rows = list(of_drafts)
+    for each in reversed(plain):
+        rows.insert(each.rank, row(each))
+    return rows
+
+
+def precision(scores: Sequence[Score]) -> str:
+    """Return the precision of both sides and how passes ran, of all scores."""
+    by_setting: dict[str, list[str]] = {}
+    for score in scores:
+        by_setting.setdefault(score.conditions.precision, []).append(score.name)
+    if len(by_setting) == 1:
+        return next(iter(by_setting))
+    return "; ".join(f"{', '.join(names)}: {setting}" for setting, names in by_setting.items())
+
+
+def _range(values: Sequence[float], digits: Callable[[float], str]) -> str:
+    return " to ".join(dict.fromkeys(map(digits, (min(values), max(values)))))
 
 
 def entries_of(scores: Sequence[Score], every_k: bool) -> list[Entry]:
@@ -100,7 +159,9 @@ def entries_of(scores: Sequence[Score], every_k: bool) -> list[Entry]:
             rank=0,
             k=score.best_k,
             best_k_speedup=score.best_k_speedup,
+            best_k_tpot_speedup=score.best_k_tpot_speedup,
             speedups={k: score.speedup(k) for k in sorted(score.speculative)} if every_k else {},
+            tpot_speedups={k: score.tpot_speedup(k) for k in sorted(score.speculative)} if every_k else {},
             accuracy=next((r for r in score.draft.tasks if (r.task, r.metric) == shown), None),
         )
         for score in scores

@@ -10,8 +10,8 @@ from draftlab.model.shape import format_count
 from draftlab.provenance import CurvePoint, Stage
 from draftlab.results import plots
 from draftlab.results.compare import category_rows
-from draftlab.results.leaderboard import NO_DRAFT, Entry, Mark, plain_rank
-from draftlab.results.tables import Rows, three_digits
+from draftlab.results.leaderboard import NO_DRAFT, Entry, Mark, plain_rank, plain_rows, with_plain
+from draftlab.results.tables import Rows, milliseconds, three_digits
 
 PROMPT_SHOWN = 1200  # characters of the example's prompt
 
@@ -30,11 +30,11 @@ class Figure:
 
 def ranking(entries: list[Entry]) -> Figure:
     rows = [[e.score.name, str(e.k), e.best_k_speedup.as_speedup()] for e in entries]
-    rows.insert(plain_rank(entries), [NO_DRAFT, "–", "1.00x"])
     return Figure(
-        title="Speed-up of each draft", svg=plots.plot_ranking(entries), rows=rows,
+        title="Speed-up of each draft, whole requests", svg=plots.plot_ranking(entries),
+        rows=with_plain(rows, plain_rows(entries), lambda plain: [plain.name, "–", plain.speedup]),
         heads=["draft", "K", "speed-up (95% interval)"],
-        caption="Tokens per second over the target's own (dashed line), each draft at its best K.",
+        caption="Tokens per second of whole requests over the target's own (dashed line), each draft at its best K.",
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def categories(entries: list[Entry]) -> Figure | None:
         title="Speed-up by category", svg=plots.plot_categories(entries, by_draft), key=_key(shown, entries),
         heads=["category", "n", *(e.score.name for e in entries)],
         rows=[[row[0]["category"], str(row[0]["prompts"]), *map(_gain, row)] for row in zip(*by_draft, strict=True)],
-        caption=f"Speed-up{more} on the prompts of each category, at the K that is best over all.",
+        caption=f"Speed-up of whole requests{more} on the prompts of each category, at the K that is best over all.",
     )  # fmt: skip
 
 
@@ -91,9 +91,12 @@ def facts(best: Entry) -> list[tuple[str, str, str]]:
     """Return the headline numbers of the fastest draft: name, value, and what belongs to it."""
     score, gain, made = best.score, best.best_k_speedup, best.score.made
     spread = f"95% interval {gain.low:.2f} to {gain.high:.2f}, " if gain.n > 1 else ""
-    name = "speed-up" if score.doubt is None else "speed-up, in doubt"
+    name = "speed-up of requests" if score.doubt is None else "speed-up of requests, in doubt"
+    tpot, ttft, alone = best.best_k_tpot_speedup, score.ttft_ms(best.k), score.ttft_ms(0)
     rows = [
         (name, f"{gain.value:.2f}x", f"{spread}n = {gain.n} prompts"),
+        *([("TPOT speed-up", f"{tpot.value:.2f}x", "of the tokens after the first")] if tpot else []),
+        *([("TTFT", f"{milliseconds(ttft)} ms", f"{milliseconds(alone)} without")] if ttft else []),
         ("tokens per second", three_digits(score.output_tps(best.k)), f"{three_digits(score.output_tps(0))} without"),
         ("tokens per target pass", f"{best.tokens_per_pass:.2f}", f"K = {best.k} drafted"),
     ]
@@ -140,8 +143,8 @@ def by_k(entries: list[Entry]) -> Figure:
     return Figure(
         title="Speed-up against K", svg=plots.plot_speedup(entries), key=_key(entries), rows=rows,
         heads=["draft", *(f"K = {k}" for k in ks)],
-        caption="Tokens per second over the target's own; above the dashed line the draft helps. Bands: 95% bootstrap "
-        "interval over prompts.",
+        caption="Tokens per second of whole requests over the target's own; above the dashed line the draft helps. "
+        "Bands: 95% bootstrap interval over prompts.",
     )  # fmt: skip
 
 
@@ -159,8 +162,8 @@ def _prompts(best: Entry) -> Figure | None:
             [str(prompt), names[prompt] or "–", three_digits(plain), three_digits(drafted), f"{drafted / plain:.2f}x"]
             for prompt, (plain, drafted) in rates.items()
         ],
-        caption=f"{best.score.name} at K = {best.k}: each prompt, plain and with the draft, at its repeat of median "
-        "time. Above the dashed line the draft helps.",
+        caption=f"{best.score.name} at K = {best.k}: each whole request, plain and with the draft, at its repeat of "
+        "median time. Above the dashed line the draft helps.",
     )  # fmt: skip
 
 

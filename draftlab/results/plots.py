@@ -101,7 +101,7 @@ def plot_ranking(entries: list[Entry]) -> Markup:
         margin = 0.25 * (max(ends) - min(ends) or 1)
         ax.text(1, len(entries) - 0.4, f" {NO_DRAFT}  1.00", va="center")
         ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(entries), -0.9), yticks=[])
-        ax.set(xlabel="speed-up, 95% interval")
+        ax.set(xlabel="speed-up of whole requests, 95% interval")
 
     return _svg(draw, "Speed-up of each draft at its best K, with its interval", inches=1.0 + 0.42 * len(entries))
 
@@ -120,7 +120,7 @@ def plot_categories(entries: list[Entry], rows: list[list[dict[str, Any]]]) -> M
                 ends = row["speedup_low"] or row["speedup"], row["speedup_high"] or row["speedup"]
                 gain = Interval(value=row["speedup"], low=ends[0], high=ends[1], n=row["prompts"])
                 _interval(ax, gain, at + 0.22 * (i - (len(shown) - 1) / 2), entry)
-        ax.set(xlabel="speed-up, 95% interval", ylim=(len(names) - 0.5, -0.5))
+        ax.set(xlabel="speed-up of whole requests, 95% interval", ylim=(len(names) - 0.5, -0.5))
         ax.set_yticks(range(len(names)), names)
         ax.tick_params("y", length=0)
 
@@ -282,12 +282,11 @@ def step_times(entries: list[Entry]) -> list[StepTime]:
     return [
         StepTime(
             label=f"{e.label}, K = {k}" if k else NO_DRAFT,
-            ms={
-                phase: 1000 * tokens / e.score.output_tps(k) * share for phase, share in e.score.time_shares(k).items()
-            },
+            ms={phase: 1000 * tokens / tokens_per_second * share for phase, share in e.score.time_shares(k).items()},
             tokens=tokens,
         )
         for e, k, tokens in [*((e, 0, 1.0) for e in known[:1]), *((e, e.k, e.tokens_per_pass) for e in known)]
+        if (tokens_per_second := e.score.decode_tps(k))
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from draftlab.errors import UserError
+from draftlab.intervals import Interval
 from draftlab.model.shape import format_count
 from draftlab.output import Output
 from draftlab.results import page, plots
@@ -15,27 +16,51 @@ from draftlab.results.accuracy import with_accuracy
 from draftlab.results.leaderboard import (
     COLOURS,
     DARK_COLOURS,
-    NO_DRAFT,
     Entry,
+    Plain,
     accuracy_metric,
     entries_of,
     leaderboard,
-    plain_rank,
-    plain_speed,
+    plain_rows,
+    precision,
+    with_plain,
 )
 from draftlab.results.score import Latency, Score, TaskResult, read_score, score_files
-from draftlab.results.tables import Rows, kv_bytes, optional, three_digits
+from draftlab.results.tables import Rows, kv_bytes, milliseconds, optional, three_digits
 from draftlab.results.warnings import score_warnings
 
 BOARD_HEADS = (
-    "draft", "speed-up (95% interval)", "tokens/s speculative", "tokens/s plain", "K", "tokens per target pass",
-    "acceptance rate", "draft ms per token (quartiles)", "c", "layers x hidden", "parameters", "accuracy",
+    "draft",
+    "speed-up of requests (95% interval)",
+    "TPOT speed-up (95% interval)",
+    "TTFT, ms",
+    "tokens/s speculative",
+    "tokens/s plain",
+    "K",
+    "tokens per target pass",
+    "acceptance rate",
+    "weights, target/draft",
+    "equal texts",
+    "draft ms per token (quartiles)",
+    "c",
+    "layers x hidden",
+    "parameters",
+    "accuracy",
     "KV bytes per token",
-)  # fmt: skip
+)
 K_HEADS = (
-    "K", "speed-up\n(95% interval)", "implied\nspeed-up", "tokens\nper\ntarget\npass", "break\neven",
-    "acceptance\nrate", "draft/\nverify/\nhost, %", "steps", "accepted\nat least\n1, 2, ... K",
-)  # fmt: skip
+    "K",
+    "speed-up of\nrequests\n(95% interval)",
+    "TPOT\nspeed-up\n(95% interval)",
+    "implied\nTPOT\nspeed-up",
+    "TTFT,\nms",
+    "tokens\nper\ntarget\npass",
+    "break\neven",
+    "acceptance\nrate",
+    "draft/\nverify/\nhost, %",
+    "steps",
+    "accepted\nat least\n1, 2, ... K",
+)
 
 
 def markdown(scores: list[Score]) -> str:
@@ -44,6 +69,7 @@ def markdown(scores: list[Score]) -> str:
     parts = [
         _plain(_answer(entries)),
         _markdown_table(_board_heads(scores), _board_rows(entries)),
+        _plain(about_speedups([e.score for e in entries])),
         _markdown_table(*by_batch) if (by_batch := page.batches(entries)) else "",
         _markdown_table(["draft", "minutes", "tokens", "made by"], page.cost_rows(entries)),
         "\n".join(f"- **{_plain(e.score.name)}**: {e.score.verdict()}" for e in entries),
@@ -56,7 +82,8 @@ def markdown(scores: list[Score]) -> str:
 def html(scores: list[Score], command: str) -> str:
     """Return one page that loads nothing: styles and plots are inside. command: what made the page."""
     entries = leaderboard(scores, every_k=True)
-    ordered, at = [e.score for e in entries], plain_rank(entries)
+    ordered = [e.score for e in entries]
+    marked = with_plain(entries, plain_rows(entries), lambda _: None)
     environment = Environment(loader=PackageLoader("draftlab.results"), autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
     written = environment.get_template("report.html.j2").render(
@@ -64,7 +91,8 @@ def html(scores: list[Score], command: str) -> str:
         answer=_answer(entries),
         warnings=score_warnings(scores),
         entries=entries,
-        board=(_board_heads(scores), _board_rows(entries), [*entries[:at], None, *entries[at:]]),
+        board=(_board_heads(scores), _board_rows(entries), marked),
+        about_speedups=about_speedups(ordered),
         best=None if entries[0].score.output_differs else entries[0],
         shown=next((e for e in entries if e.score.example), None),
         page=page,
@@ -113,11 +141,11 @@ def _answer(entries: list[Entry]) -> str:
     elif best.score.doubt is not None:
         lead = f"The best draft for {target} here is {name}."
     elif gain.low > 1:
-        lead = f"With {name} as its draft, {target} generates {gain.value:.2f} times as many tokens per second."
+        lead = f"With {name} as its draft, {target} answers whole requests {gain.value:.2f} times as fast."
     elif gain.high < 1:
         lead = f"No draft here helps {target}: with the best one, {name}, it runs at {gain.value:.0%} of its own speed."
     else:
-        lead = f"No draft here makes {target} significantly faster; the best one is {name}."
+        lead = f"No draft here makes whole requests of {target} significantly faster; the best one is {name}."
     parts = [lead, best.score.verdict()]
     if others:
         second = others[0].best_k_speedup
@@ -127,6 +155,15 @@ def _answer(entries: list[Entry]) -> str:
     return " ".join(parts)
 
 
+def about_speedups(scores: Sequence[Score]) -> str:
+    """Say what the speed-ups of a table are of, over what, and how both sides ran."""
+    return (
+        "Speed-ups are of whole requests, prefill and decoding, over the target alone at the fastest precision that "
+        "was measured; TPOT is of the tokens after the first. Each draft at its best K; intervals are over prompts. "
+        f"How both sides ran: {precision(scores)}."
+    )
+
+
 def _board_heads(scores: Sequence[Score]) -> list[str]:
     shown = accuracy_metric(scores)
     return [f"{shown[1]}, {shown[0]}" if head == "accuracy" and shown else head for head in BOARD_HEADS]
@@ -134,10 +171,13 @@ def _board_heads(scores: Sequence[Score]) -> list[str]:
 
 def _board_rows(entries: list[Entry]) -> Rows:
     """Return one row per draft, with plain decoding at its place."""
-    rows = [_board_row(e) for e in entries]
-    plain = [NO_DRAFT, "1.00x", plain_speed(entries, three_digits), plain_speed(entries, three_digits), "–", "1.00"]
-    rows.insert(plain_rank(entries), plain + ["–"] * (len(BOARD_HEADS) - len(plain)))
-    return rows
+    return with_plain(list(map(_board_row, entries)), plain_rows(entries), _plain_row)
+
+
+def _plain_row(plain: Plain) -> list[str]:
+    speed = plain.speed(three_digits)
+    cells = [plain.name, plain.speedup, "–", "–", speed, speed, "–", "1.00"]
+    return cells + ["–"] * (len(BOARD_HEADS) - len(cells))
 
 
 def _board_row(entry: Entry) -> list[str]:
@@ -145,11 +185,15 @@ def _board_row(entry: Entry) -> list[str]:
     return [
         score.name,
         entry.best_k_speedup.as_speedup(),
+        _speedup_text(entry.best_k_tpot_speedup),
+        f"{milliseconds(score.ttft_ms(entry.k))}, {milliseconds(score.ttft_ms(0))} without",
         three_digits(score.output_tps(entry.k)),
         three_digits(score.output_tps(0)),
         str(entry.k),
         f"{entry.tokens_per_pass:.2f}",
         f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
+        f"{score.conditions.target_weights}/{score.conditions.draft_weights or '–'}",
+        optional(score.equal_texts, ".1%"),
         _latency_text(score.draft.latency[0]) if score.draft.latency else "–",
         optional(score.cost_ratio, ".3f"),
         f"{shape.layers} x {shape.hidden}" if shape else "–",
@@ -160,15 +204,17 @@ def _board_row(entry: Entry) -> list[str]:
 
 
 def _k_rows(entry: Entry) -> Rows:
-    return [_k_row(entry.score, k, gain.as_speedup()) for k, gain in entry.speedups.items()]
+    return [_k_row(entry, k) for k in entry.speedups]
 
 
-def _k_row(score: Score, k: int, speedup: str) -> list[str]:
-    acceptance, shares = score.acceptance(k), score.time_shares(k)
+def _k_row(entry: Entry, k: int) -> list[str]:
+    score, acceptance, shares = entry.score, entry.score.acceptance(k), entry.score.time_shares(k)
     return [
         str(k),
-        speedup,
+        entry.speedups[k].as_speedup(),
+        _speedup_text(entry.tpot_speedups[k]),
         optional(score.implied_speedup(k), ".2f"),
+        milliseconds(score.ttft_ms(k)),
         f"{score.tokens_per_pass(k):.2f}",
         f"{score.break_even_length(k):.2f}",
         f"{acceptance.draft_acceptance_rate:.1%}",
@@ -198,26 +244,48 @@ def _json_row(entry: Entry, k: int) -> dict[str, Any]:
         "doubt": score.doubt,
         "output_tps": score.output_tps(k),
         "plain_output_tps": score.output_tps(0),
-        "first_token_ms": score.first_token_ms(k),
-        "plain_first_token_ms": score.first_token_ms(0),
+        **{f"plain_output_tps_{weights}": speed for weights, speed in score.plain_tps.items() if score.other_plain},
+        **_columns("request_ms", score.request_ms(k)),
+        **_columns("plain_request_ms", score.request_ms(0)),
+        **_columns("ttft_ms", score.ttft_ms(k)),
+        **_columns("plain_ttft_ms", score.ttft_ms(0)),
+        **_columns("tpot_ms", score.tpot_ms(k)),
+        **_columns("plain_tpot_ms", score.tpot_ms(0)),
         "break_even_length": score.break_even_length(k),
         **{f"{phase}_share": score.time_shares(k).get(phase) for phase in plots.PHASES},
         "accuracy_task": accuracy and accuracy.task,
         "accuracy": accuracy and accuracy.value,
         "accuracy_stderr": accuracy and accuracy.stderr,
         "identical": score.identical,
+        "equal_texts": score.equal_texts,
+        "baseline_weights": score.baseline_weights,
         "distinct_4grams": score.distinct_4grams,
         **score.conditions.model_dump(),
         "created": score.created,
     }
 
 
-def _speedup_columns(entry: Entry, k: int) -> dict[str, float]:
-    gain, best = entry.speedups[k], entry.best_k_speedup
-    columns = {"speedup": gain.value, "speedup_low": gain.low, "speedup_high": gain.high, "speedup_n": gain.n}
-    return columns | {
-        "best_k_speedup": best.value, "best_k_speedup_low": best.low, "best_k_speedup_high": best.high,
-    }  # fmt: skip
+def _speedup_columns(entry: Entry, k: int) -> dict[str, float | None]:
+    return {
+        **_columns("speedup", entry.speedups[k]),
+        "speedup_n": entry.speedups[k].n,
+        **_columns("tpot_speedup", entry.tpot_speedups[k]),
+        **_columns("best_k_speedup", entry.best_k_speedup),
+        **_columns("best_k_tpot_speedup", entry.best_k_tpot_speedup),
+    }
+
+
+def _columns(name: str, estimate: Interval | None) -> dict[str, float | None]:
+    """Return an estimate and the ends of its interval as three columns."""
+    return {
+        name: estimate and estimate.value,
+        f"{name}_low": estimate and estimate.low,
+        f"{name}_high": estimate and estimate.high,
+    }
+
+
+def _speedup_text(speedup: Interval | None) -> str:
+    return "–" if speedup is None else speedup.as_speedup()
 
 
 def _models(score: Score) -> Rows:
@@ -241,7 +309,12 @@ def _conditions(scores: Sequence[Score]) -> Rows:
     facts = [
         {"target": s.target.name}
         | {name.replace("_", " "): str(value) for name, value in s.conditions.model_dump().items()}
-        | {"output equals the target's own": identical[s.identical], "distinct 4-grams": f"{s.distinct_4grams:.2f}"}
+        | {
+            "output equals the target's own": identical[s.identical],
+            "equal texts": optional(s.equal_texts, ".1%"),
+            "speed-ups are over weights in": s.baseline_weights,
+            "distinct 4-grams": f"{s.distinct_4grams:.2f}",
+        }
         for s in scores
     ]
     return _agreement(scores, facts)

@@ -3,6 +3,7 @@
 K drafted tokens per step; a step is one target pass after the prefill, and the drafting before it.
 """
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
@@ -98,8 +99,8 @@ class Conditions(FileModel):
     min_p: float = 0.0
     seed: int
     batch: int = 1  # prompts decoded at once; each generation gets its share of the batch's seconds
-    weights: str  # of the target that verifies: dtype's name, int8, or quantised as its files are
-    draft_weights: str  # of the draft
+    target_weights: str  # precision of the weights that verify: a dtype's name, int8, or how a checkpoint is quantised
+    draft_weights: str | None  # precision of the draft's weights; None: it has no model
     rule: str = "rejection"  # verification rule; without effect when greedy
     draft_temperature: float | None = None  # None: the target's
     in_phases: bool = False  # the servers ran one after the other
@@ -107,6 +108,18 @@ class Conditions(FileModel):
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(**{name: getattr(self, name) for name in SAMPLING})
+
+    @property
+    def precision(self) -> str:
+        """The precision of both sides and how passes ran, in words."""
+        if self.mode == "served":
+            return "both as served"
+        draft = "no draft model" if self.draft_weights is None else f"draft {self.draft_weights}"
+        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        return (
+            f"weights: target {self.target_weights}, {draft}; activations {self.dtype}; "
+            f"mode {self.mode}, {threads}, batch {self.batch}"
+        )
 
     @property
     def decoding(self) -> str:
@@ -135,8 +148,7 @@ class Score(FileModel):
     other_plain: dict[str, list[Generation]] = Field(default={})  # the target alone with other weights, by their name
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # by K
     counters: dict[int, Counters] = Field(default={})  # by K, where a server decoded
-    identical: bool | None  # greedy: speculative tokens equal plain ones at every K; None when sampling
-    equal_texts: float | None = Field(default=None, ge=0, le=1)  # share of the greedy texts, over all K
+    equal_texts: float | None = Field(ge=0, le=1)  # share of texts, over all K, that equal plain's; None when sampling
     distinct_4grams: float = Field(ge=0, le=1)  # share, in the target's output; low in a loop, which drafts predict
     example: Example | None = None  # the prompt of median speed-up at the best K
     learnt: str | None = None  # a drafter with what it learnt when it was built, as --drafter takes it
@@ -163,26 +175,37 @@ class Score(FileModel):
         return any(isinstance(g, ServedGeneration) for g in self.plain)
 
     @property
+    def identical(self) -> bool | None:
+        """Greedy: whether all texts equal those of the target alone with the same weights. None when sampling."""
+        return None if self.equal_texts is None else self.equal_texts == 1
+
+    @property
     def output_differs(self) -> bool:
         """True if the output is not the target's own, so that no speed-up counts."""
         return self.identical is False
 
     @property
+    def plain_tps(self) -> dict[str, float]:
+        """Tokens per second of whole requests without a draft, by the target's weights."""
+        plain = {self.conditions.target_weights: self.plain, **self.other_plain}
+        return {weights: intervals.tokens_per_second(request_timings(runs)) for weights, runs in plain.items()}
+
+    @property
     def baseline_weights(self) -> str:
         """The weights with which the target alone answers requests fastest: what a speed-up is over."""
-        plain = {self.conditions.weights: self.plain, **self.other_plain}
-        return max(plain, key=lambda name: intervals.tokens_per_second(request_timings(plain[name])))
+        speeds = self.plain_tps
+        return max(speeds, key=lambda weights: speeds[weights])
 
     @property
     def baseline(self) -> list[Generation] | list[ServedGeneration]:
-        """The fastest plain decoding of whole requests, at any precision that was measured."""
         return self.other_plain.get(self.baseline_weights, self.plain)
 
     @property
-    def plain_tps(self) -> dict[str, float]:
-        """Tokens per second of whole requests without a draft, by the target's weights."""
-        plain = {self.conditions.weights: self.plain, **self.other_plain}
-        return {name: intervals.tokens_per_second(request_timings(runs)) for name, runs in plain.items()}
+    def cheaper_draft(self) -> bool:
+        """True if the draft's weights have fewer bits than any with which the target alone was measured."""
+        draft = _bits(self.conditions.draft_weights or "")
+        target = [bits for weights in self.plain_tps if (bits := _bits(weights)) is not None]
+        return draft is not None and bool(target) and draft < min(target)
 
     @property
     def best_k(self) -> int:
@@ -192,6 +215,11 @@ class Score(FileModel):
     def best_k_speedup(self) -> Interval:
         """Speed-up of whole requests at a K that was chosen on other prompts than those it is timed on."""
         return intervals.speedup(self.timings(self.speculative))
+
+    @property
+    def best_k_tpot_speedup(self) -> Interval | None:
+        """Speed-up of the tokens after the first, at the K of best_k_speedup; None where servers decoded."""
+        return self._tpot_speedup(self.speculative)
 
     def speedup(self, k: int) -> Interval:
         """Return how many times as fast whole requests are with drafts as with the fastest plain decoding.
@@ -214,16 +242,25 @@ class Score(FileModel):
 
     def tpot_speedup(self, k: int) -> Interval | None:
         """Return the speed-up of the tokens after the first (time per output token); None where servers decoded."""
-        drafted, plain = self.generations(k), self.generations(0)
-        return intervals.speedup(([decode_timings(drafted)], decode_timings(plain))) if drafted else None
+        return self._tpot_speedup([k])
+
+    def _tpot_speedup(self, ks: Collection[int]) -> Interval | None:
+        drafted, plain = [decode_timings(self.generations(k)) for k in ks], decode_timings(self.generations(0))
+        if not any(tokens for tokens, _ in plain):
+            return None
+        return intervals.speedup((drafted, plain), chosen_by=self.timings(ks)[0])
+
+    def decode_tps(self, k: int) -> float | None:
+        """Return tokens per second after the first token; K = 0: the baseline. None where servers decoded."""
+        return intervals.tokens_per_second(decode_timings(self.generations(k))) or None
 
     def tpot_ms(self, k: int) -> Interval | None:
-        """Return the milliseconds per output token after the first; K = 0: the baseline. None where servers decoded."""
+        """Return the milliseconds per output token after the first; K and None as in decode_tps."""
         runs = decode_timings(self.generations(k))
         return intervals.ratio([(1e3 * seconds, tokens) for tokens, seconds in runs]) if runs else None
 
     def ttft_ms(self, k: int) -> Interval | None:
-        """Return the mean milliseconds to the first token, the draft's prefill included; K and None as in tpot_ms."""
+        """Return the mean milliseconds to the first token, the draft's prefill included; see decode_tps."""
         repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
         return intervals.ratio([(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats]) if repeats else None
 
@@ -259,13 +296,11 @@ class Score(FileModel):
 
         Prefills are left out where their time is known.
         """
-        return self.tokens_per_pass(k) / (self.decode_speedup_value(k, self.baseline) or self.speedup_value(k))
+        return self.tokens_per_pass(k) / (self.tpot_speedup_value(k) or self.speedup_value(k))
 
-    def decode_speedup_value(self, k: int, plain: Sequence[Generation | ServedGeneration]) -> float | None:
-        """Return the speed-up of the tokens after the first over some plain decoding; None where servers decoded."""
-        alone = [g for g in plain if isinstance(g, Generation)]
-        rates = [intervals.tokens_per_second(decode_timings(runs)) for runs in (self.generations(k), alone)]
-        return rates[0] / rates[1] if all(rates) else None
+    def tpot_speedup_value(self, k: int) -> float | None:
+        drafted, plain = self.decode_tps(k), self.decode_tps(0)
+        return drafted / plain if drafted and plain else None
 
     def time_shares(self, k: int) -> dict[str, float]:
         """Return the shares of decoding time: drafting, verifying, host (sampling, bookkeeping); {} where unknown."""
@@ -279,7 +314,7 @@ class Score(FileModel):
         """Passes that stalled and count as the others of their kind, and all passes; 0 where servers decoded."""
         arms = (self.plain, *self.other_plain.values(), *self.speculative.values())
         runs = [g for each in arms for g in each if isinstance(g, Generation)]
-        return sum(g.stalled_steps for g in runs), sum(1 + len(g.drafted) for g in runs)
+        return sum(g.stalled_passes for g in runs), sum(1 + len(g.drafted) for g in runs)
 
     @property
     def uneven_prompts(self) -> tuple[int, float]:
@@ -287,7 +322,22 @@ class Score(FileModel):
         runs = (self.plain, *self.other_plain.values(), *self.speculative.values())
         arms = [repeats_by_prompt(each, lambda g: g.request) for each in runs]
         worst = [max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)]
+        worst = list(map(max, worst, self._prefill_spreads() or worst))
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
+
+    def _prefill_spreads(self) -> list[float]:
+        """Return for each prompt how much longer its fastest request would take with its slowest prefill.
+
+        Every K of a draft has the same prefill, so that even prompts that were decoded once tell. [] where servers
+        decoded.
+        """
+        runs = [g for k in self.speculative for g in self.generations(k)]
+        spreads = []
+        for repeats in repeats_by_prompt(runs, lambda g: g):
+            prefills = [g.prefill_seconds for g in repeats]
+            fastest = min(g.request[1] for g in repeats)
+            spreads.append(1 + (max(prefills) - min(prefills)) / fastest if fastest else 1.0)
+        return spreads
 
     @property
     def median_prompt(self) -> int:
@@ -303,11 +353,13 @@ class Score(FileModel):
         return {prompt: (p[0] / p[1], d[0] / d[1]) for prompt, p, d in pairs if p[1] and d[1]}
 
     def subset(self, prompts: Collection[int]) -> "Score":
-        """Return the same score over some of its prompts, without server counters, which are of all prompts."""
+        """Return the same score over some of its prompts, over the baseline of all prompts alone.
+
+        Server counters, which are of all prompts, are left out.
+        """
         speculative = {k: [g for g in runs if g.prompt in prompts] for k, runs in self.speculative.items()}
-        plain = [g for g in self.plain if g.prompt in prompts]
-        other = {name: [g for g in runs if g.prompt in prompts] for name, runs in self.other_plain.items()}
-        parts = {"plain": plain, "other_plain": other, "speculative": speculative, "counters": {}}
+        plain = [g for g in self.baseline if g.prompt in prompts]
+        parts = {"plain": plain, "other_plain": {}, "speculative": speculative, "counters": {}}
         return self.model_copy(update=parts)
 
     @property
@@ -327,9 +379,7 @@ class Score(FileModel):
         return self.draft_ms / self.target.latency[0].median_ms if self.draft_ms and self.target.latency else None
 
     def implied_speedup(self, k: int) -> float | None:
-        """Return the decode-only speed-up that tokens per pass and latencies of single passes imply; None: not measured.
-
-        It is over plain decoding with the weights that verify.
+        """Return the TPOT speed-up that tokens per pass and latencies of single passes imply; None: not measured.
 
         A draft model drafts K tokens one after the other, a parallel one all in one pass, then the target verifies them
         in one pass of K + 1. Drafters that take some of their tokens from elsewhere, which have no checkpoint of their
@@ -339,7 +389,9 @@ class Score(FileModel):
         if self.draft_ms is None or self.draft.sha256 is None or not {1, k + 1} <= ms.keys():
             return None
         drafting_ms = self._parallel_pass_ms(k) if self.draft.parallel else k * self.draft_ms
-        return self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
+        verifying = intervals.tokens_per_second(decode_timings([g for g in self.plain if isinstance(g, Generation)]))
+        over_baseline = verifying / (self.decode_tps(0) or verifying)  # latencies are of the weights that verify
+        return over_baseline * self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
 
     def _parallel_pass_ms(self, k: int) -> float:
         """Return the time of a pass over what the last step emitted and k - 1 mask tokens, as it lies on a line through
@@ -358,9 +410,9 @@ class Score(FileModel):
     def doubt(self) -> str | None:
         """The reason why nobody can tell from this score how fast the draft is; None: there is none."""
         k = self.best_k
-        implied, measured = self.implied_speedup(k), self.decode_speedup_value(k, self.plain)
+        implied, measured = self.implied_speedup(k), self.tpot_speedup_value(k)
         if implied is not None and measured and not 1 / DISAGREE <= implied / measured <= DISAGREE:
-            return f"latencies and acceptance imply {implied:.2f}x in decoding at K = {k}; {measured:.2f}x was measured"
+            return f"latencies and acceptance imply a TPOT speed-up of {implied:.2f}x at K = {k}, not {measured:.2f}x"
         machine, running = self.environment, (self.conditions.device, self.conditions.threads)
         if machine is not None and (reason := machine.doubt(*running)) is not None:
             return reason
@@ -375,7 +427,7 @@ class Score(FileModel):
         return None
 
     def headline(self) -> str:
-        """Return in words whether the draft is faster than none, and its speed-up."""
+        """Return in words whether whole requests are faster with the draft, by how much, and over what."""
         gain, doubt = self.best_k_speedup, self.doubt
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:
@@ -383,24 +435,24 @@ class Score(FileModel):
         if doubt is not None:
             opening = f"Cannot tell, because {doubt}; measure again on a quiet machine. Measured"
         changed = "The output is not the target's own. " if self.output_differs else ""
-        return f"{changed}{opening}: {gain.as_speedup()}"
+        over = f" over the target alone with {self.baseline_weights} weights" if self.other_plain else ""
+        return f"{changed}{opening}: {gain.as_speedup()} in whole requests at K = {self.best_k}{over}"
 
     def verdict(self) -> str:
         """Return in words what the draft gains, and what limits it most."""
-        k = self.best_k
-        return (
-            f"{self.headline()} in whole requests at K = {k}{self._decoding_text(k)}, with "
-            f"{self.tokens_per_pass(k):.2f} tokens per target pass (break-even in decoding: "
-            f"{self.break_even_length(k):.2f}).{self._limit(k)}"
+        k, said = self.best_k, [f"{self.headline()}."]
+        tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k)
+        if tpot is not None:
+            implies = "" if implied is None else f" (latencies and acceptance imply {implied:.2f}x)"
+            said.append(f"TPOT, the time per token after the first: {tpot.as_speedup()}{implies}.")
+        with_draft, alone = self.ttft_ms(k), self.ttft_ms(0)
+        if with_draft is not None and alone is not None:
+            said.append(f"TTFT, the time to the first token: {with_draft.value:.3g} ms, {alone.value:.3g} ms without.")
+        said.append(
+            f"{self.tokens_per_pass(k):.2f} tokens per target pass (break-even of "
+            f"{'whole requests' if self.served else 'TPOT'}: {self.break_even_length(k):.2f})."
         )
-
-    def _decoding_text(self, k: int) -> str:
-        """Return the speed-up of the tokens after the first, and what latencies imply of it; '' where unknown."""
-        decoding, implied = self.tpot_speedup(k), self.implied_speedup(k)
-        if decoding is None:
-            return ""
-        said = f", {decoding.as_speedup()} per token after the first (TPOT)"
-        return said + ("" if implied is None else f"; latencies and acceptance imply {implied:.2f}x")
+        return " ".join(said) + self._limit(k)
 
     def _limit(self, k: int) -> str:
         shares = self.time_shares(k)
@@ -408,7 +460,7 @@ class Score(FileModel):
             return ""
         phase = max(shares, key=lambda name: shares[name])
         activity, advice = LIMITS[phase]
-        return f" {activity} takes {shares[phase]:.0%} of the time: {advice}."
+        return f" {activity} takes {shares[phase]:.0%} of the time after the first token: {advice}."
 
 
 LIMITS = {
@@ -416,6 +468,12 @@ LIMITS = {
     "verify": ("Verification", "more accepted tokens would help most"),
     "host": ("Work on the host", "a faster engine would help most"),
 }
+
+
+def _bits(weights: str) -> int | None:
+    """Return the bits of a weight by the name of its precision; None where the name has none."""
+    bits = re.search(r"\d+", weights)
+    return int(bits[0]) if bits else None
 
 
 def score_files(paths: Sequence[Path]) -> list[Path]:

@@ -7,14 +7,22 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from draftlab.intervals import Interval
 from draftlab.model.shape import Shape, format_count
-from draftlab.results.leaderboard import NO_DRAFT, Entry, leaderboard, plain_rank, plain_speed
+from draftlab.results.leaderboard import Entry, leaderboard, plain_rank, plain_rows, precision, with_plain
 from draftlab.results.score import Score, TaskResult
 
 SCORE_HEADS = (
-    "draft\nshape, size", "draft ms\nc", "K", "accept\nrate", "tokens per\ntarget pass", "tok/s\nplain",
-    "speed-up\n95%", "acc", "KV\nbytes",
-)  # fmt: skip
+    "draft\nshape, size",
+    "draft ms\nc",
+    "K",
+    "accept\nrate",
+    "tokens/\npass",
+    "tok/s\nplain",
+    "request\n95%",
+    "TPOT\n95%",
+    "TTFT ms\nplain",
+)
 SHAPE_HEADS = (
     "layers\nx width", "heads", "ffn", "para-\nmeters", "in\nblocks", "embed-\ndings", "KV bytes\nper token",
     "MFLOP\nper token",
@@ -43,20 +51,27 @@ def terminal_table(
 def score_table(scores: list[Score]) -> Table:
     """Return one row per draft at its best K, the fastest first and marked, with plain decoding at its place."""
     entries = leaderboard(scores)
-    rows = [_score_row(e) for e in entries]
-    plain = [NO_DRAFT, "–", "–", "–", "1.00", plain_speed(entries, three_digits), "1.00x", "–", "–"]
-    rows.insert(plain_rank(entries), plain)
+    accuracy = next((e.accuracy.task for e in entries if e.accuracy), None)
+    differs = any(score.output_differs for score in scores)
+    optional_heads = [*(["acc"] if accuracy else []), *(["equal\ntexts"] if differs else [])]
+    blank = ["–"] * len(optional_heads)
+    rows = with_plain(
+        [_score_row(e, accuracy is not None, differs) for e in entries],
+        plain_rows(entries),
+        lambda p: [p.name, "–", "–", "–", "1.00", p.speed(three_digits), p.speedup, "–", "–", *blank],
+    )
     doubtful = plain_rank(entries) > 0 and entries[0].score.doubt is not None
-    table = terminal_table(SCORE_HEADS, rows, best=None if doubtful else 0)
+    table = terminal_table([*SCORE_HEADS, *optional_heads], rows, best=None if doubtful else 0)
     sampling = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
-    dtypes = " or ".join(dict.fromkeys(s.conditions.dtype for s in scores))
     prompts = {e.best_k_speedup.n for e in entries}
-    task = next((e.accuracy.task for e in entries if e.accuracy), None)
     table.caption = Text(
-        f"* Fastest. Each draft at its best K, {sampling}. c: time of a draft pass over that of a target pass. plain: "
-        "tok/s without a draft. Speed-up: of a K chosen on other prompts, with a 95% bootstrap interval over prompts, "
-        f"n = {' to '.join(map(str, sorted({min(prompts), max(prompts)})))}. KV bytes: per token, in {dtypes}."
-        + (f" acc: {task}." if task else "")
+        f"* Fastest. Each draft at its best K, {sampling}; {precision(scores)}. c: time of a draft pass over that of a "
+        "target pass. tok/s: of whole requests. request: speed-up of whole requests, prefill and decoding, over the "
+        "fastest plain decoding. TPOT: speed-up of the tokens after the first. Both are of a K chosen on other "
+        "prompts, with a 95% bootstrap interval over prompts, "
+        f"n = {' to '.join(map(str, sorted({min(prompts), max(prompts)})))}. TTFT: time to the first token."
+        + (f" acc: {accuracy}." if accuracy else "")
+        + (" equal texts: share that equals the target's own." if differs else "")
     )
     return table
 
@@ -111,11 +126,13 @@ def optional(value: float | None, digits: str) -> str:
     return "–" if value is None else format(value, digits)
 
 
-def _score_row(entry: Entry) -> list[str]:
+def milliseconds(estimate: Interval | None) -> str:
+    return "–" if estimate is None else three_digits(estimate.value)
+
+
+def _score_row(entry: Entry, accuracy: bool, equal_texts: bool) -> list[str]:
     """Return the leaderboard's cells in half the width: two lines each, as in their heads, and no quartiles."""
-    score, shape, gain = entry.score, entry.score.draft.shape, entry.best_k_speedup
-    interval = f"{gain.low:.2f}-{gain.high:.2f}" if gain.n > 1 else "n = 1"
-    ms, kv = score.draft_ms, kv_bytes(score)
+    score, shape, ms = entry.score, entry.score.draft.shape, entry.score.draft_ms
     return [
         f"{score.name}\n{shape.layers}x{shape.hidden}, {format_count(shape.params())}" if shape else score.name,
         "–" if ms is None else f"{three_digits(ms)}\n{optional(score.cost_ratio, '.3f')}",
@@ -123,7 +140,16 @@ def _score_row(entry: Entry) -> list[str]:
         f"{score.acceptance(entry.k).draft_acceptance_rate:.1%}",
         f"{entry.tokens_per_pass:.2f}",
         f"{three_digits(score.output_tps(entry.k))}\n{three_digits(score.output_tps(0))}",
-        f"{gain.value:.2f}x\n{interval}",
-        optional(entry.accuracy and entry.accuracy.value, ".3f"),
-        optional(kv, ","),
+        two_lines(entry.best_k_speedup),
+        two_lines(entry.best_k_tpot_speedup),
+        f"{milliseconds(score.ttft_ms(entry.k))}\n{milliseconds(score.ttft_ms(0))}",
+        *([optional(entry.accuracy and entry.accuracy.value, ".3f")] if accuracy else []),
+        *([optional(score.equal_texts, ".1%")] if equal_texts else []),
     ]
+
+
+def two_lines(gain: Interval | None) -> str:
+    """Return a speed-up, and its interval on the next line."""
+    if gain is None:
+        return "–"
+    return f"{gain.value:.2f}x\n" + (f"{gain.low:.2f}-{gain.high:.2f}" if gain.n > 1 else "n = 1")

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from draftlab.results.decoding import median_timings
 from draftlab.results.environment import LONG_WAITS
 from draftlab.results.score import UNEVEN, Score
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
-LATER = 0.05  # the draft's share of the prefill, in the whole time without it
-RARE = 1e-3  # share of the steps whose stalls cannot move a result
+RARE = 1e-3  # share of the passes whose stalls cannot move a result
 MANY_STEPS = 0.1  # share of the steps
 
 
@@ -34,11 +32,14 @@ def _about_output(score: Score) -> Iterator[str]:
     if score.identical is False and score.conditions.dtype != "float32":
         dtype = score.conditions.dtype
         yield (
-            f"its output differs from the target's own; rounding in {dtype} may break ties differently, but a bug may "
-            "cause it, too: check in float32"
+            f"its output differs from the target's own{_equal_texts(score)}; rounding in {dtype} may break ties "
+            "differently, but a bug may cause it, too: check in float32"
         )
     elif score.identical is False:
-        yield "its output differs from the target's own: decoding was not lossless, and no speed-up counts"
+        yield (
+            f"its output differs from the target's own{_equal_texts(score)}: decoding was not lossless, and no "
+            "speed-up counts"
+        )
     alone = {(r.task, r.metric): r.value for r in score.target.tasks}
     for r in score.speculative_tasks:
         value = alone.get((r.task, r.metric), r.value)
@@ -49,6 +50,10 @@ def _about_output(score: Score) -> Iterator[str]:
         yield f"only {share} of the output's 4-grams are distinct: repetition loops make every draft look good"
 
 
+def _equal_texts(score: Score) -> str:
+    return "" if score.equal_texts is None else f" ({score.equal_texts:.1%} of the texts are equal)"
+
+
 def _about_conditions(score: Score) -> Iterator[str]:
     if score.conditions.prompts < FEW_PROMPTS:
         yield f"number of prompts: {score.conditions.prompts}; with fewer than {FEW_PROMPTS}, intervals mean little"
@@ -56,7 +61,13 @@ def _about_conditions(score: Score) -> Iterator[str]:
         if model.via_transformers:
             yield f"transformers ran {model.name}, which is slower than the engine"
     if score.served:
-        yield "servers decoded it: times are of whole requests, including prefill and transport"
+        yield "servers decoded it: its times include transport, and TTFT and TPOT are not known"
+    if score.cheaper_draft:
+        weights = score.conditions.draft_weights
+        yield (
+            f"its weights are {weights}, and the target alone could be measured with {' and '.join(score.plain_tps)} "
+            "weights only, so that a part of the gain may be that of the precision"
+        )
     if score.conditions.in_phases:
         yield "the servers ran one after the other: what else changed on the machine in between counts as speed-up"
     if score.environment is not None and score.environment.busy:
@@ -69,24 +80,18 @@ def _about_conditions(score: Score) -> Iterator[str]:
 
 def _about_timing(score: Score) -> Iterator[str]:
     k, prompts = score.best_k, score.conditions.prompts
-    before, after, whole = (ms or 0.0 for ms in (score.first_token_ms(0), score.first_token_ms(k), score.request_ms(0)))
-    if after - before > LATER * whole:
-        yield (
-            f"the first token comes after {after:.0f} ms, without it after {before:.0f} ms, for it reads the prompt, "
-            f"too; the speed-up is of the tokens after it, {whole - before:.0f} ms without a draft"
-        )
-    stalled, steps = score.stalls
-    if stalled > RARE * steps:
-        yield f"{stalled} of {steps} steps stalled, as the machine was busy; they count as the others of their kind"
+    stalled, passes = score.stalls
+    if stalled > RARE * passes:
+        yield f"{stalled} of {passes} passes stalled, as the machine was busy; they count as the others of their kind"
     uneven, worst = score.uneven_prompts
     if uneven:
         yield (
-            f"{uneven} of {prompts} prompts took over {UNEVEN:g} times as long in one repeat as in another (at most "
-            f"{worst:.1f} times): the machine was busy; each prompt counts by its median repeat"
+            f"{uneven} of {prompts} prompts took over {UNEVEN:g} times as long in one run as in another of the same "
+            f"work (at most {worst:.1f} times): the machine was busy; each prompt counts by its median repeat"
         )
-    short = sum(not tokens for tokens, _ in median_timings(score.plain))
+    short = len({g.prompt for g in score.plain if g.tokens < 2})
     if short:
-        yield f"{short} of {prompts} prompts were answered with one token, which says nothing about speed"
+        yield f"{short} of {prompts} prompts were answered with one token, in which no draft can gain"
     if score.share_without_draft(k) > MANY_STEPS:
         share = f"{score.share_without_draft(k):.0%}"
         yield f"{share} of target passes at K = {k} had no draft; the acceptance rate is of the others"

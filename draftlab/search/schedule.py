@@ -155,8 +155,8 @@ class Search(FileModel):
         predicted = {trial.name: trial for trial in self.rungs[-1].trials}
         best = predicted[winner.name]
         lines = [
-            f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} tokens/s measured, "
-            f"{_spread(winner.gain)} of plain decoding (predicted {best.speedup:.2f}x at K = {best.k})."
+            f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} tokens/s measured in whole requests, "
+            f"{_spread(winner.gain)} of plain decoding (predicted {best.speedup:.2f}x in TPOT at K = {best.k})."
         ]
         if not self.pays:
             lines.insert(0, "No draft is faster: plain decoding is. The best of the candidates:")

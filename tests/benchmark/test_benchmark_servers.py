@@ -97,10 +97,10 @@ def test_a_draft_that_is_the_target_is_accepted_whole_by_the_counters(space, sta
     found = read_score(space / "runs/score-servers")
     assert [p.category for p in found.prompts] == ["code", "chat"]
     assert all(
-        g.timing == (NEW, g.seconds) for g in (*found.plain, *found.speculative[K]) if isinstance(g, ServedGeneration)
+        g.request == (NEW, g.seconds) for g in (*found.plain, *found.speculative[K]) if isinstance(g, ServedGeneration)
     )
     runs = (found.plain, found.speculative[K])  # of two repeats the faster one counts
-    times = [sum(min(g.timing[1] for g in of if g.prompt == prompt) for prompt in (0, 1)) for of in runs]
+    times = [sum(min(g.request[1] for g in of if g.prompt == prompt) for prompt in (0, 1)) for of in runs]
     assert row["speedup"] == pytest.approx(times[0] / times[1])
     assert found.generations(K) == []
     record = provenance.read_record(space / "runs/score-servers")

@@ -13,7 +13,7 @@ from draftlab.benchmark.stalls import TimedStep, without_stalls
 from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.engine.generate import Step
 from draftlab.model import llama
-from draftlab.results.decoding import Generation, median_timings
+from draftlab.results.decoding import Generation, decode_timings
 from draftlab.sampling import SamplingParams
 
 PROMPTS = [[1 + i, 2, 3 + i] for i in range(8)]
@@ -68,7 +68,7 @@ def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(
         return [g for arm in ARMS for g in found.generations[arm]], readings
 
     def full_of_stalls(runs: list[Generation]) -> int:
-        return sum(g.stalled_steps > throughput.MANY_STALLED * len(g.drafted) for g in runs)
+        return sum(g.stalled_passes > throughput.MANY_STALLED * len(g.drafted) for g in runs)
 
     quiet, readings = in_a_storm(range(0))
     storm = range(readings // 2, readings // 2 + readings // 20)  # of about two runs in the middle
@@ -87,19 +87,19 @@ def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(
 def test_the_estimate_stands_and_its_interval_covers_the_truth_whatever_stalls(models, quiet, share, factor):
     noisy = measured(models, share, factor)
     for arm in ARMS:
-        clean, found = (median_timings(m.generations[arm]) for m in (quiet, noisy))
+        clean, found = (decode_timings(m.generations[arm]) for m in (quiet, noisy))
         rate = intervals.tokens_per_second(clean)
         assert intervals.tokens_per_second(found) == pytest.approx(rate, rel=0.03)
-        assert sum(g.stalled_steps for g in noisy.generations[arm]) > 0
+        assert sum(g.stalled_passes for g in noisy.generations[arm]) > 0
         raw = [(g.tokens - 1, g.decode_seconds + g.stalled_seconds) for g in noisy.generations[arm]]
         assert intervals.tokens_per_second(raw) < 0.97 * rate  # what a mean would say
-    plain = [median_timings(m.generations[PLAIN]) for m in (quiet, noisy)]
+    plain = [decode_timings(m.generations[PLAIN]) for m in (quiet, noisy)]
     for arm in ARMS[1:]:
-        drafted = [median_timings(m.generations[arm]) for m in (quiet, noisy)]
+        drafted = [decode_timings(m.generations[arm]) for m in (quiet, noisy)]
         truth = intervals.tokens_per_second(drafted[0]) / intervals.tokens_per_second(plain[0])
         speedup = intervals.speedup(([drafted[1]], plain[1]))
         assert speedup.low - 0.03 * truth <= truth <= speedup.high + 0.03 * truth
-    assert all(g.stalled_steps == 0 for arm in ARMS for g in quiet.generations[arm])
+    assert all(g.stalled_passes == 0 for arm in ARMS for g in quiet.generations[arm])
 
 
 def test_steps_of_another_kind_are_no_stalls():

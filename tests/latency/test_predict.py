@@ -325,12 +325,13 @@ def score_of(runs: dict[int, list[list[Step]]]) -> Score:
     generations = {k: [_generation(i, run) for i, run in enumerate(each)] for k, each in runs.items()}
     model = Model(name="m", sha256="", shape=SHAPE, latency=[latency(1, 1.0)], tasks=[])
     conditions = Conditions(
-        device="here", dtype="float32", mode="eager", threads=1, temperature=0, data="", prompts=3, prompt_tokens=6,
+        device="here", dtype="float32", target_weights="float32", draft_weights="float32", mode="eager", threads=1,
+        temperature=0, data="", prompts=3, prompt_tokens=6,
         max_tokens=NEW, repeats=1, context=20, seed=0,
     )  # fmt: skip
     return Score(
         name="d", target=model, draft=model, conditions=conditions, plain=generations[0],
-        speculative={k: generations[k] for k in KS}, identical=True, distinct_4grams=1, command="", versions={},
+        speculative={k: generations[k] for k in KS}, equal_texts=1.0, distinct_4grams=1, command="", versions={},
         created="",
     )  # fmt: skip
 
@@ -351,9 +352,7 @@ def test_a_score_gives_back_the_steps_that_it_counted(ran):
     assert (found.texts.chances[known] == work.texts.chances[known]).all()
     for k in KS:
         assert steps(found, k).starts.sum() == pytest.approx(sum(len(run) - 1 for run in runs[k]), rel=0.02)
-    alone = workload_of_score(
-        score.model_copy(update={"identical": None})
-    )  # of the largest K only, as where it samples
+    alone = workload_of_score(score.model_copy(update={"equal_texts": None}))  # of the largest K only, as when sampling
     assert steps(alone, 5).starts.sum() == sum(len(run) - 1 for run in runs[5])
 
 

@@ -10,7 +10,7 @@ from test_report import score
 
 from draftlab import intervals
 from draftlab.errors import UserError
-from draftlab.results.decoding import Generation, count_acceptance, median_timings
+from draftlab.results.decoding import Generation, count_acceptance, decode_timings
 from draftlab.results.score import Score, read_score
 
 
@@ -30,7 +30,7 @@ def generation(prompt=0, drafted=(), accepted=(), emitted=None, seconds=1.0) -> 
 
 
 def speedup(fast: list[Generation], slow: list[Generation]) -> intervals.Interval:
-    return intervals.speedup(([median_timings(fast)], median_timings(slow)))
+    return intervals.speedup(([decode_timings(fast)], decode_timings(slow)))
 
 
 def test_acceptance_of_a_hand_counted_run():
@@ -134,7 +134,7 @@ def test_a_stall_in_one_repeat_is_not_the_drafts():
     fast = [generation(0, [3], [3], seconds=2)] * 3
     assert speedup(fast, slow).value == pytest.approx(2)
     assert speedup(fast[:2], slow[:2]).value == pytest.approx(2)
-    assert intervals.slowest_over_fastest([g.timing for g in slow]) == pytest.approx(10)
+    assert intervals.slowest_over_fastest([g.decoding for g in slow]) == pytest.approx(10)
 
 
 def test_an_interval_narrows_with_prompts():

@@ -16,6 +16,7 @@ from draftlab.errors import UserError
 from draftlab.model import Mode, checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
+from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 
 
@@ -71,6 +72,11 @@ class DrafterContext:
         return DrafterRun(
             drafter=drafter, model=model, ks=self.ks if ks is None else ks, learnt=learnt, facts=facts or {}
         )
+
+    @property
+    def target_int8(self) -> bool:
+        """Return whether the target verifies with int8 weights."""
+        return isinstance(self.target, NativeLlama) and self.target.int8
 
     def draft_path(self, text: str, name: str) -> Path:
         """Return the directory of a draft model, for an empty name the default draft.

@@ -215,7 +215,7 @@ def measured(
 
 
 def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
-    """Return the rows of a score of the expansion, each with its prediction; speed-ups are of the tokens after the first."""
+    """Return the rows of a score of the expansion, each with its prediction; speed-ups are those of TPOT."""
     rows = []
     for file in sorted((folder / f"score-{size}").glob("*/score.json")):
         score = read_score(file)
@@ -223,7 +223,8 @@ def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
         for k in sorted(score.speculative):
             gain = score.best_k_tpot_speedup if k == score.best_k else score.tpot_speedup(k)
             measured = score.tpot_speedup_value(k)
-            assert gain is not None and measured is not None  # no server decoded
+            assert gain is not None  # no server decoded
+            assert measured is not None
             rows.append(
                 {
                     "size": size, "draft": score.name, "k": k, "best": k == score.best_k, "speedup": gain.value,

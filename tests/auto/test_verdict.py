@@ -49,9 +49,9 @@ def test_what_is_measured_again_seemed_to_gain_and_the_second_beyond_the_noise()
 def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():
     verdict = Verdict(
         target="tiny", use=False, choice="no draft", speedups={1: gain(0.8)}, measured_on="on prompts",
-        precision="target int8, draft int8", reason="too slow", plain_tokens_per_second=100, would_change=["a cheaper draft"], ranking=[], training=None,
-        forecast=None, left_out={"eagle": "too few minutes", "fallback-eagle": "too few minutes"}, planned_minutes=10,
-        minutes=9,
+        precision="target int8, draft int8", reason="too slow", plain_tokens_per_second=100,
+        would_change=["a cheaper draft"], ranking=[], training=None, forecast=None,
+        left_out={"eagle": "too few minutes", "fallback-eagle": "too few minutes"}, planned_minutes=10, minutes=9,
     )  # fmt: skip
     text = "\n".join(verdict.lines())
     assert text.startswith(

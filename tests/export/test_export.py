@@ -317,7 +317,9 @@ def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
     text = Path("out/README.md").read_text()
     score = read_score(next(Path("runs").rglob("score.json")))
     best = score.best_k
-    assert f"at K = {best}: 2 prompts" in text
+    assert f"in whole requests at K = {best}" in text
+    assert "Measured on 2 prompts of" in text
+    assert "weights: target float32, draft float32; activations float32; mode" in text
     assert f"{score.acceptance(best).mean_acceptance_length:.2f} tokens per target pass" in text
     assert f'\\"num_speculative_tokens\\": {best}' in Path("out/serve.sh").read_text()
     assert text.startswith("---\nbase_model: ")
@@ -330,10 +332,10 @@ def test_scores_from_elsewhere_choose_k_and_fill_the_card(space):
     export("--to", "vllm", "--out", "without")
     assert "Not measured yet" in Path("without/README.md").read_text()
     export("--to", "vllm", "--scores", "elsewhere", "--out", "with")
-    assert "at K = 1: 2 prompts" in Path("with/README.md").read_text()
+    assert "in whole requests at K = 1" in Path("with/README.md").read_text()
     text, score = Path("with/serve.sh").read_text(), read_score(next(Path("elsewhere").rglob("score.json")))
     assert '\\"num_speculative_tokens\\": 1' in text
-    said = f"{score.headline()} at K = 1 (latencies and acceptance imply {score.implied_speedup(1):.2f}x)"
+    said = score.headline()
     assert (
         text.splitlines()[1] == f"# K = 1: the best that draftlab score measured on {score.conditions.device}. {said}"
     )

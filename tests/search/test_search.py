@@ -170,7 +170,8 @@ def test_the_choice_is_explained_by_pass_and_acceptance():
     ]
     text = found.model_copy(update={"rungs": [rung], "measured": measured}).explain()
     assert text[0] == (
-        "a with K = 2: 121 tokens/s measured, 1.20x (1.10 to 1.30) of plain decoding (predicted 1.20x at K = 2)."
+        "a with K = 2: 121 tokens/s measured in whole requests, 1.20x (1.10 to 1.30) of plain decoding (predicted "
+        "1.20x in TPOT at K = 2)."
     )
     assert text[1].startswith(
         "b (named): -9.1% (-20.0% to +5.0%), within the noise. By prediction its passes take 50% longer, and it "

@@ -95,7 +95,7 @@ def _counts(score: Facts) -> Facts:
     """Return how many tokens each text has, and by K how many were drafted and accepted in its steps."""
     return {
         "plain": [row["tokens"] for row in score["plain"]],
-        "identical": score["identical"],
+        "identical": score["equal_texts"] == 1,
         **{
             f"{kind} {k}": [row[kind] for row in rows]
             for k, rows in score["speculative"].items()

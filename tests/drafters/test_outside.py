@@ -63,7 +63,7 @@ def test_a_drafter_from_outside_is_scored(site, family_dirs, tmp_path):
     ran = draftlab(site, "score", *words, "--drafter", "follower:least=1", "--json")
     assert ran.returncode == 0, ran.stderr
     score = json.loads((tmp_path / "out" / "follower:least=1" / "score.json").read_text())
-    assert score["identical"]
+    assert score["equal_texts"] == 1
     assert sum(sum(run["drafted"]) for run in score["speculative"]["2"]) > 0
 
 

@@ -220,7 +220,6 @@ def row(score: Score) -> dict[str, Any]:
         "draft_weights": score.conditions.draft_weights,
         "target_latency_ms": {latency.width: latency.median_ms for latency in score.target.latency},
         "step_ms": step_ms(score),
-        "identical": score.identical,
         "break_even_length": score.break_even_length(score.best_k),
         "plain_request_ms": mean(score.request_ms(0)),
         "request_ms": mean(score.request_ms(score.best_k)),

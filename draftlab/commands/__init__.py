@@ -6,7 +6,7 @@ from draftlab.commands.eagle import eagle
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
 from draftlab.commands.latency import law, law_fit, predict, profile, profile_servers
-from draftlab.commands.make import design, expand, import_checkpoint, init, tokenizer, transplant
+from draftlab.commands.make import design, expand, import_checkpoint, init, tokenizer
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.results import compare, report
 from draftlab.commands.score import accuracy, score, score_servers
@@ -16,7 +16,7 @@ from draftlab.commands.train import distill, online_rollback, online_update, tra
 PANELS: dict[str, tuple[Command, ...]] = {
     "Set up": (init, import_checkpoint, env),
     "Make a draft": (
-        design, prune, distill, search, prune_masks, eagle, train, tokenizer, transplant, outputs.build,
+        design, prune, distill, search, prune_masks, eagle, train, tokenizer, outputs.build,
         outputs.import_file, outputs.verify, outputs.info,
     ),
     "Measure": (score, accuracy, compare, report, score_servers, expand),

@@ -1,10 +1,9 @@
-"""Commands that make what others start from: init, import, design, expand, tokenizer, transplant."""
+"""Commands that make what others start from: init, import, design, expand, tokenizer."""
 
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.make import DesignConfig, ExpandConfig, ImportConfig, InitConfig, TokenizerConfig, TransplantConfig
-from draftlab.console import note_if_slow
+from draftlab.config.make import DesignConfig, ExpandConfig, ImportConfig, InitConfig, TokenizerConfig
 from draftlab.model import hub
 from draftlab.output import Output
 
@@ -76,19 +75,6 @@ def tokenizer(config: TokenizerConfig, output: Output) -> Outcome:
         train_tokenizer(sample_texts(config.data, int(config.megabytes * 1e6)), config.vocab, work)
         output.record(work, [])
     return Outcome(path=output.out, show=[str(output.out)], data={"path": str(output.out), "vocab": config.vocab})
-
-
-@command(TransplantConfig, dry_run=True)
-def transplant(config: TransplantConfig, output: Output) -> Outcome:
-    """Give a draft of another vocabulary the target's: shared tokens keep their rows, others are made of pieces."""
-    with note_if_slow("loading torch and transformers"):
-        from draftlab.prune import transplant as transplanting
-    if output.dry_run:
-        return plan(output, transplanting.estimate(config))
-    rows = transplanting.transplant(config, output)
-    return Outcome(
-        path=output.out, show=[rows.describe(), str(output.out)], data={"path": str(output.out), **rows.facts()}
-    )
 
 
 def _plot(config: DesignConfig, design: "Design") -> None:

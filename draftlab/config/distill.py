@@ -186,12 +186,12 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     def resolved(self) -> Self:
         if self.draft is not None:
             return self
-        draft = shared.newest_output("prune", "prune-masks", "transplant")
+        draft = shared.newest_output("prune", "prune-masks")
         note(f"draft: {draft}")
         return self.model_copy(update={"draft": str(draft)})
 
     def default_name(self) -> str:
-        draft = Path(self.draft) if self.draft else shared.newest_output("prune", "prune-masks", "transplant")
+        draft = Path(self.draft) if self.draft else shared.newest_output("prune", "prune-masks")
         return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
 
 

@@ -1,4 +1,4 @@
-"""Settings of init, import, design, expand, tokenizer, transplant and env."""
+"""Settings of init, import, design, expand, tokenizer and env."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,9 +10,7 @@ from draftlab import workspace
 from draftlab.config import inputs, shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
 from draftlab.errors import UserError
-from draftlab.model import hub
-from draftlab.model.hf_files import MOST_LAYERS, check_has_tokenizer
-from draftlab.provenance import file_sha256
+from draftlab.model.hf_files import MOST_LAYERS
 
 
 class InitConfig(Config):
@@ -141,45 +139,6 @@ class TokenizerConfig(OutputConfig):
 
     def default_name(self) -> str:
         return f"tokenizer-{self.vocab}"
-
-
-class TransplantConfig(OutputConfig, shared.CheckpointSettings):
-    """A draft with the target's vocabulary."""
-
-    draft: str = option(help="Checkpoint of the draft: a directory, or a hub name with @REVISION.", argument=True)
-    target: str = shared.target()
-
-    def check(self, *, weights: bool) -> None:
-        self.directories()
-
-    def directories(self) -> tuple[Path, Path]:
-        """Return draft and target; the target's weights are not needed.
-
-        Raises:
-            UserError: one of them is no causal language model or has no tokenizer; or they have the same one.
-        """
-        if hub.is_eagle_head(self.draft):
-            raise UserError(f"{self.draft} has heads on its target's states, whose vocabulary is the target's own")
-        draft, target = hub.locate(self.draft), hub.locate(self.target, weights=False)
-        for model in (draft, target):
-            check_has_tokenizer(model)
-        files = [model / "tokenizer.json" for model in (draft, target)]
-        same = all(file.is_file() for file in files) and len({file_sha256(file) for file in files}) == 1
-        check_other_vocabulary(draft, target, same=same)
-        return draft, target
-
-    def default_name(self) -> str:
-        draft, target = (hub.checkpoint_name(Path(name.partition("@")[0])) for name in (self.draft, self.target))
-        return f"transplant-{draft}-{target}"
-
-
-def check_other_vocabulary(draft: Path, target: Path, *, same: bool) -> None:
-    """Raises UserError: there is nothing to transplant."""
-    if same:
-        raise UserError(
-            f"nothing to do: {hub.checkpoint_name(draft)} has the vocabulary of {hub.checkpoint_name(target)} already; "
-            "where only the number of logits differs, draftlab export resizes it"
-        )
 
 
 class EnvConfig(Config):

@@ -182,7 +182,7 @@ def newest_output(*commands: str) -> Path:
 
 def newest_draft() -> Path:
     """Return the newest draft under the workspace's runs. Raises UserError: there is none."""
-    return newest_output("distill", "prune", "prune-masks", "transplant")
+    return newest_output("distill", "prune", "prune-masks")
 
 
 class CheckpointSettings(BaseModel):

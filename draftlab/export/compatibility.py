@@ -179,7 +179,7 @@ def _tokenizers(draft: ModelFiles, target: ModelFiles) -> Iterator[Finding]:
     copy = f"copy the tokenizer files of {target.path} into the draft if it was trained on the target's ids"
     if (other := draft.difference(target)) is not None:
         text = f"another vocabulary than the target's, which speculation needs: {other}"
-        yield error(about, text, f"draftlab transplant {draft.path} --target {target.path}; or {copy}")
+        yield error(about, text, f"mergekit-tokensurgeon {draft.path} {target.path} OUT; or {copy}")
         return
     differing = [t for t in PROBES if draft.tokenizer(t)["input_ids"] != target.tokenizer(t)["input_ids"]]
     text = f"{len(differing)} of {len(PROBES)} probe texts get other ids"
@@ -368,7 +368,7 @@ def check_vocabulary(runtime: str, draft: ModelFiles, target: ModelFiles) -> Ite
             text = f"{draft.vocab:,} logits against {target.vocab:,}; it wants the same number"
             yield error(runtime, text, f"draftlab export --to {runtime} --target {target.path}")
         return
-    transplant, own = f"draftlab transplant {draft.path} --target {target.path}", "--use-heterogeneous-vocab"
+    transplant, own = f"mergekit-tokensurgeon {draft.path} {target.path} OUT", "--use-heterogeneous-vocab"
     if runtime not in TRANSLATES:
         yield error(runtime, "wants the target's vocabulary", transplant)
     elif runtime == "transformers" and same_size:

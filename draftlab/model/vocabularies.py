@@ -40,7 +40,7 @@ def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
     """Return what to say of two models whose tokens differ. difference: see first_difference."""
     return (
         f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: {difference}; "
-        "speculation needs the same vocabulary, which draftlab transplant gives a draft"
+        "speculation needs the same vocabulary, which mergekit-tokensurgeon gives a draft"
     )
 
 

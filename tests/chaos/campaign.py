@@ -89,7 +89,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "prune-masks": ("prune-masks", "--source", "model", "--layers", "2", "--data", "text", *SMALL[:2], *SHORT),
     "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
     "expand": ("expand", "model", "--layers", "20"),
-    "transplant": ("transplant", "model", "--target", "other"),
     "log": ("outputs import", "files/log.jsonl", "--tokenizer", "model", "--seq-len", "16", "--top-logprobs", "2"),
     "written": (
         "outputs build", "--target", "model", "--data", "text", "--text", "target", "--num-sequences", "64",
@@ -230,7 +229,7 @@ class _Room:
 
     def __enter__(self) -> Path:
         self.path = Path(tempfile.mkdtemp(prefix="room-", dir=self.folder))
-        for name in ("model", "other", "text", "made", "files", "traffic"):
+        for name in ("model", "text", "made", "files", "traffic"):
             (self.path / name).symlink_to(self.folder / name)
         return self.path
 
@@ -239,15 +238,13 @@ class _Room:
 
 
 def make_models(folder: Path) -> None:
-    """Write random models of five layers with small tokenizers: model, and other, of another vocabulary."""
+    """Write a random model of five layers with a small tokenizer."""
     from builders import SIZES, TOKENIZER_TEXT, build
 
     from draftlab.model.tokenizer import train_tokenizer
 
-    more = [*TOKENIZER_TEXT, "for line in lines: print(line)\n" * 9]
-    for name, vocab, text in (("other", 330, more), ("model", SIZES["vocab_size"], TOKENIZER_TEXT)):
-        build("llama", vocab_size=vocab).save_pretrained(folder / name)
-        train_tokenizer(text, vocab, folder / name)
+    build("llama").save_pretrained(folder / "model")
+    train_tokenizer(TOKENIZER_TEXT, SIZES["vocab_size"], folder / "model")
 
 
 def write_files(folder: Path) -> None:

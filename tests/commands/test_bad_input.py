@@ -1,16 +1,12 @@
 """What cannot be done gets one clear line on stderr, the right exit code, and leaves nothing behind: every command."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from draftlab import workspace
@@ -46,8 +42,6 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "no-mask-id/tokenizer_config.json").write_text(json.dumps(taken | roles))
     shutil.copytree(family_dirs["llama"], space / "mask-outside")
     (space / "mask-outside/config.json").write_text(json.dumps(config | {"pard_token": 307}))
-    shutil.copytree(space / "other-words", space / "word-pieces")
-    train_word_pieces(space / "word-pieces/tokenizer.json")
     (space / "empty").mkdir()
     (space / "opt").mkdir()
     (space / "opt/config.json").write_text(json.dumps({"model_type": "opt", "vocab_size": 5, "hidden_size": 4}))
@@ -77,13 +71,6 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "broken-outputs/manifest.json").write_text("{}")
     (space / "program").write_text("#!/bin/sh\nexit 1\n")
     return space
-
-
-def train_word_pieces(file: Path) -> None:
-    """BERT's tokenizer, whose tokens do not say which bytes they stand for."""
-    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.save(str(file))
 
 
 FOREIGN = {
@@ -237,17 +224,6 @@ CASES = [
     (("score", "--draft", "draft", "--num-prompts", "4", "--drafter", "parallel"), "draft is no parallel draft"),
     (("score", "--draft", "draft", "--drafter", "parallel:siblings=top"), "no option 'siblings'"),
     (("search", "--parallel", "--k", "1"), "--parallel drafts several tokens in one pass"),
-    (("transplant", "draft"), "nothing to do: draft has the vocabulary of llama already"),
-    (("transplant", "other-words", "--target", "nope"), "no checkpoint at nope"),
-    (("transplant", "drat", "--target", "other-words"), "did you mean 'draft'"),
-    (("transplant", "bert", "--target", "draft"), "bert is an encoder (BertForMaskedLM)"),
-    (("transplant", "draft", "--target", "t5"), "t5 is an encoder and a decoder"),
-    (("transplant", "opt", "--target", "draft"), "opt has no tokenizer"),
-    (("transplant", "draft", "--target", "opt"), "opt has no tokenizer"),
-    (("transplant", "no-weights", "--target", "other-words"), "no-weights has no model.safetensors"),
-    (("transplant", "few-ids", "--target", "other-words"), "few-ids embeds 200 ids, but its tokenizer has 307"),
-    (("transplant", "draft", "--target", "word-pieces"), "is neither byte-level BPE nor SentencePiece"),
-    (("transplant", "draft", "--target", "other-words", "--out", "full"), "full exists and is not empty"),
     (("export", "draft", "--to", "vllm", "--use-heterogeneous-vocab"), "has the target's vocabulary; leave it out"),
     (("export", "other-words", "--use-heterogeneous-vocab"), "is for --to vllm or transformers"),
     (("export", "other-words", "--to", "transformers", "--use-heterogeneous-vocab"), "both have 307"),
@@ -302,16 +278,6 @@ def test_one_clear_line_and_nothing_left_behind(arguments, message, folder, monk
     assert message in errors[0]
     assert "Traceback" not in result.stderr
     assert listing(folder) == before
-
-
-@pytest.mark.parametrize("arguments", [a for a, _ in CASES if a[0] == "transplant"][:7], ids=" ".join)
-def test_a_transplant_that_cannot_be_is_refused_before_torch_is_imported(arguments, folder):
-    code = f"import sys; from draftlab.cli import main; sys.argv[1:] = {list(arguments)}\n"
-    code += "try:\n    main()\nfinally:\n    print('torch' in sys.modules)"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-    assert run.returncode == 1, run.stderr
-    assert run.stdout.strip() == "False"
 
 
 def test_a_disk_that_takes_nothing_is_said_by_init(monkeypatch):

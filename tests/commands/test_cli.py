@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from builders import TOKENIZER_TEXT, build
 from typer.testing import CliRunner
 
 from draftlab import cli, data, workspace
@@ -24,7 +23,6 @@ from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.model import llama, native_cpu
 from draftlab.model.shape import parse_numbers
-from draftlab.model.tokenizer import train_tokenizer
 from draftlab.results.score import read_score
 
 RUNNER = CliRunner()
@@ -77,17 +75,6 @@ def test_the_three_commands_work_as_typed_in_a_workspace(space):
     assert (space / page).read_text().startswith("<!doctype html>")
     made = {p.name for p in (space / "runs").iterdir()}
     assert made == {"prune-2x32", "distill-2x32", "score-2x32", "report"}
-
-
-def test_a_draft_of_another_vocabulary_is_transplanted_then_distilled_as_typed(space):
-    build("llama", vocab_size=330).save_pretrained(space / "other")
-    train_tokenizer([*TOKENIZER_TEXT, "for line in lines: print(line)\n" * 9], 330, space / "other")
-    assert "different tokenizers" in refused(*DISTILL, "--draft", "other")
-    assert "would write runs/transplant-other-llama" in call("transplant", "other", "--dry-run").stdout
-    facts = json.loads(call("transplant", "other", "--json").stdout)
-    assert facts["copied"] + facts["from_pieces"] + facts["at_mean"] == facts["ids"] == 307
-    assert "acceptance" in call(*DISTILL).stdout
-    assert (space / "runs/distill-transplant-other-llama/model.safetensors").is_file()
 
 
 def test_what_is_finished_is_not_overwritten(space):

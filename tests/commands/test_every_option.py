@@ -119,11 +119,6 @@ def other_words(w: World) -> str:
     return str(folder)
 
 
-@case("transplant", "")
-def _(w: World) -> Settings:
-    return {"draft": str(w.draft), "target": other_words(w)}
-
-
 @case("export", "vllm, another vocabulary")
 def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": other_words(w), "to": "vllm", "use_heterogeneous_vocab": True}

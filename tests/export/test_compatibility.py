@@ -80,7 +80,7 @@ def test_another_vocabulary_is_named_with_the_servers_that_translate(foreign):
     (wrong,) = (f for f in found if f.about == "tokenizer")
     assert wrong.level == "error"
     assert not {"special tokens", "vocabulary", "chat template"} & {f.about for f in found}
-    assert f"draftlab transplant {foreign[0]} --target {foreign[1]}" in wrong.fix
+    assert f"mergekit-tokensurgeon {foreign[0]} {foreign[1]}" in wrong.fix
     translated = {f.about: f for f in found if "translates between the vocabularies" in f.text}
     assert set(translated) == {"vllm", "transformers"}
     assert all("--use-heterogeneous-vocab" in f.fix for f in translated.values())

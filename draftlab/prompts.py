@@ -85,9 +85,17 @@ def load_prompts(
     chat: ChatMode = "auto",
     system_prompt: str | None = None,
 ) -> Prompts:
-    """Return count prompts evenly spaced in a file (None: all), or of a data source (None: 16 of 64 tokens each)."""
+    """Return count prompts evenly spaced in a file (None: all), or of a data source.
+
+    Of a source None means 16 prompts of 64 tokens each. A file of conversations gives its held-out ones up to the
+    user's last turn, by default at most 16, if the tokenizer has a chat template.
+    """
     if file is not None:
         return file_prompts(file, tokenizer, tokens=tokens, chat=chat, system_prompt=system_prompt).spread(count)
+    if tokens is None and tokenizer.chat_template and data.is_chat_file(source):
+        heldout = file_prompts(Path(source), tokenizer, chat=chat, split="heldout")
+        note(f"{source}: {len(heldout.rows)} held-out conversations, which training leaves out, give prompts")
+        return heldout.spread(count or min(FROM_DATA, len(heldout.rows)))
     return data_prompts(source, tokenizer, count=count or FROM_DATA, tokens=tokens or FROM_DATA_TOKENS, seed=seed)
 
 
@@ -99,21 +107,26 @@ def file_prompts(
     tokens: int | None = None,
     chat: ChatMode = "off",
     system_prompt: str | None = None,
+    split: data.Split | None = None,
 ) -> Prompts:
     """Read one prompt per JSON line: `messages`, `prompt`, `turns`, or another text column; `category`.
 
-    Blank lines are skipped. count: read the first prompts only. tokens: cut every prompt to this length. chat: apply
-    the chat template; the first of several turns is then a prompt, which the later ones follow (turns.answered), and
-    otherwise the only one used.
+    Blank lines are skipped. Conversations that end with an answer are prompts up to the user's last turn. count: read
+    the first prompts only. tokens: cut every prompt to this length. chat: apply the chat template; the first of several
+    turns is then a prompt, which the later ones follow (turns.answered), and otherwise the only one used. split: read
+    the lines that are in this split where the file is a data source, None: all.
 
     Raises:
         UserError: no such file, a line without text, an empty prompt, one of fewer tokens, or one that the chat
-            template does not take; a chat without a template.
+            template does not take; a chat without a template; no line in the split.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
-    lines = [_read_line(row, f"{file}:{number}") for number, row in islice(read_json_lines(file), count)]
+    numbered = list(islice(read_json_lines(file), count))
+    chosen = [each for each in numbered if split is None or data.in_split(data.line_name(file, each[0]), split)]
+    lines = [_read_line(row, f"{file}:{number}") for number, row in chosen]
     if not lines:
-        raise UserError(f"{file} has no prompts")
+        few = f"; its {len(numbered)} lines have none in the {split} split, so add lines" if numbered else ""
+        raise UserError(f"{file} has no prompts{few}")
     rows = [
         _chat_prompt(x, number, tokenizer, system_prompt) if on
         else Prompt(_ids(x, tokenizer, tokens), x.category, number)
@@ -163,10 +176,12 @@ def _read_line(row: Any, where: str) -> _Line:
 
 
 def _messages(value: object, where: str) -> list[Message]:
-    """Raises UserError: not a conversation that ends with a user's message."""
+    """Return a conversation up to the user's last turn. Raises UserError: it has none."""
     messages = read_messages(value, where)
-    if messages[-1]["role"] != "user":
-        raise UserError(f"{where}: messages end with one of {messages[-1]['role']!r}; the last must be the user's")
+    while messages and messages[-1]["role"] != "user":
+        messages = messages[:-1]
+    if not messages:
+        raise UserError(f"{where}: messages have no turn of the user")
     return messages
 
 

@@ -30,4 +30,5 @@ def export(config: ExportConfig, output: Output) -> Outcome:
 
     exported = (heads.export if hub.is_eagle_head(draft) else run.export)(config, output)
     facts = {"path": str(output.out), **exported.notes}
-    return Outcome(path=output.out, show=[*exported.lines, str(output.out)], data=facts)
+    show = [*exported.lines, str(output.out), *([exported.advice] if exported.advice else [])]
+    return Outcome(path=output.out, show=show, data=facts)

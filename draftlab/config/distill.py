@@ -115,7 +115,7 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
             lambda c: c.prompt_file is None,
             "the text is that of --prompt-file",
         ),
-        Only(("max_new_tokens",), lambda c: c.prompt_file is not None, "needs --prompt-file"),
+        Only(("max_new_tokens",), lambda c: c.prompt_file is not None or c.may_answer_data, "needs --prompt-file"),
         *shared.CHAT_RULES,
         Only(("server",), lambda c: c.compares_with_target, "--loss ce asks no target"),
         Only(("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "there is no --server"),
@@ -149,6 +149,11 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     def compares_with_target(self) -> bool:
         """True if the loss has a term besides cross-entropy."""
         return shared.names(self.loss) != {"ce"}
+
+    @property
+    def may_answer_data(self) -> bool:
+        """True if the target answers the data's prompts, in case these are conversations, which only its rows tell."""
+        return self.text == "target" and self.outputs is None and self.data.endswith(".jsonl")
 
     @property
     def trains_on_windows(self) -> bool:

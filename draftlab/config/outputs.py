@@ -40,6 +40,10 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
     data: str = shared.data()
     loss_on: shared.LossOn | None = shared.loss_on()
     prompt_file: Path | None = shared.prompt_file()
+    prompt_split: Literal["all", "train", "heldout"] = option(
+        "all", "Lines of the prompt file to answer: those that it has as training data, as held-out data, or all.",
+        advanced=True,
+    )  # fmt: skip
     chat: shared.ChatMode = shared.chat()
     system_prompt: str | None = shared.system_prompt()
     text: Literal["data", "target"] = option(
@@ -81,6 +85,7 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
             "needs prompts to answer: --prompt-file, or --use replay",
         ),
         *shared.CHAT_RULES,
+        Only(("prompt_split",), lambda c: c.prompt_file is not None, "needs --prompt-file"),
         Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
         Only(
             ("prompt_tokens", "temperature", "top_k", "top_p", "min_p"), lambda c: c.writes,

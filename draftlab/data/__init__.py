@@ -13,8 +13,12 @@ from draftlab.data.batches import open_heldout as open_heldout
 from draftlab.data.batches import tokenize as tokenize
 from draftlab.data.sources import TEXT_COLUMNS as TEXT_COLUMNS
 from draftlab.data.sources import Document as Document
+from draftlab.data.sources import Split as Split
 from draftlab.data.sources import documents as documents
 from draftlab.data.sources import first_source as first_source
+from draftlab.data.sources import in_split as in_split
+from draftlab.data.sources import is_chat_file as is_chat_file
+from draftlab.data.sources import line_name as line_name
 from draftlab.data.sources import parse_mixture as parse_mixture
 from draftlab.data.sources import sample_texts as sample_texts
 from draftlab.data.sources import take_bytes as take_bytes

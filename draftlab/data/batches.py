@@ -14,6 +14,7 @@ from draftlab.console import note
 from draftlab.data.batch import Batch, text_batch
 from draftlab.data.conversations import chat_ids, render
 from draftlab.data.sources import (
+    HELDOUT_SHARE,
     PYTHON_SOURCES,
     Document,
     documents,
@@ -203,7 +204,10 @@ def _conversations(
         without = f"{len(rows) - len(counting)} of {len(rows)} conversations"
         note(f"data {source!r}: {without} have no word of the assistant in {seq_len} tokens, and are left out")
     if not counting:
-        raise UserError(f"data {source!r}: the assistant says nothing in the first --seq-len {seq_len} tokens")
+        raise UserError(
+            f"data {source!r}: the assistant says nothing in the first --seq-len {seq_len} tokens; where the "
+            "conversations have no answers, draftlab distill --text target lets the target write them"
+        )
     return Batch(np.stack([ids for ids, _ in counting]), np.stack([mask for _, mask in counting]))
 
 
@@ -248,10 +252,11 @@ def open_heldout(
     seq_len: int,
     most_rows: int,
     loss_on: LossOn | None = None,
+    least: int | None = None,
 ) -> HeldOut:
     """Return the first most_rows windows of the held-out split of a mixture's first source, in batches of rows.
 
-    loss_on: see open_batches.
+    loss_on: see open_batches. least: tokens of which one window may be shorter than seq_len, where there is less text.
 
     Raises:
         UserError: the text is shorter than a window.
@@ -264,9 +269,16 @@ def open_heldout(
         text = tokenizer.batch_decode(counted, skip_special_tokens=True)
         return HeldOut(talks.split(rows), sum(len(t.encode()) for t in text) / float(talks.mask.sum()))
     stream = tokenize(docs, tokenizer)
+    if least is not None and least < len(stream) <= seq_len:
+        note(f"data {source!r}: its held-out split has {len(stream)} tokens, fewer than {seq_len} in a row")
+        seq_len = len(stream) - 1
     count = min(most_rows, (len(stream) - 1) // seq_len)
     if count < 1:
-        raise UserError(f"data {source!r}: its held-out split has {len(stream)} tokens, less than {seq_len} in a row")
+        needed = least or seq_len
+        raise UserError(
+            f"data {source!r}: its held-out split has {len(stream)} tokens, and a window takes {needed}; add text, to "
+            f"some {math.ceil(needed / HELDOUT_SHARE):,} tokens in all, or take --data stdlib"
+        )
     windows = [stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)]
     batches = [text_batch(windows[i : i + rows]) for i in range(0, count, rows)]
     return HeldOut(batches, sum(len(d.text.encode()) for d in docs) / len(stream))

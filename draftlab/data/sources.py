@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from draftlab.data.conversations import Message, read_messages
+from draftlab.data.conversations import Message, row_messages
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.reading import read_by_library, read_json_lines
@@ -36,9 +36,15 @@ class Document:
     text: str
     messages: tuple[Message, ...] = ()
 
-    @property
-    def heldout(self) -> bool:
-        return unit_hash(self.name) < HELDOUT_SHARE
+
+def is_heldout(name: str) -> bool:
+    """Return whether a document of this name is in the held-out split, which training never sees."""
+    return unit_hash(name) < HELDOUT_SHARE
+
+
+def line_name(path: Path, number: int) -> str:
+    """Return the name of a document that is a line of a file."""
+    return f"{path.name}:{number}"
 
 
 def parse_mixture(spec: str) -> dict[str, float]:
@@ -66,7 +72,7 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
     Raises:
         UserError: unknown source, unreadable file, or an empty split.
     """
-    selected = [d for d in _read(source) if split is None or d.heldout == (split == "heldout")]
+    selected = [d for d in _read(source) if split is None or in_split(d.name, split)]
     if not selected:
         raise UserError(f"data {source!r}: no documents" + (f" in its {split} split" if split else ""))
     return sorted(selected, key=lambda d: unit_hash("order:" + d.name))
@@ -94,6 +100,15 @@ def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -
     """
     heldout_lines = {line for d in heldout for line in _long_lines(d.text)}
     return [d for d in candidates if _overlap(_long_lines(d.text), heldout_lines) <= 0.2]
+
+
+def in_split(name: str, split: Split) -> bool:
+    return is_heldout(name) == (split == "heldout")
+
+
+def is_chat_file(source: str) -> bool:
+    """Return whether a source is one JSON-lines file of conversations."""
+    return source.endswith(".jsonl") and Path(source).is_file() and has_conversations(source)
 
 
 def first_source(spec: str) -> str:
@@ -165,7 +180,7 @@ def _text_file(path: Path) -> Iterator[Document]:
 
 def _json_lines(path: Path) -> Iterator[Document]:
     for number, row in read_json_lines(path):
-        yield _document(f"{path.name}:{number}", row, f"{path}:{number}")
+        yield _document(line_name(path, number), row, f"{path}:{number}")
 
 
 def _hub_dataset(name: str) -> Iterator[Document]:
@@ -178,8 +193,8 @@ def _hub_dataset(name: str) -> Iterator[Document]:
 
 
 def _document(name: str, row: object, where: str) -> Document:
-    if isinstance(row, dict) and "messages" in row:
-        messages = read_messages(row["messages"], where)
+    if isinstance(row, dict) and ("messages" in row or {"prompt", "completion"} <= row.keys()):
+        messages = row_messages(row, where)
         return Document(name, "\n".join(m["content"] for m in messages), tuple(messages))
     return Document(name, _text_of(row, where))
 

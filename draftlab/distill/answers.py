@@ -8,13 +8,30 @@ from draftlab import provenance, workspace
 from draftlab.config.distill import DistillConfig
 from draftlab.config.outputs import OutputsBuildConfig
 from draftlab.console import note
+from draftlab.data import is_chat_file
 from draftlab.distill.checkpointer import process_state
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.prompts import Prompts
 from draftlab.target_outputs import build
 from draftlab.target_outputs.outputs import TEMPERATURES
 from draftlab.target_outputs.store import MANIFEST, read_manifest
+
+
+def with_prompts_of_data(config: DistillConfig) -> DistillConfig:
+    """Return settings in which the target answers the conversations of the data, where it is asked to write.
+
+    Their held-out lines are left out: `score` takes its prompts from those.
+
+    Raises:
+        UserError: a setting of answers where the data has no conversations.
+    """
+    if config.prompt_file is None and config.may_answer_data and is_chat_file(config.data):
+        return config.model_copy(update={"prompt_file": Path(config.data)})
+    if config.prompt_file is None and config.is_set("max_new_tokens"):
+        raise UserError(f"--max-new-tokens: {config.data} has no conversations to answer; it needs --prompt-file")
+    return config
 
 
 def stored_answers(config: DistillConfig, target: Path) -> Path:
@@ -41,6 +58,12 @@ def stored_answers(config: DistillConfig, target: Path) -> Path:
     return out
 
 
+def prompts_to_answer(config: DistillConfig, target: Path) -> Prompts:
+    """Return the prompts that the target answers. Raises UserError: see file_prompts."""
+    building = build_config(config, target)
+    return build.prompts_of(building, target)
+
+
 def build_config(config: DistillConfig, target: Path) -> OutputsBuildConfig:
     """Return the settings of outputs build that write the answers, to a place of their own under the runs."""
     assert config.prompt_file is not None
@@ -51,6 +74,8 @@ def build_config(config: DistillConfig, target: Path) -> OutputsBuildConfig:
         "device": config.device, "memory": config.memory,
         **{name: value for name, value in optional.items() if value is not None},
     }  # fmt: skip
+    if config.prompt_file == Path(config.data):
+        settings["prompt_split"] = "train"
     places = ("target", "prompt_file", "memory", "device", "device_map")
     decides = {name: str(value) for name, value in settings.items() if name not in places}
     inputs = [provenance.fingerprint(target), provenance.file_sha256(config.prompt_file)]

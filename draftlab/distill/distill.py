@@ -11,7 +11,7 @@ from draftlab.config.distill import DistillConfig, OnlineConfig, TrainConfig
 from draftlab.console import note
 from draftlab.data import loss_on_of, open_batches, open_heldout
 from draftlab.distill import distributed, trackers, vocabulary
-from draftlab.distill.answers import stored_answers
+from draftlab.distill.answers import prompts_to_answer, stored_answers, with_prompts_of_data
 from draftlab.distill.checkpointer import select_device
 from draftlab.distill.lora import adapt
 from draftlab.distill.losses import parse_loss
@@ -19,7 +19,7 @@ from draftlab.distill.on_policy import parse_texts
 from draftlab.distill.parallel import Offsets
 from draftlab.distill.run import TrainedModel, TrainingResult, claimed_state, fit_and_write
 from draftlab.distill.trainer import TrainingSetup
-from draftlab.distill.training_setup import served_teacher, stored_setup, text_setup
+from draftlab.distill.training_setup import check_text, served_teacher, stored_setup, text_setup
 from draftlab.model import checkpoint, hub, parallel
 from draftlab.model.head_ids import check_trimmable
 from draftlab.model.hf_files import check_length
@@ -68,9 +68,16 @@ class Pair:
 
 def plan_distill(config: DistillConfig) -> Mapping[str, object]:
     """Return models and cost of a distillation, for people. Raises UserError: as distill() does before it trains."""
+    config = with_prompts_of_data(config)
     pair = Pair.of(config, weights=False)
     if config.parallel > 1:
         Offsets.of(config, pair.draft, pair.vocab(config))
+    if config.trains_on_windows:
+        check_text(config, pair.draft)
+    text: dict[str, object] = {}
+    if config.prompt_file is not None and pair.target is not None:
+        prompts = prompts_to_answer(config, pair.target)
+        text = {"text": f"the target's answers to {len(prompts.rows)} prompts of {config.prompt_file}"}
     student, teacher = read_size(pair.draft), read_size(pair.target) if pair.target else None
     tokens = config.steps * config.batch_size * config.seq_len
     cost = training_cost(student, teacher, tokens=tokens, seq_len=config.seq_len)
@@ -78,7 +85,7 @@ def plan_distill(config: DistillConfig) -> Mapping[str, object]:
     wider = (
         {"in parallel": f"{Offsets.cost(config):.2f} tokens are read for each of these"} if config.parallel > 1 else {}
     )
-    return models | cost | wider
+    return models | text | cost | wider
 
 
 def distill(config: DistillConfig, output: Output) -> TrainingResult:
@@ -87,6 +94,7 @@ def distill(config: DistillConfig, output: Output) -> TrainingResult:
     Raises:
         UserError: see Pair.of; or training fails.
     """
+    config = with_prompts_of_data(config)
     pair = Pair.of(config, weights=True)
     if config.prompt_file is not None and pair.target is not None:
         config = config.model_copy(update={"outputs": stored_answers(config, pair.target)})

@@ -14,7 +14,16 @@ from draftlab.acceptance.token_logprobs import max_positions
 from draftlab.config.distill import DistillConfig, EagleConfig
 from draftlab.config.shared import LossOn
 from draftlab.console import note, progress
-from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, loss_on_of, open_batches, open_heldout
+from draftlab.data import (
+    Batch,
+    DynamicBatches,
+    HeldOut,
+    TokenBatches,
+    loss_on_of,
+    open_batches,
+    open_heldout,
+    parse_mixture,
+)
 from draftlab.distill import evaluate, sealed
 from draftlab.distill.evaluate import LengthComparison, TargetText
 from draftlab.distill.losses import parse_loss
@@ -82,14 +91,8 @@ def text_setup(
     """
     tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(config.loss)
     loss_on = loss_on_of(config.data, config.loss_on)
-    if loss_on is not None and config.generates:
-        raise UserError(
-            f"--text {config.text}: the data has conversations; --prompt-file lets the target answer prompts"
-        )
-    sizes = {"rows": config.batch_size, "seq_len": config.seq_len, "loss_on": loss_on}
     note(f"reading {config.data}")
-    heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
-    data: Batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
+    data, heldout = open_text(config, tokenizer, loss_on)
     author = None if target is None else Author(target, config, known_ids(draft, target))
     if config.reweigh_steps and author is not None:
         note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
@@ -103,6 +106,34 @@ def text_setup(
     )
     del author  # and the target with it, before it is loaded as a teacher
     return setup if target is None or not loss.needs_teacher else _with_target(setup, config, student, target)
+
+
+def open_text(
+    config: DistillConfig, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn | None
+) -> tuple[TokenBatches, HeldOut]:
+    """Return the batches to train on and the held-out windows of the data.
+
+    Raises:
+        UserError: the data cannot be read or has too little text, or it has conversations and a model is to write more.
+    """
+    if loss_on is not None and config.generates:
+        raise UserError(
+            f"--text {config.text}: the data has conversations, which --text target answers if they are one JSON-lines "
+            "file; other shares of text take data without conversations"
+        )
+    sizes = {"rows": config.batch_size, "seq_len": config.seq_len, "loss_on": loss_on}
+    heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
+    return open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes), heldout
+
+
+def check_text(config: DistillConfig, draft: Path) -> None:
+    """Open the files of the data as training does, for a plan; built-in text and sets of the hub are left alone.
+
+    Raises:
+        UserError: see open_text.
+    """
+    if all(Path(name).exists() for name in parse_mixture(config.data)):
+        open_text(config, checkpoint.load_tokenizer(draft), loss_on_of(config.data, config.loss_on))
 
 
 def _with_target(setup: TrainingSetup, config: DistillConfig, student: PreTrainedModel, target: Path) -> TrainingSetup:

@@ -151,7 +151,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
         output.record(work, [heads.folder], **notes)
     if config.push_to_hub is not None:
         run.push(output.out, config.push_to_hub)
-    return Exported(lines=lines, notes=notes)
+    return Exported(lines=lines, notes=notes, advice=run.advice(chains, heads.folder))
 
 
 def _check(config: ExportConfig, heads: EagleHead) -> None:

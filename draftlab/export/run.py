@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,11 @@ TURN_TOKENS = 128  # of an answer to an earlier turn, as score's by default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """lines: for people. notes: for draftlab.json."""
+    """lines: for people. notes: for draftlab.json. advice: see advice()."""
 
     lines: list[str]
     notes: dict[str, object]
+    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def export(config: ExportConfig, output: Output) -> Exported:
         output.record(work, [draft], **notes)
     if config.push_to_hub is not None:
         push(output.out, config.push_to_hub)
-    return Exported(lines=lines, notes=notes)
+    return Exported(lines=lines, notes=notes, advice=advice(scores, draft))
 
 
 def verification_notes(prompts: Prompts | None, verified: verify.Verification | None) -> dict[str, object]:
@@ -286,8 +287,20 @@ def choose_sampling(config: ExportConfig, verified: verify.Verification | None =
 
 
 def target_name(named: str, target: Path) -> str:
-    """Return what a script calls the target: a hub name as it is, else an absolute path."""
+    """Return what a script, which runs in any folder, calls the target: an absolute path, or its name on the hub."""
+    if Path(named).is_dir():
+        return str(Path(named).absolute())
     return named if named.count("/") == 1 or not target.exists() else str(target.absolute())
+
+
+def advice(scores: Sequence[Score], draft: Path) -> str:
+    """Return why a draft should not be served as it is; empty if it was measured to be no slower than none."""
+    if not scores:
+        return f"not measured yet: draftlab score --draft {draft} tells whether to serve it"
+    gain = scores[0].best_k_speedup
+    if scores[0].doubt is not None:
+        return f"the score of {draft.name} cannot tell whether it pays: measure it again on a quiet machine"
+    return f"{draft.name} is slower than no draft, {gain.as_speedup()}: do not serve it" if gain.high < 1 else ""
 
 
 def facts_of(draft: Path) -> Facts:

@@ -1,7 +1,7 @@
 """One prune on disk: select what stays, cut, refit, write."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ from draftlab.target_outputs.store import HELDOUT, read_texts
 
 KEEP_FILE = "keep.json"
 GREEDY_TOKENS = 4096
+LEAST_TOKENS = 32  # of held-out text, to compare the draft with its source on
 COUNTED_TOKENS = 2_000_000  # of text, to choose the ids of a head
 HELDOUT_SHARE = 16  # one in so many stored texts, where the store holds out none
 
@@ -83,7 +84,8 @@ def prune(config: PruneConfig, output: Output) -> Pruned:
     head = _head(config, source, shape)
     if shape.with_whole_head() == source.shape.with_whole_head():
         return _copy(config, output, source, shape, head)
-    chunks, heldout = _calibration_text(config, source), _heldout_text(config, source)
+    heldout = _heldout_text(config, source)
+    chunks = _calibration_text(config, source, heldout[0].shape[1] - 1)
     if config.method == "activation":
         selection = _most_active(config, source, shape, chunks)
     else:
@@ -105,7 +107,8 @@ def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
     head = _head(config, source, shape)
     if shape.with_whole_head() == source.shape.with_whole_head():
         return _copy(config, output, source, shape, head)
-    chunks, heldout = _calibration_text(config, source), _heldout_text(config, source)
+    heldout = _heldout_text(config, source)
+    chunks = _calibration_text(config, source, heldout[0].shape[1] - 1)
     with removed_if_unused(output.state):
         with process_state().main_process_first():
             output.claim_state([source.directory])
@@ -251,31 +254,34 @@ def _importance(config: PruneConfig, source: Source, chunks: list[Tensor]) -> Im
     return importance
 
 
-def _calibration_text(config: PruneConfig | PruneMasksConfig, source: Source) -> list[Tensor]:
-    """Return chunks of token ids [1, seq_len]."""
+def _calibration_text(config: PruneConfig | PruneMasksConfig, source: Source, seq_len: int) -> list[Tensor]:
+    """Return chunks of token ids [1, seq_len], as long as those of held-out text."""
     if not config.calibrates:
         return []
-    rows = -(-config.calibration_tokens // config.seq_len)
+    rows = -(-config.calibration_tokens // seq_len)
     if config.outputs is not None:
         own = (config.outputs / HELDOUT).exists()
         texts = [text for i, text in enumerate(_whole(source.texts)) if own or i % HELDOUT_SHARE]
-        return _chunks(texts, rows, config.seq_len, config.seed)
-    text = open_batches(
-        config.data, checkpoint.load_tokenizer(source.directory), rows=rows, seq_len=config.seq_len, steps=1,
-        seed=config.seed,
-    )  # fmt: skip
+        return _chunks(texts, rows, seq_len, config.seed)
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    text = open_batches(config.data, tokenizer, rows=rows, seq_len=seq_len, steps=1, seed=config.seed)
+    available = sum((len(stream) - 1) // seq_len for stream in text.streams.values())
+    if 0 < available < rows:
+        tokens = f"{available * seq_len:,} of {config.calibration_tokens:,} tokens"
+        note(f"data {config.data!r} has {tokens} to calibrate on")
+        text = replace(text, rows=available)
     return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
 
 
 def _heldout_text(config: CutConfig, source: Source) -> list[Tensor]:
-    """Return chunks of token ids [1, seq_len + 1]."""
+    """Return chunks of token ids [1, seq_len + 1], shorter where there is less text."""
     rows = max(1, HELDOUT_TOKENS // config.seq_len)
     if config.outputs is not None:
         own = config.outputs / HELDOUT
         texts = _whole(read_texts(own)) if own.exists() else _whole(source.texts)[::HELDOUT_SHARE]
         return _chunks(texts, rows, config.seq_len + 1, seed=0)
     tokenizer = checkpoint.load_tokenizer(source.directory)
-    text = open_heldout(config.data, tokenizer, rows=1, seq_len=config.seq_len, most_rows=rows)
+    text = open_heldout(config.data, tokenizer, rows=1, seq_len=config.seq_len, most_rows=rows, least=LEAST_TOKENS)
     return [torch.from_numpy(batch.ids) for batch in text.batches]
 
 

@@ -57,7 +57,7 @@ def estimate(config: OutputsBuildConfig) -> dict[str, object]:
     temperatures = 1 if config.server else len(TEMPERATURES)
     k = min(config.listed, _ids(directory, config.server))
     if config.answers:
-        prompts = _prompts(config, directory)
+        prompts = prompts_of(config, directory)
         tokens, sampling = prompts.requests * config.max_new_tokens, config.sampling(())
         assert sampling is not None
         facts = {"prompts": prompts.requests, "tokens": f"at most {tokens:,}", "sampling": sampling.describe()}
@@ -152,7 +152,7 @@ def _write_answers(
         UserError: a prompt with its answer does not fit the context; too few prompts to hold some out.
     """
     assert sampling is not None
-    prompts = _answered(_prompts(config, target.directory), target, sampling)
+    prompts = _answered(prompts_of(config, target.directory), target, sampling)
     target.check_length(prompts.longest, sampling.max_tokens)
     size, apart = REPLAY_SHARD, 0
     order = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
@@ -238,12 +238,12 @@ def import_file(config: OutputsImportConfig, output: Output) -> Manifest:
     return manifest
 
 
-def _prompts(config: OutputsBuildConfig, directory: Path) -> Prompts:
+def prompts_of(config: OutputsBuildConfig, directory: Path) -> Prompts:
     tokenizer = checkpoint.load_tokenizer(directory)
     if config.prompt_file is not None:
         return file_prompts(
             config.prompt_file, tokenizer, count=config.num_prompts, tokens=config.prompt_length, chat=config.chat,
-            system_prompt=config.system_prompt,
+            system_prompt=config.system_prompt, split=None if config.prompt_split == "all" else config.prompt_split,
         )  # fmt: skip
     return data_prompts(
         config.data, tokenizer, count=config.prompts_of_data, tokens=config.prompt_length or 0, seed=config.seed

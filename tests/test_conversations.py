@@ -173,5 +173,7 @@ def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target
         if "grad_norm" in one:
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-2)
     assert "counted" in load_file(space / "stored/shard-00000.safetensors")
-    refused = call("distill", "--draft", "draft", *few, *steps, "--text", "target", "--out", "x", code=1)
-    assert "--text target: the data has conversations; --prompt-file lets the target answer prompts" in refused.stderr
+    answered = call("distill", "--draft", "draft", *few[:-2], *steps, "--text", "target", "--dry-run", "--out", "x")
+    assert "answers to" in answered.stdout
+    mixed = ("--text", "data=0.5,target=0.5")
+    assert "--text" in call("distill", "--draft", "draft", *few, *steps, *mixed, "--out", "x", code=1).stderr

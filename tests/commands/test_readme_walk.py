@@ -1,0 +1,81 @@
+"""README's walk goes through as it is typed there, with one file of chats: unanswered prompts, or answered ones."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.model import hub
+
+README = Path(__file__).parents[2] / "README.md"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+SMALL = {  # what keeps a command short here; the walk's own words stay as they are
+    "prune": "--calibration-tokens 1024 --seq-len 128",
+    "distill": "--steps 2 --batch-size 4 --max-new-tokens 8",
+    "score": "--num-prompts 2 --max-tokens 8 --k 1,2 --repeats 1",
+    "export": "",
+}
+
+
+def walk():
+    """Return the commands that README has from `draftlab init --target` on, without their comments."""
+    (block,) = re.findall(r"```\n(draftlab init --target.*?)```", README.read_text(), re.DOTALL)
+    return [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+
+
+def question(number):
+    return {"role": "user", "content": f"How do I sort list number {number} of {number % 7} items in Python?"}
+
+
+def answer(number):
+    return {"role": "assistant", "content": f"def sort_{number}(items):\n    return sorted(items)[:{number % 7}]\n"}
+
+
+def unanswered(number):
+    """A question, with a system prompt or an earlier turn in some."""
+    system = [{"role": "system", "content": "You are brief."}] if number % 3 == 0 else []
+    earlier = [question(number + 100), answer(number)] if number % 4 == 0 else []
+    return [*system, *earlier, question(number)]
+
+
+def answered(number):
+    return [question(number), answer(number)]
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    """The embedded target with a chat template."""
+    folder = tmp_path / "models" / "chatty"
+    shutil.copytree(hub.locate("tiny"), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_readme_has_the_walk():
+    assert [words[0] for words in walk()] == ["init", *SMALL]
+
+
+@pytest.mark.parametrize(("rows", "turns"), [(60, unanswered), (300, answered)])
+def test_the_walk_goes_through(rows, turns, chat_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path(next(words[words.index("--data") + 1] for words in walk() if "--data" in words))
+    file.write_text("".join(json.dumps({"messages": turns(number)}) + "\n" for number in range(rows)))
+    for words in walk():
+        models = ["models/chatty" if "/" in word else word for word in words]
+        typed = [*models, *SMALL.get(words[0], "").split()]
+        done = CliRunner().invoke(app, typed)
+        assert done.exit_code == 0, f"{shlex.join(typed)}: {done.output}"
+    (script,) = Path("runs").rglob("serve.sh")
+    (target,) = re.findall(r"vllm serve (\S+)", script.read_text())
+    assert Path(target).is_absolute()
+    assert Path(target).samefile(chat_model)
+    (score,) = Path("runs").rglob("score.json")
+    assert json.loads(score.read_text())["conditions"]["chat"]

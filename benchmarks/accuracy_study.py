@@ -1,7 +1,7 @@
 """Does a draft's accuracy say how well it drafts? Correlations over drafts, from their scores.
 
-Reads scores, and accuracies from `draftlab accuracy` or `score --tasks`. Of each lm-eval metric, the correlation with
-tokens per target pass and with the speed-up at the same K; and of the cost of a draft pass with the speed-up.
+Reads the scores of `score --tasks`. Of each lm-eval metric, the correlation with tokens per target pass and with the
+speed-up at the same K; and of the cost of a draft pass with the speed-up.
 Pearson's, with a bootstrap interval over drafts: few drafts, wide intervals.
 """
 
@@ -13,7 +13,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from draftlab.results.accuracy import with_accuracy
 from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Score, read_score
 
@@ -22,11 +21,10 @@ DRAWS = 4000
 
 def main(
     scores: Annotated[Path, typer.Argument(help="Folder of scores that share target, prompts and tasks.")],
-    accuracy: Annotated[list[Path] | None, typer.Option(help="Output of draftlab accuracy; repeatable.")] = None,
     k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="Figure to write, .svg or .png.")] = None,
 ) -> None:
-    read = with_accuracy([read_score(file) for file in sorted(scores.rglob("score.json"))], accuracy or [])
+    read = [read_score(file) for file in sorted(scores.rglob("score.json"))]
     drafts = {score.name: _figures(score, k) for score in read}
     names = list(next(iter(drafts.values())))
     columns = {name: np.array([figures[name] for figures in drafts.values()]) for name in names}

@@ -78,7 +78,7 @@ def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> d
     """Return the row of the best K."""
     rows: Any = COMMANDS["score"](
         target=TARGET, drafter=[f"eagle:heads={head}"], data=DATA, k=f"1-{k}", num_prompts=prompts, max_tokens=TOKENS,
-        temperature=temperature, tasks="none", threads=1, out=out, force=True,
+        temperature=temperature, threads=1, out=out, force=True,
     ).data["scores"]  # fmt: skip
     return next(row for row in rows if row["best"])
 

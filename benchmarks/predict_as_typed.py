@@ -49,7 +49,7 @@ def main(
             rows = _predicted(work, shape)
             scored = _type(
                 work, "score", "--draft", shape, "--k", KS, *SCORE_TEXTS, *running, "--repeats", str(repeats),
-                "--tasks", "none", "--out", f"score-{shape}", "--json",
+                "--out", f"score-{shape}", "--json",
             )  # fmt: skip
             found += [_row(shape, row, rows[row["num_speculative_tokens"]]) for row in scored["scores"]]
     errors = [abs(row["error"]) for row in found]

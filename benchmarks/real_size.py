@@ -219,7 +219,7 @@ def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, ob
     ]  # fmt: skip
     score = [
         "score", "--target", target, "--draft", draft, "--data", "stdlib", "--num-prompts", 2, "--max-tokens", 16,
-        "--k", 2, "--repeats", 1, "--tasks", "none", "--dtype", "bfloat16", "--out", scratch / "score",
+        "--k", 2, "--repeats", 1, "--dtype", "bfloat16", "--out", scratch / "score",
     ]  # fmt: skip
     built, scored = _peak_bytes(build), _peak_bytes(score)
     both = 2 * (checkpoint.Weights(target).parameters + checkpoint.Weights(draft).parameters)

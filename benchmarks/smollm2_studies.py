@@ -21,7 +21,6 @@ from benchmarks.accuracy_study import correlation, panel
 from draftlab.intervals import ratio_interval
 from draftlab.latency.cost_model import read_profile
 from draftlab.provenance import read_record
-from draftlab.results.accuracy import Accuracies
 from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Score, read_score
 from draftlab.search.schedule import read_search
@@ -194,9 +193,9 @@ def accuracy(folder: Path, rows: Rows) -> dict[str, Any] | None:
     """Return each draft's accuracies beside its tokens per pass, and their correlations over drafts."""
     if not folder.exists():
         return None
-    known = Accuracies([folder])
+    scores = {score.name: score for score in map(read_score, sorted(folder.rglob("score.json")))}
     drafts = {
-        name: {f"{r.task} {r.metric}": r.value for r in known.of(Path(name).name, None)}
+        name: {f"{r.task} {r.metric}": r.value for r in scores[Path(name).name].draft.tasks}
         | {LENGTH: row["tokens_per_pass"][K][0]}
         for name, row in rows.items()
     }

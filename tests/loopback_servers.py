@@ -112,7 +112,22 @@ class SmallVLLM:
             return 200, {"version": "0.32.0"}
         if path == "/tokenize":
             return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+        if isinstance(body["prompt"][0], list):
+            return 200, {"choices": [self._of_batch(body, *body["prompt"])]}
         return 200, {"choices": [self._scored(body) if "prompt_logprobs" in body else self._written(body)]}
+
+    def _of_batch(self, body: Any, ids: list[int]) -> dict[str, Any]:
+        """A batch of one prompt, as lm-eval asks: greedy text, or with echo the log-probabilities of the prompt."""
+        if "echo" not in body:
+            text = list(ids)
+            for _ in range(body["max_tokens"]):
+                text.append(int(self._log_probs(text)[-1].argmax()))
+            return {"index": 0, "text": self.tokenizer.decode(text[len(ids) :], skip_special_tokens=True)}
+        log_p = self._log_probs(ids)
+        values = [float(row[i]) for row, i in zip(log_p, ids[1:], strict=False)]
+        tops = [{str(int(row.argmax())): float(row.max())} for row in log_p]
+        logprobs = {"token_logprobs": [None, *values, float(log_p[-1].max())], "top_logprobs": [None, *tops]}
+        return {"index": 0, "logprobs": logprobs}
 
     @torch.no_grad()
     def _log_probs(self, ids: list[int]) -> torch.Tensor:

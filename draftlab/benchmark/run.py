@@ -9,8 +9,6 @@ import torch
 
 from draftlab import provenance, turns
 from draftlab.benchmark.example import record_example
-from draftlab.benchmark.lm_eval_model import engine_generate, with_whole_head
-from draftlab.benchmark.lm_eval_tasks import Tasks, evaluate_tasks, prepare
 from draftlab.benchmark.setup import (
     Setup,
     check_context,
@@ -18,7 +16,7 @@ from draftlab.benchmark.setup import (
     quantized_drafts,
     set_up,
     shared_conditions,
-    task_options,
+    tasks_of,
 )
 from draftlab.benchmark.throughput import OTHER_PLAIN, PLAIN, Measured, measure_throughput
 from draftlab.config.score import ScoreConfig
@@ -88,7 +86,7 @@ def measure(setup: Setup, command: str) -> list[Score]:
     """Run everything and return the scores. command: the command line, for the record."""
     config = setup.config
     check_memory(setup)
-    tasks = _load_tasks(setup)
+    tasks = _accuracies(setup)
     loaded = LoadedModels(setup)
     models = loaded.directories()
     target = models[""]
@@ -102,7 +100,6 @@ def measure(setup: Setup, command: str) -> list[Score]:
     measurement = Measurement(
         setup=setup, models=models, other_target=loaded.other_target(), runs=runs,
         described=_described(loaded, models, runs, tasks), command=command,
-        speculative_tasks={name: _speculative_tasks(target, models[name], name, setup, tasks) for name in setup.drafts},
         environment=read_environment(),
     )  # fmt: skip
     warn_if_busy(measurement.environment)
@@ -110,7 +107,7 @@ def measure(setup: Setup, command: str) -> list[Score]:
 
 
 class LoadedModels:
-    """The models of a run, each checkpoint loaded once; timed models share the weights of those scored by lm-eval."""
+    """The models of a run, each checkpoint loaded once."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -158,7 +155,6 @@ class Measurement:
     other_target: Decoder | None
     runs: Mapping[str, DrafterRun]
     described: Mapping[str, Model]
-    speculative_tasks: Mapping[str, list[TaskResult]]
     environment: Environment
     command: str
 
@@ -214,7 +210,6 @@ class Measurement:
             conditions=self._conditions(name, batch),
             environment=self.environment,
             prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in self.setup.prompts.rows],
-            speculative_tasks=self.speculative_tasks.get(name, []),
             plain=measured.generations[PLAIN],
             other_plain={weights: measured.generations[arm] for weights, arm in other.items()},
             speculative={k: measured.generations[name, k] for k in ks},
@@ -315,12 +310,15 @@ def _weights(model: Decoder, setup: Setup) -> str:
 
 
 def _described(
-    loaded: LoadedModels, models: Mapping[str, Decoder], runs: Mapping[str, DrafterRun], tasks: Tasks
+    loaded: LoadedModels,
+    models: Mapping[str, Decoder],
+    runs: Mapping[str, DrafterRun],
+    tasks: Mapping[str, list[TaskResult]],
 ) -> dict[str, Model]:
     """Return all models by name, with their lm-eval results and without their latency."""
     setup = loaded.setup
     described = {
-        name: _model(models[name], hub.checkpoint_name(path), path, _task_results(loaded.model(path), path, tasks))
+        name: _model(models[name], hub.checkpoint_name(path), path, tasks.get(name, []))
         for name, path in {"": setup.target, **setup.drafts}.items()
     }
     described |= {name: _model(run.model, name, None, []) for name, run in runs.items()}
@@ -340,24 +338,12 @@ def _model(decoder: Decoder | None, name: str, path: Path | None, tasks: list[Ta
     )
 
 
-def _load_tasks(setup: Setup) -> Tasks:
-    config = setup.config
-    return prepare(config.task_names, task_options(config), config.data)
-
-
-def _task_results(model: Decoder, directory: Path, tasks: Tasks) -> list[TaskResult]:
-    if not len(tasks):
-        return []
-    return evaluate_tasks(with_whole_head(model, directory), directory, tasks)
-
-
-def _speculative_tasks(target: Decoder, draft: Decoder, name: str, setup: Setup, tasks: Tasks) -> list[TaskResult]:
-    """Evaluate generation tasks on the target with the draft, at the largest K."""
-    generation = tasks.generation
-    if not len(generation):
-        return []
-    note(f"lm-eval on {hub.checkpoint_name(setup.target)} with {name}: {', '.join(generation.registered['tasks'])}")
-    drafter = model_drafter(draft, model_vocab_size(target))
-    tokenizer = checkpoint.load_tokenizer(setup.target)
-    generate = engine_generate(target, drafter, max(setup.config.k), tokenizer, setup.sampling.stop_token_ids)
-    return evaluate_tasks(target, setup.target, generation, generate=generate)
+def _accuracies(setup: Setup) -> dict[str, list[TaskResult]]:
+    """Return the lm-eval results of the target, by the empty name, and of the drafts, loaded one after the other."""
+    if not setup.config.task_names:
+        return {}
+    tasks = tasks_of(setup.config)
+    return {
+        name: tasks.of_checkpoint(path, setup.dtype, setup.device, spread=setup.device_map(path) is not None)
+        for name, path in {"": setup.target, **setup.drafts}.items()
+    }

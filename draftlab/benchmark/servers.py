@@ -12,8 +12,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from draftlab import provenance, turns
-from draftlab.benchmark.setup import shared_conditions
+from draftlab.benchmark.lm_eval import Tasks, check_chat_template
+from draftlab.benchmark.setup import shared_conditions, tasks_of
 from draftlab.config.score import ScoreServersConfig
 from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.clocks import Clock
@@ -23,10 +26,9 @@ from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.prompts import Prompts, load_prompts
 from draftlab.reading import FileModel, read_model
-from draftlab.results.accuracy import Accuracies
 from draftlab.results.decoding import Counters, ServedGeneration, share_of_equal_texts
 from draftlab.results.environment import Environment
-from draftlab.results.score import Conditions, Model, Prompt, Score
+from draftlab.results.score import Conditions, Model, Prompt, Score, TaskResult
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 from draftlab.target_outputs.repeats import distinct_ngrams
@@ -45,7 +47,7 @@ class ServerSetup:
     servers: dict[str, Server]  # by PLAIN and SPECULATIVE
     tokenizer: Path
     prompts: Prompts
-    accuracies: Accuracies
+    tasks: Tasks | None
 
 
 class PlainAnswers(FileModel):
@@ -57,6 +59,7 @@ class PlainAnswers(FileModel):
     asked: dict[str, Any]
     runs: list[ServedGeneration]
     tokens: list[list[int]]
+    tasks: list[TaskResult] = Field(default=[])
 
 
 @dataclass(slots=True)
@@ -137,8 +140,6 @@ def describe(config: ScoreServersConfig) -> dict[str, object]:
 
 def set_up(config: ScoreServersConfig) -> ServerSetup:
     """Connect to the servers of this phase and read the prompts."""
-    accuracies, draft = Accuracies(config.accuracy), _model(Path(config.draft), config.draft)
-    accuracies.check([(draft.name, draft.sha256)])
     place = config.tokenizer or hub.locate(config.target, weights=False)
     source = config.data if config.prompt_file else hub.check_data(config.data)
     urls = {PLAIN: config.server, SPECULATIVE: config.speculative_server}
@@ -152,7 +153,12 @@ def set_up(config: ScoreServersConfig) -> ServerSetup:
             config.prompt_file, source, checkpoint.load_tokenizer(place), count=config.num_prompts,
             tokens=config.prompt_tokens, seed=config.seed, chat=config.chat, system_prompt=config.system_prompt,
         )  # fmt: skip
-    return ServerSetup(config=config, servers=servers, tokenizer=place, prompts=prompts, accuracies=accuracies)
+    if config.apply_chat_template:
+        check_chat_template(place)
+    tasks = tasks_of(config) if config.task_names else None
+    if tasks is not None and PLAIN in servers:
+        tasks.check_server(servers[PLAIN])
+    return ServerSetup(config=config, servers=servers, tokenizer=place, prompts=prompts, tasks=tasks)
 
 
 def with_turns(setup: ServerSetup, stored: PlainAnswers | None = None) -> ServerSetup:
@@ -241,8 +247,19 @@ def _plain_answers(setup: ServerSetup, answers: Answers) -> PlainAnswers:
     server = setup.servers[PLAIN]
     return PlainAnswers(
         kind=server.kind, model=server.model, version=server.version, asked=_asked(setup), runs=answers.runs,
-        tokens=answers.tokens,
+        tokens=answers.tokens, tasks=setup.tasks.of_server(server, setup.tokenizer) if setup.tasks else [],
     )  # fmt: skip
+
+
+def _draft_tasks(setup: ServerSetup, draft: Model) -> list[TaskResult]:
+    """Return the lm-eval results of the draft, which runs here; none where its checkpoint is on the server only."""
+    if setup.tasks is None:
+        return []
+    if draft.sha256 is None:
+        note(f"--tasks: {draft.name} is no checkpoint here, so that only the target is evaluated")
+        return []
+    device = checkpoint.resolve_device("auto")
+    return setup.tasks.of_checkpoint(Path(setup.config.draft), checkpoint.resolve_dtype("auto", device), device)
 
 
 def _asked(setup: ServerSetup) -> dict[str, Any]:
@@ -274,13 +291,14 @@ def _score(
     setup: ServerSetup, plain: PlainAnswers, speculative: Answers, environment: Environment, command: str
 ) -> Score:
     config, counters, server = setup.config, speculative.counters, setup.servers[SPECULATIVE]
+    draft = _model(Path(config.draft), config.draft)
     if counters is None:
         raise UserError(f"{server.http.url} has drafted nothing for these prompts")
     check_alone(speculative.runs, counters, server.http.url)
     return Score(
         name=Path(config.draft).name,
-        target=setup.accuracies.join(_model(setup.tokenizer, plain.model)),
-        draft=setup.accuracies.join(_model(Path(config.draft), config.draft)),
+        target=_model(setup.tokenizer, plain.model).model_copy(update={"tasks": plain.tasks}),
+        draft=draft.model_copy(update={"tasks": _draft_tasks(setup, draft)}),
         conditions=_conditions(setup),
         environment=environment,
         prompts=[Prompt(tokens=len(p.ids), category=p.category) for p in setup.prompts.rows],

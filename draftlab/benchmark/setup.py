@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftlab import provenance, turns
-from draftlab.benchmark.lm_eval_tasks import TaskOptions, check_chat_template, check_tasks
+from draftlab.benchmark.lm_eval import Tasks, check_chat_template, load_tasks
 from draftlab.config import shared
 from draftlab.config.drafters import DrafterSpec, RunFacts
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
@@ -135,12 +135,17 @@ def shared_conditions(config: ScoreConfig | ScoreServersConfig, prompts: Prompts
     }  # fmt: skip
 
 
-def task_options(config: ScoreConfig) -> TaskOptions:
-    """Return how lm-eval evaluates the tasks of a score."""
-    return TaskOptions(
-        limit=config.task_limit, num_fewshot=config.num_fewshot, apply_chat_template=config.apply_chat_template,
-        batch_size=config.task_batch_size, seed=config.seed, include_path=config.include_path,
-    )  # fmt: skip
+def tasks_of(config: ScoreConfig | ScoreServersConfig) -> Tasks:
+    """Load the tasks of a score. Raises UserError: see load_tasks."""
+    return load_tasks(
+        config.task_names,
+        limit=config.task_limit,
+        batch_size=config.task_batch_size,
+        num_fewshot=config.num_fewshot,
+        apply_chat_template=config.apply_chat_template,
+        include_path=config.include_path,
+        seed=config.seed,
+    )
 
 
 @contextlib.contextmanager
@@ -212,7 +217,7 @@ def _check(setup: Setup) -> None:
         drafts: list[Path] = [*setup.drafts.values(), *setup.draft_paths] if config.draft_device_map else []
         for path in dict.fromkeys([setup.target, *drafts]):
             tensor_parallel.check(path)
-        if config.tasks != "none":
+        if config.tasks is not None:
             raise UserError("--tasks: lm-eval runs in one process, not with a target that is split over several")
     for batch in config.batch:
         if requests % batch:
@@ -230,10 +235,9 @@ def _check(setup: Setup) -> None:
             raise UserError(f"{config.flag(option)} needs mode native, and this runs in mode {setup.mode}")
     contexts = {name: max_model_len(path) for name, path in {"": setup.target, **setup.drafts}.items()}
     check_context(contexts, setup, max(config.k))
-    options = task_options(config)
-    for path in (setup.target, *setup.drafts.values()):
-        check_chat_template(path, options)
-    check_tasks(config.task_names, options)  # last: lm-eval reads thousands of files
+    if config.apply_chat_template:
+        for path in (setup.target, *setup.drafts.values()):
+            check_chat_template(path)
 
 
 def _check_parallel(draft: Path, config: ScoreConfig) -> None:

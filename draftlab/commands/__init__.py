@@ -9,7 +9,7 @@ from draftlab.commands.latency import law, law_fit, predict, profile, profile_se
 from draftlab.commands.make import design, expand, import_checkpoint, init, tokenizer
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.results import compare, report
-from draftlab.commands.score import accuracy, score, score_servers
+from draftlab.commands.score import score, score_servers
 from draftlab.commands.search import search
 from draftlab.commands.train import distill, online_rollback, online_update, train
 
@@ -19,7 +19,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         design, prune, distill, search, prune_masks, eagle, train, tokenizer, outputs.build,
         outputs.import_file, outputs.verify, outputs.info,
     ),
-    "Measure": (score, accuracy, compare, report, score_servers, expand),
+    "Measure": (score, compare, report, score_servers, expand),
     "Predict": (profile, profile_servers, predict, law, law_fit, outputs.replay),
     "Ship": (check, export, online_update, online_rollback),
 }  # fmt: skip

@@ -74,7 +74,6 @@ def predict(config: PredictConfig) -> Outcome:
     drafts = predict_drafts(config)
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table, plot_best_k
     from draftlab.latency.predict import verdict
-    from draftlab.results.tables import accuracy_table
 
     predictions = [draft.prediction for draft in drafts]
     several = len(predictions) > 1
@@ -84,8 +83,6 @@ def predict(config: PredictConfig) -> Outcome:
     show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
     if config.plot is not None:
         plot_best_k(config.plot, drafts[0])
-    if accuracy := [(p.name, draft.tasks) for p, draft in zip(predictions, drafts, strict=True) if draft.tasks]:
-        show.append(accuracy_table(accuracy))
     show += [f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)]
     return Outcome(path=None, show=show, data={"predictions": [draft.as_dict() for draft in drafts]})
 

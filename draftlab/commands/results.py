@@ -11,7 +11,7 @@ def report(config: ReportConfig, output: Output) -> Outcome:
     from draftlab.results.report import json_rows, write_report
     from draftlab.results.tables import score_table
 
-    scores = write_report(config.scores, output, config.accuracy)
+    scores = write_report(config.scores, output)
     page = output.out / "report.html"
     data = {"path": str(page), "scores": json_rows(scores)}
     return Outcome(path=page, show=[score_table(scores), str(page)], data=data)
@@ -24,7 +24,7 @@ def compare(config: CompareConfig) -> Outcome:
     from draftlab.results.compare import verdict_lines as lines
     from draftlab.results.warnings import score_warnings
 
-    ranking = rank(read_candidates(config.scores, config.accuracy))
+    ranking = rank(read_candidates(config.scores))
     best = ranking[0].candidate
     warnings = score_warnings([ranked.candidate.score for ranked in ranking if ranked.candidate.score])
     missed = missed_thresholds(best, best.tokens_per_pass, config.min_speedup, config.min_acceptance_length)

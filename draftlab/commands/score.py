@@ -1,9 +1,8 @@
-"""Commands that measure a draft: score, score-servers, accuracy."""
+"""Commands that measure a draft: score, score-servers."""
 
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.accuracy import AccuracyConfig
 from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSettings
 from draftlab.console import note_if_slow
 from draftlab.intervals import tokens_per_second
@@ -43,23 +42,6 @@ def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
     return _outcome([result], output, config)
 
 
-@command(AccuracyConfig, dry_run=True)
-def accuracy(config: AccuracyConfig, output: Output) -> Outcome:
-    """Measure the accuracy of models on tasks of lm-eval; the output joins scores, predictions and reports."""
-    with note_if_slow("loading torch and transformers"):
-        from draftlab.benchmark import accuracy as benchmark
-    from draftlab.results.tables import accuracy_table
-
-    if output.dry_run:
-        return plan(output, benchmark.describe(config))
-    result = benchmark.measure_accuracy(config, output)
-    without_items = {"models": {"__all__": {"results": {"__all__": {"items"}}}}}
-    data = {"out": str(output.out), **result.model_dump(mode="json", exclude=without_items)}
-    return Outcome(
-        path=output.out, show=[accuracy_table([(m.name, m.results) for m in result.models]), str(output.out)], data=data
-    )
-
-
 def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -> Outcome:
     from draftlab.results.compare import (
         candidate_of,
@@ -71,7 +53,7 @@ def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -
         verdict_lines,
     )
     from draftlab.results.report import json_rows
-    from draftlab.results.tables import score_table
+    from draftlab.results.tables import accuracy_table, score_table
     from draftlab.results.warnings import score_warnings
 
     candidates, missed = [candidate_of(s) for s in scores], []
@@ -83,10 +65,13 @@ def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     ranking = verdict_lines(rank(candidates)) if comparable else []
     categories = [category_table(s) for s in scores if s.prompts_by_category]
+    accuracies = {model.name: model.tasks for s in scores for model in (s.draft, s.target) if model.tasks}
     data: dict[str, object] = {
         "scores": json_rows(scores),
         "categories": {s.name: category_rows(s) for s in scores},
         "prompts": {s.name: prompt_rows(s) for s in scores},
     }
-    show = [score_table(scores), *categories, *verdicts, *ranking, *warnings, str(output.out)]
+    show: list[object] = [score_table(scores), *categories]
+    show += [accuracy_table(list(accuracies.items()))] if accuracies else []
+    show += [*verdicts, *ranking, *warnings, str(output.out)]
     return Outcome(path=output.out, show=show, data=data, missed=missed)

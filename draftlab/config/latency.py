@@ -7,7 +7,6 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab.config import inputs
-from draftlab.config.accuracy import accuracy_of
 from draftlab.config.base import MAX_K, SERVER, Config, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import (
     SPLITS,
@@ -129,7 +128,6 @@ class PredictConfig(Config):
     batch: Numbers = numbers("1", "Batch sizes, or streams, as 1,4,16; results by K are of the smallest.")
     context: Numbers | None = option(None, "Prompt lengths. Default: those of the texts, or 128.", typed=str)
     max_tokens: int = option(128, "Tokens per text, with --alpha or --acceptance-length.", ge=2, le=1_000_000)
-    accuracy: list[Path] = accuracy_of("with the drafts, shown beside their speed-ups")
     extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
     server: Literal["vllm"] | None = option(
         None,

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.config.accuracy import accuracy_of
 from draftlab.config.base import Config, OutputConfig, option
 
 RUNS = "the workspace's runs"
@@ -17,7 +16,6 @@ class ReportConfig(OutputConfig):
     scores: list[Path] = option(
         factory=list, help="score.json files, or directories of them.", argument=True, shown_default=RUNS
     )
-    accuracy: list[Path] = accuracy_of("with the drafts, for tables and plots")
 
     def default_name(self) -> str:
         return "report"
@@ -35,7 +33,6 @@ class CompareConfig(Config):
         argument=True,
         shown_default=RUNS,
     )
-    accuracy: list[Path] = accuracy_of("with the drafts, to compare as well")
     min_speedup: float | None = option(None, "Exit with status 3 if no draft reaches this speed-up of whole requests.")
     min_acceptance_length: float | None = option(
         None, "Exit with status 3 if the fastest draft yields fewer tokens per target pass."

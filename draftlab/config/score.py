@@ -8,10 +8,10 @@ from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.config import inputs, shared
-from draftlab.config.accuracy import TASKS, TaskSettings, accuracy_of
 from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, from_workspace, numbers, option
 from draftlab.config.drafters import DRAFTERS, DrafterSpec, check_drafter, parse_drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
+from draftlab.config.tasks import TASKS_ONLY, TaskSettings, check_tasks
 from draftlab.errors import UsageError, UserError, did_you_mean
 from draftlab.model import TENSOR_PARALLEL
 from draftlab.model.hub import check_data, checkpoint_name
@@ -26,7 +26,7 @@ _GREEDY = "greedy decoding does not use it; add --temperature"
 class PromptSettings(BaseModel):
     """Prompts to generate from."""
 
-    data: str = from_workspace("data", "Source of held-out text for prompts and code tasks.")
+    data: str = from_workspace("data", "Source of held-out text for prompts.")
     prompt_file: Path | None = shared.prompt_file()
     chat: shared.ChatMode = shared.chat()
     system_prompt: str | None = shared.system_prompt()
@@ -81,11 +81,6 @@ class ScoreConfig(
 
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
-    tasks: str = option("none", "lm-eval tasks to measure accuracy on as well, separated by commas.", panel=TASKS)
-    task_limit: int = option(200, "Items per task.", ge=1, panel=TASKS, advanced=True)
-    task_batch_size: int | None = option(
-        None, "Most texts of a task per pass. Default: as many as memory allows.", ge=1, panel=TASKS, advanced=True
-    )
     repeats: int = option(3, "Times that every prompt is decoded in every way.", ge=1, advanced=True)
     rule: str = option(
         REJECTION, f"Verify rule for sampled drafts: {', '.join([REJECTION, *RULES.names()])}.", panel=shared.SAMPLING,
@@ -109,13 +104,9 @@ class ScoreConfig(
             lambda c: c.temperature > 0,
             _GREEDY,
         ),
-        Only(
-            ("task_limit", "task_batch_size", "num_fewshot", "apply_chat_template", "include_path"),
-            lambda c: c.tasks != "none",
-            "needs --tasks",
-        ),
+        TASKS_ONLY,
         Only(("draft_int8", "target_int8"), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
-        Only(("target_int8",), lambda c: c.tasks == "none", "--tasks evaluates the target with unrounded weights"),
+        Only(("target_int8",), lambda c: not c.tasks, "--tasks evaluates the target with unrounded weights"),
         Only(
             ("draft_device_map",), lambda c: c.device_map == TENSOR_PARALLEL, f"needs --device-map {TENSOR_PARALLEL}"
         ),
@@ -146,6 +137,7 @@ class ScoreConfig(
         inputs.check_vocabularies(self.target, *self.draft)
         least = 1 if self.prompt_file else self.prompt_tokens or FROM_DATA_TOKENS
         inputs.check_context(least + self.max_tokens + max(self.k), "--max-tokens", self.target, *self.draft)
+        check_tasks(self)
 
     @property
     def drafters(self) -> list[DrafterSpec]:
@@ -167,10 +159,6 @@ class ScoreConfig(
         """Return whether some drafter needs a draft model and names none."""
         return any("" in spec.drafts for spec in self.drafters)
 
-    @property
-    def task_names(self) -> list[str]:
-        return [] if self.tasks == "none" else self.tasks.split(",")
-
     def resolved(self) -> Self:
         if self.draft or self.drafter:
             return self
@@ -181,7 +169,7 @@ class ScoreConfig(
         return "-".join(["score", *drafts, *(spec.kind for spec in self.drafters)])
 
 
-class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, PromptSettings):
+class ScoreServersConfig(OutputConfig, ThresholdSettings, TaskSettings, GenerationSettings, PromptSettings):
     """Settings of score-servers."""
 
     phase: Literal["both", "plain", "speculative"] = option(
@@ -209,18 +197,18 @@ class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, Pr
     )
     draft: str = option("draft", "Name of the draft, or its directory.")
     repeats: int = option(3, "Times that every prompt is sent to each server.", ge=1, advanced=True)
-    accuracy: list[Path] = accuracy_of("with the draft, for the score")
 
     only = (
         Only(("top_k", "top_p", "min_p"), lambda c: c.temperature > 0, _GREEDY),
         Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),
         Only(("server",), lambda c: c.phase != "speculative", "--plain has that server's answers"),
         Only(
-            ("speculative_server", "draft", "accuracy", "min_speedup", "min_acceptance_length"),
+            ("speculative_server", "draft", "min_speedup", "min_acceptance_length"),
             lambda c: c.phase != "plain",
             "--phase plain measures the target alone",
         ),
         Only(("plain",), lambda c: c.phase == "speculative", "needs --phase speculative"),
+        TASKS_ONLY,
         *shared.CHAT_RULES,
     )  # fmt: skip
 
@@ -236,6 +224,7 @@ class ScoreServersConfig(OutputConfig, ThresholdSettings, GenerationSettings, Pr
         super().check(weights=weights)
         if self.prompt_file is None:
             check_data(self.data)
+        check_tasks(self)
 
     def resolved(self) -> Self:
         if self.phase != "speculative" or self.plain is not None:

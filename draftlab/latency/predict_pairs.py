@@ -14,8 +14,6 @@ from draftlab.latency.roofline import parse_profile
 from draftlab.latency.scaling_law import read_law
 from draftlab.latency.steps import plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload, constant_workload, workload_of_replay, workload_of_score
-from draftlab.results.accuracy import Accuracies
-from draftlab.results.score import TaskResult
 
 ASSUMED_PROMPT = 128
 
@@ -58,7 +56,6 @@ class DraftPrediction:
     best_ks: list[BestK]
     schedule: Schedule | None  # as a server takes it
     model: tuple[str, str | None]  # name and hash of the draft model
-    tasks: list[TaskResult]
 
     def as_dict(self) -> dict[str, Any]:
         rows = [
@@ -68,11 +65,10 @@ class DraftPrediction:
             for row in self.prediction.rows
         ]
         grid = [asdict(best) for best in self.best_ks]
-        tasks = [result.model_dump() for result in self.tasks]
         schedule = self.schedule and self.schedule.model_dump()
         return asdict(self.prediction) | {
             "rows": rows, "best_k": self.prediction.best.k, "best_ks": grid, "schedule": schedule,
-            "draft_model": self.model[0], "draft_sha256": self.model[1], "tasks": tasks,
+            "draft_model": self.model[0], "draft_sha256": self.model[1],
         }  # fmt: skip
 
 
@@ -82,27 +78,20 @@ def predict_drafts(config: PredictConfig) -> list[DraftPrediction]:
     Raises:
         UserError: what cannot be read, or lies outside the profiles.
     """
-    accuracies, sources = Accuracies(config.accuracy), _sources(config)
+    sources = _sources(config)
     sources *= len(config.draft_profile) // len(sources)
     works, prompts = [source.work for source in sources], config.context or [None]
     longest = max(_at(work, prompt).longest for work in works for prompt in prompts) + max(config.k)
     target, *drafts = (_cost(spec, config, longest) for spec in (config.target_profile, *config.draft_profile))
     pairs = list(zip(drafts, sources, strict=True))
     models = [source.model or (draft.profile.name, draft.profile.sha256) for draft, source in pairs]
-    accuracies.check(models)
     return [
-        _predict(draft, target, source, config, model, accuracies.of(*model))
-        for (draft, source), model in zip(pairs, models, strict=True)
+        _predict(draft, target, source, config, model) for (draft, source), model in zip(pairs, models, strict=True)
     ]
 
 
 def _predict(
-    draft: CostModel,
-    target: CostModel,
-    source: Source,
-    config: PredictConfig,
-    model: tuple[str, str | None],
-    tasks: list[TaskResult],
+    draft: CostModel, target: CostModel, source: Source, config: PredictConfig, model: tuple[str, str | None]
 ) -> DraftPrediction:
     prompts = config.context or [None]
     work, grid = _drafted_by(draft, source.work, config), []
@@ -128,7 +117,7 @@ def _predict(
             prediction.notes.append("vLLM fixes the K of a parallel draft when it starts: no schedule by batch size")
         else:
             by_batch = schedule(draft, target, list(works.values()), config.k, most, server)
-    return DraftPrediction(prediction=prediction, best_ks=grid, schedule=by_batch, model=model, tasks=tasks)
+    return DraftPrediction(prediction=prediction, best_ks=grid, schedule=by_batch, model=model)
 
 
 def _drafted_by(draft: CostModel, work: Workload, config: PredictConfig) -> Workload:

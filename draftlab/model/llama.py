@@ -76,12 +76,6 @@ class Cache:
         layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
         return Cache(self.keys[:, mask], self.values[:, mask], used, states, layers)
 
-    def expand(self, counts: Sequence[int]) -> "Cache":
-        """Return the cache with each row repeated, [sum(counts)] rows."""
-        repeats = torch.tensor(counts, device=self.keys.device)
-        keys, values = (cached.repeat_interleave(repeats, 1) for cached in (self.keys, self.values))
-        return Cache(keys, values, [used for used, n in zip(self.used, counts, strict=True) for _ in range(n)])
-
 
 Parents = Sequence[int] | Sequence[tuple[int, ...]]  # of each token of a tree, or of each row's
 

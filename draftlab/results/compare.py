@@ -13,7 +13,6 @@ from draftlab import intervals
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, bootstrap, interval
 from draftlab.reading import read_json, validation_text
-from draftlab.results.accuracy import Accuracies
 from draftlab.results.leaderboard import ACCURACY_METRICS, NO_DRAFT, precision
 from draftlab.results.score import Score, TaskResult, read_score
 from draftlab.results.tables import terminal_table, two_lines
@@ -43,9 +42,6 @@ class _Prediction(_Read):
     name: str
     target: str
     rows: list[_Row]
-    draft_model: str = ""
-    draft_sha256: str | None = None
-    tasks: list[TaskResult] = []
 
 
 class _Predictions(_Read):
@@ -64,7 +60,6 @@ class Candidate:
     speedup: Interval  # of whole requests; predicted: of the tokens after the first
     tpot_speedup: Interval | None  # of the tokens after the first; None where servers decoded
     score: Score | None
-    model: tuple[str, str | None]  # name and hash of the draft model
     tasks: list[TaskResult]
 
     @property
@@ -125,10 +120,8 @@ class Ranked:
         return None if ratio is None or ratio.n < 2 else ratio.high < 1
 
 
-def read_candidates(paths: Sequence[Path], accuracies: Sequence[Path] = ()) -> list[Candidate]:
+def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
     """Read scores, directories of scores, and what `predict --json` printed.
-
-    accuracies: outputs of draftlab accuracy to join.
 
     Raises:
         UserError: there is none, or a file is neither.
@@ -137,7 +130,6 @@ def read_candidates(paths: Sequence[Path], accuracies: Sequence[Path] = ()) -> l
     read = [(candidate, file) for file in files for candidate in _read_file(file)]
     if not read:
         raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
-    read = list(zip(_with_accuracy([c for c, _ in read], accuracies), (file for _, file in read), strict=True))
     names = [candidate.name for candidate, _ in read]
     return [c if names.count(c.name) == 1 else replace(c, name=f"{c.name} in {file.parent}") for c, file in read]
 
@@ -154,7 +146,6 @@ def candidate_of(score: Score) -> Candidate:
         speedup=score.best_k_speedup,
         tpot_speedup=score.best_k_tpot_speedup,
         score=score,
-        model=(score.draft.name, score.draft.sha256),
         tasks=score.draft.tasks,
     )
 
@@ -305,12 +296,6 @@ def _first_line(c: Candidate) -> str:
     return f"{c.name} is fastest: {c.speedup.value:.2f}x {at}."
 
 
-def _with_accuracy(candidates: list[Candidate], paths: Sequence[Path]) -> list[Candidate]:
-    accuracies = Accuracies(paths)
-    accuracies.check([c.model for c in candidates])
-    return [replace(c, tasks=accuracies.added(c.tasks, *c.model)) for c in candidates]
-
-
 def _discounted(c: Candidate) -> str:
     return f"{c.name} changed the output: its speed-up of {c.speedup.value:.2f}x does not count."
 
@@ -330,7 +315,7 @@ def _read_file(file: Path) -> Iterator[Candidate]:
         yield Candidate(
             name=prediction.name, target=target, k=row.k, tokens_per_pass=row.tokens_per_pass.value,
             tokens_per_second=row.tokens_per_second, speedup=row.speedup, tpot_speedup=row.speedup, score=None,
-            model=(prediction.draft_model, prediction.draft_sha256), tasks=prediction.tasks,
+            tasks=[],
         )  # fmt: skip
 
 

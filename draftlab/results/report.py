@@ -12,7 +12,6 @@ from draftlab.intervals import Interval
 from draftlab.model.shape import format_count
 from draftlab.output import Output
 from draftlab.results import page, plots
-from draftlab.results.accuracy import with_accuracy
 from draftlab.results.leaderboard import (
     COLOURS,
     DARK_COLOURS,
@@ -108,10 +107,8 @@ def html(scores: list[Score], command: str) -> str:
     return written.strip() + "\n"
 
 
-def write_report(paths: Sequence[Path], output: Output, accuracies: Sequence[Path] = ()) -> list[Score]:
+def write_report(paths: Sequence[Path], output: Output) -> list[Score]:
     """Write report.html and report.md from score.json files and directories of them; return the scores.
-
-    accuracies: outputs of draftlab accuracy to join.
 
     Raises:
         UserError: there is none, or a file is not a score.
@@ -119,11 +116,11 @@ def write_report(paths: Sequence[Path], output: Output, accuracies: Sequence[Pat
     files = score_files(paths)
     if not files:
         raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
-    scores = with_accuracy(list(map(read_score, files)), accuracies)
+    scores = list(map(read_score, files))
     with output.directory() as work:
         (work / "report.html").write_text(html(scores, output.command_line))
         (work / "report.md").write_text(markdown(scores))
-        output.record(work, [*files, *accuracies])
+        output.record(work, files)
     return scores
 
 
@@ -297,11 +294,11 @@ def _models(score: Score) -> Rows:
             "sha256": (model.sha256 or "–")[:12],
         }
         | {f"ms, tokens fed: {x.width}": f"{_latency_text(x)}, n = {x.n}" for x in model.latency}
-        | {f"{r.task}, {r.metric}": _task_text(r) for r in model.tasks}
+        | {f"{r.task}, {r.metric}": f"{_task_text(r)}, n = {r.n}" for r in model.tasks}
         for model in (score.draft, score.target)
     )
     rows = [[name, draft.get(name, "–"), target.get(name, "–")] for name in dict.fromkeys([*draft, *target])]
-    return rows + [[f"{r.task}, {r.metric}, with the draft", "–", _task_text(r)] for r in score.speculative_tasks]
+    return rows
 
 
 def _conditions(scores: Sequence[Score]) -> Rows:

@@ -52,6 +52,7 @@ class TaskResult(FileModel):
     metric: str
     value: float
     stderr: float | None
+    n: PositiveInt  # items
     higher_is_better: bool
     items: list[float] = Field(default=[])  # the metric of each item, in the task's order, for paired tests
     items_sha256: str | None = None  # of items and prompts
@@ -143,7 +144,6 @@ class Score(FileModel):
     conditions: Conditions
     environment: Environment | None = None
     prompts: list[Prompt] = Field(default=[])
-    speculative_tasks: list[TaskResult] = Field(default=[])  # generation tasks of the target, decoded with this draft
     plain: list[Generation] | list[ServedGeneration]  # the target alone, with the weights that verify
     other_plain: dict[str, list[Generation]] = Field(default={})  # the target alone with other weights, by their name
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # by K

@@ -83,13 +83,13 @@ def accuracy_table(models: Sequence[tuple[str, Sequence[TaskResult]]]) -> Table:
     rows = [
         [
             *((task, metric) if i == 0 else ("", "")), name, f"{r.value:.4f}",
-            "–" if r.stderr is None else f"{r.stderr:.4f}", str(len(r.items) or "–"),
+            "–" if r.stderr is None else f"{r.stderr:.4f}", str(r.n),
         ]
         for task, metric in order
         for i, (name, r) in enumerate((n, r) for n, r in results if (r.task, r.metric) == (task, metric))
     ]  # fmt: skip
     table = terminal_table(("task", "metric", "model", "value", "standard\nerror", "items"), rows, flexible=0)
-    table.caption = Text("Standard error: lm-eval's. Compare models with draftlab compare --accuracy: paired tests.")
+    table.caption = Text("Standard error: lm-eval's. draftlab compare has paired tests of drafts.")
     return table
 
 

@@ -40,11 +40,6 @@ def _about_output(score: Score) -> Iterator[str]:
             f"its output differs from the target's own{_equal_texts(score)}: decoding was not lossless, and no "
             "speed-up counts"
         )
-    alone = {(r.task, r.metric): r.value for r in score.target.tasks}
-    for r in score.speculative_tasks:
-        value = alone.get((r.task, r.metric), r.value)
-        if value != r.value:
-            yield f"not lossless: on {r.task}, {r.metric}, the target scores {r.value:.3f} with it, {value:.3f} alone"
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
         yield f"only {share} of the output's 4-grams are distinct: repetition loops make every draft look good"

@@ -179,7 +179,7 @@ class Searcher:
             draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names if name in search.shapes],
             drafter=config.drafter, target=str(self.target), **self._prompts, **self.running,
             k=ks, num_prompts=config.num_prompts, max_tokens=MAX_TOKENS,
-            repeats=1, tasks="none", seed=config.seed + 1,
+            repeats=1, seed=config.seed + 1,
         )  # fmt: skip
         ranked = rank([candidate_of(read_score(scores / name)) for name in last.names])
         measured = [

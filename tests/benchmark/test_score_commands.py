@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from draftlab import workspace
 from draftlab.model.checkpoint import read_config
 from draftlab.results.score import read_score
 
+TASKS = Path(__file__).parents[2] / "recipes/tasks"
 pytestmark = pytest.mark.usefixtures("space")
 
 
@@ -25,7 +27,7 @@ def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, dra
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{i}": "disk" for i in range(1, 5)} | {"model.rotary_emb": "cpu"}
     (space / "map.json").write_text(json.dumps(places))
-    tasks = ("--tasks", "code_bits_per_byte", "--task-limit", "1")
+    tasks = ("--tasks", str(TASKS / "code_bits_per_byte.yaml"), "--task-limit", "1")
     call(*SCORE, *tasks, "--out", "here")
     call(*SCORE, *tasks, "--out", "spread", "--device-map", "map.json")
     here, spread = (read_score(space / out / draft.name) for out in ("here", "spread"))
@@ -64,7 +66,7 @@ def test_tokens_beyond_those_that_a_parallel_draft_was_trained_for_are_said_to_b
     assert "untrained" not in call(*asked, "2,4").stderr
 
 
-@pytest.mark.parametrize("option", [("--task-limit", "3", "--tasks", "none"), ("--draft-int8", "--mode", "eager")])
+@pytest.mark.parametrize("option", [("--task-limit", "3"), ("--draft-int8", "--mode", "eager")])
 def test_options_that_would_be_ignored_are_refused(option):
     assert f"{option[0]}: " in refused(*SCORE, *option)
 
@@ -81,7 +83,7 @@ def test_the_newest_draft_is_taken_whatever_made_it(space, draft):  # noqa: F811
     record = json.loads((space / "runs/older/draftlab.json").read_text())
     older = record | {"command": "distill", "created": "2001-01-01T00:00:00+00:00"}
     (space / "runs/older/draftlab.json").write_text(json.dumps(older))
-    assert "prune-2x32" in call(*SCORE, "--tasks", "none", "--dry-run").stdout
+    assert "prune-2x32" in call(*SCORE, "--dry-run").stdout
 
 
 def test_a_mixture_is_scored_on_its_first_source(space, draft):  # noqa: F811
@@ -108,7 +110,7 @@ def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft)
         shutil.copy(file, space / "silent")
     config = read_config(space / "silent") | {"eos_token_id": [0, 1]}
     (space / "silent/config.json").write_text(json.dumps(config))
-    words = (*SCORE, "--target", "silent", "--tasks", "none", "--out", "x")
+    words = (*SCORE, "--target", "silent", "--out", "x")
     result = call(*words, code=1)
     assert "answers each of the 2 prompts with one token" in result.stderr
     assert not (space / "x").exists()

@@ -51,7 +51,6 @@ MEASURED = ("law", "profile", "score", "search")  # times are written, and decid
 WITHOUT_OUT = ("run", "init")
 PRINTING = {"check", "compare", "design", "env", "law-fit", "outputs info", "outputs verify", "predict"}
 UNTRIED = {  # that write
-    "accuracy": "needs tasks of lm-eval",
     "profile-servers": "needs servers of vLLM",
     "score-servers": "needs two servers",
     "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)",

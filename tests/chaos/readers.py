@@ -49,10 +49,9 @@ from draftlab.prompts import file_prompts
 from draftlab.prune.importance import Importance, load_scores, save_scores
 from draftlab.reading import read_model
 from draftlab.recipe import read_recipe
-from draftlab.results.accuracy import Accuracies, Accuracy, AccuracyConditions, ModelAccuracy
 from draftlab.results.compare import read_candidates
 from draftlab.results.decoding import ServedGeneration
-from draftlab.results.score import Latency, TaskResult, read_score
+from draftlab.results.score import Latency, read_score
 from draftlab.sampling import SamplingParams
 from draftlab.search.schedule import Rung, Search, Trial, read_search
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
@@ -162,7 +161,6 @@ def readers(root: Path) -> list[Reader]:
         Reader("score.json", root / "score.json", "json", lambda f: [c.speedup for c in read_candidates([f])]),
         Reader("score.json again", root / "score.json", "json", read_score),
         Reader("replay.json", root / "replay.json", "json", lambda f: read_replay(f).chances()),
-        Reader("accuracy.json", root / "accuracy.json", "json", lambda f: Accuracies([f]).models),
         Reader("search.json", root / "search.json", "json", read_search),
         Reader("ledger.json", root / "ledger.json", "json", lambda f: read_ledger(f.parent)),
         Reader("profile", root / "profile.yaml", "yaml", read_profile),
@@ -286,14 +284,6 @@ def _records(root: Path) -> None:
         texts=[text, text], command="draftlab replay", versions={}, created="",
     )  # fmt: skip
     dump("replay.json", replay)
-    result = TaskResult(task="t", metric="acc", value=0.5, stderr=0.1, higher_is_better=True, items=[0.0, 1.0])
-    conditions = AccuracyConditions(
-        limit=None, num_fewshot=None, apply_chat_template=False, data="stdlib", dtype="float32", seed=0
-    )
-    models = [ModelAccuracy(name="m", sha256="3", results=[result])]
-    dump("accuracy.json", Accuracy(
-        models=models, conditions=conditions, items={"t": 2}, command="", versions={}, created=""
-    ))  # fmt: skip
     trial = Trial(
         name="a", k=2, length=2.0, tokens_per_second=90.0, speedup=1.2, rejection=0.4, draft_ms=1.0, seconds=10,
         step_seconds=0.1,

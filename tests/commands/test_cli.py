@@ -14,14 +14,13 @@ import typer
 from typer.testing import CliRunner
 
 from draftlab import cli, data, workspace
-from draftlab.benchmark.lm_eval_tasks import TaskOptions, evaluate_tasks, prepare
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.config.outputs import ReplayConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
-from draftlab.model import llama, native_cpu
+from draftlab.model import native_cpu
 from draftlab.model.shape import parse_numbers
 from draftlab.results.score import read_score
 
@@ -69,7 +68,7 @@ SCORE = ("score", "--k", "1,2", "--num-prompts", "2", "--prompt-tokens", "8", "-
 def test_the_three_commands_work_as_typed_in_a_workspace(space):
     assert "2 x 32" in call(*PRUNE).stdout
     assert "acceptance" in call(*DISTILL).stdout
-    scored = json.loads(call(*SCORE, "--tasks", "none", "--json").stdout)
+    scored = json.loads(call(*SCORE, "--json").stdout)
     assert {row["num_speculative_tokens"] for row in scored["scores"]} == {1, 2}
     page = call("report").stdout.split()[-1]
     assert (space / page).read_text().startswith("<!doctype html>")
@@ -90,7 +89,7 @@ def test_dry_run_writes_nothing(space):
 
 def test_a_missed_bar_exits_with_3_after_the_results_are_kept(space):
     call(*PRUNE)
-    result = call(*SCORE, "--tasks", "none", "--min-speedup", "99", code=3)
+    result = call(*SCORE, "--min-speedup", "99", code=3)
     assert "below --min-speedup 99" in result.stderr
     assert (space / "runs/score-2x32/prune-2x32/score.json").is_file()
 
@@ -109,7 +108,7 @@ def test_outputs_can_be_read_by_whom_the_umask_lets(space, mask):
 
 def test_mode_auto_is_compiled_where_it_can_be(space, monkeypatch):
     call(*PRUNE)
-    score = (*SCORE, "--tasks", "none", "--mode", "auto", "--force")
+    score = (*SCORE, "--mode", "auto", "--force")
     call(*score)
     file = space / "runs/score-2x32/prune-2x32/score.json"
     assert read_score(file).conditions.mode == "native"
@@ -298,7 +297,7 @@ def test_shells_complete_commands():
 
 def test_a_score_says_how_it_sampled(space):
     call(*PRUNE)
-    how = ("--tasks", "none", "--temperature", "0.9", "--top-k", "7", "--top-p", "0.8", "--min-p", "0.01")
+    how = ("--temperature", "0.9", "--top-k", "7", "--top-p", "0.8", "--min-p", "0.01")
     result = call(*SCORE, *how, "--rule", "match")
     words = " ".join(result.stdout.split())
     assert "temperature 0.9, top-k 7, top-p 0.8, min-p 0.01, rule match" in words
@@ -332,9 +331,7 @@ def test_two_results_of_one_name_are_refused(space):
 
 def test_passes_without_a_draft_count_as_passes(space):
     """Lookup finds nothing now and then: tokens per target pass are over all passes, acceptance over the others."""
-    row = json.loads(call(*SCORE, "--tasks", "none", "--drafter", "prompt-lookup", "--k", "2", "--json").stdout)[
-        "scores"
-    ][0]
+    row = json.loads(call(*SCORE, "--drafter", "prompt-lookup", "--k", "2", "--json").stdout)["scores"][0]
     found = read_score(space / "runs/score-prompt-lookup/prompt-lookup")
     steps = [pair for g in found.generations(2) for pair in zip(g.drafted, g.emitted, strict=True)]
     assert sum(drafted == 0 for drafted, _ in steps) > 0
@@ -359,7 +356,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
     call(*PRUNE)
     how = ("--k", "1", "--max-tokens", "4", "--repeats", "1", "--prompt-file", "prompts.jsonl", "--json")
-    found = json.loads(call("score", *how, "--tasks", "code_bits_per_byte", "--task-limit", "1").stdout)
+    found = json.loads(call("score", *how).stdout)
     (categories,) = found["categories"].values()
     assert [(row["category"], row["prompts"]) for row in categories] == [("chat", 2), ("code", 2)]
     (prompts,) = found["prompts"].values()
@@ -368,11 +365,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     assert kept.environment is not None
     assert [p.tokens for p in kept.prompts][:2] == [p.tokens for p in kept.prompts][2:]
     assert kept.prompts[0].tokens != kept.prompts[1].tokens
-    draft, text = space / "runs/prune-2x32", workspace.load().data
-    asked = prepare(["code_bits_per_byte"], TaskOptions(limit=1), text)
-    (alone, *_) = evaluate_tasks(llama.load(draft, torch.float32), draft, asked)
-    assert kept.draft.tasks[0] == alone  # of the workspace's data, not of the standard library
-    again = ("score", "--draft", str(draft), "--prompt-file", "prompts.jsonl", "--out", "x")
+    again = ("score", "--draft", str(space / "runs/prune-2x32"), "--prompt-file", "prompts.jsonl", "--out", "x")
     assert "4 prompts, not 9" in refused(*again, "--num-prompts", "9")
     assert "does not fit the context of" in refused(*again, "--max-tokens", "300")
 

@@ -412,9 +412,9 @@ def scoring(w: World, **more: Any) -> Settings:
     return few | {"draft": [str(w.draft)], "target": str(w.source), "data": str(w.text)} | more
 
 
-@case("score", "greedy, own tasks")
+@case("score", "greedy")
 def _(w: World) -> Settings:
-    return scoring(w, tasks="code_bits_per_byte", task_limit=2)
+    return scoring(w)
 
 
 @case("score", "lm-eval's task")
@@ -433,34 +433,19 @@ def task(w: World) -> Path:
     return w.root / "own.yaml"
 
 
-@case("accuracy", "lm-eval's task")
-def _(w: World) -> Settings:
-    return {"models": [str(w.source), str(w.draft)], "tasks": str(task(w)), "limit": 2}
-
-
-@case("accuracy", "own tasks")
-def _(w: World) -> Settings:
-    return {"models": [str(w.draft)], "tasks": "code_bits_per_byte", "limit": 2, "data": str(w.text)}
-
-
-def accuracy(w: World) -> Path:
-    COMMANDS["accuracy"](**CASES["accuracy", "lm-eval's task"](w), out=Path("accuracy"))
-    return Path("accuracy")
-
-
 @case("score", "sampled, drafters, native")
 def _(w: World) -> Settings:
-    return scoring(w, tasks="none", temperature=1.0, drafter=["prompt-lookup"], mode="native", threads=1)
+    return scoring(w, temperature=1.0, drafter=["prompt-lookup"], mode="native", threads=1)
 
 
 @case("score", "sampled as vLLM")
 def _(w: World) -> Settings:
-    return scoring(w, tasks="none", temperature=1.0, server_rule="vllm")
+    return scoring(w, temperature=1.0, server_rule="vllm")
 
 
 @case("score", "conversations")
 def _(w: World) -> Settings:
-    return {name: value for name, value in scoring(w, tasks="none").items() if name != "prompt_tokens"} | chat(w)
+    return {name: value for name, value in scoring(w).items() if name != "prompt_tokens"} | chat(w)
 
 
 def chat(w: World) -> Settings:
@@ -538,16 +523,16 @@ def _(w: World) -> Settings:
 
 @case("report", "")
 def _(w: World) -> Settings:
-    return {"scores": [scored(w)], "accuracy": [accuracy(w)]}
+    return {"scores": [scored(w)]}
 
 
 @case("compare", "")
 def _(w: World) -> Settings:
-    return {"scores": [scored(w)], "accuracy": [accuracy(w)], "min_speedup": 0.01, "min_acceptance_length": 1.0}
+    return {"scores": [scored(w)], "min_speedup": 0.01, "min_acceptance_length": 1.0}
 
 
 def scored(w: World) -> Path:
-    COMMANDS["score"](**scoring(w, tasks="none"), out=Path("scored"))
+    COMMANDS["score"](**scoring(w), out=Path("scored"))
     return Path("scored")
 
 
@@ -608,8 +593,12 @@ def _(w: World) -> Settings:
         "target": str(w.source),
         "data": str(w.text),
         "draft": str(w.draft),
-        "accuracy": [accuracy(w)],
     }
+
+
+@case("score-servers", "lm-eval's task")
+def _(w: World) -> Settings:
+    return CASES["score-servers", ""](w) | {"tasks": str(task(w)), "task_limit": 2}
 
 
 @case("score-servers", "phase plain")
@@ -624,7 +613,7 @@ def _(w: World) -> Settings:
     COMMANDS["score-servers"](**settings, out=Path("plain"))
     del settings["server"]
     phase = {"phase": "speculative", "plain": Path("plain"), "speculative_server": w.drafting_server}
-    return settings | phase | {"draft": str(w.draft), "accuracy": [accuracy(w)]}
+    return settings | phase | {"draft": str(w.draft)}
 
 
 @case("score-servers", "conversations")

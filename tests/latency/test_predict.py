@@ -28,9 +28,8 @@ from draftlab.latency.steps import expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, constant_workload, workload_of, workload_of_score
 from draftlab.model import llama
 from draftlab.model.eagle_llama import EagleLlama
-from draftlab.results.accuracy import Accuracy, AccuracyConditions, ModelAccuracy
 from draftlab.results.decoding import Generation
-from draftlab.results.score import Conditions, Model, Score, TaskResult
+from draftlab.results.score import Conditions, Model, Score
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import Replay, ReplayedText
 
@@ -409,22 +408,6 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
         (tmp_path / "replay.json").write_text(replay.model_copy(update=of_rule).model_dump_json())
         out = call(*files, "--replay", tmp_path, "--for", "vllm", "--k", "1-3").stdout
         assert ("by --rule match, which is not vllm's" in " ".join(out.split())) == said
-
-
-def test_accuracy_stands_beside_a_prediction(files, tmp_path):
-    result = TaskResult(task="t", metric="acc", value=0.25, stderr=0.1, higher_is_better=True)
-    conditions = AccuracyConditions(
-        limit=None, num_fewshot=None, apply_chat_template=False, data="", dtype="float32", seed=0
-    )
-    for name in ("draft", "another"):
-        models = [ModelAccuracy(name=name, sha256="0" * 64, results=[result])]
-        joined = Accuracy(models=models, conditions=conditions, items={}, command="", versions={}, created="")
-        (tmp_path / f"{name}.json").write_text(joined.model_dump_json())
-    options = (*files, "--alpha", "0.7", "--context", "16", "--max-tokens", "60")
-    (row,) = json.loads(call(*options, "--accuracy", "draft.json", "--json").stdout)["predictions"]
-    assert row["tasks"] == [result.model_dump()]
-    assert "0.2500" in call(*options, "--accuracy", "draft.json").stdout
-    assert "none with the name" in call(*options, "--accuracy", "another.json", code=1).output
 
 
 def test_drafts_side_by_side_say_what_the_slower_one_needs(files, tmp_path):

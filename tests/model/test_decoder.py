@@ -47,21 +47,6 @@ def test_graphs_need_cuda():
         decoder.check_mode("graphs", CPU, torch.float32)
 
 
-def test_an_expanded_cache_repeats_rows_of_any_length(family_dirs):
-    """Logits after expanded rows are those of separate caches."""
-    model = decoder.load(family_dirs["llama"], torch.float32, CPU)
-    prompts, counts = ([5, 9, 11], [4]), [2, 1]
-    cache = model.new_cache(2, 16)
-    model.forward(torch.tensor([prompts[0], [*prompts[1], 0, 0]]), cache, last=1)
-    cache.used = [3, 1]
-    rows = torch.tensor([[7], [8], [13]])
-    together = model.forward(rows, cache.expand(counts), last=1)
-    for prompt, row, logits in zip([prompts[0], *prompts], rows, together, strict=True):
-        alone = model.new_cache(1, 16)
-        model.forward(torch.tensor([prompt]), alone, last=1)
-        torch.testing.assert_close(model.forward(row.unsqueeze(0), alone, last=1)[0], logits, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -144,9 +144,9 @@ def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_
     with pytest.raises(UserError, match=said):
         llama.check_supported(place)
     plain, words = CliRunner(), ["--target", str(place), "--draft", str(family_dirs["llama"]), "--data", "stdlib"]
-    shown = plain.invoke(app, ["score", *words, "--num-prompts", "1", "--tasks", "none", "--k", "2", "--dry-run"])
+    shown = plain.invoke(app, ["score", *words, "--num-prompts", "1", "--k", "2", "--dry-run"])
     assert said in " ".join(shown.output.split()), shown.output
     assert "transformers runs it" in " ".join(shown.output.split())
-    refused = plain.invoke(app, ["score", *words, "--tasks", "none", "--drafter", "layer-skip:layers=1", "--dry-run"])
+    refused = plain.invoke(app, ["score", *words, "--drafter", "layer-skip:layers=1", "--dry-run"])
     assert refused.exit_code == 1
     assert "--drafter layer-skip:layers=1" in refused.output

@@ -117,7 +117,8 @@ def test_p_is_mcnemars_exact_one(won, lost):
 
 def result(items: list[float], metric: str = "acc", better: bool = True) -> TaskResult:
     value = sum(items) / len(items)
-    return TaskResult(task="t", metric=metric, value=value, stderr=None, higher_is_better=better, items=items)
+    n = len(items)
+    return TaskResult(task="t", metric=metric, value=value, stderr=None, n=n, higher_is_better=better, items=items)
 
 
 def test_items_are_compared_in_pairs():

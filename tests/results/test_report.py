@@ -26,8 +26,8 @@ from draftlab.results.tables import score_table
 from draftlab.results.warnings import score_warnings
 
 PROMPTS = 8
-ACC = TaskResult(task="py_choice", metric="acc", value=0.612, stderr=0.014, higher_is_better=True)
-PERPLEXITY = TaskResult(task="py_text", metric="perplexity", value=12.3, stderr=None, higher_is_better=False)
+ACC = TaskResult(task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True)
+PERPLEXITY = TaskResult(task="py_text", metric="perplexity", value=12.3, stderr=None, n=200, higher_is_better=False)
 CONDITIONS = Conditions(
     device="cpu",
     dtype="float32",

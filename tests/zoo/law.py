@@ -23,7 +23,7 @@ TEXT = "\n\n".join(PART.format(i) for i in range(200))  # 8 % of paragraphs are 
 BRIEF = "--steps 1 --batch-size 2 --training-dtype float32"
 TEACH = f"{BRIEF} --seq-len 32"
 WROTE = "--prompts 2 --prompt-tokens 16 --max-new-tokens 24"
-SCORE = "score --k 2 --repeats 1 --tasks none --num-prompts 2 --prompt-tokens 16 --max-tokens 24"
+SCORE = "score --k 2 --repeats 1 --num-prompts 2 --prompt-tokens 16 --max-tokens 24"
 IMPORT = "draftlab import"
 UNPACKED = (
     "design",

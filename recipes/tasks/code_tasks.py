@@ -1,29 +1,43 @@
-"""Two lm-eval tasks from held-out code on this disk.
+"""Data of two lm-eval tasks from held-out code on this disk, for code_next_line.yaml and code_bits_per_byte.yaml.
 
-``code_next_line``: which of four lines of real code comes next. ``code_bits_per_byte``: how well text is predicted.
+data is a source of text as draftlab's --data takes it: a file, a folder, or the standard library. Both functions are
+custom_dataset of their task. lm-eval passes them the task's dataset_kwargs, and arguments that they do not need: those
+of the model, and the task's version.
 """
 
 import itertools
 import random
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+
+from datasets import Dataset
 
 from draftlab.data import Document, documents, first_source
 from draftlab.errors import UserError
 
-if TYPE_CHECKING:  # lm-eval takes seconds to import, and scores without tasks do not need it
-    from lm_eval.api.task import ConfigurableTask
-    from lm_eval.tasks.manager import TaskDict
-
-NEXT_LINE = "code_next_line"
-BITS_PER_BYTE = "code_bits_per_byte"
-OWN_TASKS = (NEXT_LINE, BITS_PER_BYTE)
-ITEMS = 256  # of code_next_line without a limit
 CONTEXT_CHARACTERS = (200, 700)  # least and most before an answer; some 60 to 250 tokens of code
 LINE_CHARACTERS = (12, 120)  # least and most of an answer without its indentation
 LENGTH_RATIO = (0.7, 1.3)  # of a distractor to the answer
 DISTRACTORS = 3
 DOCUMENT_CHARACTERS = 4000  # of each document of code_bits_per_byte
+
+
+def next_line(data: str = "stdlib", items: int = 256, seed: int = 0, **_: object) -> dict[str, Dataset]:
+    """Return questions: which of four lines of code comes next. A choice is the whole text that it ends.
+
+    A tokenizer may join a line break with the character before it, so that a context and a line on their own have other
+    tokens than the text that they make.
+    """
+    questions = next_line_items(documents(first_source(data), "heldout"), count=items, seed=seed)
+    if not questions:
+        raise UserError(f"data {data!r}: its held-out split is too short, or too uniform, for code_next_line")
+    rows = [{"texts": [item.context + line for line in item.choices], "label": item.answer} for item in questions]
+    return {"test": Dataset.from_list(rows)}
+
+
+def texts(data: str = "stdlib", **_: object) -> dict[str, Dataset]:
+    """Return the beginnings of documents, to predict."""
+    heldout = documents(first_source(data), "heldout")
+    return {"test": Dataset.from_list([{"text": document.text[:DOCUMENT_CHARACTERS]} for document in heldout])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +47,6 @@ class LineItem:
     context: str
     choices: list[str]
     answer: int
-
-
-def own_tasks(names: list[str], data: str, limit: int | None, seed: int) -> "TaskDict":
-    if not names:
-        return {"tasks": {}, "groups": {}}
-    docs = documents(first_source(data), "heldout")
-    makers = {
-        NEXT_LINE: lambda: _next_line_task(next_line_items(docs, count=limit or ITEMS, seed=seed), data),
-        BITS_PER_BYTE: lambda: _bits_per_byte_task(docs),
-    }
-    return {"tasks": {name: makers[name]() for name in names}, "groups": {}}
 
 
 def next_line_items(docs: list[Document], *, count: int, seed: int) -> list[LineItem]:
@@ -99,44 +102,3 @@ def _indentation(line: str) -> str:
 
 def _within(value: float, limits: tuple[float, float]) -> bool:
     return limits[0] <= value <= limits[1]
-
-
-def _next_line_task(items: list[LineItem], data: str) -> "ConfigurableTask":
-    if not items:
-        raise UserError(f"data {data!r}: its held-out split is too short, or too uniform, for {NEXT_LINE}")
-    config = {
-        "task": NEXT_LINE,
-        "output_type": "multiple_choice",
-        "doc_to_text": "context",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [_metric("acc", "mean", True), _metric("acc_norm", "mean", True)],
-    }
-    return _task(config, [asdict(item) for item in items])
-
-
-def _bits_per_byte_task(docs: list[Document]) -> "ConfigurableTask":
-    config = {
-        "task": BITS_PER_BYTE,
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "text",
-        "metric_list": [
-            _metric("bits_per_byte", "bits_per_byte", False),
-            _metric("byte_perplexity", "weighted_perplexity", False),
-        ],
-    }
-    return _task(config, [{"text": doc.text[:DOCUMENT_CHARACTERS]} for doc in docs])
-
-
-def _metric(name: str, aggregation: str, higher_is_better: bool) -> dict[str, object]:
-    return {"metric": name, "aggregation": aggregation, "higher_is_better": higher_is_better}
-
-
-def _task(config: dict[str, Any], rows: list[dict[str, object]]) -> "ConfigurableTask":
-    from datasets import Dataset
-    from lm_eval.api.task import ConfigurableTask
-
-    dataset = {"custom_dataset": lambda **_: {"test": Dataset.from_list(rows)}, "test_split": "test"}
-    plain = {"target_delimiter": "", "num_fewshot": 0, "metadata": {"version": 1}}
-    return ConfigurableTask(config=config | dataset | plain)

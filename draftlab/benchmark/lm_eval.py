@@ -1,0 +1,253 @@
+"""Accuracy on lm-eval's tasks: of checkpoints by its ``hf`` model, of a served model by ``local-completions``."""
+
+import contextlib
+import hashlib
+import io
+import logging
+import math
+import numbers
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from draftlab.console import heartbeat
+from draftlab.errors import UserError, one_line
+from draftlab.model import checkpoint, hub
+from draftlab.results.score import TaskResult
+from draftlab.servers.client import Server
+
+if TYPE_CHECKING:  # takes seconds to import
+    from lm_eval.api.model import LM
+    from lm_eval.tasks.manager import TaskDict
+
+FEWSHOT_SEED = 1234  # lm-eval's, so that it shows the same examples
+BOOTSTRAP_SAMPLES = 1000  # for the few metrics without a closed form; lm-eval's 100,000 take minutes
+SERVED_CONTEXT = 2048  # of a server that does not tell its own, lm-eval's default
+LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/accuracy.md)"
+UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """Tasks with their data, and how lm-eval asks them."""
+
+    loaded: "TaskDict"
+    limit: int
+    batch_size: int
+    apply_chat_template: bool
+    seed: int
+
+    def of_checkpoint(
+        self, directory: Path, dtype: torch.dtype, device: torch.device, *, spread: bool = False
+    ) -> list[TaskResult]:
+        """Return every metric of every task; a trimmed head counts whole. spread: the model over all devices.
+
+        Raises:
+            UserError: lm-eval cannot evaluate the checkpoint.
+        """
+        with _running(f"lm-eval on {hub.checkpoint_name(directory)}"):
+            from lm_eval.models.huggingface import HFLM
+
+            hflm: Any = HFLM  # the decorator that registers it hides its constructor from type checkers
+            lm = hflm(
+                pretrained=str(directory),
+                tokenizer=checkpoint.load_tokenizer(directory),
+                dtype=dtype,
+                device=str(device),
+                batch_size=self.batch_size,
+                parallelize=spread,
+                trust_remote_code=checkpoint.trusts_remote_code(),
+            )
+            return self._results(lm)
+
+    def of_server(self, server: Server, tokenizer: Path) -> list[TaskResult]:
+        """Return every metric of every task of a served model. tokenizer: directory of its tokenizer.
+
+        Raises:
+            UserError: the server cannot score the tasks' choices, or does not answer.
+        """
+        url = str(server.http.client.base_url).rstrip("/")
+        with _running(f"lm-eval on {server.http.url}", secret=url, shown=server.http.url):
+            from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+            api: Any = LocalCompletionsAPI
+            lm = api(
+                model=server.model,
+                base_url=f"{url}/v1/completions",
+                tokenizer_backend="huggingface",
+                tokenizer=str(tokenizer),
+                add_bos_token=True,  # the special tokens that the tokenizer adds by itself, as lm-eval's hf model does
+                max_length=server.max_length or SERVED_CONTEXT,
+                batch_size=self.batch_size,
+                seed=self.seed,
+                header={"Authorization": server.http.client.headers.get("authorization", "")},
+                trust_remote_code=checkpoint.trusts_remote_code(),
+            )
+            return self._results(lm)
+
+    def check_server(self, server: Server) -> None:
+        """Raises UserError: a task asks for log-probabilities of a prompt, which the server does not give."""
+        scored = [name for name, task in self.loaded["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
+        if scored and not server.adapter.has_prompt_logprobs:
+            raise UserError(
+                f"--tasks {scored[0]}: {server.http.url} ({server.kind}) does not score prompts; vLLM and SGLang do"
+            )
+
+    def _results(self, lm: "LM") -> list[TaskResult]:
+        """Evaluate as simple_evaluate does, which would then list the environment and have git print errors."""
+        from lm_eval.evaluator import evaluate
+
+        transformers.set_seed(self.seed)
+        for task in self.loaded["tasks"].values():
+            task.set_fewshot_seed(FEWSHOT_SEED)  # for each model, so that all see the same examples
+        found: Any = evaluate(
+            lm=lm,
+            task_dict=self.loaded,
+            limit=self.limit,
+            bootstrap_iters=BOOTSTRAP_SAMPLES,
+            apply_chat_template=self.apply_chat_template,
+            fewshot_as_multiturn=self.apply_chat_template,
+        )
+        better, samples = found["higher_is_better"], found["samples"]
+        return [
+            result
+            for name, measured in found["results"].items()
+            for result in _task_results(name, measured, better.get(name, {}), samples.get(name, []))
+        ]
+
+
+def load_tasks(
+    names: list[str],
+    *,
+    limit: int,
+    batch_size: int,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    include_path: Path | None = None,
+    seed: int = 0,
+) -> Tasks:
+    """Load the data of every task, before any model is loaded. names: of tasks, groups and tags, or YAML files.
+
+    Raises:
+        UserError: data that cannot be had, a kind of task that cannot run here, or examples that a task does not take.
+    """
+    shown = ",".join(names)
+    with _running(f"--tasks {shown}", hint=LOCAL_DATA), _offline_where_unreachable():
+        from lm_eval.tasks import TaskManager
+
+        transformers.set_seed(seed)
+        index = TaskManager(include_path=include_path, include_defaults=False)
+        if not all(Path(name).is_file() or name in index.task_index for name in names):
+            index = TaskManager(include_path=include_path)  # seven seconds
+        loaded = index.load(names)
+        for name, task in loaded["tasks"].items():
+            if any(task.get_config(key) for key in UNSUPPORTED):
+                raise UserError(f"lm-eval task {name!r} runs generated code or needs images or sound; not supported")
+            fixed = task.get_config("num_fewshot")
+            if num_fewshot and fixed == 0:
+                raise UserError(f"--num-fewshot {num_fewshot}: {name} sets 0, which lm-eval does not change")
+            task.set_config("num_fewshot", (fixed or 0) if num_fewshot is None else num_fewshot)
+            if task.get_config("num_fewshot") and task.fewshot_docs() is None:
+                raise UserError(f"--num-fewshot {num_fewshot}: {name} has no split to take examples from")
+    return Tasks(loaded=loaded, limit=limit, batch_size=batch_size, apply_chat_template=apply_chat_template, seed=seed)
+
+
+def check_chat_template(directory: Path) -> None:
+    """Raises UserError: the tokenizer has no chat template."""
+    if not checkpoint.load_tokenizer(directory).chat_template:
+        raise UserError(f"--apply-chat-template: the tokenizer of {directory} has no chat template")
+
+
+def _task_results(
+    task: str, measured: dict[str, Any], higher_is_better: dict[str, bool | None], samples: list[dict[str, Any]]
+) -> Iterator[TaskResult]:
+    """Yield lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; the filter "none" is not named."""
+    digest = hashlib.sha256()
+    for sample in sorted(samples, key=lambda s: s["doc_id"]):
+        digest.update((sample["doc_hash"] + sample["prompt_hash"] + sample["target_hash"]).encode())
+    for key, value in measured.items():
+        metric, comma, filtered = key.partition(",")
+        number = _number(value)
+        if not comma or metric.endswith("_stderr") or number is None:
+            continue
+        better = higher_is_better.get(metric)
+        if better is None:
+            log.warning("%s: %s is left out: lm-eval does not define whether higher is better", task, metric)
+            continue
+        yield TaskResult(
+            task=task,
+            metric=metric if filtered == "none" else key,
+            value=number,
+            stderr=_number(measured.get(f"{metric}_stderr,{filtered}")),
+            n=measured["sample_len"],
+            higher_is_better=better,
+            items=_items(samples, metric, filtered),
+            items_sha256=digest.hexdigest() if samples else None,
+        )
+
+
+def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[float]:
+    """Return a metric's value of each item in task order, or [] if items have no value of their own."""
+    ordered = sorted((s for s in samples if s["filter"] == filtered), key=lambda s: s["doc_id"])
+    values = [_number(s.get(metric)) for s in ordered]
+    return [v for v in values if v is not None] if None not in values else []
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number, or None for 'N/A', text and NaN."""
+    return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+
+
+class _Bars(io.StringIO):
+    """A stream in place of stderr that reads the numbers of lm-eval's progress bars and drops everything."""
+
+    def __init__(self, beat: Callable[[str], None]) -> None:
+        super().__init__()
+        self.beat = beat
+
+    def write(self, text: str) -> int:
+        if at := re.search(r"(\d+)/(\d+) \[", text):
+            self.beat(f"{at[1]} of {at[2]} requests")
+        return len(text)
+
+
+@contextlib.contextmanager
+def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -> Iterator[None]:
+    """Report progress while lm-eval works, and raise what goes wrong as a UserError, with shown in place of secret."""
+    before = logging.root.manager.disable
+    with heartbeat(label) as beat:
+        bars = _Bars(beat)
+        logging.disable(logging.WARNING)
+        try:
+            with contextlib.redirect_stderr(bars), contextlib.redirect_stdout(bars):
+                yield
+        except UserError:
+            raise
+        except Exception as error:  # tasks, their data and servers raise every class
+            reason = f"{type(error).__name__}: {error}"
+            reason = one_line(reason.replace(secret, shown) if secret else reason)
+            raise UserError(f"{label}: {reason}{hint}") from error
+        finally:
+            logging.disable(before)
+
+
+@contextlib.contextmanager
+def _offline_where_unreachable() -> Iterator[None]:
+    """Have data sets read from the cache where the hub cannot be reached; datasets would try for half a minute."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if hub.offline_reason() is not None:
+        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

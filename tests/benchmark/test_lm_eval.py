@@ -1,0 +1,247 @@
+"""Accuracy is lm-eval's own to the last item, of checkpoints and of served models; what cannot run is refused early."""
+
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import build
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from loopback_servers import SmallVLLM, running
+
+from draftlab.benchmark.lm_eval import Tasks, load_tasks
+from draftlab.commands import COMMANDS
+from draftlab.config.tasks import TaskSettings, check_tasks
+from draftlab.errors import UserError
+from draftlab.model.checkpoint import load_model, load_tokenizer
+from draftlab.model.head_ids import write_head_ids
+from draftlab.results.score import TaskResult, read_score
+
+CPU = torch.device("cpu")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}, train: {data}}}, cache_dir: {cache}}}
+test_split: test
+fewshot_split: train
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+{more}
+"""
+KINDS = {
+    "multiple_choice": 'doc_to_choice: ["yes", "no", " maybe so"]\n'
+    "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]",
+    "loglikelihood_rolling": "metric_list:\n"
+    "  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}",
+    "generate_until": "generation_kwargs: {until: ['zz'], do_sample: false, max_gen_toks: 9}\n"
+    "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]",
+}
+GROUP = """
+group: both
+task: [multiple_choice, generate_until]
+aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task of every kind of request, and a group of two of them."""
+    out = tmp_path_factory.mktemp("tasks")
+    rows = [{"question": f"return self.{'x' * n}", "answer": n % 3} for n in range(7)]
+    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for kind, more in KINDS.items():
+        text = TASK.format(name=kind, data=out / "rows.jsonl", cache=out / "cache", kind=kind, more=more)
+        (out / f"{kind}.yaml").write_text(text)
+    (out / "both.yaml").write_text(GROUP)
+    return out
+
+
+@pytest.fixture(scope="module")
+def chat(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose tokenizer has a chat template."""
+    out = tmp_path_factory.mktemp("chat") / "llama"
+    shutil.copytree(family_dirs["llama"], out)
+    (out / "chat_template.jinja").write_text(TEMPLATE)
+    return out
+
+
+def golden(directory: Path, names: list[str], folder: Path, **settings: Any) -> dict[tuple[str, str], list[float]]:
+    """The values of every item, and that of the task last, by lm-eval's own model and evaluator."""
+    model = {"pretrained": str(directory), "dtype": "float32"}
+    index = TaskManager(include_path=folder, include_defaults=False)
+    found: Any = simple_evaluate("hf", model, names, device="cpu", task_manager=index, bootstrap_iters=0, **settings)
+    values: dict[tuple[str, str], list[float]] = {}
+    for task, samples in found["samples"].items():
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+            for metric in sample["metrics"]:
+                if isinstance(sample[metric], float | int):
+                    values.setdefault((task, metric), []).append(sample[metric])
+    for task, measured in found["results"].items():
+        for key, value in measured.items():
+            if key.endswith(",none") and "_stderr" not in key:
+                values.setdefault((task, key.partition(",")[0]), []).append(value)
+    return values
+
+
+def measured(results: list[TaskResult]) -> dict[tuple[str, str], list[float]]:
+    return {(r.task, r.metric): [*r.items, r.value] for r in results}
+
+
+def tasks(folder: Path, *kinds: str, **settings: Any) -> Tasks:
+    return load_tasks([str(folder / f"{kind}.yaml") for kind in kinds], **{"limit": 5, "batch_size": 2} | settings)
+
+
+def close(found: dict[tuple[str, str], list[float]], expected: dict[tuple[str, str], list[float]]) -> bool:
+    assert found.keys() == expected.keys()
+    return all(found[key] == pytest.approx(expected[key], rel=1e-5) for key in expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_kind_of_task_has_lm_evals_own_items(family: str, family_dirs: dict[str, Path], folder: Path):
+    place = family_dirs[family]
+    results = tasks(folder, *KINDS).of_checkpoint(place, torch.float32, CPU)
+    assert close(measured(results), golden(place, list(KINDS), folder, limit=5, batch_size=3))
+    assert {(r.task, r.n) for r in results} == {(kind, 5) for kind in KINDS}
+
+
+def test_a_score_passes_lm_evals_options_on(chat: Path, folder: Path, tmp_path: Path):
+    settings = {"num_fewshot": 2, "apply_chat_template": True}
+    few = {"k": "1", "num_prompts": 2, "prompt_tokens": 8, "max_tokens": 4, "repeats": 1, "mode": "eager"}
+    names = {"tasks": "both", "include_path": folder, "task_limit": 4, "task_batch_size": 2}
+    models = {"target": str(chat), "draft": [str(chat)], "data": "stdlib", "dtype": "float32"}
+    COMMANDS["score"](**few, **names, **models, **settings, out=tmp_path / "out")
+    result = read_score(tmp_path / "out/llama")
+    expected = golden(chat, ["both"], folder, limit=4, fewshot_as_multiturn=True, **settings)
+    assert close(measured(result.target.tasks), expected)
+    assert result.draft.tasks == result.target.tasks
+    (group,) = (r for r in result.target.tasks if r.task == "both")
+    assert (group.n, group.items) == (8, [])  # four of each task
+    plain = tasks(folder, "multiple_choice", limit=4).of_checkpoint(chat, torch.float32, CPU)
+    shown = next(r for r in result.target.tasks if r.task == "multiple_choice")
+    assert plain[0].items_sha256 != shown.items_sha256  # neither examples nor template were ignored
+
+
+def test_a_trimmed_head_and_a_parallel_draft_are_whole_models_for_lm_eval(
+    family_dirs: dict[str, Path], folder: Path, tmp_path: Path
+):
+    place = tmp_path / "draft"
+    shutil.copytree(family_dirs["llama"], place)
+    write_head_ids(place, list(range(5, 90)))
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"pard_token": 300, "spd_type": "pard"}))
+    asked = tasks(folder, "multiple_choice", "loglikelihood_rolling")
+    expected = asked.of_checkpoint(family_dirs["llama"], torch.float32, CPU)
+    assert asked.of_checkpoint(place, torch.float32, CPU) == expected
+
+
+@pytest.fixture
+def served(family_dirs: dict[str, Path]) -> Iterator[dict[str, Any]]:
+    """Settings of score-servers around two running servers of the small llama."""
+    place = family_dirs["llama"]
+    model, tokenizer = load_model(place, torch.float32).eval(), load_tokenizer(place)
+    plain, drafting = (SmallVLLM(model, tokenizer, frozenset(), draft=draft) for draft in (None, build("llama", 1)))
+    with running(plain) as url, running(drafting) as other:
+        few = {"num_prompts": 2, "prompt_tokens": 8, "max_tokens": 9, "repeats": 1, "data": "stdlib"}
+        yield few | {"server": url, "speculative_server": other, "target": str(place)}
+
+
+def test_a_served_target_has_the_accuracy_of_its_checkpoint(
+    served: dict[str, Any], family_dirs: dict[str, Path], folder: Path, tmp_path: Path
+):
+    place, draft = family_dirs["llama"], family_dirs["qwen3"]
+    names = ",".join(str(folder / f"{kind}.yaml") for kind in KINDS)
+    COMMANDS["score-servers"](**served, tasks=names, task_limit=5, draft=str(draft), out=tmp_path / "out")
+    result = read_score(tmp_path / "out")
+    assert close(measured(result.target.tasks), golden(place, list(KINDS), folder, limit=5))
+    assert close(measured(result.draft.tasks), golden(draft, list(KINDS), folder, limit=5))
+
+
+def test_phases_evaluate_the_model_that_they_run(served: dict[str, Any], folder: Path, tmp_path: Path):
+    url, other = served.pop("server"), served.pop("speculative_server")
+    asked = served | {"tasks": str(folder / "multiple_choice.yaml"), "task_limit": 3}
+    COMMANDS["score-servers"](**asked, phase="plain", server=url, out=tmp_path / "plain")
+    phase = {"phase": "speculative", "speculative_server": other, "plain": tmp_path / "plain"}
+    COMMANDS["score-servers"](**asked, **phase, draft="elsewhere", out=tmp_path / "out")
+    result = read_score(tmp_path / "out")
+    assert [(r.task, r.n) for r in result.target.tasks] == [("multiple_choice", 3)]
+    assert result.draft.tasks == []
+
+
+def test_a_server_that_scores_no_prompts_is_refused_before_it_is_asked(
+    served: dict[str, Any], folder: Path, tmp_path: Path, family_dirs: dict[str, Path]
+):
+    place = family_dirs["llama"]
+    small = SmallVLLM(load_model(place, torch.float32).eval(), load_tokenizer(place), frozenset())
+
+    def other_kind(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "small", "owned_by": "llamacpp"}]}
+        if path == "/props":
+            return 200, {"build_info": "b1"}
+        return small(method, path, body)
+
+    asked = served | {"tasks": str(folder / "multiple_choice.yaml"), "out": tmp_path / "out"}
+    with running(other_kind) as url, pytest.raises(UserError, match="does not score prompts"):
+        COMMANDS["score-servers"](**asked | {"server": url})
+
+
+def test_data_that_cannot_be_had_is_said_before_a_model_is_loaded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    task = tmp_path / "remote.yaml"
+    task.write_text(
+        "task: remote\ndataset_path: nobody/nothing\ntest_split: test\noutput_type: loglikelihood\n"
+        "doc_to_text: '{{a}}'\ndoc_to_target: '{{b}}'\nmetric_list: [{metric: acc}]\n"
+    )
+    with pytest.raises(UserError, match=r"--tasks .*remote\.yaml.*nobody/nothing"):
+        COMMANDS["score"](target="tiny", draft=["tiny"], data="stdlib", tasks=str(task), out=tmp_path / "out")
+    assert "loading tiny" not in capfd.readouterr().err
+
+
+def test_options_that_a_task_ignores_are_refused(family_dirs: dict[str, Path], folder: Path, tmp_path: Path):
+    fixed, without = tmp_path / "fixed.yaml", tmp_path / "without.yaml"
+    text = (folder / "multiple_choice.yaml").read_text()
+    fixed.write_text(f"{text}num_fewshot: 0\n")
+    without.write_text(text.replace("fewshot_split: train\n", "").replace("test_split", "validation_split"))
+    unsafe = tmp_path / "unsafe.yaml"
+    unsafe.write_text(f"{text}unsafe_code: true\n")
+    place = str(family_dirs["llama"])
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"tasks": str(fixed), "num_fewshot": 2}, "--num-fewshot"),
+        ({"tasks": str(fixed), "apply_chat_template": True}, "--apply-chat-template"),
+        ({"tasks": str(fixed), "include_path": tmp_path / "none"}, "--include-path"),
+        ({"num_fewshot": 2}, "--num-fewshot"),
+        ({"tasks": str(unsafe)}, "unsafe|generated code"),
+        ({"tasks": "helaswag"}, "--tasks helaswag"),
+    ]
+    for settings, option in refusals:
+        with pytest.raises(UserError, match=option):
+            COMMANDS["score"](target=place, draft=[place], data="stdlib", out=tmp_path / "out", **settings)
+
+
+def test_every_name_that_lm_eval_knows_is_known_here(folder: Path):
+    names = TaskManager(include_path=folder).all_tasks
+    assert {"both", "hellaswag", "mmlu", "arc_easy"} < set(names)
+    check_tasks(TaskSettings(tasks=",".join(names), include_path=folder))
+    with pytest.raises(UserError, match="did you mean 'hellaswag'"):
+        check_tasks(TaskSettings(tasks="both,helaswag", include_path=folder))
+
+
+def test_a_call_leaves_logging_and_streams_as_they_were(
+    family_dirs: dict[str, Path], folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    before = logging.root.manager.disable, sys.stdout, sys.stderr
+    tasks(folder, "multiple_choice").of_checkpoint(family_dirs["llama"], torch.float32, CPU)
+    assert (logging.root.manager.disable, sys.stdout, sys.stderr) == before
+    assert capfd.readouterr() == ("", "")

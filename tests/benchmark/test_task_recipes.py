@@ -1,0 +1,221 @@
+"""Laws of recipes/tasks: items of the tasks from code, and rows that make_tasks.py writes."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from builders import build
+from datasets import Dataset
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks.hellaswag.utils import process_docs
+
+from draftlab.benchmark.lm_eval import load_tasks
+from draftlab.data import Document, documents
+from draftlab.model.checkpoint import load_model, load_tokenizer
+from draftlab.model.tokenizer import train_tokenizer
+from draftlab.results.score import TaskResult
+
+TASKS = Path(__file__).parents[2] / "recipes/tasks"
+CPU = torch.device("cpu")
+ITEMS = 12
+HELLASWAG = [
+    {
+        "ind": n, "activity_label": "Coding", "ctx_a": f"def f{n}(self, x): [step] opens the file.", "ctx_b": "then it",
+        "ctx": "both together", "endings": [f"return {n}", "  raise [title] an error", "pass", f"self.x{n} = x"],
+        "label": str(n % 4), "split": "val",
+    }
+    for n in range(6)
+]  # fmt: skip
+ARC = [
+    {"question": {"stem": "Which is a loop?", "choices": [{"text": "for", "label": "A"}, {"text": "if", "label": "B"}]},
+     "answerKey": "A"},
+    {"question": "Which is a test?", "choices": {"text": ["1", "if"], "label": ["1", "2"]}, "answerKey": "2"},
+]  # fmt: skip
+GSM8K = [{"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"} for n in range(9)]
+WIKITEXT = ""  # as the data set is written: headings, a space before each full stop
+for title in ("Alpha", "Beta", "Gamma", "Delta"):
+    WIKITEXT += f" = {title} = \n \n"
+    for part in ("north", "south", "east", "west"):
+        own = [
+            f"The {part} tower number {ord(title[0])}{n} was built of old stone by a king who is long dead"
+            for n in range(3)
+        ]
+        WIKITEXT += f" {' . '.join(own)} . \n"
+
+
+def _module(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+code_tasks: Any = _module(TASKS / "code_tasks.py")
+
+
+@pytest.fixture(scope="module")
+def docs() -> list[Document]:
+    return documents("stdlib", "heldout")
+
+
+@pytest.fixture(scope="module")
+def items(docs: list[Document]) -> list[Any]:
+    return code_tasks.next_line_items(docs, count=200, seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, docs: list[Document]) -> Path:
+    """A random model with a long window; its tokenizer puts bos in front and joins ')', line break and indentation."""
+    out = tmp_path_factory.mktemp("long")
+    build("llama", max_position_embeddings=2048, vocab_size=600).save_pretrained(out)
+    train_tokenizer([doc.text for doc in docs], 600, out)
+    return out
+
+
+def measured(model: Path, task: str, limit: int) -> dict[str, TaskResult]:
+    asked = load_tasks([str(TASKS / f"{task}.yaml")], limit=limit, batch_size=2)
+    return {result.metric: result for result in asked.of_checkpoint(model, torch.float32, CPU)}
+
+
+def log_prob(model: Any, ids: list[int]) -> float:
+    """Natural log-probability of all ids after the first, by one plain forward pass."""
+    with torch.no_grad():
+        log_probs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return float(log_probs.gather(-1, torch.tensor(ids[1:])[:, None]).sum())
+
+
+def test_the_answer_is_the_next_line_and_among_the_choices_once(items: list[Any], docs: list[Document]):
+    assert len(items) == 200
+    for item in items:
+        answer = item.choices[item.answer]
+        assert item.choices.count(answer) == 1
+        assert any(item.context + answer in doc.text for doc in docs)
+
+
+def test_a_context_is_whole_lines_of_a_file(items: list[Any], docs: list[Document]):
+    for item in items:
+        assert 200 <= len(item.context) <= 700
+        assert any(doc.text.startswith(item.context) or "\n" + item.context in doc.text for doc in docs)
+
+
+def test_distractors_are_other_lines_alike_in_indentation_and_length(items: list[Any], docs: list[Document]):
+    lines = {line + "\n" for doc in docs for line in doc.text.split("\n")}
+    for item in items:
+        answer = item.choices[item.answer]
+        assert len(set(item.choices)) == len(item.choices) == 4
+        assert lines.issuperset(item.choices)
+        for choice in item.choices:
+            assert choice[: -len(choice.lstrip())] == answer[: -len(answer.lstrip())]
+            assert 0.7 <= len(choice.strip()) / len(answer.strip()) <= 1.3
+            assert choice is answer or choice.strip() not in item.context
+
+
+def test_no_place_among_the_choices_is_favoured(items: list[Any]):
+    counts = Counter(item.answer for item in items)
+    assert all(25 <= counts[place] <= 75 for place in range(4)), counts  # 50 +- 4 standard deviations
+
+
+def test_a_question_is_decided_by_the_seed_alone(docs: list[Document], items: list[Any]):
+    assert code_tasks.next_line_items(docs, count=30, seed=0) == items[:30]
+    assert code_tasks.next_line_items(docs, count=30, seed=1) != items[:30]
+
+
+def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(model: Path, items: list[Any]):
+    loaded, tokenizer, right = load_model(model, torch.float32).eval(), load_tokenizer(model), []
+    for item in items[:ITEMS]:
+        texts = [tokenizer(item.context + choice)["input_ids"] for choice in item.choices]
+        likely = [log_prob(loaded, ids) for ids in texts]
+        right.append(float(likely.index(max(likely)) == item.answer))
+    acc = measured(model, "code_next_line", ITEMS)["acc"]
+    assert acc.items == right
+    assert 0 < sum(right) < ITEMS
+
+
+def test_bits_per_byte_is_that_of_a_forward_pass(model: Path, docs: list[Document]):
+    """As lm-eval counts: after a bos of its own, the tokenizer's bos is predicted, too."""
+    loaded, tokenizer = load_model(model, torch.float32).eval(), load_tokenizer(model)
+    texts = [doc.text[:4000] for doc in docs[:2]]
+    bos = int(tokenizer.bos_token_id)
+    nats = -sum(log_prob(loaded, [bos, *tokenizer(text)["input_ids"]]) for text in texts)
+    expected = nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    found = measured(model, "code_bits_per_byte", 2)
+    assert found["bits_per_byte"].value == pytest.approx(expected, rel=1e-5)
+    assert found["byte_perplexity"].value == pytest.approx(2**expected, rel=1e-4)
+    assert not found["bits_per_byte"].higher_is_better
+
+
+def test_the_tasks_are_found_by_name_and_take_other_text(docs: list[Document], tmp_path: Path):
+    names = (f"text{i}.txt" for i in range(10_000))
+    heldout = next(name for name in names if Document(f"{name}:0", "").heldout)
+    (tmp_path / heldout).write_text(docs[0].text)
+    index = TaskManager(include_path=TASKS, include_defaults=False, metadata={"data": str(tmp_path)})
+    task = index.load(["code_bits_per_byte"])["tasks"]["code_bits_per_byte"]
+    assert [doc["text"] for doc in task.eval_docs] == [docs[0].text[:4000]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tasks of make_tasks.py, made of small files, by name."""
+    out = tmp_path_factory.mktemp("tasks")
+    commands = [("hellaswag", HELLASWAG, ()), ("arc", ARC, ()), ("gsm8k", GSM8K, ("--examples", "gsm8k.jsonl"))]
+    for name, rows, options in commands:
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make(out, name, f"{name}.jsonl", *options)
+    (out / "wiki.txt").write_text(WIKITEXT)
+    make(out, "next-sentence", "wiki.txt")
+    make(out, "which-article", "wiki.txt")
+    for file in out.glob("*.yaml"):
+        file.write_text(
+            file.read_text().replace("dataset_kwargs: {", f"dataset_kwargs: {{cache_dir: {out / 'cache'}, ")
+        )
+    return {file.stem: file for file in out.glob("*.yaml")}
+
+
+def make(folder: Path, *words: str) -> None:
+    subprocess.run(
+        [sys.executable, TASKS / "make_tasks.py", *words, "--out", "."], cwd=folder, check=True, capture_output=True
+    )
+
+
+def rows(task: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in task.with_suffix(".jsonl").read_text().splitlines()]
+
+
+def test_every_task_that_is_made_can_be_loaded(made: dict[str, Path]):
+    loaded = load_tasks([str(file) for file in made.values()], limit=2, batch_size=1).loaded["tasks"]
+    assert loaded.keys() == made.keys()
+    assert all(len(task.eval_docs) for task in loaded.values())
+
+
+def test_hellaswags_rows_are_those_of_lm_evals_task(made: dict[str, Path]):
+    expected = process_docs(Dataset.from_list(HELLASWAG))
+    for row, theirs in zip(rows(made["local_hellaswag"]), expected, strict=True):
+        assert row == {"query": theirs["query"], "choices": theirs["choices"], "label": theirs["gold"]}
+
+
+def test_both_layouts_of_arc_are_read(made: dict[str, Path]):
+    first, second = rows(made["local_arc"])
+    assert first == {"query": "Which is a loop?", "choices": ["for", "if"], "label": 0}
+    assert second == {"query": "Which is a test?", "choices": ["1", "if"], "label": 1}
+
+
+def test_stand_ins_have_one_right_choice_of_four(made: dict[str, Path]):
+    for name in ("next_sentence", "which_article"):
+        items = rows(made[name])
+        assert items
+        for item in items:
+            assert len(set(item["choices"])) == 4
+            assert 0 <= item["label"] < 4
+    for item in rows(made["next_sentence"]):
+        assert f"{item['query']} {item['choices'][item['label']]}" in WIKITEXT.replace(" .", ".")

@@ -7,6 +7,7 @@ import logging
 import math
 import numbers
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,10 @@ class Tasks:
         Raises:
             UserError: lm-eval cannot evaluate the checkpoint.
         """
-        with _running(f"lm-eval on {hub.checkpoint_name(directory)}"):
+        with (
+            _running(f"lm-eval on {hub.checkpoint_name(directory)}"),
+            tempfile.TemporaryDirectory() as offload_folder,  # for what fits neither devices nor memory
+        ):
             from lm_eval.models.huggingface import HFLM
 
             hflm: Any = HFLM  # the decorator that registers it hides its constructor from type checkers
@@ -63,6 +67,7 @@ class Tasks:
                 device=str(device),
                 batch_size=self.batch_size,
                 parallelize=spread,
+                offload_folder=offload_folder,
                 trust_remote_code=checkpoint.trusts_remote_code(),
             )
             return self._results(lm)

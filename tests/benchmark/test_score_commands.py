@@ -89,8 +89,10 @@ def test_the_newest_draft_is_taken_whatever_made_it(space, draft):  # noqa: F811
 def test_a_mixture_is_scored_on_its_first_source(space, draft):  # noqa: F811
     here = workspace.load()
     workspace.write(here.model_copy(update={"data": f"{here.data}=0.7,stdlib=0.3"}))
-    call(*SCORE, "--tasks", "code_bits_per_byte", "--task-limit", "1")
-    assert read_score(space / "runs/score-2x32" / draft.name).draft.tasks
+    call(*SCORE, "--out", "mixed")
+    call(*SCORE, "--data", here.data, "--out", "first")
+    mixed, first = (read_score(space / out / draft.name).conditions.prompts_sha256 for out in ("mixed", "first"))
+    assert mixed == first
 
 
 def test_a_draft_without_all_ids_of_the_tokenizer_is_refused(space, draft):  # noqa: F811

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from draftlab.config.base import Only, option
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError
 
 TASKS = "Tasks"  # panel of --help
 NAME = re.compile(
@@ -61,8 +61,9 @@ def check_tasks(settings: TaskSettings) -> None:
     known |= _names(folder) if folder is not None else set()
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1) or ["what `lm-eval ls tasks` lists"]
-            raise UserError(f"--tasks {name}: neither a task of lm-eval nor a YAML file{did_you_mean(name, near)}")
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"did you mean {near[0]!r}?" if near else "`lm-eval ls tasks` lists the tasks"
+            raise UserError(f"--tasks {name}: neither a task of lm-eval nor a YAML file; {hint}")
 
 
 def _names(folder: Path) -> set[str]:

@@ -307,18 +307,7 @@ def test_a_score_says_how_it_sampled(space):
 
 def test_a_tree_is_verified_by_the_recursive_rule(space):
     call(*PRUNE)
-    sampled = (
-        "--temperature",
-        "0.9",
-        "--tasks",
-        "none",
-        "--drafter",
-        "tree:widths=2",
-        "--drafter",
-        "prompt-lookup",
-        "--k",
-        "2",
-    )
+    sampled = ("--temperature", "0.9", "--drafter", "tree:widths=2", "--drafter", "prompt-lookup", "--k", "2")
     call(*SCORE, *sampled)
     rules = {read_score(path).conditions.rule for path in (space / "runs/score-tree-prompt-lookup").glob("*/")}
     assert rules == {"recursive", "rejection"}

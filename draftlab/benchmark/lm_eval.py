@@ -216,10 +216,15 @@ class _Bars(io.StringIO):
     def __init__(self, beat: Callable[[str], None]) -> None:
         super().__init__()
         self.beat = beat
+        self.done = self.before = 0  # requests of the bar that is shown, and of those before it
 
     def write(self, text: str) -> int:
-        if at := re.search(r"(\d+)/(\d+) \[", text):
-            self.beat(f"{at[1]} of {at[2]} requests")
+        if at := re.search(r"(?:Running|Requesting).*?(\d+)/(\d+) \[", text):
+            done, total = int(at[1]), int(at[2])
+            if done < self.done:  # a new bar, as lm-eval draws for every batch of texts
+                self.before += self.done
+            self.done = done
+            self.beat(f"{self.before + done} of {self.before + total} requests")
         return len(text)
 
 

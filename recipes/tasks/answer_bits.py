@@ -1,4 +1,4 @@
-"""Results of local_gsm8k_answer: bits per byte over all answers, and the bits of each one."""
+"""Results of local_gsm8k_answer and code_bits_per_byte: bits per byte over all answers, and the bits of each one."""
 
 import math
 from typing import Any

@@ -64,6 +64,7 @@ class DrafterSpec(BaseModel):
     own_engine: ClassVar[bool] = False  # models that transformers runs are refused
     mode: ClassVar[Mode | None] = None  # the only mode in which it drafts
     rejection_rule: ClassVar[str] = REJECTION  # the rule that --rule rejection means for its drafts
+    by_age: ClassVar[bool] = False  # acceptance of a token depends on how long ago its step began
 
     text: str
 
@@ -118,6 +119,16 @@ class DrafterSpec(BaseModel):
         """
         raise NotImplementedError
 
+    def acceptance(self, replay: Any) -> Any:
+        """Return its view of each token of each text, a list of TokenLogprobs; [n, K] each if by_age, else [n].
+
+        replay: a ReplayContext (acceptance/context.py).
+
+        Raises:
+            UserError: the drafter cannot be replayed, or does not fit the texts.
+        """
+        raise UserError(f"--drafter {self.text}: {self.kind} is not replayed; draftlab score measures it")
+
 
 Spec = TypeVar("Spec", bound=type[DrafterSpec])
 DRAFTERS: Registry[type[DrafterSpec]] = Registry(
@@ -131,7 +142,7 @@ DRAFTERS: Registry[type[DrafterSpec]] = Registry(
 
 
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[Spec], Spec]:
-    """Return a decorator that registers a kind of drafter.
+    """Return a decorator that registers a kind of drafter. A kind inherits no servers and no acceptance of another one.
 
     Raises:
         TypeError: the class does not define build().
@@ -141,6 +152,8 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[Spec], Spe
         if spec.build is DrafterSpec.build:
             raise TypeError(f"{spec.__name__} has no method build()")
         spec.kind, spec.served_by = name, frozenset(served_by)
+        if "acceptance" not in vars(spec):
+            spec.acceptance = DrafterSpec.acceptance  # pyright: ignore[reportAttributeAccessIssue]
         return DRAFTERS.register(name)(spec)
 
     return decorate

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 from draftlab import workspace
 from draftlab.config import inputs, shared
 from draftlab.config.base import Config, DraftedTokens, Only, OutputConfig, numbers, option
+from draftlab.config.drafters import check_drafter, parse_drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.model import hub
 from draftlab.model.hub import checkpoint_name
@@ -202,6 +203,10 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
         factory=list, help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft.",
         reads=inputs.checkpoint_or_head,
     )  # fmt: skip
+    drafter: list[str] = option(
+        factory=list, help="Other drafter that can be replayed, NAME or NAME:KEY=VALUE,...; repeat for several.",
+        reads=check_drafter,
+    )  # fmt: skip
     target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     tree: Widths | None = option(None, "A tree instead: branches at each depth, as 4,2,1.", typed=str)
@@ -227,11 +232,21 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
         Only(("server_rule",), lambda c: c.acceptance.rule != "block", "blocks are not replayed; score measures them"),
         Only(("unsure",), lambda c: c.confidence is not None, "needs --confidence"),
         Only(("k", "confidence"), lambda c: c.tree is None, "--tree drafts a whole tree"),
-        Only(("target",), lambda c: any(map(hub.is_eagle_head, c.draft)), "only an EAGLE-3 head reads its states"),
+        Only(
+            ("target",),
+            lambda c: c.reads_target,
+            "only an EAGLE-3 head, or a drafter without a draft, reads its states",
+        ),
+        Only(("parallel",), lambda c: c.draft or not c.drafter, "a drafter says itself how it drafts"),
     )
+
+    @property
+    def reads_target(self) -> bool:
+        """Return whether a drafter reads the states of the target."""
+        return any(map(hub.is_eagle_head, self.draft)) or not all(parse_drafter(text).drafts for text in self.drafter)
 
     def default_name(self) -> str:
         return f"replay-{self.directory.name.removeprefix('outputs-').removeprefix('replay-')}"
 
     def resolved(self) -> "ReplayConfig":
-        return self if self.draft else self.model_copy(update={"draft": [str(shared.newest_draft())]})
+        return self if self.draft or self.drafter else self.model_copy(update={"draft": [str(shared.newest_draft())]})

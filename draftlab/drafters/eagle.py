@@ -12,6 +12,8 @@ from draftlab.drafters.fallback import GateSpec
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
+    from draftlab.acceptance.context import ReplayContext
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.eagle import EagleDrafter
 
@@ -56,6 +58,7 @@ class HeadSpec(DrafterSpec):
 class EagleSpec(HeadSpec, GateSpec):
     """prompt_lookup_max: given, prompt lookup comes first."""
 
+    by_age = True
     prompt_lookup_max: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -73,3 +76,13 @@ class EagleSpec(HeadSpec, GateSpec):
         if self.prompt_lookup_max is None:
             return context.run(drafter, facts=self.facts() | {"eagle": True})
         return context.run(self.after_lookup(self.prompt_lookup_max, drafter, context.vocab), facts=self.facts())
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        if self.eagle_head is None:
+            return super().acceptance(replay)
+        from draftlab.acceptance.chain_logprobs import score_chains
+        from draftlab.model import eagle_llama
+
+        target = replay.load_target()
+        head = eagle_llama.load(self.eagle_head, replay.target_path, target)
+        return score_chains(target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance)

@@ -6,6 +6,8 @@ from draftlab.config import inputs
 from draftlab.drafters import DrafterSpec, Input, drafter
 
 if TYPE_CHECKING:
+    from draftlab.acceptance.context import ReplayContext
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 
 
@@ -23,3 +25,8 @@ class DraftModelSpec(DrafterSpec):
 
         model = context.load_draft(self.text, self.draft)
         return context.run(ModelDrafter(model, context.vocab), model=model)
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        from draftlab.acceptance.token_logprobs import score_tokens
+
+        return score_tokens(replay.load_draft(self.draft), replay.texts, replay.vocab, replay.sampling, replay.advance)

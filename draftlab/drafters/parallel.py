@@ -3,17 +3,22 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftlab.console import note
 from draftlab.drafters import RunFacts, drafter
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.errors import UserError
 from draftlab.model import hub
 
 if TYPE_CHECKING:
+    from draftlab.acceptance.context import ReplayContext
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 
 
 @drafter("parallel", served_by=("vllm",))
 class ParallelSpec(DraftModelSpec):
+    by_age = True
+
     def check(self, run: RunFacts) -> None:
         super().check(run)
         from draftlab.model.parallel import pard_token
@@ -29,3 +34,14 @@ class ParallelSpec(DraftModelSpec):
 
         model = context.load_draft(self.text, self.draft)
         return context.run(ParallelDrafter(model, context.vocab), model=model, facts={"parallel": True})
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        from draftlab.acceptance.offset_logprobs import score_offsets
+        from draftlab.engine.drafters.parallel import mask_token
+        from draftlab.model.parallel import trained_offsets
+
+        trained, model = trained_offsets(hub.locate(self.draft)), replay.load_draft(self.draft)
+        if trained is not None and replay.most > trained:
+            note(f"{self.draft} was trained to draft {trained} tokens, not {replay.most}")
+        token = mask_token(model)
+        return score_offsets(model, replay.texts, replay.vocab, replay.sampling, replay.most, token, replay.advance)

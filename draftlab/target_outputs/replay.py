@@ -11,24 +11,21 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-import torch
 from pydantic import Field, NonNegativeInt, model_validator
 
 from draftlab import provenance
 from draftlab.acceptance import expected
-from draftlab.acceptance.chain_logprobs import score_chains
+from draftlab.acceptance.context import ReplayContext
 from draftlab.acceptance.expected import Counts, Texts
-from draftlab.acceptance.offset_logprobs import score_offsets
-from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
+from draftlab.acceptance.token_logprobs import TokenLogprobs
+from draftlab.config.drafters import DRAFTERS, DrafterSpec, RunFacts, parse_drafter
 from draftlab.config.outputs import ReplayConfig
-from draftlab.console import note, progress
+from draftlab.console import progress
 from draftlab.engine.batch_generate import FinishReason
-from draftlab.engine.drafters.parallel import mask_token
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, ratio_intervals
-from draftlab.model import checkpoint, decoder, eagle, eagle_llama, hub, llama, parallel
-from draftlab.model.eagle_llama import EagleLlama
-from draftlab.model.llama import Llama
+from draftlab.model import checkpoint, hub, llama
+from draftlab.model.parallel import pard_token
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.reading import FileModel, read_model
@@ -187,29 +184,54 @@ def replay(config: ReplayConfig, output: Output) -> dict[str, Replay]:
     store = read_store(config.directory)
     if config.category is not None:
         store = store.of_category(config.category)
-    drafts = {hub.checkpoint_name(place): place for place in map(hub.locate, config.draft)}
-    if len(drafts) < len(config.draft):
-        raise UserError(f"two drafts have the same directory name; rename one: {', '.join(config.draft)}")
-    for draft in drafts.values():
-        check(store, draft, config)
-    replays = {name: replay_draft(store, draft, config, output.command_line) for name, draft in drafts.items()}
+    drafters = {spec.name: spec for spec in drafters_of(config)}
+    if len(drafters) < len(config.draft) + len(config.drafter):
+        raise UserError(f"two drafts have the same name; rename one: {', '.join([*config.draft, *config.drafter])}")
+    for spec in drafters.values():
+        check(store, spec, config)
+    replays = {name: replay_draft(store, spec, config, output.command_line) for name, spec in drafters.items()}
     with output.directory() as work:
         for name, each in replays.items():
             (work / name).mkdir()
             (work / name / FILE).write_text(each.model_dump_json())
-        output.record(work, [config.directory, *drafts.values()])
+        read = [path for spec in drafters.values() for path in spec.paths(None)]
+        output.record(work, [config.directory, *dict.fromkeys(read)])
     return replays
 
 
-def check(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
-    """Return how many logits count, after checking that a draft and the rule fit the outputs; no model is loaded.
+def drafters_of(config: ReplayConfig) -> list[DrafterSpec]:
+    """Return the drafts of a config as drafters, and then its other drafters. Raises UserError: one names no draft."""
+    drafters = list(map(parse_drafter, config.drafter))
+    if unnamed := [spec.text for spec in drafters if "" in spec.drafts]:
+        raise UserError(f"--drafter {unnamed[0]}: add draft=DIR")
+    return [*(drafter_of(hub.locate(name), parallel=config.parallel) for name in config.draft), *drafters]
+
+
+def drafter_of(draft: Path, *, parallel: bool = True) -> DrafterSpec:
+    """Return the drafter of a checkpoint or head. parallel: a parallel draft drafts in one pass.
+
+    Raises:
+        UserError: parallel is False, and it is no parallel draft.
+    """
+    if not parallel and pard_token(draft) is None:
+        raise UserError(f"--no-parallel: {draft} is no parallel draft")
+    name = hub.checkpoint_name(draft)
+    if hub.is_eagle_head(draft):
+        return DRAFTERS.get("eagle", name).model_validate({"text": name, "heads": str(draft)})
+    kind = "parallel" if parallel and pard_token(draft) is not None else "model"
+    return DRAFTERS.get(kind, name).model_validate({"text": name, "draft": str(draft)})
+
+
+def check(store: StoredOutputs, spec: DrafterSpec, config: ReplayConfig) -> int:
+    """Return how many logits count, after checking that a drafter and the rule fit the outputs; no model is loaded.
 
     Raises:
         UserError: text that the target did not write, another tokenizer, ids that the draft does not have, or
             log-probabilities that the rule cannot use.
     """
-    sampling, is_head = _target_sampling(store), hub.is_eagle_head(draft)
-    _offsets(draft, config)
+    sampling = _target_sampling(store)
+    if spec.by_age and config.confidence is not None:
+        raise UserError(f"--confidence does not end the drafts of {spec.text}; leave it out, or add --no-parallel")
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
     if config.acceptance.rule == "rejection" and _draft_sampling(sampling, config).temperature > 0 and not fits:
@@ -218,45 +240,37 @@ def check(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
             "log-probabilities; --rule rejection needs those of the distribution that was sampled from: take "
             "--rule match, or build it at temperature 1"
         )
-    size = _head_vocabulary(store, draft, config) if is_head else common_vocabulary(draft, store.vocabulary)
+    drafts = spec.paths(None, models_only=True)
+    size = common_vocabulary(drafts[0], store.vocabulary) if drafts else _target_vocabulary(store, spec, config)
     for text in store.outputs:
         largest = max(int(text.prompt.max()), int(text.ids.max(initial=0)))
         if largest >= size:
-            raise UserError(f"text {text.number} of {store.directory} has the id {largest}; {draft} has only {size}")
+            named = drafts[0] if drafts else config.target
+            raise UserError(f"text {text.number} of {store.directory} has the id {largest}; {named} has only {size}")
     return size
 
 
-def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, command: str = "") -> Replay:
+def replay_draft(store: StoredOutputs, spec: DrafterSpec, config: ReplayConfig, command: str = "") -> Replay:
     """Run one pass of the draft over every text of the store."""
-    vocab, sampling, manifest = check(store, draft, config), _target_sampling(store), store.manifest
+    vocab, sampling, manifest = check(store, spec, config), _target_sampling(store), store.manifest
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
-    draft_sampling, offsets = _draft_sampling(sampling, config), _offsets(draft, config)
-    trained = parallel.trained_offsets(draft)
-    if offsets is not None and trained is not None and offsets > trained:
-        note(f"{hub.checkpoint_name(draft)} was trained to draft {trained} tokens, not {offsets}")
-    pairs = [(t.prompt, t.ids) for t in store.outputs]
-    with progress(f"replay {hub.checkpoint_name(draft)}", len(pairs)) as advance:
-
-        def shown(done: int) -> None:
-            advance(done, "texts")
-
-        if hub.is_eagle_head(draft):
-            models = _target_and_head(draft, config, dtype, device)
-            scores = score_chains(*models, pairs, vocab, draft_sampling, offsets or 1, shown)
-        else:
-            model = decoder.load(draft, dtype, device)
-            scores = (
-                score_tokens(model, pairs, vocab, draft_sampling, shown)
-                if offsets is None
-                else score_offsets(model, pairs, vocab, draft_sampling, offsets, mask_token(model), shown)
+    draft_sampling = _draft_sampling(sampling, config)
+    most = max(way.k for way in draftings(config))
+    target = Path() if spec.drafts else hub.locate(config.target)
+    with progress(f"replay {spec.name}", len(store.outputs)) as advance:
+        scores = spec.acceptance(
+            ReplayContext(
+                texts=[(t.prompt, t.ids) for t in store.outputs], target_path=target, sampling=draft_sampling,
+                vocab=vocab, most=most, dtype=dtype, device=device, advance=lambda done: advance(done, "texts"),
             )
+        )  # fmt: skip
     certain = config.acceptance.rule == "match" or sampling.temperature == 0
     loops = repeats([t.ids for t in store.outputs])
     texts = [_replayed(*each, certain=certain) for each in zip(store.outputs, scores, loops, strict=True)]
     return Replay(
-        draft=hub.checkpoint_name(draft),
-        draft_sha256=provenance.fingerprint(draft),
+        draft=spec.name,
+        draft_sha256=provenance.fingerprint((spec.paths(None) or [target])[0]),
         dtype=checkpoint.dtype_name(dtype),
         target=manifest.target,
         target_sha256=manifest.target_sha256,
@@ -265,8 +279,8 @@ def replay_draft(store: StoredOutputs, draft: Path, config: ReplayConfig, comman
         sampling=sampling,
         rule=config.acceptance.rule,
         draft_temperature=draft_sampling.temperature,
-        offsets=offsets,
-        eagle=hub.is_eagle_head(draft),
+        offsets=most if spec.by_age else None,
+        eagle=spec.eagle_head is not None,
         texts=texts,
         command=command,
         versions=provenance.versions(),
@@ -329,42 +343,19 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, loop: Repeats, *, certai
     )
 
 
-def _head_vocabulary(store: StoredOutputs, draft: Path, config: ReplayConfig) -> int:
-    """Return the logits of a head's target. Raises UserError: the target cannot run it, or did not write the text."""
-    target = hub.locate(config.target)
-    llama.check_supported(target)
-    eagle.check(draft, target)
+def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, config: ReplayConfig) -> int:
+    """Return the logits of the target of a drafter without a draft model.
+
+    Raises:
+        UserError: the drafter does not fit the target, or the target did not write the text.
+    """
+    target, vocab = hub.locate(config.target), common_vocabulary(hub.locate(config.target), store.vocabulary)
+    layers = llama.check_supported(target).layers
+    spec.check(RunFacts(target=target, layers=layers, vocab=vocab, mode="eager", rule=config.rule, draft=None))
     written_by = store.manifest.target_sha256
     if written_by is not None and written_by != provenance.fingerprint(target):
         raise UserError(f"{store.directory} was written by {store.manifest.target}, whose weights are not {target}'s")
-    return common_vocabulary(target, store.vocabulary)
-
-
-def _target_and_head(
-    draft: Path, config: ReplayConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Llama, EagleLlama]:
-    path = hub.locate(config.target)
-    target = llama.load(path, dtype, device)
-    return target, eagle_llama.load(draft, path, target)
-
-
-def _offsets(draft: Path, config: ReplayConfig) -> int | None:
-    """Return how many tokens a parallel draft or an EAGLE-3 head drafts, at most; None for an ordinary draft.
-
-    Raises:
-        UserError: settings that do not fit how it drafts.
-    """
-    if not config.parallel and parallel.pard_token(draft) is None:
-        raise UserError(f"--no-parallel: {draft} is no parallel draft")
-    if hub.is_eagle_head(draft):
-        if config.confidence is not None:
-            raise UserError(f"{draft} is an EAGLE-3 head, which --confidence does not end; leave it out")
-        return max(way.k for way in draftings(config))
-    if parallel.pard_token(draft) is None or not config.parallel:
-        return None
-    if config.confidence is not None:
-        raise UserError(f"{draft} drafts all tokens in one pass: --confidence cannot end it earlier; add --no-parallel")
-    return max(way.k for way in draftings(config))
+    return vocab
 
 
 def _target_sampling(store: StoredOutputs) -> SamplingParams:

@@ -233,6 +233,12 @@ def _(w: World) -> Settings:
     return {"draft": [str(head(w))], "directory": Path("told"), "target": str(w.source), "k": "1,2"}
 
 
+@case("replay", "a drafter")
+def _(w: World) -> Settings:
+    COMMANDS["outputs build"](**CASES["outputs build", "replay"](w), out=Path("told"))
+    return {"drafter": [f"model:draft={w.draft}"], "directory": Path("told"), "k": "1,2"}
+
+
 @case("profile", "an EAGLE-3 head")
 def _(w: World) -> Settings:
     return CASES["profile", "native"](w) | {"models": [str(w.source), str(head(w))]}

@@ -38,7 +38,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.repeats import repeats
-from draftlab.target_outputs.replay import Drafting, check, read_replay, replay_draft, rows_of
+from draftlab.target_outputs.replay import Drafting, check, drafter_of, read_replay, replay_draft, rows_of
 from draftlab.target_outputs.store import StoredOutputs, read_manifest, read_shard, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget
 
@@ -404,7 +404,7 @@ def live(target: Path, draft: Path, prompts: list[list[int]], k: int, how: Sampl
 
 
 def test_a_replayed_trace_is_live_speculation(models, greedy_store):
-    found = replay_draft(greedy_store, models["draft"], settings_of())
+    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
     assert found.texts[0].chances == pytest.approx([float(r == 0) for r in found.texts[0].ranks])
     prompts = [t.prompt.tolist() for t in greedy_store.outputs]
     for k in (1, 2, 5):
@@ -416,7 +416,7 @@ def test_a_replayed_trace_is_live_speculation(models, greedy_store):
 
 def test_conventions_of_the_first_token(models, greedy_store):
     """Drafted straight from the prompt, it is one more token that a step can begin at."""
-    found = replay_draft(greedy_store, models["draft"], settings_of())
+    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
     prefill, prompt = (found.counts(Drafting(k=3), first) for first in ("prefill", "prompt"))
     assert (prefill.tokens == 23).all()
     assert (prompt.tokens == 24).all()
@@ -430,20 +430,20 @@ def test_conventions_of_the_first_token(models, greedy_store):
 def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, models, prompt_file):
     target = models["target"]
     found = recorded(tmp_path / "t", target, prompt_file, temperature=4.0, top_k=60, seed=1)
-    ratio = replay_draft(found, models["draft"], settings_of())
-    match = replay_draft(found, models["draft"], settings_of(rule="match"))
-    sharp = replay_draft(found, models["draft"], settings_of(draft_temperature=0.0))
+    ratio = replay_draft(found, drafter_of(models["draft"]), settings_of())
+    match = replay_draft(found, drafter_of(models["draft"]), settings_of(rule="match"))
+    sharp = replay_draft(found, drafter_of(models["draft"]), settings_of(draft_temperature=0.0))
     for text, a, b, c in zip(found.outputs, ratio.texts, match.texts, sharp.texts, strict=True):
         np.testing.assert_allclose(a.chances, np.minimum(1, np.array(b.chances) / np.exp(text.logprobs)), atol=1e-4)
         assert c.chances == [float(r == 0) for r in c.ranks]
-    same = replay_draft(found, target, settings_of())
+    same = replay_draft(found, drafter_of(target), settings_of())
     np.testing.assert_allclose(np.concatenate(same.chances("prompt")), 1, atol=1e-4)  # a draft that is the target
 
 
 def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, models, prompt_file, greedy_store):
     ends = int(greedy_store.outputs[0].ids[9])
     found = recorded(tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file)
-    replayed = replay_draft(found, models["draft"], settings_of())
+    replayed = replay_draft(found, drafter_of(models["draft"]), settings_of())
     k, how = 4, SamplingParams(max_tokens=24, stop_token_ids=(ends,))
     runs = live(models["target"], models["draft"], [o.prompt.tolist() for o in found.outputs], k, how)
     counts = replayed.counts(Drafting(k=k))
@@ -454,7 +454,7 @@ def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, mo
 
 
 def test_trees_and_confidence_follow_from_the_same_file(models, greedy_store):
-    found = replay_draft(greedy_store, models["draft"], settings_of())
+    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
     chain, wide = found.counts(Drafting(k=3)), found.counts(Drafting(k=3, widths=(4, 2, 2)))
     sure = found.counts(Drafting(k=3, confidence=0.7))
     assert (wide.passes <= chain.passes).all()
@@ -466,7 +466,7 @@ def test_trees_and_confidence_follow_from_the_same_file(models, greedy_store):
 
 
 def test_a_replay_is_read_back_as_it_was_and_nothing_else_is(tmp_path, models, greedy_store):
-    found = replay_draft(greedy_store, models["draft"], settings_of())
+    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
     (tmp_path / "replay.json").write_text(found.model_dump_json())
     assert read_replay(tmp_path) == found == read_replay(tmp_path / "replay.json")
     fields = json.loads(found.model_dump_json())
@@ -480,12 +480,12 @@ def test_a_replay_is_read_back_as_it_was_and_nothing_else_is(tmp_path, models, g
 
 
 def test_rows_of_categories_are_their_texts_alone(models, greedy_store):
-    found = replay_draft(greedy_store, models["draft"], settings_of())
+    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
     rows = rows_of(found, [Drafting(k=2), Drafting(k=4)], "prefill")
     assert [(r.group, r.texts, r.drafting.k) for r in rows[:2]] == [("all", 7, 2), ("all", 7, 4)]
     by_group = {r.group: r for r in rows[2:]}
     assert by_group["code"].texts == 4
-    alone = replay_draft(greedy_store.of_category("code"), models["draft"], settings_of())
+    alone = replay_draft(greedy_store.of_category("code"), drafter_of(models["draft"]), settings_of())
     assert by_group["code"].acceptance == alone.counts(Drafting(k=4)).acceptance()
     for row in rows:
         assert row.length.value == pytest.approx(row.acceptance.mean_acceptance_length)
@@ -501,11 +501,13 @@ def test_log_probabilities_that_the_rule_cannot_use_are_refused(tmp_path, models
     found = recorded(tmp_path / "t", target, prompt_file, temperature=0.7)
     raw = replace(found, manifest=found.manifest.model_copy(update={"logprobs": "raw"}))
     with pytest.raises(UserError, match="raw log-probabilities; --rule rejection needs"):
-        check(raw, models["draft"], settings_of())
-    check(raw, models["draft"], settings_of(rule="match"))
-    check(raw, models["draft"], settings_of(draft_temperature=0.0))
+        check(raw, drafter_of(models["draft"]), settings_of())
+    check(raw, drafter_of(models["draft"]), settings_of(rule="match"))
+    check(raw, drafter_of(models["draft"]), settings_of(draft_temperature=0.0))
     at_one = replace(raw.manifest.sampling, temperature=1.0)
-    check(replace(raw, manifest=raw.manifest.model_copy(update={"sampling": at_one})), target, settings_of())
+    check(
+        replace(raw, manifest=raw.manifest.model_copy(update={"sampling": at_one})), drafter_of(target), settings_of()
+    )
 
 
 def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
@@ -515,15 +517,15 @@ def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
     sizes = {"num_sequences": 4, "seq_len": 16, "top_logprobs": 4}
     outputs.build(target=str(models["target"]), data=str(data), out=tmp_path / "data", **sizes)
     with pytest.raises(UserError, match="of data that the target only read"):
-        check(read_store(tmp_path / "data"), models["draft"], settings_of())
+        check(read_store(tmp_path / "data"), drafter_of(models["draft"]), settings_of())
     outputs.build(
         target=str(models["target"]), data=str(data), text="target", prompt_tokens=4, out=tmp_path / "w", **sizes
     )
     written = read_store(tmp_path / "w")
-    check(written, models["draft"], settings_of())
+    check(written, drafter_of(models["draft"]), settings_of())
     nobody = replace(written, manifest=written.manifest.model_copy(update={"sampling": None}))
     with pytest.raises(UserError, match="does not say how"):
-        check(nobody, models["draft"], settings_of())
+        check(nobody, drafter_of(models["draft"]), settings_of())
 
 
 def test_outputs_that_lack_what_distilling_needs_are_refused(tmp_path, models, greedy_store, prompt_file):

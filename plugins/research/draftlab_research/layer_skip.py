@@ -11,6 +11,8 @@ from draftlab.drafters.ngram import OutputsSpec
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
+    from draftlab.acceptance.context import ReplayContext
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.model.llama import Llama
 
@@ -49,6 +51,15 @@ class LayerSkipSpec(OutputsSpec):
         model = with_mode(skip_layers(target, layers), context.mode, context.target_int8)
         learnt = None if self.layers else f"layer-skip:layers={'+'.join(map(str, layers))}"
         return context.run(ModelDrafter(model, context.vocab), model=model, learnt=learnt)
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        from draftlab.acceptance.token_logprobs import score_tokens
+        from draftlab_research.drafting.layer_skip import skip_layers
+
+        if not self.layers:
+            raise UserError(f"--drafter {self.text}: name the layers to replay; draftlab score searches for them")
+        model = skip_layers(replay.load_target(), self.layers)
+        return score_tokens(model, replay.texts, replay.vocab, replay.sampling, replay.advance)
 
     def _fastest_layers(self, context: "DrafterContext", target: "Llama") -> list[int]:
         from draftlab.model.decoder import with_mode

@@ -12,7 +12,7 @@ from draftlab.commands import COMMANDS
 from draftlab.config.outputs import ReplayConfig
 from draftlab.errors import UserError
 from draftlab.prompts import Prompt
-from draftlab.target_outputs.replay import replay_draft
+from draftlab.target_outputs.replay import drafter_of, replay_draft
 from draftlab.target_outputs.store import read_store
 from draftlab_research.import_paper_trace import import_paper_trace
 from draftlab_research.paper_trace import PaperTrace, paper_texts
@@ -32,14 +32,14 @@ def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, fam
     COMMANDS["outputs build"](**asked, max_new_tokens=24, out=tmp_path / "store")
     stored = read_store(tmp_path / "store")
     settings = ReplayConfig.build({"directory": tmp_path / "store", "draft": [str(draft)], "dtype": "float32"})
-    wanted = replay_draft(stored, draft, settings).chances()
+    wanted = replay_draft(stored, drafter_of(draft), settings).chances()
     texts = [output.ids.tolist() for output in stored.outputs]
     with_prompts = [[*output.prompt.tolist(), *output.ids.tolist()] for output in stored.outputs]
     for name, written in (("alone", texts), ("with-prompts", with_prompts)):
         file, out = paper_file(tmp_path / name, written), tmp_path / f"{name}-store"
         outcome = import_paper_trace(file=file, prompt_file=prompts, tokenizer=target, name="big", out=out)
         assert outcome.data["sequences"] == 3
-        found = replay_draft(read_store(out), draft, settings).chances()
+        found = replay_draft(read_store(out), drafter_of(draft), settings).chances()
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(a, b)
 

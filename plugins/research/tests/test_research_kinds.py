@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from built import PROMPTS, built, check_output, facts
 from transformers import OPTConfig, OPTForCausalLM
 
+from draftlab.commands import COMMANDS
 from draftlab.config.drafters import DRAFTERS, parse_drafter
 from draftlab.config.score import ScoreConfig
 from draftlab.engine.drafters.context import DrafterContext
@@ -19,6 +21,7 @@ from draftlab.errors import UserError
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.registry import RULES
 from draftlab.sampling import SamplingParams
+from draftlab.target_outputs.replay import read_replay
 from draftlab_research import calibration
 from draftlab_research.drafting import medusa
 from draftlab_research.drafting.parallel_tree import ParallelTreeDrafter
@@ -196,3 +199,16 @@ def test_a_rule_that_would_not_be_lossless_for_a_tree_is_refused(text, rule):
 def test_the_rules_are_offered():
     assert {"recursive", "k-sequential"} <= set(RULES.names())
     ScoreConfig.build({"target": "tiny", "draft": ["tiny"], "data": "stdlib", "rule": "recursive", "temperature": 1.0})
+
+
+def test_layers_are_replayed_and_what_cannot_be_replayed_is_refused(family_dirs, stored, tmp_path):
+    """All layers are the target, whose greedy texts it then expects for certain."""
+    asked: dict[str, Any] = {"directory": stored, "target": str(family_dirs["llama"]), "dtype": "float32", "k": "2"}
+    every, some = "layer-skip:layers=0+1+2+3+4", "layer-skip:layers=0+4"
+    COMMANDS["replay"](**asked, drafter=[every, some], out=tmp_path / "replay")
+    certain, less = (read_replay(tmp_path / "replay" / name) for name in (every, some))
+    assert min(map(np.min, certain.chances())) == 1
+    assert np.concatenate(less.chances()).mean() < 1
+    for drafter in ("tree:draft=tiny,widths=2", "confidence-stop:draft=tiny", "layer-skip", "fallback:draft=tiny"):
+        with pytest.raises(UserError, match=f"--drafter {drafter}: "):
+            parse_drafter(drafter).acceptance(None)

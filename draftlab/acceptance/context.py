@@ -1,0 +1,34 @@
+"""Texts to replay a drafter on, and the models that it needs for that."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draftlab.acceptance.token_logprobs import Text
+from draftlab.model import decoder, hub, llama
+from draftlab.model.decoder import Decoder
+from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayContext:
+    """sampling: of the drafter. vocab: logits that count. most: tokens drafted per step, at most."""
+
+    texts: list[Text]
+    target_path: Path
+    sampling: SamplingParams
+    vocab: int
+    most: int
+    dtype: torch.dtype
+    device: torch.device
+    advance: Callable[[int], None]
+
+    def load_draft(self, name: str) -> Decoder:
+        return decoder.load(hub.locate(name), self.dtype, self.device)
+
+    def load_target(self) -> Llama:
+        """Raises UserError: transformers runs the target."""
+        return llama.load(self.target_path, self.dtype, self.device)

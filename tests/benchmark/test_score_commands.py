@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,16 @@ from draftlab import workspace
 from draftlab.model.checkpoint import read_config
 from draftlab.results.score import read_score
 
-TASKS = Path(__file__).parents[2] / "recipes/tasks"
+TASK = """
+task: own
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}, cache_dir: cache}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
+"""
 pytestmark = pytest.mark.usefixtures("space")
 
 
@@ -27,7 +35,9 @@ def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, dra
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{i}": "disk" for i in range(1, 5)} | {"model.rotary_emb": "cpu"}
     (space / "map.json").write_text(json.dumps(places))
-    tasks = ("--tasks", str(TASKS / "code_bits_per_byte.yaml"), "--task-limit", "1")
+    (space / "rows.jsonl").write_text(json.dumps({"text": "def parse(line): return line"}))
+    (space / "own.yaml").write_text(TASK)
+    tasks = ("--tasks", "own.yaml")
     call(*SCORE, *tasks, "--out", "here")
     call(*SCORE, *tasks, "--out", "spread", "--device-map", "map.json")
     here, spread = (read_score(space / out / draft.name) for out in ("here", "spread"))

@@ -1,6 +1,6 @@
 """Speculative decoding at the cost of a 1.3B and a 3B target, live: SmolLM2-135M expanded, with its own drafts.
 
-An expansion writes what its source writes (draftlab expand), so that drafts of SmolLM2 keep their acceptance and meet a
+An expansion writes what its source writes (expand.py), so that drafts of SmolLM2 keep their acceptance and meet a
 target of 10 and 22 times its size. Profiles of the expansions and replays of the drafts over SmolLM2's own answers are
 taken first, each by itself; predict combines them, and score then times the same prompts live. Wide against deep is
 measured twice: on drafts of equal blocks that were trained alike, and on one draft expanded in both ways to equal
@@ -26,6 +26,7 @@ import torch
 import typer
 
 from benchmarks import environment
+from benchmarks.expand import expand, larger
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.errors import UserError
@@ -139,7 +140,7 @@ def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> 
     for size, shape in sizes.items():
         dtype = torch.float32 if size == "1.3b" else torch.bfloat16
         if not (folder / f"equal-{size}.json").exists():
-            target = made("expand", folder / size, source=str(study.target), **shape)
+            target = expansion(study.target, folder / size, **shape)
             measured(folder, size, drafts[size], answers, study.prompts, running)
             equal = equality(study.target, target, answers, dtype)
             (folder / f"equal-{size}.json").write_text(json.dumps(equal))
@@ -166,10 +167,9 @@ def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> 
 
 def expanded_drafts(folder: Path, study: Study) -> tuple[Path, Path]:
     """Return one draft expanded to more neurons and to more layers, of equal parameters."""
-    source = str(study.to_expand)
-    deep = made("expand", folder / "deep-one-text", source=source, layers=study.deeper)
+    deep = expansion(study.to_expand, folder / "deep-one-text", layers=study.deeper)
     params = str(checkpoint.read_shape(deep).params())
-    return made("expand", folder / "wide-one-text", source=source, params=params), deep
+    return expansion(study.to_expand, folder / "wide-one-text", params=params), deep
 
 
 @torch.inference_mode()
@@ -253,6 +253,11 @@ def ratio(scored: Path, wide: Path, deep: Path) -> list[float]:
     """Return the speed-up of one draft over that of another, with its 95 % interval."""
     found = speedup_ratio(*(read_score(scored / path.name / "score.json") for path in (wide, deep)))
     return [found.value, found.low, found.high]
+
+
+def expansion(source: Path, out: Path, **sizes: Any) -> Path:
+    """Return an expansion, which is there already if an earlier run was killed."""
+    return out if out.exists() else expand(source, out, larger(checkpoint.read_shape(source), **sizes))
 
 
 def made(command: str, out: Path, **settings: Any) -> Path:

@@ -1,6 +1,6 @@
 """A LLaMA-65B-shaped target that writes real text, with drafts of the paper's shapes whose acceptance is real, live.
 
-The target is a small model expanded on the device (draftlab expand): it writes what the small model writes, at the cost
+The target is a small model expanded on the device (expand.py): it writes what the small model writes, at the cost
 of its shape, which is --target's with heads of the source's size and the source's ids. Each draft is a cut of the small
 model, expanded likewise to one of the paper's shapes, so that all of them propose the same tokens and differ in cost
 alone. A shape that does not contain the cut is left out. On a device that does not hold the target it has as many
@@ -17,6 +17,7 @@ import torch
 import typer
 
 from benchmarks import environment
+from benchmarks.expand import Expanded, check_contains
 from benchmarks.large_target import DRAFTS, PAPER, ROOM, as_fits, over, shape_of
 from draftlab.console import note
 from draftlab.data import heldout_prompts
@@ -30,8 +31,6 @@ from draftlab.model.cuda_graphs import BUCKET
 from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama, rotary
 from draftlab.model.shape import Shape, parse_numbers
-from draftlab.prune.expand import Expanded
-from draftlab.prune.expanded_shape import check_contains
 from draftlab.sampling import SamplingParams
 
 

@@ -112,7 +112,7 @@ live_text() {
 
 engine() {
   cut
-  part engine_target $draftlab expand tiny $larger --out runs/gpu/tiny-larger --force --json
+  part engine_target $python -m benchmarks.expand tiny runs/gpu/tiny-larger $larger
   part engine $python -m benchmarks.engine --draft runs/gpu/3x256 --device $device $engine
   part engine_larger $python -m benchmarks.engine --target runs/gpu/tiny-larger --draft runs/gpu/3x256 --device $device $engine
 }

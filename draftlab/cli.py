@@ -31,7 +31,7 @@ from draftlab.trust import printable
 
 BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
-LAUNCHED = ("train", "distill", "prune-masks")  # a launcher may run these in several processes
+LAUNCHED = ("distill", "prune-masks")  # a launcher may run these in several processes
 SPLIT = ("score", "profile", "outputs build", "outputs verify")  # and these, with a target that is split over them
 SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")  # of what is in memory at once
 GROUPS = {  # name -> help, panel

@@ -7,8 +7,8 @@ import pytest
 import torch
 from builders import FAMILIES, SIZES, TOKENIZER_TEXT, build
 
+from benchmarks.tiny_target import train_tokenizer
 from draftlab.model import checkpoint, hub, saving
-from draftlab.model.tokenizer import train_tokenizer
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # one: tests run beside each other
 

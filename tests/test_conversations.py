@@ -161,7 +161,7 @@ def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target
     steps = ("--steps", 1, "--batch-size", 12, "--training-dtype", "float32", "--lr", 1e-5)  # whatever the order
     call("distill", "--draft", "draft", "--outputs", "stored", *steps, "--out", "from-store")
     call("distill", "--draft", "draft", *few, *steps, "--out", "with-target")
-    call("train", "--model", "draft", *few, *steps, "--loss-on", "all", "--out", "trained")
+    call("distill", "--loss", "ce", "--draft", "draft", *few, *steps, "--loss-on", "all", "--out", "trained")
     stored, live, trained = (
         [json.loads(line) for line in (Path(name) / "log.jsonl").read_text().splitlines()]
         for name in ("from-store", "with-target", "trained")

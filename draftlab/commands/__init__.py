@@ -6,20 +6,20 @@ from draftlab.commands.eagle import eagle
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
 from draftlab.commands.latency import law, law_fit, predict, profile, profile_servers
-from draftlab.commands.make import design, expand, import_checkpoint, init, tokenizer
+from draftlab.commands.make import design, import_checkpoint, init
 from draftlab.commands.prune import prune, prune_masks
 from draftlab.commands.results import compare, report
 from draftlab.commands.score import score, score_servers
 from draftlab.commands.search import search
-from draftlab.commands.train import distill, online_rollback, online_update, train
+from draftlab.commands.train import distill, online_rollback, online_update
 
 PANELS: dict[str, tuple[Command, ...]] = {
     "Set up": (init, import_checkpoint, env),
     "Make a draft": (
-        design, prune, distill, search, prune_masks, eagle, train, tokenizer, outputs.build,
+        design, prune, distill, search, prune_masks, eagle, outputs.build,
         outputs.import_file, outputs.verify, outputs.info,
     ),
-    "Measure": (score, compare, report, score_servers, expand),
+    "Measure": (score, compare, report, score_servers),
     "Predict": (profile, profile_servers, predict, law, law_fit, outputs.replay),
     "Ship": (check, export, online_update, online_rollback),
 }  # fmt: skip

@@ -1,9 +1,9 @@
-"""Commands that make what others start from: init, import, design, expand, tokenizer."""
+"""Commands that make what others start from: init, import, design."""
 
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.make import DesignConfig, ExpandConfig, ImportConfig, InitConfig, TokenizerConfig
+from draftlab.config.make import DesignConfig, ImportConfig, InitConfig
 from draftlab.model import hub
 from draftlab.output import Output
 
@@ -48,33 +48,6 @@ def design(config: DesignConfig) -> Outcome:
         for name, shape in family.shapes.items()
     }
     return Outcome(path=config.out, show=[shape_table(family.shapes, family.latency_ms)], data={"shapes": rows})
-
-
-@command(ExpandConfig, dry_run=True)
-def expand(config: ExpandConfig, output: Output) -> Outcome:
-    """Enlarge a checkpoint without changing its function: to measure its drafts at the cost of a larger target."""
-    from draftlab.prune.expanded_shape import expansion
-
-    expansion(config)  # before torch is imported
-    from draftlab.prune import expand as expanding
-
-    if output.dry_run:
-        return plan(output, expanding.estimate(config))
-    shape = expanding.expand(config, output)
-    data = {"path": str(output.out), "shape": shape.model_dump(), "params": shape.params()}
-    return Outcome(path=output.out, show=[shape.describe(), str(output.out)], data=data)
-
-
-@command(TokenizerConfig)
-def tokenizer(config: TokenizerConfig, output: Output) -> Outcome:
-    """Train a byte-level BPE tokenizer for source code."""
-    from draftlab.data import sample_texts
-    from draftlab.model.tokenizer import train_tokenizer
-
-    with output.directory() as work:
-        train_tokenizer(sample_texts(config.data, int(config.megabytes * 1e6)), config.vocab, work)
-        output.record(work, [])
-    return Outcome(path=output.out, show=[str(output.out)], data={"path": str(output.out), "vocab": config.vocab})
 
 
 def _plot(config: DesignConfig, design: "Design") -> None:

@@ -1,25 +1,15 @@
-"""Commands that train: a draft against its target, a model on text, a draft that follows traffic."""
+"""Commands that train: a draft against its target, a draft that follows traffic."""
 
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.distill import DistillConfig, OnlineConfig, RollbackConfig, TrainConfig
+from draftlab.config.distill import DistillConfig, OnlineConfig, RollbackConfig
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError
 from draftlab.output import Output
 
 if TYPE_CHECKING:
     from draftlab.distill.run import TrainingResult
-
-
-@command(TrainConfig, dry_run=True)
-def train(config: TrainConfig, output: Output) -> Outcome:
-    """Train with cross-entropy on text: a new model, or continued pretraining after pruning."""
-    from draftlab.distill.distill import plan_training, train_on_text
-
-    if output.dry_run:
-        return plan(output, plan_training(config))
-    return _trained(output, train_on_text(config, output))
 
 
 @command(DistillConfig, dry_run=True)

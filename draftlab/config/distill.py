@@ -16,38 +16,6 @@ from draftlab.model.hf_files import check_id
 GENERATED, PARALLEL = "Generated text", "Parallel drafting"  # panels of --help
 
 
-class TrainConfig(OutputConfig, TrainingSettings):
-    data: str = option(help="Text to train on: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", reads=inputs.text)
-    model: str | None = option(None, "Checkpoint to continue from.", reads=inputs.checkpoint)
-    loss_on: shared.LossOn | None = shared.loss_on()
-    shape: Path | None = option(
-        None, "Shape file of a new model, which starts from random weights.", reads=inputs.shape_file
-    )
-    tokenizer: str | None = option(
-        None, "Checkpoint or directory with the tokenizer of a new model.", reads=inputs.tokenizer
-    )
-    context: int = option(2048, "Longest context of a new model.", ge=8, advanced=True)
-    steps: int = shared.steps(1000)
-    seq_len: int = shared.seq_len(512)
-    weight_decay: float = shared.weight_decay(0.1)
-    device: shared.Device = shared.device()
-
-    only = (Only(("shape", "tokenizer", "context"), lambda c: c.model is None, "--model brings its own"),)
-
-    @model_validator(mode="after")
-    def _names_a_model(self) -> Self:
-        if self.model is None and (self.shape is None or self.tokenizer is None):
-            raise ValueError("--model CHECKPOINT is required; or, for a new model, --shape FILE and --tokenizer DIR")
-        return self
-
-    def check(self, *, weights: bool) -> None:
-        super().check(weights=weights)
-        inputs.check_fits(self.seq_len, self.model)
-
-    def default_name(self) -> str:
-        return f"train-{self.shape.stem if self.shape else Path(str(self.model)).name}"
-
-
 class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one.", reads=inputs.checkpoint)
     target: str = shared.target()

@@ -1,4 +1,4 @@
-"""Settings of init, import, design, expand, tokenizer and env."""
+"""Settings of init, import, design and env."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,7 +10,6 @@ from draftlab import workspace
 from draftlab.config import inputs, shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
 from draftlab.errors import UserError
-from draftlab.model.hf_files import MOST_LAYERS
 
 
 class InitConfig(Config):
@@ -87,58 +86,6 @@ class DesignConfig(Config):
         if law is None and self.latency_ms is not None:
             raise UserError("--latency-ms needs a latency law; measure one with draftlab law, or name one with --law")
         return self.model_copy(update={"law": law})
-
-
-class ExpandConfig(OutputConfig):
-    """A larger checkpoint that computes the source's function."""
-
-    source: str = option(
-        help="Checkpoint to expand: a directory, or a hub name with @REVISION.", argument=True, reads=inputs.checkpoint
-    )
-    shape: str | None = option(
-        None, "Shape file, or name of a shape that comes with draftlab, in place of all sizes.", reads=inputs.shape
-    )
-    layers: int | None = option(None, "Layers. Default: the source's.", ge=1, le=MOST_LAYERS)
-    width: int | None = option(None, "Hidden dimensions. Default: the source's.", ge=1)
-    heads: int | None = option(None, "Query heads. Default: the source's ratio to the width.", ge=1)
-    kv_heads: int | None = option(None, "Key-value heads. Default: the source's ratio to the heads.", ge=1)
-    ffn: int | None = option(None, "FFN neurons. Default: the source's ratio to the width.", ge=1)
-    params: shared.Count = option(None, "Total parameters, as in 1.3b: solves for the FFN.")
-    multiple_of: int = option(16, "The FFN is a multiple of this.", ge=1, advanced=True)
-    seed: int = shared.seed()
-
-    only = (
-        Only(
-            ("layers", "width", "heads", "kv_heads", "ffn", "params", "multiple_of"),
-            lambda c: c.shape is None,
-            "leave out what --shape sets",
-        ),
-        Only(("params", "multiple_of"), lambda c: c.ffn is None, "the FFN is set by --ffn"),
-    )
-
-    @model_validator(mode="after")
-    def _has_a_size(self) -> Self:
-        if not any((self.shape, self.layers, self.width, self.heads, self.kv_heads, self.ffn, self.params)):
-            raise ValueError("name a size: --layers 36 --width 2304, --params 3b, or --shape FILE")
-        return self
-
-    def default_name(self) -> str:
-        sizes = (("", self.layers), ("x", self.width), ("-f", self.ffn), ("-", self.params))
-        size = "".join(f"{before}{value}" for before, value in sizes if value is not None)
-        return f"expand-{Path(self.shape).stem if self.shape else size.strip('x-')}"
-
-
-class TokenizerConfig(OutputConfig):
-    """A byte-level BPE tokenizer."""
-
-    data: str = option(
-        help="Training text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT, weighted by size.", reads=inputs.text
-    )
-    vocab: int = option(4096, "Token ids, special tokens included.", ge=260)
-    megabytes: float = option(24.0, "Size of the training text.", gt=0)
-
-    def default_name(self) -> str:
-        return f"tokenizer-{self.vocab}"
 
 
 class EnvConfig(Config):

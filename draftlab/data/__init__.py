@@ -20,6 +20,5 @@ from draftlab.data.sources import in_split as in_split
 from draftlab.data.sources import is_chat_file as is_chat_file
 from draftlab.data.sources import line_name as line_name
 from draftlab.data.sources import parse_mixture as parse_mixture
-from draftlab.data.sources import sample_texts as sample_texts
 from draftlab.data.sources import take_bytes as take_bytes
 from draftlab.data.sources import without_heldout_lines as without_heldout_lines

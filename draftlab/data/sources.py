@@ -84,15 +84,6 @@ def take_bytes(docs: list[Document], limit: int) -> list[Document]:
     return docs[: max(1, int(np.searchsorted(sizes, limit, side="right")))]
 
 
-def sample_texts(spec: str, limit: int) -> list[str]:
-    """Return texts of the train split of a mixture, each source by its weight, up to limit bytes in all."""
-    return [
-        document.text
-        for name, weight in parse_mixture(spec).items()
-        for document in take_bytes(documents(name, "train"), int(limit * weight))
-    ]
-
-
 def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -> list[Document]:
     """Drop documents with more than a fifth of their long lines in held-out text.
 

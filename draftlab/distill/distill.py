@@ -1,4 +1,4 @@
-"""Training a draft against its target, and any model on text: from a config to an output."""
+"""Training a draft against its target: from a config to an output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from draftlab.config.distill import DistillConfig, OnlineConfig, TrainConfig
+from draftlab.config.distill import DistillConfig, OnlineConfig
 from draftlab.console import note
-from draftlab.data import loss_on_of, open_batches, open_heldout
 from draftlab.distill import distributed, trackers, vocabulary
 from draftlab.distill.answers import prompts_to_answer, stored_answers, with_prompts_of_data
 from draftlab.distill.checkpointer import select_device
@@ -23,8 +22,7 @@ from draftlab.distill.training_setup import check_text, served_teacher, stored_s
 from draftlab.model import checkpoint, hub, parallel
 from draftlab.model.head_ids import check_trimmable
 from draftlab.model.hf_files import check_length
-from draftlab.model.shape import Shape, read_shape_file
-from draftlab.model.size import ApproximateSize, read_size, training_cost
+from draftlab.model.size import read_size, training_cost
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.servers.client import Server
@@ -150,48 +148,3 @@ def load_student(draft: Path, config: DistillConfig | OnlineConfig) -> PreTraine
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     return adapt(student, config.lora_rank, config.seed) if config.lora_rank else student
-
-
-def plan_training(config: TrainConfig) -> Mapping[str, object]:
-    """Return the model and the cost of training it, for people."""
-    _, _, shape = _model_to_train(config, weights=False)
-    tokens = config.steps * config.batch_size * config.seq_len
-    return {"model": shape.describe()} | training_cost(shape, None, tokens=tokens, seq_len=config.seq_len)
-
-
-def train_on_text(config: TrainConfig, output: Output) -> TrainingResult:
-    """Train a model with cross-entropy on text, and write it.
-
-    Raises:
-        UserError: a model that cannot be had or does not fit the settings; or training fails.
-    """
-    source, model_config, _ = _model_to_train(config, weights=True)
-    tokenizer = checkpoint.load_tokenizer(source)
-    if config.model is None:
-        student = checkpoint.new_model(model_config, config.seed)
-    else:
-        checkpoint.check(source)
-        student = checkpoint.load_model(source, torch.float32)
-    loss_on = loss_on_of(config.data, config.loss_on)
-    sizes = {"rows": config.batch_size, "seq_len": config.seq_len, "loss_on": loss_on}
-    batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
-    heldout = open_heldout(config.data, tokenizer, most_rows=512, **sizes)
-    setup = TrainingSetup(teacher=None, batches=batches, heldout=heldout, loss=parse_loss("ce"))
-    select_device(config.device)
-    with claimed_state(output, [source]):
-        return fit_and_write(student, setup, config, TrainedModel(config=model_config, like=source), output, [source])
-
-
-def _model_to_train(config: TrainConfig, weights: bool) -> tuple[Path, dict[str, object], Shape | ApproximateSize]:
-    """Return the directory of the model or of a new model's tokenizer, the config to build, and its shape."""
-    trackers.check(config.report_to)
-    distributed.check(optimizer=config.optimizer)
-    if config.model is not None:
-        source = hub.locate(config.model, weights)
-        check_length(source, config.seq_len)
-        return source, checkpoint.read_config(source), read_size(source)
-    source, shape = Path(str(config.tokenizer)), read_shape_file(Path(str(config.shape)))
-    if not source.is_dir():  # which needs to be no checkpoint where it is a directory
-        source = hub.locate(str(config.tokenizer), weights=False)
-    special = checkpoint.special_ids(checkpoint.load_tokenizer(source))
-    return source, checkpoint.llama_config(shape, context=config.context, **special), shape

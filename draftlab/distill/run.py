@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -35,8 +34,8 @@ STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
 class TrainedModel:
     """The checkpoint that trained weights become.
 
-    config: of the model. like: checkpoint, or tokenizer directory, whose dtype and tokenizer it gets. lora_rank: of
-    adapters on like; 0: all weights were trained. vocab: logits to write; None: those of config.
+    config: of the model. like: checkpoint whose dtype and tokenizer it gets. lora_rank: of adapters on like; 0: all
+    weights were trained. vocab: logits to write; None: those of config.
     """
 
     config: dict[str, object]
@@ -45,10 +44,9 @@ class TrainedModel:
     vocab: int | None = None
 
     def weights(self, state: Path) -> Iterator[tuple[str, Tensor]]:
-        """Return the best weights, in the dtype of like; bf16 if like is a tokenizer alone."""
+        """Return the best weights, in the dtype of like."""
         trained = checkpointer.best_weights(state, "student")
-        has_weights = (self.like / "config.json").is_file()
-        dtype = checkpoint.stored_dtype(self.like) if has_weights else torch.bfloat16
+        dtype = checkpoint.stored_dtype(self.like)
         whole = merged_weights(self.like, self.lora_rank, trained) if self.lora_rank else trained
         return ((name, weight.to(dtype)) for name, weight in whole.items())
 

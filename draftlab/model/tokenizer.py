@@ -1,45 +1,11 @@
-"""Training of byte-level BPE tokenizers for source code, and checks that vocabularies fit."""
+"""Checks that vocabularies fit."""
 
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_tokenizer, vocab_size
 from draftlab.model.head_ids import HEAD_IDS
 from draftlab.model.vocabularies import different_tokenizers, first_difference
-
-SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
-# A word with one sign before it; up to three digits; punctuation with the line break and indentation after it; blank
-# lines with the next indentation. Most of Python's white space is indentation, so it gets single tokens.
-CODE_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:[\r\n]+[ \t]*)?|\s*[\r\n]+[ \t]*|[ \t]+"
-
-
-def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json under out; all bytes are covered, and bos starts each text."""
-    tokenizer: Any = Tokenizer(models.BPE())  # Any: its stubs declare the parts below as read-only
-    split = pre_tokenizers.Split(Regex(CODE_PIECES), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    bos = SPECIAL_TOKENS[0]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, 0)]
-    )
-    bos, eos, pad = SPECIAL_TOKENS
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=False
-    )
-    wrapped.save_pretrained(out)
 
 
 def known_ids(*models: Path) -> int:

@@ -58,7 +58,6 @@ UNTRIED = {  # that write
 }
 # name -> command and what it reads of the others; out is added
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "tokenizer": ("tokenizer", "--data", "text", "--vocab", "300", "--megabytes", "0.02"),
     "prune": ("prune", "--source", "model", "--layers", "2", "--data", "text", *SMALL),
     "distill": ("distill", "--draft", "made/prune", "--target", "model", "--data", "text", *SHORT),
     "distill-lora": (
@@ -68,7 +67,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "distill", "--draft", "made/prune", "--target", "model", "--data", "text", "--text", "target", *SHORT,
         "--prompt-tokens", "8",
     ),
-    "train": ("train", "--model", "made/prune", "--data", "text", *SHORT),
+    "distill-ce": ("distill", "--loss", "ce", "--draft", "made/prune", "--data", "text", *SHORT),
     "outputs": (
         "outputs build", "--target", "model", "--data", "text", "--num-sequences", "300", "--seq-len", "24",
         "--top-logprobs", "4",
@@ -87,7 +86,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "import": ("import", "made/gguf/prune-f32.gguf"),
     "prune-masks": ("prune-masks", "--source", "model", "--layers", "2", "--data", "text", *SMALL[:2], *SHORT),
     "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
-    "expand": ("expand", "model", "--layers", "20"),
     "log": ("outputs import", "files/log.jsonl", "--tokenizer", "model", "--seq-len", "16", "--top-logprobs", "2"),
     "written": (
         "outputs build", "--target", "model", "--data", "text", "--text", "target", "--num-sequences", "64",
@@ -99,15 +97,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "run": ("run", "files/recipe.yaml"),
     "init": ("init", "--gguf", "made/gguf/prune-f32.gguf", "--data", "text"),
-    "profile": ("profile", "made/expand", "--k", "1", "--context", "16,64", *TIMED),
-    "law": ("law", "--source", "made/expand", "--layers", "1-3", "--widths", "32,64", "--context", "16,64", *TIMED),
+    "profile": ("profile", "larger", "--k", "1", "--context", "16,64", *TIMED),
+    "law": ("law", "--source", "larger", "--layers", "1-3", "--widths", "32,64", "--context", "16,64", *TIMED),
     "score": (
         "score", "--target", "model", "--draft", "made/prune", "--drafter", "prompt-lookup", "--data", "text", "--k",
         "2", "--num-prompts", "3", "--prompt-tokens", "8", "--max-tokens", "8", *TIMED,
     ),
     "report": ("report", "made/score"),
     "search": (
-        "search", "--target", "made/expand", "--source", "made/expand", "--data", "text", "--law", "made/law", "--k",
+        "search", "--target", "larger", "--source", "larger", "--data", "text", "--law", "made/law", "--k",
         "1-2", "--layers", "1,2", "--widths", "64", "--minutes", "0.01", "--first-steps", "1", "--max-steps", "1",
         "--batch-size", "1", "--num-prompts", "2", "--mode", "eager",
     ),
@@ -228,7 +226,7 @@ class _Room:
 
     def __enter__(self) -> Path:
         self.path = Path(tempfile.mkdtemp(prefix="room-", dir=self.folder))
-        for name in ("model", "text", "made", "files", "traffic"):
+        for name in ("model", "larger", "text", "made", "files", "traffic"):
             (self.path / name).symlink_to(self.folder / name)
         return self.path
 
@@ -237,20 +235,25 @@ class _Room:
 
 
 def make_models(folder: Path) -> None:
-    """Write a random model of five layers with a small tokenizer."""
+    """Write a random model of five layers with a small tokenizer, and its expansion to twenty layers."""
     from builders import SIZES, TOKENIZER_TEXT, build
 
-    from draftlab.model.tokenizer import train_tokenizer
+    from benchmarks.expand import expand
+    from benchmarks.tiny_target import train_tokenizer
+    from draftlab.model import checkpoint
 
     build("llama").save_pretrained(folder / "model")
     train_tokenizer(TOKENIZER_TEXT, SIZES["vocab_size"], folder / "model")
+    shape = checkpoint.read_shape(folder / "model").model_copy(update={"layers": 20})
+    expand(folder / "model", folder / "larger", shape)
 
 
 def write_files(folder: Path) -> None:
     """Write a server's log, a recipe of two steps, and the place of traffic: twice what the command written makes."""
     entry = {"prompt_ids": [5, 6], "ids": [7, 9], "top_ids": [[7, 8], [3, 9]]}
     entry |= {"logprobs": [-0.5, -1.5], "top_logprobs": [[-0.5, -2.0], [-0.75, -1.5]]}
-    steps = {"tokenizer": {"data": "text", "vocab": 300, "megabytes": 0.02}, "expand": {"source": "model", "layers": 9}}
+    cut = {"source": "model", "layers": 2, "data": "text", "calibration_tokens": 256, "seq_len": 16}
+    steps: dict[str, dict[str, object]] = {"prune": cut, "export": {"draft": "out/prune", "target": "model"}}
     recipe = {"steps": [{name: settings | {"out": f"out/{name}"}} for name, settings in steps.items()]}
     (folder / "files").mkdir()
     (folder / "files" / "log.jsonl").write_text((json.dumps(entry) + "\n") * 40)

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from test_report import score
 from test_sentencepiece import train_sentencepiece
 
+from benchmarks.tiny_target import train_tokenizer
 from draftlab import provenance, turns, workspace
 from draftlab.atomic import STATE_RECORD, claim_state, run_identity
 from draftlab.auto.costs import Machine
@@ -43,7 +44,6 @@ from draftlab.model.families import widths_folder
 from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.hf_files import check_causal, eos_ids
 from draftlab.model.shape import Shape, read_shape_file, write_shape_file
-from draftlab.model.tokenizer import train_tokenizer
 from draftlab.model.weights import Weights
 from draftlab.prompts import file_prompts
 from draftlab.prune.importance import Importance, load_scores, save_scores

@@ -94,11 +94,11 @@ def test_the_campaign_knows_every_command_that_writes():
 
 def test_the_table_counts_what_was_tried():
     done = [
-        Result("prune", "crash", 3, 0, "passed"), Result("train", "crash", 4, 0, "traceback: x"),
+        Result("prune", "crash", 3, 0, "passed"), Result("distill-ce", "crash", 4, 0, "traceback: x"),
         Result("prune", "crash", 9, 0, UNFELT),
         Result("readers", "damaged file", 0, 250, "3: hang\n9: silent", 250),
     ]  # fmt: skip
     assert table(done).splitlines()[2:] == [
-        "| crash | 3 | 1 | 1 |", "| damaged file | 250 | 0 | 2 |", "train, crash 4 0: traceback: x",
+        "| crash | 3 | 1 | 1 |", "| damaged file | 250 | 0 | 2 |", "distill-ce, crash 4 0: traceback: x",
         "readers, damaged file 0 250: 3: hang", "9: silent",
     ]  # fmt: skip

@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from benchmarks.tiny_target import train_tokenizer
 from draftlab import workspace
 from draftlab.cli import app
 from draftlab.distill.vocabulary import resize
-from draftlab.model.tokenizer import train_tokenizer
 
 RUNNER = CliRunner()
 
@@ -97,12 +97,15 @@ CASES = [
     (("score", "--draft", "draft", "--prompt-file", "empty.jsonl"), "empty.jsonl:2: the prompt is empty"),
     (("distill", "--draft", "draft", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),
     (("prune", "--layers", "2", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),
-    (("train", "--model", "draft", "--data", "hf:nosuch/ds", "--out", "x"), "is on the hub, which cannot be reached"),
+    (
+        ("distill", "--loss", "ce", "--draft", "draft", "--data", "hf:nosuch/ds", "--out", "x"),
+        "is on the hub, which cannot be reached",
+    ),
     # what a run would only find out later, or never
     (("distill", "--draft", "draft", "--data", "none.jsonl"), "no documents"),
     (("distill", "--draft", "draft", "--lr", "-1"), "--lr -1"),
     (("distill", "--draft", "draft", "--lr", "nan"), "--lr nan"),
-    (("train", "--model", "draft", "--data", "text.txt", "--out", "x", "--lr", "inf"), "--lr inf"),
+    (("distill", "--loss", "ce", "--draft", "draft", "--data", "text.txt", "--out", "x", "--lr", "inf"), "--lr inf"),
     (("distill", "--draft", "draft", "--seq-len", "999"), "--seq-len 999: draft reads at most 256 tokens"),
     (("distill", "--draft", "draft", "--outputs", "c", "--target", "nowhere", "--seq-len", "9"), "--target, --seq-len"),
     # a checkpoint that is none
@@ -128,20 +131,13 @@ CASES = [
     (("init", "--preset", "nope", "--force"), "no preset 'nope'; known: "),
     (("design", "--params", "1m", "--source", "nope"), "no checkpoint at nope"),
     (("profile", "nope"), "nope"),
-    (("train", "--model", "nope", "--data", "stdlib", "--out", "x"), "no checkpoint at nope"),
+    (("distill", "--loss", "ce", "--draft", "nope", "--data", "stdlib", "--out", "x"), "no checkpoint at nope"),
     # a shape that cannot be
     (("prune",), "--layers 12 --width 2560"),
     (("prune", "--layers", "9"), "at most --layers 5"),
     (("prune", "--width", "128"), "at most --width 64"),
     (("prune", "--layers", "2", "--heads", "3"), "heads"),
     (("prune", "--params", "lots"), "not a count"),
-    (("expand", "draft"), "name a size"),
-    (("expand", "nope", "--layers", "9"), "no checkpoint at nope"),
-    (("expand", "draft", "--width", "32"), "at least --width 64"),
-    (("expand", "draft", "--shape", "llama-7b"), "head_dim 128 differs from the source's 12"),
-    (("expand", "draft", "--shape", "lama-7b"), "did you mean 'llama-7b'"),
-    (("expand", "draft", "--layers", "6", "--shape", "llama-7b"), "leave out what --shape sets"),
-    (("expand", "opt", "--layers", "9"), "opt model; expand takes llama"),
     (("prune", "--params", "9b"), "cannot have 9B parameters"),
     (("prune", "--params", "200k", "--ffn", "88"), "--ffn 88"),
     (("prune", "--shape", "nope.yaml"), "nope.yaml: No such file"),
@@ -155,8 +151,6 @@ CASES = [
     (("prune", "--layers", "2", "--data", "nope"), "neither a built-in source nor a file"),
     (("prune", "--layers", "2", "--data", "stdlib=lots"), "stdlib=lots"),
     (("prune", "--layers", "2", "--data", "none.jsonl"), "none.jsonl"),
-    (("tokenizer", "--data", "nope", "--out", "x"), "neither a built-in source nor a file"),
-    (("train", "--data", "stdlib", "--out", "x"), "--model"),
     (("outputs", "build", "--use", "replay", "--prompt-file", "nope.jsonl"), "nope.jsonl"),
     (("outputs", "build", "--use", "replay", "--prompt-file", "broken.jsonl"), "broken.jsonl"),
     (("outputs", "build", "--use", "replay", "--prompt-file", "prompts.jsonl"), "prompts.jsonl"),
@@ -240,7 +234,6 @@ CASES = [
     (("distill", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
     (("score", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
     (("export", "draft", "--out", "full"), "full exists and is not empty"),
-    (("tokenizer", "--data", "text.txt", "--out", "full"), "full exists and is not empty"),
     (("init", "--preset", "tiny"), "--force"),
 ]
 USAGE = [
@@ -254,7 +247,6 @@ USAGE = [
     ("score", "--temperature", "-1"),
     ("profile", "draft", "--k", "1000000000000"),
     ("export", "draft", "--to", "vllm", "--k", "1000000000000"),
-    ("train",),
     ("outputs", "info"),
     ("outputs", "recorded"),
     ("outputs", "nothing"),

@@ -158,7 +158,6 @@ def test_an_output_with_a_torn_record_is_skipped(space, torn):
         (("design",), "give one budget"),
         (("design", "--params", "1m", "--layers", "0-3"), "0-3"),
         (("init", "--preset", "tiny"), "--force"),
-        (("train", "--data", "stdlib", "--out", "x"), "--model"),
         (("run", "nope.yaml"), "No such file"),
     ],
 )

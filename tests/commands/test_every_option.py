@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.expand import expand
+from benchmarks.tiny_target import train_tokenizer
 from draftlab import provenance
 from draftlab.auto.command import auto
 from draftlab.commands import COMMANDS
@@ -27,8 +29,6 @@ from draftlab.commands.base import Command
 from draftlab.config.base import Config, bound, extra, option
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.shape import write_shape_file
-from draftlab.model.tokenizer import train_tokenizer
 from draftlab.recipe import run
 
 
@@ -92,22 +92,6 @@ def _(w: World) -> Settings:
 @case("prune-masks", "full")
 def _(w: World) -> Settings:
     return CASES["prune-masks", "frozen"](w) | {"train_weights": "full", "loss": "ce"}
-
-
-@case("tokenizer", "")
-def _(w: World) -> Settings:
-    return {"data": str(w.text), "vocab": 300, "megabytes": 0.01}
-
-
-@case("expand", "sizes")
-def _(w: World) -> Settings:
-    return {"source": str(w.draft), "layers": 3, "width": 64, "heads": 8, "kv_heads": 4, "params": "132k"}
-
-
-@case("expand", "shape file")
-def _(w: World) -> Settings:
-    write_shape_file(checkpoint.read_shape(w.source), w.root / "large.yaml", "a test")
-    return {"source": str(w.draft), "shape": str(w.root / "large.yaml")}
 
 
 def other_words(w: World) -> str:
@@ -176,11 +160,6 @@ def _(w: World) -> Settings:
     return talks(w) | {"num_sequences": 4, "top_logprobs": 4, "loss_on": "all"}
 
 
-@case("train", "conversations")
-def _(w: World) -> Settings:
-    return FEW | {"model": talks(w)["target"], "data": "chat.jsonl", "seq_len": 48}
-
-
 @case("distill", "cross-entropy")
 def _(w: World) -> Settings:
     return FEW | {"draft": str(w.draft), "data": str(w.text), "loss": "ce"}
@@ -189,18 +168,6 @@ def _(w: World) -> Settings:
 @case("distill", "in parallel")
 def _(w: World) -> Settings:
     return distilling(w, parallel=3)
-
-
-@case("train", "continued")
-def _(w: World) -> Settings:
-    return FEW | {"model": str(w.source), "data": str(w.text)}
-
-
-@case("train", "new")
-def _(w: World) -> Settings:
-    shape = w.root / "shape.yaml"
-    write_shape_file(checkpoint.read_shape(w.draft), shape, "a test")
-    return FEW | {"shape": shape, "tokenizer": str(w.source), "data": str(w.text)}
 
 
 @case("eagle", "text of the target")
@@ -338,7 +305,7 @@ def costly_target(w: World) -> Path:
     """The source with layers that add nothing, so that shapes are cheap beside it on any machine."""
     folder = w.root / "costly"
     if not folder.exists():
-        COMMANDS["expand"](source=str(w.source), layers=10, out=folder)
+        expand(w.source, folder, checkpoint.read_shape(w.source).model_copy(update={"layers": 10}))
     return folder
 
 
@@ -722,16 +689,16 @@ def test_every_command_has_a_case() -> None:
 
 def test_an_ignored_option_is_noticed(world: World, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command = COMMANDS["tokenizer"]
+    command = COMMANDS["design"]
 
     class Ignoring(command.config):  # type: ignore[name-defined, misc]
         shuffled: int = option(0, "Ignored.")
 
-    def forgets(config: Any, output: Any) -> object:
-        return command.function(config, output)
+    def forgets(config: Any) -> Any:
+        return command.function(config)
 
-    ignoring = Command(name="tokenizer", config=Ignoring, function=forgets, dry_run=False, resumes=False)
-    assert unread(ignoring, CASES["tokenizer", ""](world)) == {"shuffled"}
+    ignoring = Command(name="design", config=Ignoring, function=forgets, dry_run=False, resumes=False)
+    assert unread(ignoring, CASES["design", "parameters"](world)) == {"shuffled"}
 
 
 @pytest.mark.parametrize("command", [*COMMANDS.values(), auto, run], ids=lambda command: command.name)

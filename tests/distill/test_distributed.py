@@ -100,7 +100,7 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
 @pytest.mark.parametrize(
     ("launcher", "words", "said"),
     [
-        ("DEEPSPEED", ["train", "--data", "stdlib", "--out", "x", "--model", "tiny"], "--optimizer muon"),
+        ("DEEPSPEED", ["distill", "--loss", "ce", "--data", "stdlib", "--draft", "tiny"], "--optimizer muon"),
         ("FSDP", ["distill", "--data", "stdlib", "--draft", "tiny", "--target", "tiny"], "--optimizer muon"),
         ("DEEPSPEED", ["prune-masks", "--layers", "3"], "DDP or FSDP2"),
     ],

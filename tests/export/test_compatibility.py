@@ -9,13 +9,13 @@ import torch
 from builders import TOKENIZER_TEXT, build
 from typer.testing import CliRunner
 
+from benchmarks.tiny_target import train_tokenizer
 from draftlab.cli import app
 from draftlab.config.export import RUNTIMES, CheckConfig
 from draftlab.distill.vocabulary import resize
 from draftlab.errors import UserError
 from draftlab.export import compatibility
 from draftlab.model import checkpoint, llama, saving
-from draftlab.model.tokenizer import train_tokenizer
 
 ALL = compatibility.parse_runtimes("vllm,sglang,llama.cpp,transformers")
 

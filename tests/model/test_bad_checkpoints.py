@@ -77,7 +77,7 @@ COMMANDS = {
     "profile": "profile BAD --k 1 --repeats 3 --context 8",
     "export": "export BAD",
     "check": "check BAD --files-only",
-    "train": "train --model BAD --data text.txt --steps 1 --batch-size 1 --seq-len 16 --out trained",
+    "train": "distill --loss ce --draft BAD --data text.txt --steps 1 --batch-size 1 --seq-len 16 --out trained",
 }
 
 

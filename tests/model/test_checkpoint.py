@@ -13,10 +13,11 @@ from builders import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.tiny_target import train_tokenizer
 from draftlab import atomic, provenance
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, saving, weights
-from draftlab.model.tokenizer import common_vocabulary, train_tokenizer
+from draftlab.model.tokenizer import common_vocabulary
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

@@ -139,7 +139,20 @@ def test_what_cannot_be_had_says_why_and_what_to_type(served, cache, name, words
     [
         ("prune", "--source", "lab/sharded", "--layers", "2", "--dry-run"),
         ("distill", "--draft", "lab/sharded", "--target", "lab/sharded", "--dry-run"),
-        ("train", "--model", "lab/sharded", "--data", "stdlib", "--seq-len", "64", "--out", "out", "--dry-run"),
+        (
+            "distill",
+            "--loss",
+            "ce",
+            "--draft",
+            "lab/sharded",
+            "--data",
+            "stdlib",
+            "--seq-len",
+            "64",
+            "--out",
+            "out",
+            "--dry-run",
+        ),
         ("outputs", "build", "--target", "lab/sharded", "--dry-run"),
         (
             "outputs",

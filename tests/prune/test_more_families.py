@@ -11,10 +11,10 @@ from test_masks import both, masks_for, smaller
 from test_refit import run_all
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.tiny_target import train_tokenizer
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape
-from draftlab.model.tokenizer import train_tokenizer
 from draftlab.prune.choose import choose, random_scores
 from draftlab.prune.cut import Cut, Rotated
 from draftlab.prune.trial_model import check_buildable, check_prunable

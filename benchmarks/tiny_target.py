@@ -1,0 +1,82 @@
+"""A new tokenizer for source code, and a new model of random weights: python -m benchmarks.tiny_target [OUT]
+
+recipes/tiny-target.yaml trains the model that is written here into the embedded target.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from draftlab.data.sources import documents, parse_mixture, take_bytes
+from draftlab.model import checkpoint, saving
+from draftlab.model.shape import Shape, read_shape_file
+
+SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
+# A word with one sign before it; up to three digits; punctuation with the line break and indentation after it; blank
+# lines with the next indentation. Most of Python's white space is indentation, so it gets single tokens.
+CODE_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:[\r\n]+[ \t]*)?|\s*[\r\n]+[ \t]*|[ \t]+"
+
+
+def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json under out; all bytes are covered, and bos starts each text."""
+    tokenizer: Any = Tokenizer(models.BPE())  # Any: its stubs declare the parts below as read-only
+    split = pre_tokenizers.Split(Regex(CODE_PIECES), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    bos = SPECIAL_TOKENS[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, 0)]
+    )
+    bos, eos, pad = SPECIAL_TOKENS
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=False
+    )
+    wrapped.save_pretrained(out)
+
+
+def sample_texts(spec: str, limit: int) -> list[str]:
+    """Return texts of the train split of a mixture, each source by its weight, up to limit bytes in all."""
+    return [
+        document.text
+        for name, weight in parse_mixture(spec).items()
+        for document in take_bytes(documents(name, "train"), int(limit * weight))
+    ]
+
+
+def write_model(shape: Shape, out: Path, *, context: int, seed: int) -> None:
+    """Write a LLaMA of random weights beside its tokenizer."""
+    special = checkpoint.special_ids(checkpoint.load_tokenizer(out))
+    config = checkpoint.llama_config(shape, context=context, **special)
+    weights = saving.model_weights(checkpoint.new_model(config, seed), torch.bfloat16)
+    saving.write_checkpoint(out, config, weights, None)
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Directory to write.")] = Path("runs/tiny-target/new"),
+    shape: Annotated[Path, typer.Option(help="Shape file.")] = Path("configs/widths/tiny-16x256.yaml"),
+    data: Annotated[str, typer.Option(help="Text.")] = "stdlib=0.45,stdlib-tests=0.15,packages=0.4",
+    megabytes: Annotated[float, typer.Option(help="Size of the text.")] = 24.0,
+    context: Annotated[int, typer.Option(help="Longest context.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+) -> None:
+    of_model = read_shape_file(shape)
+    out.mkdir(parents=True)
+    train_tokenizer(sample_texts(data, int(megabytes * 1e6)), of_model.vocab, out)
+    write_model(of_model, out, context=context, seed=seed)
+    typer.echo(f"{out}: {of_model.describe()}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

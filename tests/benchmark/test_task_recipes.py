@@ -17,10 +17,10 @@ from datasets import Dataset
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.hellaswag.utils import process_docs
 
+from benchmarks.tiny_target import train_tokenizer
 from draftlab.benchmark.lm_eval import load_tasks
 from draftlab.data import Document, documents
 from draftlab.model.checkpoint import load_model, load_tokenizer
-from draftlab.model.tokenizer import train_tokenizer
 from draftlab.results.score import TaskResult
 
 TASKS = Path(__file__).parents[2] / "recipes/tasks"

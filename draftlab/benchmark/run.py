@@ -78,8 +78,9 @@ def describe(config: ScoreConfig) -> dict[str, object]:
     """Return what score would do, for a plan."""
     setup = set_up(config, weights=False)
     drafts = {name: _describe_model(path) for name, path in setup.drafts.items()}
+    drafters = {spec.name: _described_inputs(spec.paths(setup.default_draft)) for spec in setup.drafters}
     work = f"at most {setup.generations()} generations of {config.max_tokens} tokens"
-    return {"target": _describe_model(setup.target), **drafts, "work": work}
+    return {"target": _describe_model(setup.target), **drafts, **drafters, "work": work}
 
 
 def measure(setup: Setup, command: str) -> list[Score]:
@@ -286,6 +287,10 @@ def _describe_model(directory: Path) -> str:
         return f"{read_size(directory).describe()}; {error}; transformers runs it"
     except Quantised:
         return f"{read_size(directory).describe()}; quantised; transformers runs it"
+
+
+def _described_inputs(paths: list[Path]) -> str:
+    return f"reads {', '.join(map(str, paths))}" if paths else "reads no files"
 
 
 def _drafter_runs(target: Decoder, loaded: LoadedModels) -> dict[str, DrafterRun]:

@@ -123,11 +123,13 @@ class DrafterSpec(BaseModel):
         """Return its view of each token of each text, a list of TokenLogprobs; [n, K] each if by_age, else [n].
 
         replay: a ReplayContext (acceptance/context.py).
-
-        Raises:
-            UserError: the drafter cannot be replayed, or does not fit the texts.
         """
-        raise UserError(f"--drafter {self.text}: {self.kind} is not replayed; draftlab score measures it")
+        raise NotImplementedError
+
+    @property
+    def replays(self) -> bool:
+        """Return whether the drafter has an acceptance."""
+        return type(self).acceptance is not DrafterSpec.acceptance
 
 
 Spec = TypeVar("Spec", bound=type[DrafterSpec])

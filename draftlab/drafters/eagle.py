@@ -77,12 +77,14 @@ class EagleSpec(HeadSpec, GateSpec):
             return context.run(drafter, facts=self.facts() | {"eagle": True})
         return context.run(self.after_lookup(self.prompt_lookup_max, drafter, context.vocab), facts=self.facts())
 
+    @property
+    def replays(self) -> bool:
+        return self.eagle_head is not None
+
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        if self.eagle_head is None:
-            return super().acceptance(replay)
         from draftlab.acceptance.chain_logprobs import score_chains
         from draftlab.model import eagle_llama
 
         target = replay.load_target()
-        head = eagle_llama.load(self.eagle_head, replay.target_path, target)
+        head = eagle_llama.load(Path(self.heads), replay.target_path, target)
         return score_chains(target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance)

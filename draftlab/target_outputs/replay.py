@@ -227,9 +227,11 @@ def check(store: StoredOutputs, spec: DrafterSpec, config: ReplayConfig) -> int:
 
     Raises:
         UserError: text that the target did not write, another tokenizer, ids that the draft does not have, or
-            log-probabilities that the rule cannot use.
+            log-probabilities that the rule cannot use; or the drafter has no acceptance to replay.
     """
     sampling = _target_sampling(store)
+    if not spec.replays:
+        raise UserError(f"--drafter {spec.text} is not replayed; draftlab score measures it")
     if spec.by_age and config.confidence is not None:
         raise UserError(f"--confidence does not end the drafts of {spec.text}; leave it out, or add --no-parallel")
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"

@@ -10,6 +10,7 @@ from built import PROMPTS, built, check_output, facts
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.benchmark.throughput import measure_throughput
+from draftlab.commands import COMMANDS
 from draftlab.config.drafters import DRAFTERS, parse_drafter
 from draftlab.config.score import ScoreConfig
 from draftlab.engine.drafters.context import DrafterContext
@@ -100,3 +101,13 @@ def test_a_corpus_that_is_too_short_is_refused(context):
 def test_an_unknown_rule_is_refused():
     with pytest.raises(UserError, match=r"--rule blok: .*did you mean 'block'"):
         ScoreConfig.build({"target": "tiny", "draft": ["tiny"], "data": "stdlib", "rule": "blok", "temperature": 1.0})
+
+
+def test_a_dry_run_shows_what_drafters_read(family_dirs, stored, eagle_head, tmp_path):
+    model, prompts = str(family_dirs["llama"]), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def parse(line):"}\n')
+    texts = [f"ngram:order=2,outputs={stored}", f"eagle:heads={eagle_head}", "prompt-lookup", f"model:draft={model}"]
+    asked: dict[str, Any] = {"target": model, "prompt_file": prompts, "k": "2", "max_tokens": 8}
+    shown = COMMANDS["score"](**asked, drafter=texts, out=tmp_path / "out", dry_run=True).data
+    wanted = [f"reads {stored}", f"reads {eagle_head}", "reads no files", f"reads {model}"]
+    assert [shown[parse_drafter(text).name] for text in texts] == wanted

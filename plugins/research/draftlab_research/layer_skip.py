@@ -52,12 +52,14 @@ class LayerSkipSpec(OutputsSpec):
         learnt = None if self.layers else f"layer-skip:layers={'+'.join(map(str, layers))}"
         return context.run(ModelDrafter(model, context.vocab), model=model, learnt=learnt)
 
+    @property
+    def replays(self) -> bool:
+        return bool(self.layers)
+
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
         from draftlab.acceptance.token_logprobs import score_tokens
         from draftlab_research.drafting.layer_skip import skip_layers
 
-        if not self.layers:
-            raise UserError(f"--drafter {self.text}: name the layers to replay; draftlab score searches for them")
         model = skip_layers(replay.load_target(), self.layers)
         return score_tokens(model, replay.texts, replay.vocab, replay.sampling, replay.advance)
 

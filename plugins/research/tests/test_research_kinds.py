@@ -210,5 +210,6 @@ def test_layers_are_replayed_and_what_cannot_be_replayed_is_refused(family_dirs,
     assert min(map(np.min, certain.chances())) == 1
     assert np.concatenate(less.chances()).mean() < 1
     for drafter in ("tree:draft=tiny,widths=2", "confidence-stop:draft=tiny", "layer-skip", "fallback:draft=tiny"):
-        with pytest.raises(UserError, match=f"--drafter {drafter}: "):
-            parse_drafter(drafter).acceptance(None)
+        assert not parse_drafter(drafter).replays
+    with pytest.raises(UserError, match="--drafter layer-skip is not replayed"):
+        COMMANDS["replay"](**asked, drafter=["layer-skip"], out=tmp_path / "refused")

@@ -1,6 +1,5 @@
 """Typer wiring: options from configs, --config, --json, exit codes. The only place that catches UserError."""
 
-import contextlib
 import inspect
 import json
 import logging
@@ -8,7 +7,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,14 +24,12 @@ from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line
-from draftlab.model import TENSOR_PARALLEL
 from draftlab.recipe import run
 from draftlab.trust import printable
 
 BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("distill", "prune-masks")  # a launcher may run these in several processes
-SPLIT = ("score", "profile", "outputs build", "outputs verify")  # and these, with a target that is split over them
 SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")  # of what is in memory at once
 GROUPS = {  # name -> help, panel
     "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft"),
@@ -82,36 +79,14 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
         config = command.config.build(settings | typed, f"--config {file}: " if file else "")
     except UsageError as error:
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
-    _check_processes(command.name, config)
-    with _leading(command.name) as leads:
-        if not leads:
-            return Outcome(path=None, show=[], data={})
-        return command.run(config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False))
+    _check_processes(command.name)
+    return command.run(config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False))
 
 
-def _check_processes(command: str, config: Config) -> None:
+def _check_processes(command: str) -> None:
     """Raises UserError: a launcher started several processes of a command that runs in one."""
-    split = config.settings().get("device_map") == TENSOR_PARALLEL
-    if processes() > 1 and not split and command in SPLIT:
-        raise UserError(f"{command} runs in one process, or in several with --device-map {TENSOR_PARALLEL}")
-    if processes() > 1 and command not in (*LAUNCHED, *SPLIT):
-        raise UserError(f"{command} runs in one process; launch {', '.join((*LAUNCHED, *SPLIT))} in several")
-
-
-@contextlib.contextmanager
-def _leading(command: str) -> Iterator[bool]:
-    """Yield whether this process runs the command; if others run a split target with it, it leads them."""
-    if processes() == 1 or command not in SPLIT:
-        yield True
-        return
-    from draftlab.model import tensor_parallel  # torch
-
-    if not is_main_process():
-        tensor_parallel.follow()
-        yield False
-        return
-    with tensor_parallel.leading():
-        yield True
+    if processes() > 1 and command not in LAUNCHED:
+        raise UserError(f"{command} runs in one process; launch {', '.join(LAUNCHED)} in several")
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Config]) -> None:

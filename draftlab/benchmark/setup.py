@@ -15,10 +15,10 @@ from draftlab.benchmark.lm_eval import Tasks, check_chat_template, load_tasks
 from draftlab.config import shared
 from draftlab.config.drafters import DrafterSpec, RunFacts
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
-from draftlab.console import note, note_if_slow, processes
+from draftlab.console import note, note_if_slow
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.export.hf import parse_quantized_name, write_fake_quantized
-from draftlab.model import TENSOR_PARALLEL, Mode, checkpoint, hub, llama, memory, parallel, tensor_parallel
+from draftlab.model import Mode, checkpoint, hub, llama, memory, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import resolve_mode
 from draftlab.model.size import read_size
@@ -45,8 +45,8 @@ class Setup:
     mode: Mode
 
     def device_map(self, model: Path) -> str | None:
-        """Return how a model is spread, over devices or processes."""
-        return self.config.device_map if model == self.target else self.config.draft_device_map
+        """Return how accelerate spreads a model."""
+        return self.config.device_map if model == self.target else None
 
     @property
     def draft_paths(self) -> list[Path]:
@@ -177,16 +177,13 @@ def check_context(contexts: dict[str, int], setup: Setup, drafted: int) -> None:
 def check_memory(setup: Setup) -> None:
     """Raises UserError: weights, caches and logits do not fit what is free; what accelerate spreads is not counted."""
     config, width = setup.config, setup.dtype.itemsize
-    parts = processes() if setup.device.type == "cuda" else 1  # processes have a GPU each, and share a CPU's memory
-    splits = {None: 1, TENSOR_PARALLEL: parts}
     paths = dict.fromkeys([setup.target, *setup.drafts.values(), *setup.draft_paths])
-    sizes = {path: read_size(path) for path in paths if setup.device_map(path) in splits}
-    share = {path: 1 / splits[setup.device_map(path)] for path in sizes}
+    sizes = [(path, read_size(path)) for path in paths if setup.device_map(path) is None]
     tokens = max(config.batch) * (setup.prompts.longest + config.max_tokens + max(config.k))
     pass_tokens = max(max(config.batch) * (max(config.k) + 1), setup.prompts.longest)
-    needs = {f"weights of {path}": size.weight_bytes(width) * share[path] for path, size in sizes.items()}
-    needs |= {"int8 copies": sum(size.weight_bytes(1) for size in sizes.values())} if setup.other_plain else {}
-    needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) * share[path] for path, size in sizes.items())
+    needs = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes}
+    needs |= {"int8 copies": sum(size.weight_bytes(1) for _, size in sizes)} if setup.other_plain else {}
+    needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for _, size in sizes)
     needs["logits"] = 2 * 4 * pass_tokens * checkpoint.vocab_size(setup.target)
     memory.check_fits(needs, setup.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
 
@@ -213,12 +210,6 @@ def _mode(config: ScoreConfig, device: torch.device, dtype: torch.dtype, models:
 def _check(setup: Setup) -> None:
     config = setup.config
     requests = setup.prompts.requests
-    if config.device_map == TENSOR_PARALLEL:
-        drafts: list[Path] = [*setup.drafts.values(), *setup.draft_paths] if config.draft_device_map else []
-        for path in dict.fromkeys([setup.target, *drafts]):
-            tensor_parallel.check(path)
-        if config.tasks is not None:
-            raise UserError("--tasks: lm-eval runs in one process, not with a target that is split over several")
     for batch in config.batch:
         if requests % batch:
             raise UserError(f"{requests} prompts do not fill batches of {batch}; want a multiple of it")
@@ -244,12 +235,10 @@ def _check_parallel(draft: Path, config: ScoreConfig) -> None:
     """Check a parallel draft, and say how it drafts.
 
     Raises:
-        UserError: its mask token is no id of its vocabulary, or it is to be split.
+        UserError: its mask token is no id of its vocabulary.
     """
     if parallel.pard_token(draft) is None:
         return
-    if config.draft_device_map:
-        raise UserError(f"--draft-device-map: {draft} is a parallel draft, which runs in one process")
     name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
     note(f"{name} drafts all tokens in one pass; --drafter model:draft={draft} drafts in one pass for each")
     if trained is not None and max(config.k) > trained:

@@ -88,7 +88,6 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         Only(("server",), lambda c: c.compares_with_target, "--loss ce asks no target"),
         Only(("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "there is no --server"),
         Only(("target", "reweigh_steps"), lambda c: c.server is None, "--server runs the target"),
-        shared.NOT_SPLIT,
         Only(("target", "device_map"), lambda c: c.needs_target, "no target is loaded here"),
         Only(("prompt_tokens", "sample_temperature"), lambda c: c.generates, "only for --text target or draft"),
         Only(("eval_temperature",), lambda c: c.evaluates_length, "needs a target in memory and a loss that uses it"),
@@ -230,7 +229,6 @@ class EagleConfig(OutputConfig, TrainingSettings):
     device_map: str | None = shared.device_map()
 
     only = (
-        shared.NOT_SPLIT,
         Only(("data", "text", "loss_on"), lambda c: c.outputs is None, "--outputs brings text"),
         Only(("prompt_tokens", "sample_temperature", "memory"), lambda c: c.generates, "only for --text target"),
         Only(("vocab", "layer_ids", "norm_before_residual"), lambda c: c.heads is None, "--heads brings its own"),

@@ -9,7 +9,6 @@ from typing_extensions import Self
 from draftlab.config import inputs
 from draftlab.config.base import MAX_K, SERVER, Config, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import (
-    SPLITS,
     CheckpointSettings,
     Device,
     EngineMode,
@@ -51,7 +50,7 @@ class ProfileConfig(GridConfig, CheckpointSettings):
         help="Checkpoints; or shape files and names of shapes, which get random weights.", argument=True,
         reads=inputs.shape,
     )  # fmt: skip
-    device_map: str | None = device_map(SPLITS)
+    device_map: str | None = device_map()
 
     only = (
         Only(

@@ -71,7 +71,7 @@ class OutputsBuildConfig(shared.TruncationSettings, shared.ServerSettings, Outpu
         None, "Data type of weights. Default: to distil as stored, to replay the workspace's.", advanced=True
     )
     device: shared.Device = shared.device()
-    device_map: str | None = shared.device_map(shared.SPLITS)
+    device_map: str | None = shared.device_map()
     memory: float = shared.memory()
     seed: int = shared.seed()
 
@@ -184,7 +184,7 @@ class OutputsVerifyConfig(shared.ServerSettings, OutputsInfoConfig):
     target: str = shared.target()
     dtype: shared.WeightsDtype | None = option(None, "Data type of weights. Default: as stored.", advanced=True)
     device: shared.Device = shared.device()
-    device_map: str | None = shared.device_map(shared.SPLITS)
+    device_map: str | None = shared.device_map()
     memory: float = shared.memory()
     seed: int = shared.seed()
 

@@ -13,7 +13,6 @@ from draftlab.config.drafters import DRAFTERS, DrafterSpec, check_drafter, parse
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.config.tasks import TASKS_ONLY, TaskSettings, check_tasks
 from draftlab.errors import UsageError, UserError, did_you_mean
-from draftlab.model import TENSOR_PARALLEL
 from draftlab.model.hub import check_data, checkpoint_name
 from draftlab.registry import REJECTION, RULES
 from draftlab.sampling import SamplingParams
@@ -89,8 +88,7 @@ class ScoreConfig(
     mode: shared.EngineMode = shared.mode()
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
-    device_map: str | None = shared.device_map(shared.SPLITS)
-    draft_device_map: Literal["tensor-parallel"] | None = option(None, shared.SPLIT_DRAFTS, advanced=True)
+    device_map: str | None = shared.device_map()
     draft_int8: bool = option(False, "Round the draft's weights to 8 bits; in mode native.", advanced=True)
     target_int8: bool = option(
         False, "Verify with the target's weights rounded to 8 bits; in mode native. Without a draft both are timed.",
@@ -107,10 +105,6 @@ class ScoreConfig(
         TASKS_ONLY,
         Only(("draft_int8", "target_int8"), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
         Only(("target_int8",), lambda c: not c.tasks, "--tasks evaluates the target with unrounded weights"),
-        Only(
-            ("draft_device_map",), lambda c: c.device_map == TENSOR_PARALLEL, f"needs --device-map {TENSOR_PARALLEL}"
-        ),
-        Only(("draft_device_map",), lambda c: c.reads_drafts, "no drafter here has a draft model"),
         SERVER_RULE_ONLY,
         *shared.CHAT_RULES,
     )  # fmt: skip

@@ -11,7 +11,6 @@ from draftlab import workspace
 from draftlab.config import inputs
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, from_workspace, option
 from draftlab.errors import UserError, did_you_mean
-from draftlab.model import TENSOR_PARALLEL
 from draftlab.model.shape import parse_count, parse_vocab
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -122,18 +121,8 @@ def mode() -> Any:
     )
 
 
-def device_map(splits: str = "") -> Any:
-    return option(
-        None, f"Spread the target over devices, memory and disk with accelerate: auto{splits}.", advanced=True
-    )
-
-
-SPLITS = f"; or over torchrun's processes: {TENSOR_PARALLEL}"
-SPLIT_DRAFTS = f"Spread the drafts as well: {TENSOR_PARALLEL}. Default: on the first process, as the paper has it."
-NOT_SPLIT = Only(
-    ("device_map",), lambda c: c.device_map != TENSOR_PARALLEL,
-    f"{TENSOR_PARALLEL} is for score, profile and outputs; training shards its target by FSDP2",
-)  # fmt: skip
+def device_map() -> Any:
+    return option(None, "Spread the target over devices, memory and disk with accelerate: auto.", advanced=True)
 
 
 def memory() -> Any:

@@ -3,4 +3,3 @@
 from typing import Literal
 
 Mode = Literal["eager", "native", "graphs"]  # how a decoder's passes run: torch, compiled C++, CUDA graphs
-TENSOR_PARALLEL = "tensor-parallel"  # a device map: over the processes that torchrun started; see tensor_parallel.py

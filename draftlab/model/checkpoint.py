@@ -8,7 +8,7 @@ import torch
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.model import TENSOR_PARALLEL, loading
+from draftlab.model import loading
 from draftlab.model.head_ids import read_head_ids
 from draftlab.model.headers import BUFFERS
 from draftlab.model.hf_files import MODEL_TYPES as MODEL_TYPES
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and few functions her
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda", TENSOR_PARALLEL)
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ def load_any_files(
             raise UserError(f"{directory} does not fit its config.json: {kind} {names[0]}{_more(names)}")
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:  # offloaded to disk
-            check_finite(loading.local(parameter.detach()), name, directory)
+            check_finite(parameter.detach(), name, directory)
     return model
 
 

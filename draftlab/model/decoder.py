@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.model import TENSOR_PARALLEL, Mode, checkpoint, llama, native_cpu, parallel, tensor_parallel
+from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.devices import staged
 from draftlab.model.hf_decoder import HFDecoder
@@ -53,8 +53,6 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: 
     """Load a checkpoint with llama.py if it computes the architecture and no device_map is given, else with
     transformers.
     """
-    if device_map == TENSOR_PARALLEL:
-        return tensor_parallel.load(directory, dtype)
     if device_map is not None:
         return HFDecoder(checkpoint.load_model(directory, dtype, device, device_map).eval())
     try:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from draftlab.model import TENSOR_PARALLEL
 from draftlab.model.weights import Weights
 from draftlab.trust import trusts_remote_code
 
@@ -52,19 +51,7 @@ def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    places: dict[str, Any] = {"device_map": device_map}
-    if device_map == TENSOR_PARALLEL:
-        from transformers.distributed.configuration_utils import DistributedConfig
-
-        places = {"distributed_config": DistributedConfig(tp_plan="auto")}
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, output_loading_info=True, weights_only=True, trust_remote_code=trusts_remote_code(),
-        **places,
+        device_map=device_map,
     )  # fmt: skip
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this process has."""
-    from torch.distributed.tensor import DTensor  # slow to import
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -147,3 +147,10 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
         for name, wanted in made[1].items():
             scale = float(wanted.abs().max())
             assert float((made[2][name] - wanted).abs().max()) <= 1e-3 * scale + 1e-6, name
+
+
+def test_a_command_of_one_process_is_refused_in_several(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(app, ["score", "--draft", "tiny", "--target", "tiny"])
+    assert result.exit_code == 1
+    assert "score runs in one process" in result.stderr

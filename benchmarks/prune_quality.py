@@ -11,15 +11,15 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from benchmarks import environment
 from draftlab import atomic
-from draftlab.commands.base import Command
-from draftlab.commands.prune import prune, prune_masks
+from draftlab.commands.prune import prepare
+from draftlab.config.prune import PruneConfig
 from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
@@ -27,6 +27,8 @@ from draftlab.distill.losses import parse_loss
 from draftlab.distill.trainer import EvalRecord, TrainingSetup, train
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape, read_shape_file
+from draftlab.output import Output
+from draftlab.prune import run
 
 ROWS, SEQ_LEN = 8, 256
 Make = Callable[[int, Path], object]  # seed, directory
@@ -39,7 +41,6 @@ def main(
     seeds: Annotated[str, typer.Option(help="Seeds, by comma.")] = "0,1,2",
     mask_steps: Annotated[int, typer.Option(help="Steps of mask training, 8 rows of 256 tokens.")] = 300,
     mask_lr: Annotated[float, typer.Option(help="Peak rate of the weights that joint masks train.")] = 2e-3,
-    mask_optimizer: Annotated[Literal["adamw", "muon"], typer.Option(help="And their optimiser.")] = "adamw",
     budgets: Annotated[str, typer.Option(help="Steps of distillation, 8 rows of 256 tokens, by comma.")] = "60,240",
     arms: Annotated[str, typer.Option(help="Arms, by comma; all if left out.")] = "",
     state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path("runs/prune_quality"),
@@ -47,40 +48,53 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     directory, wanted = hub.locate(source), read_shape_file(shape)
-    makers = _arms(directory, shape, data, mask_steps, {"lr": mask_lr, "optimizer": mask_optimizer})
+    makers = _arms(directory, shape, data, mask_steps, mask_lr)
     chosen, steps = arms.split(",") if arms else list(makers), [int(n) for n in budgets.split(",")]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for seed in map(int, seeds.split(",")):
         for name in chosen:
-            rate = f"-{mask_optimizer}-{mask_lr:g}" if "joint" in name else ""
+            rate = f"-{mask_lr:g}" if "joint" in name else ""
             work = state / f"{shape.stem}-{name.replace(' ', '_')}-{seed}-{mask_steps}{rate}"
             found[name].append(_measured(makers[name], directory, data, seed, steps, work))
             note(f"{name}, seed {seed}: {found[name][-1]}")
-    masks = {"mask_steps": mask_steps, "mask_lr": mask_lr, "mask_optimizer": mask_optimizer}
+    masks = {"mask_steps": mask_steps, "mask_lr": mask_lr}
     print(json.dumps(_report(found, wanted, checkpoint.read_shape(directory)) | masks | environment(threads)))
 
 
-def _arms(source: Path, shape: Path, data: str, mask_steps: int, joint: dict[str, Any]) -> dict[str, Make]:
-    common: dict[str, Any] = {"source": str(source), "shape": shape, "data": data, "device": "cpu"}
-    common |= {"rescale_norms": False, "refit": False}
-    activation, refitted = {"basis": "coordinates"}, {"rescale_norms": True, "refit": True}
-    masks = {"steps": mask_steps, "batch_size": ROWS, "seq_len": SEQ_LEN, "eval_steps": 10**9, "save_steps": 10**9}
+def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float) -> dict[str, Make]:
+    masks = {"method": "masks", "steps": mask_steps, "batch_size": ROWS, "seq_len": SEQ_LEN}
 
-    def cut(command: Command, **settings: Any) -> Make:
-        return lambda seed, out: command(**common | settings, seed=seed, out=out, force=True)
+    def cut(*, refit: str = "none", rotate: bool = False, **settings: Any) -> Make:
+        def make(seed: int, out: Path) -> None:
+            common = {"source": str(source), "shape": shape, "data": data, "device": "cpu", "refit": refit, "out": out}
+            seeded = {} if settings.get("method") in ("first", "magnitude") and refit == "none" else {"seed": seed}
+            config = PruneConfig.build(common | seeded | settings)
+            output = Output(command="prune", config=config, out=out, force=True)
+            made = prepare(config, True)
+            assert made.source is not None
+            if made.method is None:
+                run.prune_by_masks(
+                    made.source, made.shape, output, text=made.text, refit=made.refit, training=made.training
+                )
+            else:
+                run.prune(
+                    made.source, made.shape, output, text=made.text, refit=made.refit, method=made.method, rotate=rotate
+                )
+
+        return make
 
     return {
         "random init": lambda seed, out: _random(source, read_shape_file(shape), seed, out),
-        "random parts": cut(prune, method="random"),
-        "first": lambda _, out: cut(prune, method="first")(0, out),
-        "magnitude": lambda _, out: cut(prune, method="magnitude")(0, out),
-        "activation": cut(prune, **activation),
-        "activation + norms": cut(prune, **activation, rescale_norms=True),
-        "activation + refit": cut(prune, **activation | refitted),
-        "activation + pca + refit": cut(prune, basis="pca", **refitted),
-        "masks frozen": cut(prune_masks, **masks),
-        "masks frozen + refit": cut(prune_masks, **masks | refitted),
-        "masks joint": cut(prune_masks, train_weights="full", **masks | joint),
+        "random parts": cut(method="random"),
+        "first": cut(method="first"),
+        "magnitude": cut(method="magnitude"),
+        "activation": cut(),
+        "activation + norms": cut(refit="norms"),
+        "activation + refit": cut(refit="layers"),
+        "activation + pca + refit": cut(refit="layers", rotate=True),
+        "masks frozen": cut(**masks),
+        "masks frozen + refit": cut(**masks, refit="layers"),
+        "masks joint": cut(**masks, train_weights="full", lr=mask_lr),
     }
 
 

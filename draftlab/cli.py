@@ -29,7 +29,7 @@ from draftlab.trust import printable
 
 BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
-LAUNCHED = ("distill", "prune-masks")  # a launcher may run these in several processes
+LAUNCHED = ("distill", "prune")  # a launcher may run these in several processes
 SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")  # of what is in memory at once
 GROUPS = {  # name -> help, panel
     "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft"),

@@ -1,7 +1,8 @@
 """Errors that a user can fix."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
@@ -14,6 +15,17 @@ class UsageError(UserError):
 
 class OtherArchitecture(UserError):
     """A checkpoint that is not LLaMA-like."""
+
+
+@contextlib.contextmanager
+def about(option: str) -> Iterator[None]:
+    """Let errors inside the block begin with the option that they are about."""
+    try:
+        yield
+    except UserError as error:
+        if not str(error).startswith("--"):
+            error.args = (f"{option}: {error}",)
+        raise
 
 
 EXTRAS = {

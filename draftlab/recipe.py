@@ -33,7 +33,7 @@ class Step:
     @property
     def out(self) -> Path | None:
         config = self.config
-        return config.output_directory() if isinstance(config, OutputConfig) else None
+        return self.command.output_directory(config) if isinstance(config, OutputConfig) else None
 
     def __str__(self) -> str:
         return f"{self.command.name} {self.out or ''}".rstrip()

@@ -25,10 +25,10 @@ TRAINING = f"{TEXT} --steps 3 --batch-size 2 --training-dtype float32 --seed 3"
 PROMPTS = "--data text.jsonl --num-prompts 3 --prompt-tokens 24"
 # each line makes the directory of its name, from the directories of earlier lines
 COMMANDS = {
-    "cut": f"prune --source target {SHAPE} {TEXT} --method first --no-refit --no-rescale-norms",
+    "cut": f"prune --source target {SHAPE} {TEXT} --method first --refit none",
     "pruned": f"prune --source target {SHAPE} {TEXT} --calibration-tokens 1024",
-    "masked": f"prune-masks --source target {SHAPE} {TEXT} --steps 2 --batch-size 2 "
-    "--calibration-tokens 1024 --no-refit",
+    "masked": f"prune --method masks --source target {SHAPE} {TEXT} --steps 2 --batch-size 2 "
+    "--calibration-tokens 1024 --refit norms",
     "distilled": f"distill --draft pruned --target target {TRAINING} --loss fkl",
     "trained": f"distill --draft pruned {TRAINING} --loss ce",
     "head": f"eagle --target target {TRAINING} --ttt-steps 2",

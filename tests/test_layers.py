@@ -126,12 +126,9 @@ MISSING = [
     "check nope",
     "export nope",
     "outputs build --target nope",
-    "prune-masks --source tiny --layers 2 --target nope",
     "score --draft tiny --drafter model:draft=nope",
     "search --target nope",
     "eagle --target nope",
-    "prune --source nope --layers 2",
-    "prune-masks --source nope --layers 2",
     "profile nope",
     "law --source nope",
     "import nope",
@@ -142,9 +139,6 @@ TORN = "torn: model-2.safetensors, named in model.safetensors.index.json, is mis
 WRONG = {  # what is there and is something else, and what is missing besides models
     "distill --draft tiny --data nope.txt": "data 'nope.txt': neither a built-in source nor a file or folder",
     "score --draft tiny --data stdlibs": "did you mean 'stdlib'",
-    "prune --source tiny --layers 2 --data nope.txt": "data 'nope.txt'",
-    "prune --source tiny --layers 2 --data a.gguf": "cannot read .gguf; want .jsonl, .md, .py, .txt",
-    "prune --source tiny --layers 2 --outputs nope": "nope is not a store of target outputs",
     "outputs build --data nope.txt": "data 'nope.txt'",
     "score --draft tiny --prompt-file nope.jsonl": "nope.jsonl: No such file",
     "outputs build --prompt-file a.gguf": "a.gguf:1: not JSON",
@@ -160,15 +154,6 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "predict --alpha 0.5 --draft-profile word.yaml --target-profile word.yaml": "word.yaml is not a profile",
     "predict --alpha 0.5 --draft-profile text --target-profile text": "text has 0 profiles",
     "predict --score nope.json --draft-profile llama-7b@a,graphs --target-profile llama-65b@a,graphs": "nope.json: No",
-    "prune --source tiny --layers 99": "--layers 99 is more than the source has; at most --layers 16",
-    "prune --source tiny --layers 3 --width 999": "--width 999 is more than the source has",
-    "prune --source tiny --layers 3 --heads 3": "width (256) is not a multiple of heads (3)",
-    "prune --source tiny --layers 3 --vocab 99999": "want fewer than the source's 4,096",
-    "prune --source tiny --shape word.yaml": "shape file word.yaml",
-    "prune --source tiny --params lots": "'lots' is not a count",
-    "prune --source llama-7b --layers 3": "is a shape without weights; only --dry-run works with it",
-    "prune --source tiny --layers 3 --device gpu": "--device gpu: want auto, cpu, cuda or cuda:1",
-    "prune-masks --source tiny --layers 3 --loss nope": "unknown loss 'nope'",
     "distill --draft tiny --seq-len 9999": "--seq-len 9999: ",
     "distill --draft tiny --seq-len 9999 --dry-run": "--seq-len 9999: ",
     "distill --draft tiny --loss nope": "unknown loss 'nope'",
@@ -196,7 +181,6 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "distill --draft other --target tiny": "different tokenizers: id ",
     "score --draft other --target tiny": "different tokenizers: id ",
     "search --source other --target tiny": "different tokenizers: id ",
-    "prune-masks --source tiny --layers 2 --target other": "different tokenizers: id ",
     "score --draft tiny --max-tokens 99999": "does not fit the context of tiny",
     "outputs build --target tiny --seq-len 99999": "--seq-len 99999: ",
     "outputs build --server http://127.0.0.1:9": "no answer from http://127.0.0.1:9",
@@ -227,7 +211,7 @@ import sys
 from typer.testing import CliRunner
 from draftlab.cli import app
 CliRunner().invoke(app, ["init", "--preset", "tiny"])
-WITHOUT_OUT = ("check", "predict", "prune", "prune-masks", "online", "init")
+WITHOUT_OUT = ("check", "predict", "online", "init")
 for mistake, message in {said}.items():
     command = mistake.split()[0]
     result = CliRunner().invoke(app, [*mistake.split(), *(["--out", "x"] if command not in WITHOUT_OUT else [])])

@@ -7,7 +7,7 @@ from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
 from draftlab.commands.latency import law, law_fit, predict, profile, profile_servers
 from draftlab.commands.make import design, import_checkpoint, init
-from draftlab.commands.prune import prune, prune_masks
+from draftlab.commands.prune import prune
 from draftlab.commands.results import compare, report
 from draftlab.commands.score import score, score_servers
 from draftlab.commands.search import search
@@ -16,7 +16,7 @@ from draftlab.commands.train import distill, online_rollback, online_update
 PANELS: dict[str, tuple[Command, ...]] = {
     "Set up": (init, import_checkpoint, env),
     "Make a draft": (
-        design, prune, distill, search, prune_masks, eagle, outputs.build,
+        design, prune, distill, search, eagle, outputs.build,
         outputs.import_file, outputs.verify, outputs.info,
     ),
     "Measure": (score, compare, report, score_servers),

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from draftlab import workspace
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
 from draftlab.errors import EXTRAS, MissingExtra
@@ -26,12 +27,26 @@ class Outcome:
     missed: list[str] = field(default_factory=list)
 
 
+class Prepared(Protocol):
+    """The settings of a command, resolved and checked: the values that its function calls the library with."""
+
+    @property
+    def name(self) -> str:
+        """The name of the output directory under the workspace's runs, unless --out names another."""
+        ...
+
+    def facts(self) -> Mapping[str, object]:
+        """Return what a dry run shows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """A command of the command line, of recipes and of tests: all build its config, then run it.
 
-    function(config), or function(config, output) where the config has an output. dry_run: it can show its plan.
-    resumes: it continues in its own output directory, which nothing replaces.
+    prepare(config, weights) resolves and checks the settings; without weights, no weights have to be there.
+    function(prepared), or function(prepared, output) where the config has an output; without prepare it gets the
+    config. dry_run: it can show its plan. resumes: it continues in its own output directory, which nothing replaces.
     """
 
     name: str
@@ -39,6 +54,7 @@ class Command:
     function: Callable[..., Outcome]
     dry_run: bool
     resumes: bool
+    prepare: Callable[[Any, bool], Prepared] | None = None
 
     def __call__(self, *, force: bool = False, dry_run: bool = False, **settings: Any) -> Outcome:
         return self.run(self.config.build(settings), force=force, dry_run=dry_run)
@@ -58,19 +74,28 @@ class Command:
             raise MissingExtra(error.name) from error
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
-        config.check(weights=not dry_run)
+        prepared = self.prepare(config, not dry_run) if self.prepare else None
+        if prepared is None:
+            config.check(weights=not dry_run)
+        values = config if prepared is None else prepared
         if not isinstance(config, OutputConfig):
-            return self.function(config)
-        out = config.output_directory()
+            return self.function(values)
+        out = config.output_directory() if prepared is None else _directory(config, prepared)
         output = Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
         if dry_run:
-            return self.function(config, output)
+            return self.function(values, output) if prepared is None else plan(output, prepared.facts())
         if not self.resumes:
             output.check_free()
         with output.locked(resumes=self.resumes):
             if not self.resumes:
                 output.check_free()  # again: another process may have finished since
-            return self.function(config, output)
+            return self.function(values, output)
+
+    def output_directory(self, config: OutputConfig) -> Path:
+        """Return where a run with these settings writes; weights are neither read nor fetched."""
+        if self.prepare is None or config.out is not None:
+            return config.output_directory()
+        return _directory(config, self.prepare(config, False))
 
     @property
     def has_force(self) -> bool:
@@ -78,15 +103,26 @@ class Command:
 
 
 def command(
-    config: type[Config], *, name: str = "", dry_run: bool = False, resumes: bool = False
+    config: type[Config],
+    *,
+    prepare: Callable[[Any, bool], Prepared] | None = None,
+    name: str = "",
+    dry_run: bool = False,
+    resumes: bool = False,
 ) -> Callable[[Callable[..., Outcome]], Command]:
     """Return a decorator that makes a command of a function; its docstring is the command's help."""
 
     def decorate(function: Callable[..., Outcome]) -> Command:
         known_as = name or function.__name__.replace("_", "-")
-        return Command(name=known_as, config=config, function=function, dry_run=dry_run, resumes=resumes)
+        return Command(
+            name=known_as, config=config, function=function, dry_run=dry_run, resumes=resumes, prepare=prepare
+        )
 
     return decorate
+
+
+def _directory(config: OutputConfig, prepared: Prepared) -> Path:
+    return config.out or workspace.load().runs / prepared.name
 
 
 def plan(output: Output, facts: Mapping[str, object]) -> Outcome:

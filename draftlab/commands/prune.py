@@ -1,33 +1,243 @@
-"""The commands that cut a draft out of a source."""
+"""The command that cuts a draft out of a source."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.prune import PruneConfig, PruneMasksConfig
+from draftlab.commands.base import Outcome, command
+from draftlab.config.prune import SIZES, PruneConfig
+from draftlab.console import note, processes
+from draftlab.errors import UserError, about
+from draftlab.model import families, hub
+from draftlab.model.families import shape_name
+from draftlab.model.hf_files import is_llama
+from draftlab.model.hf_shapes import planned_shape
+from draftlab.model.shape import Shape, check, parse_count
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from draftlab.prune.run import Pruned
+    from draftlab.prune.masks.training import MaskTraining
+    from draftlab.prune.refit import Refit
+    from draftlab.prune.run import Depth, Method, Pruned
+    from draftlab.prune.source import Source
+    from draftlab.prune.texts import Text
+
+FFN_MULTIPLE = 16  # of an FFN that follows from other sizes
 
 
-@command(PruneConfig, dry_run=True)
-def prune(config: PruneConfig, output: Output) -> Outcome:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPrune:
+    """What to cut and how.
+
+    source: None for a shape without weights, of which only the plan is shown. have: the shape that is cut. method:
+    None where masks are trained. shipped: name of the shape that stands for a source which cannot be fetched.
+    """
+
+    name: str
+    source: "Source | None"
+    have: Shape
+    shape: Shape
+    text: "Text"
+    refit: "Refit"
+    method: "Method | None"
+    depth: "Depth"
+    scores_cache: Path | None
+    training: "MaskTraining"
+    shipped: str | None
+
+    def facts(self) -> Mapping[str, object]:
+        """Return what a cut needs and gives; weights are neither read nor fetched."""
+        from draftlab.prune.source import kv_saving
+
+        have, shape = self.have, self.shape
+        source = have.describe()
+        if self.shipped is not None:
+            source += f" (the shape {self.shipped} that comes with draftlab: nothing was fetched)"
+        facts = {
+            "source": source,
+            "draft": shape.describe(),
+            "kv": kv_saving(have, shape),
+            "memory": f"about {self._cut_bytes() / 1e9:.1f} GB",
+            "compute": f"{2 * self.text.tokens * have.flops_per_token(0) / 1e12:,.3g} TFLOP",
+            "disk": f"{shape.weight_bytes() / 1e6:,.4g} MB in bf16",
+            "tensor parallel": f"splits evenly over {', '.join(map(str, shape.tensor_parallel()))} devices",
+        }
+        return facts if self.method else facts | self._training_facts()
+
+    def _cut_bytes(self) -> float:
+        from draftlab.prune.texts import HELDOUT_TOKENS
+
+        have, dtype_bytes = self.have, 2 if self.source is None else self.source.planned_dtype.itemsize
+        weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
+        if self.depth == "greedy":
+            weights += dtype_bytes * have.params()
+        per_token = dtype_bytes * (3 * have.hidden + self.shape.hidden)  # streams at three places, and the draft's
+        gram = 20 * self.shape.ffn**2  # float32, and float64 twice while it is solved
+        return weights + (self.text.tokens + HELDOUT_TOKENS) * per_token + gram + 1e9
+
+    def _training_facts(self) -> dict[str, object]:
+        have, training, seq_len = self.have, self.training, self.text.seq_len
+        weights = have.params() * (16 if training.train_weights == "full" else 4)  # with gradients, two Adam moments
+        tokens = training.steps * training.batch_size * seq_len
+        return {
+            "training tokens": f"{tokens:,}",
+            "memory": f"about {(weights + have.weight_bytes() + 1e9) / 1e9:.1f} GB and activations",
+            "compute": f"{tokens * 4 * have.flops_per_token(seq_len // 2) / 1e12:,.3g} TFLOP",
+        }
+
+
+def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
+    """Resolve and check the settings.
+
+    weights: the files of weights must be here.
+
+    Raises:
+        UserError: there is no such source, it cannot be cut or does not hold the shape; no such text or outputs; a
+            launcher or a head for which the method does not work.
+    """
+    from draftlab.distill import distributed
+    from draftlab.model import checkpoint
+    from draftlab.prune.masks.training import MaskTraining
+    from draftlab.prune.refit import REFITS
+    from draftlab.prune.source import Source, check_cut
+    from draftlab.prune.texts import Text
+
+    if config.method == "masks":
+        distributed.check(masks=True)
+    elif processes() > 1:
+        raise UserError(f"prune --method {config.method} runs in one process; --method masks trains in several")
+    with about("--device"):
+        device = checkpoint.resolve_device(config.device)
+    with about("--source"):
+        place, shipped = _locate(config.source, weights)
+        have = planned_shape(place) if isinstance(place, Path) else place
+    if config.untie and not have.tied:
+        raise UserError(f"--untie: {config.source} has a head of its own already; leave it out")
+    have = have.model_copy(update={"tied": have.tied and not config.untie})
+    shape = _requested(config, have, weights)
+    source = None
+    if isinstance(place, Path):
+        source = Source(directory=place, shape=have, device=device, untied=config.untie)
+        with about(_sizes_named(config)):
+            check(shape, llama=is_llama(place))
+        with about("--source"):
+            check_cut(source.config, have, shape)
+    else:
+        check(shape, llama=not have.options - {"untied"})
+    if config.refit == "head" and have.tied:
+        raise UserError("--refit head: the source ties its head to the embedding, which would change too; add --untie")
+    _check_text(config, source, weights)
+    head = "" if config.vocab is None else f"-v{config.vocab}"
+    masks = "masks-" if config.method == "masks" else ""
+    return PreparedPrune(
+        name=f"prune-{masks}{shape_name(shape)}{head}",
+        source=source,
+        have=have,
+        shape=shape,
+        text=Text(
+            data=config.data,
+            outputs=config.outputs,
+            tokens=config.calibration_tokens,
+            seq_len=config.seq_len,
+            seed=config.seed,
+        ),
+        refit=REFITS[config.refit],
+        method=None if config.method == "masks" else config.method,
+        depth=config.depth,
+        scores_cache=config.scores_cache,
+        training=MaskTraining(
+            steps=config.steps,
+            batch_size=config.batch_size,
+            train_weights=config.train_weights,
+            loss=config.loss,
+            lr=config.lr,
+            dtype=config.training_dtype,
+        ),
+        shipped=shipped,
+    )
+
+
+@command(PruneConfig, prepare=prepare, dry_run=True)
+def prune(prepared: PreparedPrune, output: Output) -> Outcome:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
-    from draftlab.prune import run, source
+    from draftlab.prune import run
 
-    if output.dry_run:
-        return plan(output, source.estimate(config))
-    return _outcome(run.prune(config, output), output)
+    assert prepared.source is not None  # prepare() wanted its weights
+    cut = (prepared.source, prepared.shape, output)
+    if prepared.method is None:
+        pruned = run.prune_by_masks(*cut, text=prepared.text, refit=prepared.refit, training=prepared.training)
+    else:
+        pruned = run.prune(
+            *cut,
+            text=prepared.text,
+            refit=prepared.refit,
+            method=prepared.method,
+            depth=prepared.depth,
+            scores_cache=prepared.scores_cache,
+        )
+    return _outcome(pruned, output)
 
 
-@command(PruneMasksConfig, dry_run=True)
-def prune_masks(config: PruneMasksConfig, output: Output) -> Outcome:
-    """Train masks that select what to cut (Sheared LLaMA), then cut and refit as prune does."""
-    from draftlab.prune import run, source
+def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
+    """Return the directory or the shape of a source, and the shipped shape's name if it stands for the source.
 
-    if output.dry_run:
-        return plan(output, source.training_estimate(config))
-    return _outcome(run.prune_masks(config, output), output)
+    Raises:
+        UserError: there is no such source, or with weights it has none.
+    """
+    try:
+        _, place = families.locate_shape(name, weights)
+    except UserError:
+        shapes, called = families.presets(families.widths_folder()), name.partition("@")[0].rpartition("/")[2].lower()
+        if weights or hub.local(name) is not None or called not in shapes or not hub.offline_reason():
+            raise
+        return shapes[called], called
+    if weights and isinstance(place, Shape):
+        raise UserError(f"{name} is a shape without weights; only --dry-run works with it")
+    return place, None
+
+
+def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
+    """Return the shape to cut. Raises UserError: it cannot be cut from the source."""
+    sizes = {
+        "layers": config.layers,
+        "hidden": config.width,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "ffn": config.ffn,
+        "params": parse_count(config.params) if config.params else None,
+    }
+    shape, preset = have, None
+    if config.vocab is None or config.shape is not None or any(size is not None for size in sizes.values()):
+        with about(_sizes_named(config)):
+            shape, preset = families.requested_shape(have, **sizes, multiple_of=FFN_MULTIPLE, file=config.shape)
+    if preset is not None and weights:
+        note(f"shape {preset}: {shape.describe()}")
+    size = config.vocab or shape.draft_vocab
+    if have.draft_vocab not in (None, size):
+        raise UserError(f"--vocab {size}: the source's head is trimmed already, to {have.draft_vocab:,} ids")
+    if size is not None and size >= have.vocab:
+        raise UserError(f"--vocab {size}: want fewer than the source's {have.vocab:,}")
+    return shape.model_copy(update={"draft_vocab": size})
+
+
+def _sizes_named(config: PruneConfig) -> str:
+    named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
+    return ", ".join(named) or "--layers"
+
+
+def _check_text(config: PruneConfig, source: "Source | None", weights: bool) -> None:
+    """Raises UserError: text or outputs cannot be read, or the outputs are of another vocabulary."""
+    from draftlab.target_outputs.store import check_tokenizer, finished_manifest
+
+    if config.outputs is not None:
+        with about("--outputs"):
+            manifest = finished_manifest(config.outputs)
+            if source is not None:
+                check_tokenizer(manifest, source.directory)
+    if config.outputs is None or config.method == "masks":
+        with about("--data"):
+            hub.check_data(config.data) if weights else hub.check_local_data(config.data)
 
 
 def _outcome(pruned: "Pruned", output: Output) -> Outcome:

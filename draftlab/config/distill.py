@@ -158,12 +158,12 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     def resolved(self) -> Self:
         if self.draft is not None:
             return self
-        draft = shared.newest_output("prune", "prune-masks")
+        draft = shared.newest_output("prune")
         note(f"draft: {draft}")
         return self.model_copy(update={"draft": str(draft)})
 
     def default_name(self) -> str:
-        draft = Path(self.draft) if self.draft else shared.newest_output("prune", "prune-masks")
+        draft = Path(self.draft) if self.draft else shared.newest_output("prune")
         return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
 
 

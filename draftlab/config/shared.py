@@ -40,12 +40,14 @@ def target(reads: Reads = inputs.checkpoint, **others: Any) -> Any:
     return from_workspace("target", text, reads=reads, **others)
 
 
-def source(reads: Reads = inputs.checkpoint) -> Any:
+def source(reads: Reads | None = inputs.checkpoint) -> Any:
     return from_workspace("source", "Checkpoint that drafts are cut from.", reads=reads)
 
 
-def data(help: str = "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any) -> Any:
-    return from_workspace("data", help, reads=inputs.text, **others)
+def data(
+    help: str = "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", reads: Reads | None = inputs.text, **others: Any
+) -> Any:
+    return from_workspace("data", help, reads=reads, **others)
 
 
 def _known_device(name: str) -> str:
@@ -171,7 +173,7 @@ def newest_output(*commands: str) -> Path:
 
 def newest_draft() -> Path:
     """Return the newest draft under the workspace's runs. Raises UserError: there is none."""
-    return newest_output("distill", "prune", "prune-masks")
+    return newest_output("distill", "prune")
 
 
 class CheckpointSettings(BaseModel):

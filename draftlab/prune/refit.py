@@ -10,12 +10,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftlab.config.prune import RefitSettings
 from draftlab.model.devices import exact, exact_products
 from draftlab.model.trimmed_head import only
 from draftlab.prune.walk import Run, Walk
 
 Stream = Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refit:
+    """Adjustments after the cut that make the draft follow the source.
+
+    norms: scale them to the smaller width. layers: fit o_proj and down_proj to the source's residual stream. head: fit
+    lm_head to the source's logits. ridge: pull of the fits toward the cut weights.
+    """
+
+    norms: bool = True
+    layers: bool = True
+    head: bool = False
+    ridge: float = 0.005
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the adjustments depend on text."""
+        return self.norms or self.layers or self.head
+
+
+REFITS = {
+    "none": Refit(norms=False, layers=False),
+    "norms": Refit(layers=False),
+    "layers": Refit(),
+    "head": Refit(head=True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +69,7 @@ class Lockstep:
         *,
         layers: list[int],
         basis: Tensor,
-        settings: RefitSettings,
+        refit: Refit,
         head_ids: list[int] | None = None,
     ) -> None:
         """Set up both.
@@ -51,7 +77,7 @@ class Lockstep:
         layers: kept layers of the source. basis: [D, D'], maps the source's stream to the draft's. head_ids: those of a
         trimmed head.
         """
-        self.source, self.draft, self.layers, self.settings = source, draft, layers, settings
+        self.source, self.draft, self.layers, self.refit = source, draft, layers, refit
         self.basis = basis.to(source.device, torch.float32)
         self.head_ids = head_ids
         self.agreement: Agreement | None = None  # set once all tensors were yielded
@@ -78,7 +104,7 @@ class Lockstep:
                 self._rescale(module.get_submodule("input_layernorm"), before)
                 self._rescale(module.get_submodule("post_attention_layernorm"), middle)
                 del before
-                if self.settings.refit:
+                if self.refit.layers:
                     attention = _Site(module, "self_attn.o_proj", run, "post_attention_layernorm")
                     self._refit(attention, draft_streams, middle)
                     self._refit(_Site(module, "mlp.down_proj", run, None), draft_streams, streams)
@@ -103,7 +129,7 @@ class Lockstep:
 
     def _rescale(self, norm: nn.Module, streams: list[Stream]) -> None:
         """Correct for the mean square over fewer dimensions: scale to the source's normed stream."""
-        if not self.settings.rescale_norms:
+        if not self.refit.norms:
             return
         ratios = torch.cat([_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1)
         norm.get_parameter("weight").data.mul_(ratios.mean())
@@ -114,14 +140,14 @@ class Lockstep:
                 features, reached = site.features_and_output(stream)
                 yield features, (self._project(target)[0] - reached) / self.draft.residual_multiplier
 
-        _fit_matrix(site.linear, pairs(), self.fitted, self.settings.ridge)
+        _fit_matrix(site.linear, pairs(), self.fitted, self.refit.ridge)
 
     def _head(
         self, streams: list[Stream], draft_streams: list[Stream], heldout: list[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         with self.source.head() as (_, source_logits), self.draft.head() as (model, draft_logits):
             self._rescale(model.get_submodule("model.norm"), streams)
-            if self.settings.refit_head:
+            if self.refit.head:
                 site = _Site(model, "lm_head", draft_logits, None)
 
                 def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -129,7 +155,7 @@ class Lockstep:
                         features, logits = site.features_and_output(draft_stream)
                         yield features, (source_logits(stream)[0].float() - logits) * self.draft.logits_scaling
 
-                _fit_matrix(site.linear, pairs(), self.fitted, self.settings.ridge)
+                _fit_matrix(site.linear, pairs(), self.fitted, self.refit.ridge)
             rows = zip(streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True)
             self.agreement = _agreement(((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids)
             yield from self.draft.tensors("model.norm")

@@ -1,21 +1,17 @@
 """One prune on disk: select what stays, cut, refit, write."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab import provenance
 from draftlab.atomic import check_writable, remove_state, removed_if_unused
-from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
 from draftlab.console import is_main_process, note, progress
-from draftlab.data import open_batches, open_heldout
-from draftlab.distill import distributed
 from draftlab.distill.checkpointer import process_state
-from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.shape import Shape
@@ -25,18 +21,17 @@ from draftlab.prune import choose
 from draftlab.prune.cut import Cut, Keep, Rotated, keep_all
 from draftlab.prune.importance import Importance, calibrate, load_scores, save_scores
 from draftlab.prune.masks.hard_concrete import Masks
-from draftlab.prune.masks.training import MASKS_FILE, train_masks
-from draftlab.prune.refit import Agreement, Lockstep
-from draftlab.prune.source import HELDOUT_TOKENS, Source, open_source
+from draftlab.prune.masks.training import MASKS_FILE, MaskTraining, train_masks
+from draftlab.prune.refit import Agreement, Lockstep, Refit
+from draftlab.prune.source import Source
+from draftlab.prune.texts import Text
 from draftlab.prune.walk import Walk
-from draftlab.target_outputs.outputs import TargetOutput
-from draftlab.target_outputs.store import HELDOUT, read_texts
 
 KEEP_FILE = "keep.json"
 GREEDY_TOKENS = 4096
-LEAST_TOKENS = 32  # of held-out text, to compare the draft with its source on
-COUNTED_TOKENS = 2_000_000  # of text, to choose the ids of a head
-HELDOUT_SHARE = 16  # one in so many stored texts, where the store holds out none
+
+Method = Literal["importance", "random", "first", "magnitude"]
+Depth = Literal["influence", "contiguous", "even", "greedy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,94 +64,96 @@ class Pruned:
     head: Head | None = None  # where it is trimmed
 
 
-def prune(config: PruneConfig, output: Output) -> Pruned:
+def prune(
+    source: Source,
+    shape: Shape,
+    output: Output,
+    *,
+    text: Text,
+    refit: Refit,
+    method: Method = "importance",
+    depth: Depth = "influence",
+    rotate: bool = True,
+    scores_cache: Path | None = None,
+) -> Pruned:
     """Write the draft that importance scores or a baseline select.
 
-    Weights keep the source's dtype: with the source's own shape they are the source's bits.
-
-    Raises:
-        UserError: see open_source; a tied source where a rotation is asked for.
+    Weights keep the source's dtype: with the source's own shape they are the source's bits. rotate: turn the residual
+    stream to its principal directions before its width is cut, unless the head is tied to the embedding.
     """
-    source, shape = open_source(config)
     output.check_space(shape.weight_bytes(source.stored_dtype.itemsize), "the draft")
-    if config.basis == "pca" and source.shape.tied:
-        raise UserError("--basis pca moves the last norm into the head, and this source ties it; add --untie")
-    head = _head(config, source, shape)
+    head = _head(source, shape, text)
     if shape.with_whole_head() == source.shape.with_whole_head():
-        return _copy(config, output, source, shape, head)
-    heldout = _heldout_text(config, source)
-    chunks = _calibration_text(config, source, heldout[0].shape[1] - 1)
-    if config.method == "activation":
-        selection = _most_active(config, source, shape, chunks)
+        return _copy(source, shape, output, text, head)
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    heldout = text.heldout(tokenizer)
+    seq_len = heldout[0].shape[1] - 1
+    chunks = text.chunks(tokenizer, seq_len) if method == "importance" or refit.fits else []
+    if method == "importance":
+        importance = _importance(source, text, chunks, scores_cache)
+        layers = _layers(source, shape, importance, depth, chunks[: max(1, GREEDY_TOKENS // text.seq_len)])
+        selection = _most_active(source, shape, importance, layers, rotate=rotate and not source.shape.tied)
     else:
-        scores = _baseline_scores(config, source)
+        scores = _baseline_scores(source, method, text.seed)
         keep = choose.choose(scores, source.shape, shape, choose.top(scores.layers, shape.layers))
-        selection = Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
-    return _write_draft(config, output, source, shape, selection, head, chunks, heldout)
+        selection = _unrotated(source, keep)
+    return _write_draft(source, shape, output, selection, refit, head, text, chunks, heldout)
 
 
-def prune_masks(config: PruneMasksConfig, output: Output) -> Pruned:
+def prune_by_masks(
+    source: Source, shape: Shape, output: Output, *, text: Text, refit: Refit, training: MaskTraining
+) -> Pruned:
     """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
 
     Raises:
-        UserError: see open_source and train_masks.
+        UserError: see train_masks.
     """
-    distributed.check(masks=True)
-    source, shape = open_source(config)
     output.check_space(shape.weight_bytes(source.stored_dtype.itemsize), "the draft")
-    head = _head(config, source, shape)
+    head = _head(source, shape, text)
     if shape.with_whole_head() == source.shape.with_whole_head():
-        return _copy(config, output, source, shape, head)
-    heldout = _heldout_text(config, source)
-    chunks = _calibration_text(config, source, heldout[0].shape[1] - 1)
+        return _copy(source, shape, output, text, head)
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    heldout = text.heldout(tokenizer)
+    chunks = text.chunks(tokenizer, heldout[0].shape[1] - 1) if refit.fits else []
     with removed_if_unused(output.state):
         with process_state().main_process_first():
             output.claim_state([source.directory])
-        trained = train_masks(config, source, shape, output)
+        trained = train_masks(source, shape, text, training, output.state)
     selection = Selection(keep=trained.keep, basis=trained.basis, weights=trained.weights, masks=trained.masks)
     if not is_main_process():
         return Pruned(source=source.shape, shape=shape, keep=trained.keep, agreement=None, disk_bytes=0)
-    pruned = _write_draft(config, output, source, shape, selection, head, chunks, heldout)
+    pruned = _write_draft(source, shape, output, selection, refit, head, text, chunks, heldout)
     remove_state(output.state)
     return pruned
 
 
-def _head(config: CutConfig, source: Source, shape: Shape) -> Head | None:
-    """Return the head to write, None for one of all ids.
-
-    Raises:
-        UserError: see frequent_ids; or outputs of another vocabulary.
-    """
+def _head(source: Source, shape: Shape, text: Text) -> Head | None:
+    """Return the head to write, None for one of all ids. Raises UserError: see frequent_ids."""
     vocab = source.shape.vocab
     if shape.draft_vocab is None:
         return None
     if (ids := read_head_ids(source.directory, vocab)) is not None:
         return Head(ids=ids, coverage=None)
     tokenizer = checkpoint.load_tokenizer(source.directory)
-    if config.outputs is not None:
-        texts = [output.ids for output in source.texts]
-    else:
-        note(f"counting ids in {config.data}; the target's own answers (--outputs) say it better")
-        text = open_batches(config.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)
-        streams = text.streams.values()
-        texts = [part for ids in streams for part in np.array_split(ids, max(2, len(ids) // 512))]
+    if text.outputs is None:
+        note(f"counting ids in {text.data}; the target's own answers (--outputs) say it better")
     special = template_ids(tokenizer) | set(checkpoint.eos_token_ids(source.directory))
-    ids, coverage = frequent_ids(texts, shape.draft_vocab, vocab, special)
+    ids, coverage = frequent_ids(text.counted(tokenizer), shape.draft_vocab, vocab, special)
     return Head(ids=ids, coverage=coverage)
 
 
-def _copy(config: CutConfig, output: Output, source: Source, shape: Shape, head: Head | None) -> Pruned:
+def _copy(source: Source, shape: Shape, output: Output, text: Text, head: Head | None) -> Pruned:
     keep = keep_all(source.shape)
     with output.directory() as work:
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         weights = source.with_head(checkpoint.Weights(source.directory)).items()
         size = saving.write_checkpoint(work, source.config_for(shape), iter(weights), source.directory)
-        output.record(work, _inputs(config, source), params=shape.params(), **_write_head(work, head))
+        output.record(work, _inputs(source, text), params=shape.params(), **_write_head(work, head))
     return Pruned(source=source.shape, shape=shape, keep=keep, agreement=None, disk_bytes=size, head=head)
 
 
-def _inputs(config: CutConfig, source: Source) -> list[Path]:
-    return [source.directory] if config.outputs is None else [source.directory, config.outputs]
+def _inputs(source: Source, text: Text) -> list[Path]:
+    return [source.directory] if text.outputs is None else [source.directory, text.outputs]
 
 
 def _write_head(work: Path, head: Head | None) -> dict[str, object]:
@@ -168,22 +165,21 @@ def _write_head(work: Path, head: Head | None) -> dict[str, object]:
 
 
 def _write_draft(
-    config: CutConfig,
-    output: Output,
     source: Source,
     shape: Shape,
+    output: Output,
     selection: Selection,
+    refit: Refit,
     head: Head | None,
+    text: Text,
     chunks: list[Tensor],
     heldout: list[Tensor],
 ) -> Pruned:
     keep = selection.keep
     draft_config = source.config_for(shape, keep.layers)
     draft = Walk(Cut(selection.weights, shape, keep), draft_config, source.dtype, source.device)
-    lockstep = Lockstep(
-        source.walk(), draft, layers=keep.layers, basis=selection.basis, settings=config,
-        head_ids=None if head is None else head.ids,
-    )  # fmt: skip
+    head_ids = None if head is None else head.ids
+    lockstep = Lockstep(source.walk(), draft, layers=keep.layers, basis=selection.basis, refit=refit, head_ids=head_ids)
     with output.directory() as work, progress("refit", source.shape.layers) as advance:
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         tensors = lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers"))
@@ -195,53 +191,53 @@ def _write_draft(
         agreement = lockstep.agreement
         notes = {"params": shape.params(), "agreement": asdict(agreement) if agreement else None}
         notes |= _write_head(work, head)
-        output.record(work, _inputs(config, source), **notes)
+        output.record(work, _inputs(source, text), **notes)
     return Pruned(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size, head=head)
 
 
-def _most_active(config: PruneConfig, source: Source, shape: Shape, chunks: list[Tensor]) -> Selection:
-    importance = _importance(config, source, chunks)
-    keep = choose.choose(importance.scores, source.shape, shape, _layers(config, source, shape, importance, chunks))
-    rotated = config.basis == "pca" or (config.basis == "auto" and not source.shape.tied)
-    if not rotated or shape.hidden == source.shape.hidden:
-        return Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
+def _unrotated(source: Source, keep: Keep) -> Selection:
+    return Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
+
+
+def _most_active(source: Source, shape: Shape, importance: Importance, layers: list[int], *, rotate: bool) -> Selection:
+    keep = choose.choose(importance.scores, source.shape, shape, layers)
+    if not rotate or shape.hidden == source.shape.hidden:
+        return _unrotated(source, keep)
     rotation, _ = importance.principal(shape.hidden, source.device)
     keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
     rotated = Rotated(source.weights, source.shape, rotation.to(source.device))
     return Selection(keep=keep, basis=rotation, weights=rotated)
 
 
-def _layers(
-    config: PruneConfig, source: Source, shape: Shape, importance: Importance, chunks: list[Tensor]
-) -> list[int]:
+def _layers(source: Source, shape: Shape, importance: Importance, depth: Depth, few: list[Tensor]) -> list[int]:
+    """Return the layers to keep. few: chunks of text to drop layers greedily on."""
     count, total = shape.layers, source.shape.layers
-    if config.depth == "contiguous":
+    if depth == "contiguous":
         return choose.contiguous(importance, count)
-    if config.depth == "even":
+    if depth == "even":
         return choose.even(total, count)
-    if config.depth == "influence" or count == total:
+    if depth == "influence" or count == total:
         return choose.influential(importance, count)
     with progress("drop layers", total - count) as advance:
-        few = chunks[: max(1, GREEDY_TOKENS // config.seq_len)]
         return choose.greedy(source.walk(resident=True), few, count, lambda done: advance(done, f"of {total}"))
 
 
-def _baseline_scores(config: PruneConfig, source: Source) -> choose.Scores:
-    if config.method == "random":
-        return choose.random_scores(source.shape, config.seed)
-    if config.method == "first":
+def _baseline_scores(source: Source, method: Method, seed: int) -> choose.Scores:
+    if method == "random":
+        return choose.random_scores(source.shape, seed)
+    if method == "first":
         return choose.first_scores(source.shape)
     return choose.magnitude_scores(source.weights, source.shape)
 
 
-def _importance(config: PruneConfig, source: Source, chunks: list[Tensor]) -> Importance:
-    file = config.scores_cache
+def _importance(source: Source, text: Text, chunks: list[Tensor], file: Path | None) -> Importance:
+    """Return the scores in a file of them, or computed, and kept there if it is named."""
     facts = {
         "source": provenance.fingerprint(source.directory) if file else "",
-        "data": provenance.fingerprint(config.outputs) if config.outputs else config.data,
-        "tokens": str(config.calibration_tokens),
-        "seq_len": str(config.seq_len),
-        "seed": str(config.seed),
+        "data": provenance.fingerprint(text.outputs) if text.outputs else text.data,
+        "tokens": str(text.tokens),
+        "seq_len": str(text.seq_len),
+        "seed": str(text.seed),
     }
     if file is not None and file.exists():
         return load_scores(file, facts)
@@ -252,48 +248,3 @@ def _importance(config: PruneConfig, source: Source, chunks: list[Tensor]) -> Im
     if file is not None:
         save_scores(importance, file, facts)
     return importance
-
-
-def _calibration_text(config: PruneConfig | PruneMasksConfig, source: Source, seq_len: int) -> list[Tensor]:
-    """Return chunks of token ids [1, seq_len], as long as those of held-out text."""
-    if not config.calibrates:
-        return []
-    rows = -(-config.calibration_tokens // seq_len)
-    if config.outputs is not None:
-        own = (config.outputs / HELDOUT).exists()
-        texts = [text for i, text in enumerate(_whole(source.texts)) if own or i % HELDOUT_SHARE]
-        return _chunks(texts, rows, seq_len, config.seed)
-    tokenizer = checkpoint.load_tokenizer(source.directory)
-    text = open_batches(config.data, tokenizer, rows=rows, seq_len=seq_len, steps=1, seed=config.seed)
-    available = sum((len(stream) - 1) // seq_len for stream in text.streams.values())
-    if 0 < available < rows:
-        tokens = f"{available * seq_len:,} of {config.calibration_tokens:,} tokens"
-        note(f"data {config.data!r} has {tokens} to calibrate on")
-        text = replace(text, rows=available)
-    return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
-
-
-def _heldout_text(config: CutConfig, source: Source) -> list[Tensor]:
-    """Return chunks of token ids [1, seq_len + 1], shorter where there is less text."""
-    rows = max(1, HELDOUT_TOKENS // config.seq_len)
-    if config.outputs is not None:
-        own = config.outputs / HELDOUT
-        texts = _whole(read_texts(own)) if own.exists() else _whole(source.texts)[::HELDOUT_SHARE]
-        return _chunks(texts, rows, config.seq_len + 1, seed=0)
-    tokenizer = checkpoint.load_tokenizer(source.directory)
-    text = open_heldout(config.data, tokenizer, rows=1, seq_len=config.seq_len, most_rows=rows, least=LEAST_TOKENS)
-    return [torch.from_numpy(batch.ids) for batch in text.batches]
-
-
-def _whole(outputs: list[TargetOutput]) -> list[np.ndarray]:
-    """Return prompts with the target's answers, in the order of their numbers."""
-    ordered = sorted(outputs, key=lambda output: output.number)
-    return [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in ordered]
-
-
-def _chunks(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
-    """Return at most so many chunks [1, length] of texts in random order, joined, and repeated if too short for one."""
-    order = np.random.default_rng(seed).permutation(len(texts))
-    ids = np.concatenate([texts[i] for i in order])
-    ids = ids if len(ids) >= length else np.resize(ids, length)
-    return [torch.from_numpy(row[None]) for row in ids[: len(ids) // length * length].reshape(-1, length)[:rows]]

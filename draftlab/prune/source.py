@@ -8,18 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftlab.config.prune import CutConfig, PruneConfig, PruneMasksConfig
-from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
-from draftlab.model.size import read_size
 from draftlab.prune.cut import Untied
 from draftlab.prune.trial_model import check_buildable, check_prunable
 from draftlab.prune.walk import Walk
-from draftlab.target_outputs.outputs import TargetOutput
-from draftlab.target_outputs.store import check_tokenizer, finished_manifest, read_texts
-
-HELDOUT_TOKENS = 4096  # on which draft and source are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +23,6 @@ class Source:
     shape: Shape
     device: torch.device
     untied: bool = False
-    outputs: Path | None = None
-
-    @cached_property
-    def texts(self) -> list[TargetOutput]:
-        """The outputs to calibrate on. Raises UserError: not a finished store, or one of another vocabulary."""
-        assert self.outputs is not None
-        check_tokenizer(finished_manifest(self.outputs), self.directory)
-        return read_texts(self.outputs)
 
     @cached_property
     def config(self) -> dict[str, object]:
@@ -51,6 +36,12 @@ class Source:
     def dtype(self) -> torch.dtype:
         """The dtype of the weights that are cut, and of the draft's passes: float32 where the CPU is slow at it."""
         return checkpoint.compute_dtype(self.directory, self.device)
+
+    @cached_property
+    def planned_dtype(self) -> torch.dtype:
+        """The dtype that config.json lets expect before the weights are here."""
+        stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
+        return checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, self.device), self.device)
 
     @cached_property
     def pass_dtype(self) -> torch.dtype:
@@ -77,25 +68,6 @@ class Source:
         return checkpoint.config_for(shape, self.config, layers or list(range(shape.layers)))
 
 
-def open_source(config: CutConfig) -> tuple[Source, Shape]:
-    """Return the source with its weights, and the shape to cut from it.
-
-    Raises:
-        UserError: the source cannot be read or cut, does not hold the shape, or ties its head where the settings need
-            an untied one.
-    """
-    place, have, shape = config.shapes(weights=True)
-    assert isinstance(place, Path)
-    device = checkpoint.resolve_device(config.device)
-    source = Source(directory=place, shape=have, device=device, untied=config.untie, outputs=config.outputs)
-    check_cut(source.config, have, shape)
-    if config.refit_head and have.tied:
-        raise UserError(
-            "--refit-head: the source ties its head to the embedding, which the refit would change too; add --untie"
-        )
-    return source, shape
-
-
 def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
     """Refuse a source or a shape that transformers builds otherwise than the axis table says.
 
@@ -104,51 +76,6 @@ def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
     """
     check_prunable(config, have)
     check_buildable(checkpoint.config_for(shape, config, list(range(shape.layers))), shape)
-
-
-def estimate(config: CutConfig) -> dict[str, str]:
-    """Return what a cut needs and gives, for --dry-run; weights are neither read nor fetched.
-
-    Raises:
-        UserError: see open_source.
-    """
-    place, have, shape = config.shapes()
-    dtype_bytes = 2
-    if isinstance(place, Path):
-        source_config = checkpoint.read_config(place)
-        check_cut(source_config, have, shape)
-        stored = str(source_config.get("dtype") or source_config.get("torch_dtype") or "float32")
-        device = checkpoint.resolve_device(config.device)
-        dtype_bytes = checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, device), device).itemsize
-    tokens = config.calibration_tokens
-    weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-    per_token = dtype_bytes * (3 * have.hidden + shape.hidden)  # streams at three places of a layer, and the draft's
-    gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
-    if isinstance(config, PruneConfig) and config.depth == "greedy":
-        weights += dtype_bytes * have.params()
-    return {
-        "source": have.describe(),
-        "draft": shape.describe(),
-        "kv": kv_saving(have, shape),
-        "memory": f"about {(weights + (tokens + HELDOUT_TOKENS) * per_token + gram + 1e9) / 1e9:.1f} GB",
-        "compute": f"{2 * tokens * have.flops_per_token(0) / 1e12:,.3g} TFLOP",
-        "disk": f"{shape.weight_bytes() / 1e6:,.4g} MB in bf16",
-        "tensor parallel": f"splits evenly over {', '.join(map(str, shape.tensor_parallel()))} devices",
-    }
-
-
-def training_estimate(config: PruneMasksConfig) -> dict[str, str]:
-    """Return what mask training needs and what the cut gives, for --dry-run. Raises UserError: see open_source."""
-    facts, (_, have, _) = estimate(config), config.shapes()
-    teacher = read_size(hub.locate(config.target, weights=False)) if config.target else have
-    weights = have.params() * (16 if config.train_weights == "full" else 4)  # with gradients and two Adam moments
-    tokens = config.steps * config.batch_size * config.seq_len
-    per_token = 3 * have.flops_per_token(config.seq_len // 2) + teacher.flops_per_token(config.seq_len // 2)
-    return facts | {
-        "training tokens": f"{tokens:,}",
-        "memory": f"about {(weights + teacher.weight_bytes() + 1e9) / 1e9:.1f} GB and activations",
-        "compute": f"{tokens * per_token / 1e12:,.3g} TFLOP",
-    }
 
 
 def kv_saving(have: Shape, shape: Shape) -> str:

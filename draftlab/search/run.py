@@ -37,7 +37,10 @@ from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
+from draftlab.prune.refit import Refit
 from draftlab.prune.run import prune
+from draftlab.prune.source import Source, check_cut
+from draftlab.prune.texts import Text
 from draftlab.prune.trial_model import prunable_shape
 from draftlab.results.compare import candidate_of, rank
 from draftlab.results.score import read_score
@@ -305,12 +308,26 @@ class Searcher:
     def _shape_cost(self, shape: Shape) -> CostModel:
         return CostModel.of(self.law.profile(shape, ""), extrapolate=True)
 
-    def _cut(self, name: str, shape: Shape) -> Path:
+    def _cut(self, name: str, wanted: Shape) -> Path:
+        sizes = wanted.model_dump(include={"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"})
+        text = Text(
+            data=self.config.data, outputs=self.config.outputs, tokens=CALIBRATION_TOKENS, seq_len=SEQ_LEN,
+            seed=self.config.seed,
+        )  # fmt: skip
+        scores = self.output.state / "calibration.safetensors"
+
+        def cut(_: object, output: Output) -> None:
+            have = checkpoint.planned_shape(self.source)
+            shape = have.model_copy(update=sizes)
+            source = Source(directory=self.source, shape=have, device=checkpoint.resolve_device(self.config.device))
+            check_cut(source.config, have, shape)
+            prune(source, shape, output, text=text, refit=Refit(), scores_cache=scores)
+
         return self._once(
-            f"rung-0/{name}", prune, PruneConfig, source=str(self.source), layers=shape.layers, width=shape.hidden,
-            heads=shape.heads, kv_heads=shape.kv_heads, ffn=shape.ffn, vocab=shape.draft_vocab, **self._text,
+            f"rung-0/{name}", cut, PruneConfig, source=str(self.source), layers=wanted.layers, width=wanted.hidden,
+            heads=wanted.heads, kv_heads=wanted.kv_heads, ffn=wanted.ffn, vocab=wanted.draft_vocab, **self._text,
             calibration_tokens=CALIBRATION_TOKENS, seq_len=SEQ_LEN, device=self.config.device, seed=self.config.seed,
-            scores_cache=self.output.state / "calibration.safetensors",
+            scores_cache=scores,
         )  # fmt: skip
 
     def _stored(self, steps: int) -> Path:

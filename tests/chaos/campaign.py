@@ -84,7 +84,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "export": ("export", "made/prune", "--target", "model"),
     "gguf": ("export", "made/prune", "--target", "model", "--to", "gguf", "--outtype", "f32"),
     "import": ("import", "made/gguf/prune-f32.gguf"),
-    "prune-masks": ("prune-masks", "--source", "model", "--layers", "2", "--data", "text", *SMALL[:2], *SHORT),
+    "prune-masks": (
+        "prune", "--method", "masks", "--source", "model", "--layers", "2", "--data", "text", *SMALL[:2],
+        *SHORT[:6],
+    ),
     "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
     "log": ("outputs import", "files/log.jsonl", "--tokenizer", "model", "--seq-len", "16", "--top-logprobs", "2"),
     "written": (

@@ -80,7 +80,6 @@ FOREIGN = {
 CASES = [
     # a model that does not write text, or no model at all
     (("score", "--draft", "bert"), "bert is an encoder (BertForMaskedLM)"),
-    (("prune", "--source", "t5", "--layers", "2"), "t5 is an encoder and a decoder"),
     (("init", "--target", "t5", "--force"), "t5 is an encoder and a decoder"),
     (("distill", "--draft", "draft", "--target", "bert"), "bert is an encoder"),
     # a suggestion is given for a typing error only
@@ -96,7 +95,6 @@ CASES = [
     (("auto", "draft", "--for", "vllm", "--verify-with", "nope"), "--verify-with nope: no such program"),
     (("score", "--draft", "draft", "--prompt-file", "empty.jsonl"), "empty.jsonl:2: the prompt is empty"),
     (("distill", "--draft", "draft", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),
-    (("prune", "--layers", "2", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),
     (
         ("distill", "--loss", "ce", "--draft", "draft", "--data", "hf:nosuch/ds", "--out", "x"),
         "is on the hub, which cannot be reached",
@@ -109,16 +107,6 @@ CASES = [
     (("distill", "--draft", "draft", "--seq-len", "999"), "--seq-len 999: draft reads at most 256 tokens"),
     (("distill", "--draft", "draft", "--outputs", "c", "--target", "nowhere", "--seq-len", "9"), "--target, --seq-len"),
     # a checkpoint that is none
-    (("prune", "--layers", "2", "--source", "nope"), "no checkpoint at nope"),
-    (("prune", "--layers", "2", "--source", "drat"), "did you mean 'draft'"),
-    (("prune", "--layers", "2", "--source", "empty"), "empty is not a checkpoint: it has no config.json"),
-    (("prune", "--layers", "2", "--source", "a-file"), "a-file is a file, and a checkpoint is a directory"),
-    (("prune", "--layers", "2", "--source", "no-weights"), "no-weights has no model.safetensors"),
-    (("prune", "--layers", "2", "--source", "pickled"), "draftlab import pickled --out pickled-imported"),
-    (("prune", "--layers", "2", "--source", "torn"), "is not a readable safetensors file"),
-    (("prune", "--layers", "2", "--source", "odd"), "no tensor 'model.layers.5"),
-    (("prune", "--layers", "2", "--source", "unread"), "config.json cannot be read"),
-    (("prune", "--layers", "2", "--source", "opt"), "not LLaMA-like"),
     (("check", "nope", "--files-only"), "no checkpoint at nope"),
     (("check", "no-weights", "--files-only"), "no-weights has no model.safetensors"),
     (("check", "draft", "--target", "nope"), "no checkpoint at nope"),
@@ -133,24 +121,10 @@ CASES = [
     (("profile", "nope"), "nope"),
     (("distill", "--loss", "ce", "--draft", "nope", "--data", "stdlib", "--out", "x"), "no checkpoint at nope"),
     # a shape that cannot be
-    (("prune",), "--layers 12 --width 2560"),
-    (("prune", "--layers", "9"), "at most --layers 5"),
-    (("prune", "--width", "128"), "at most --width 64"),
-    (("prune", "--layers", "2", "--heads", "3"), "heads"),
-    (("prune", "--params", "lots"), "not a count"),
-    (("prune", "--params", "9b"), "cannot have 9B parameters"),
-    (("prune", "--params", "200k", "--ffn", "88"), "--ffn 88"),
-    (("prune", "--shape", "nope.yaml"), "nope.yaml: No such file"),
-    (("prune", "--shape", "broken.yaml"), "not YAML"),
-    (("prune", "--shape", "shape.yaml"), "heads: field required"),
-    (("prune", "--shape", "yes.yaml"), "layers"),
     (("design",), "give one budget"),
     (("design", "--params", "1m", "--layers", "three"), "not a list of numbers"),
     (("design", "--params", "1m", "--layers", "0-3"), "0-3"),
     # text, prompts, traces, caches, profiles that are not there or are something else
-    (("prune", "--layers", "2", "--data", "nope"), "neither a built-in source nor a file"),
-    (("prune", "--layers", "2", "--data", "stdlib=lots"), "stdlib=lots"),
-    (("prune", "--layers", "2", "--data", "none.jsonl"), "none.jsonl"),
     (("outputs", "build", "--use", "replay", "--prompt-file", "nope.jsonl"), "nope.jsonl"),
     (("outputs", "build", "--use", "replay", "--prompt-file", "broken.jsonl"), "broken.jsonl"),
     (("outputs", "build", "--use", "replay", "--prompt-file", "prompts.jsonl"), "prompts.jsonl"),
@@ -195,11 +169,6 @@ CASES = [
     (("score-servers", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
     (("outputs", "build", "--server", "http://127.0.0.1:9", "--text", "target"), "no answer from http://127.0.0.1:9"),
     (("online", "rollback", "nope"), "nope"),
-    (("prune", "--source", "tiny", "--vocab", "1k", "--outputs", "nope"), "nope"),
-    (("prune", "--source", "tiny", "--layers", "2", "--data", "text.txt", "--outputs", "nope"), "--data"),
-    (("prune", "--source", "tiny", "--vocab", "many"), "write 16k (16,384)"),
-    (("prune", "--source", "tiny", "--vocab", "5000"), "fewer than the source's 4,096"),
-    (("prune", "--source", "tiny", "--layers", "2", "--outputs", "nope"), "nope"),
     (("distill", "--draft", "draft", "--parallel", "4", "--pard-token", "999"), "--pard-token 999: the vocabulary has"),
     (
         ("distill", "--draft", "draft", "--parallel", "4", "--pard-token", "999", "--dry-run"),
@@ -228,13 +197,57 @@ CASES = [
     (("run", "unknown.yaml"), "did you mean 'prune'"),
     (("run", "no-steps.yaml"), "step"),
     # where nothing may be written
-    (("prune", "--layers", "2", "--out", "full"), "full exists and is not empty"),
-    (("prune", "--layers", "2", "--out", "a-file"), "a-file exists and is not a directory"),
-    (("prune", "--layers", "2", "--out", "a-file/x"), "a-file is not a writable directory"),
     (("distill", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
     (("score", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
     (("export", "draft", "--out", "full"), "full exists and is not empty"),
     (("init", "--preset", "tiny"), "--force"),
+]
+# command line, and the option that the error names
+OPTIONS = [
+    ("prune", "--layers"),
+    ("prune --layers 9", "--layers 9"),
+    ("prune --width 128", "--width 128"),
+    ("prune --layers 2 --heads 3", "--layers, --heads: "),
+    ("prune --layers 2 --device gpu", "--device gpu"),
+    ("prune --params lots", "--params lots"),
+    ("prune --params 9b", "--params: "),
+    ("prune --params 200k --ffn 88", "--ffn 88"),
+    ("prune --shape nope.yaml", "--shape: "),
+    ("prune --shape broken.yaml", "--shape: "),
+    ("prune --shape shape.yaml", "--shape: "),
+    ("prune --shape yes.yaml", "--shape: "),
+    ("prune --shape shape.yaml --layers 2", "--layers: "),
+    ("prune --layers 2 --source nope", "--source: "),
+    ("prune --layers 2 --source nope --method masks", "--source: "),
+    ("prune --layers 2 --source drat", "did you mean 'draft'"),
+    ("prune --layers 2 --source empty", "--source: "),
+    ("prune --layers 2 --source a-file", "--source: "),
+    ("prune --layers 2 --source no-weights", "--source: "),
+    ("prune --layers 2 --source pickled", "draftlab import pickled --out pickled-imported"),
+    ("prune --layers 2 --source torn", "--source: "),
+    ("prune --layers 2 --source odd", "--source: "),
+    ("prune --layers 2 --source unread", "--source: "),
+    ("prune --layers 2 --source opt", "--source: "),
+    ("prune --layers 2 --source llama-7b", "--source: "),
+    ("prune --layers 2 --data nope", "--data: "),
+    ("prune --layers 2 --data stdlib=lots", "stdlib=lots"),
+    ("prune --layers 2 --data none.jsonl", "none.jsonl"),
+    ("prune --layers 2 --data shape.yaml", "--data: "),
+    ("prune --layers 2 --data hf:nosuch/ds", "--data: "),
+    ("prune --layers 2 --data hf:nosuch/ds --method masks", "--data: "),
+    ("prune --layers 2 --outputs nope", "--outputs: "),
+    ("prune --source tiny --layers 2 --data text.txt --outputs nope", "--data: "),
+    ("prune --source tiny --vocab 1k --outputs nope", "--outputs: "),
+    ("prune --source tiny --vocab many", "--vocab many"),
+    ("prune --source tiny --vocab 5000", "--vocab 5000"),
+    ("prune --source tiny --layers 2 --untie --refit head --method first", "--untie: "),
+    ("prune --layers 2 --method masks --loss nope", "--loss nope"),
+    ("prune --layers 2 --method masks --lr 0.1", "--lr: "),
+    ("prune --layers 2 --method masks --depth even", "--depth: "),
+    ("prune --layers 2 --steps 4", "--steps: "),
+    ("prune --layers 2 --out full", "full exists and is not empty"),
+    ("prune --layers 2 --out a-file", "a-file exists and is not a directory"),
+    ("prune --layers 2 --out a-file/x", "a-file is not a writable directory"),
 ]
 USAGE = [
     ("prunes",),
@@ -270,6 +283,11 @@ def test_one_clear_line_and_nothing_left_behind(arguments, message, folder, monk
     assert message in errors[0]
     assert "Traceback" not in result.stderr
     assert listing(folder) == before
+
+
+@pytest.mark.parametrize(("line", "option"), OPTIONS, ids=[line for line, _ in OPTIONS])
+def test_a_mistake_is_said_by_its_option_and_leaves_nothing(line, option, folder, monkeypatch):
+    test_one_clear_line_and_nothing_left_behind(line.split(), option, folder, monkeypatch)
 
 
 def test_a_disk_that_takes_nothing_is_said_by_init(monkeypatch):

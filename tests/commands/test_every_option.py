@@ -59,7 +59,7 @@ def case(command: str, mode: str) -> Callable[[Callable[[World], Settings]], Cal
     return register
 
 
-@case("prune", "activation")
+@case("prune", "importance")
 def _(w: World) -> Settings:
     return TINY_CUT | {"source": str(w.source), "data": str(w.text), "calibration_tokens": 64}
 
@@ -71,7 +71,7 @@ def _(w: World) -> Settings:
 
 @case("prune", "first, nothing refitted")
 def _(w: World) -> Settings:
-    off = {"refit": False, "rescale_norms": False, "method": "first"}
+    off = {"refit": "none", "method": "first"}
     return TINY_CUT | off | {"source": str(w.source), "data": str(w.text)}
 
 
@@ -81,17 +81,17 @@ def _(w: World) -> Settings:
     return TINY_CUT | {"source": str(w.source), "vocab": "200", "outputs": stored, "calibration_tokens": 64}
 
 
-MASKS: Settings = TINY_CUT | {"steps": 2, "batch_size": 2, "save_steps": 1, "calibration_tokens": 512}
+MASKS: Settings = TINY_CUT | {"method": "masks", "steps": 2, "batch_size": 2, "calibration_tokens": 512}
 
 
-@case("prune-masks", "frozen")
+@case("prune", "masks, frozen")
 def _(w: World) -> Settings:
     return MASKS | {"source": str(w.source), "data": str(w.text)}
 
 
-@case("prune-masks", "full")
+@case("prune", "masks, full")
 def _(w: World) -> Settings:
-    return CASES["prune-masks", "frozen"](w) | {"train_weights": "full", "loss": "ce"}
+    return CASES["prune", "masks, frozen"](w) | {"train_weights": "full", "loss": "ce"}
 
 
 def other_words(w: World) -> str:

@@ -102,13 +102,13 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
     [
         ("DEEPSPEED", ["distill", "--loss", "ce", "--data", "stdlib", "--draft", "tiny"], "--optimizer muon"),
         ("FSDP", ["distill", "--data", "stdlib", "--draft", "tiny", "--target", "tiny"], "--optimizer muon"),
-        ("DEEPSPEED", ["prune-masks", "--layers", "3"], "DDP or FSDP2"),
+        ("DEEPSPEED", ["prune", "--method", "masks", "--layers", "3"], "DDP or FSDP2"),
     ],
 )
 def test_what_a_launcher_cannot_train_is_refused_at_once(launcher, words, said, family_dirs, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    source = ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune-masks" else []
+    source = ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune" else []
     result = CliRunner().invoke(app, [*words, *source])
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert said in result.stderr
@@ -130,11 +130,11 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
         "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200))
     )
     same = ["--data", "text.txt", "--batch-size", "4", "--training-dtype", "float32", "--steps", "4"]
-    same += ["--eval-steps", "2", "--optimizer", "adamw"]
     distilled = ["distill", "--draft", str(source), "--target", str(family_dirs["llama3_tied"]), *same]
     distilled += ["--seq-len", "48", "--text", "data=0.5,draft=0.5", "--prompt-tokens", "8", "--lr", "1e-3"]
-    distilled += ["--micro-batch-tokens", "64"]
-    masked = ["prune-masks", "--source", str(source), "--layers", "3", "--width", "48", "--heads", "4", *same]
+    distilled += ["--micro-batch-tokens", "64", "--eval-steps", "2", "--optimizer", "adamw"]
+    masked = ["prune", "--method", "masks", "--source", str(source), *same]
+    masked += ["--layers", "3", "--width", "48", "--heads", "4"]
     masked += ["--seq-len", "32", "--calibration-tokens", "256", "--train-weights", "full"]
     for words in (distilled, masked):
         made = {}

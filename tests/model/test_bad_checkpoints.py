@@ -67,7 +67,7 @@ def folder(tmp_path_factory, family_dirs) -> Path:
 
 COMMANDS = {
     "prune": "prune --source BAD --layers 2 --calibration-tokens 64 --seq-len 16",
-    "masks": "prune-masks --source BAD --layers 2 --steps 1 --batch-size 1 --seq-len 16",
+    "masks": "prune --method masks --source BAD --layers 2 --steps 1 --batch-size 1 --seq-len 16",
     "distill": "distill --draft BAD --steps 1 --batch-size 1 --seq-len 16",
     "distill from": "distill --draft good --target BAD --steps 1 --batch-size 1 --seq-len 16",
     "score": "score --draft BAD --num-prompts 2 --prompt-tokens 8 --max-tokens 4 --repeats 2 --k 1",

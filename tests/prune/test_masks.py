@@ -10,7 +10,7 @@ from builders import FAMILIES, altered, build, setup, until
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draftlab.commands.prune import prune_masks
+from draftlab.commands.prune import prune
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
 from draftlab.distill.trainer import EvalRecord, StepRecord, train
@@ -287,12 +287,12 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family, fam
     (tmp_path / "text.txt").write_text(text)
     have = checkpoint.read_shape(source)
     shape = smaller(have)
-    calibration = {"calibration_tokens": 128} if weights == "frozen" else {}
-    made = prune_masks(
-        source=str(source), layers=shape.layers, width=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
+    refit = {"refit": "layers", "calibration_tokens": 128} if weights == "frozen" else {"refit": "none"}
+    made = prune(
+        method="masks", source=str(source),
+        layers=shape.layers, width=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
         ffn=shape.ffn, data=str(tmp_path / "text.txt"), seq_len=32, batch_size=2, steps=3,
-        train_weights=weights, training_dtype=dtype, eval_steps=6, save_steps=2, rescale_norms=False,
-        refit=weights == "frozen", untie=have.tied, out=tmp_path / "out", device="cpu", **calibration,
+        train_weights=weights, training_dtype=dtype, untie=have.tied, out=tmp_path / "out", device="cpu", **refit,
     )  # fmt: skip
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]

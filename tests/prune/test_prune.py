@@ -15,24 +15,27 @@ from transformers import AutoModelForCausalLM
 
 from draftlab import provenance
 from draftlab.commands import outputs
-from draftlab.commands.base import Outcome
-from draftlab.commands.prune import prune
+from draftlab.commands.prune import prepare, prune
+from draftlab.config.prune import PruneConfig
 from draftlab.data import text_batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, saving
 from draftlab.model.shape import Shape, check, resolve
+from draftlab.output import Output
 from draftlab.prune import choose as choosing
+from draftlab.prune import run
 from draftlab.prune.choose import choose
 from draftlab.prune.cut import Cut, Keep, keep_all
 from draftlab.prune.importance import Importance, Scores, calibrate
-from draftlab.prune.run import KEEP_FILE, _chunks
+from draftlab.prune.run import KEEP_FILE
+from draftlab.prune.texts import joined
 from draftlab.prune.trial_model import check_prunable
 from draftlab.prune.walk import Walk
 from draftlab.target_outputs.store import read_store
 from draftlab.target_outputs.targets import LocalTarget
 
 CPU = torch.device("cpu")
-PLAIN = {"rescale_norms": False, "refit": False}
+PLAIN = {"refit": "none"}
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -51,11 +54,21 @@ def sizes(shape: Shape) -> dict[str, int]:
     }  # fmt: skip
 
 
-def prune_to(source: Path, out: Path, text: str, shape: Shape | None = None, **settings: Any) -> Outcome:
+def prune_to(
+    source: Path, out: Path, text: str, shape: Shape | None = None, *, rotate: bool = False, **settings: Any
+) -> run.Pruned:
     """Cut to a shape, the source's own if left out, by coordinates."""
-    defaults = {"basis": "coordinates", "calibration_tokens": 256, "seq_len": 64, "device": "cpu"}
+    defaults = {"calibration_tokens": 256, "seq_len": 64, "device": "cpu"}
     sized = sizes(shape or checkpoint.read_shape(source))
-    return prune(source=str(source), data=text, out=out, **sized | defaults | settings)
+    config = PruneConfig.build({"source": str(source), "data": text, "out": out, **sized, **defaults, **settings})
+    prepared = prepare(config, True)
+    assert prepared.source is not None
+    assert prepared.method is not None
+    return run.prune(
+        prepared.source, prepared.shape, Output(command="prune", config=config, out=out), text=prepared.text,
+        refit=prepared.refit, method=prepared.method, depth=prepared.depth, rotate=rotate,
+        scores_cache=prepared.scores_cache,
+    )  # fmt: skip
 
 
 def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
@@ -210,8 +223,8 @@ def test_rotated_and_refitted_checkpoints_load_and_generate_with_and_without_a_c
     source = family_dirs[family]
     have = checkpoint.read_shape(source)
     shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
-    outcome = prune_to(source, tmp_path / "out", text, shape, basis="auto", refit_head=not have.tied)
-    assert "acceptance" in outcome.data
+    outcome = prune_to(source, tmp_path / "out", text, shape, rotate=True, refit="layers" if have.tied else "head")
+    assert outcome.agreement is not None
     assert torch.isfinite(logits(tmp_path / "out")).all()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     made = [model.generate(IDS[:1], max_new_tokens=12, do_sample=False, use_cache=c).tolist() for c in (True, False)]
@@ -231,7 +244,7 @@ def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_not
     shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
     cache = tmp_path / "scores.safetensors"
     for name, kept in (("a", None), ("b", cache), ("c", cache)):
-        prune_to(source, tmp_path / name, text, shape, basis="pca", scores_cache=kept)
+        prune_to(source, tmp_path / name, text, shape, rotate=True, scores_cache=kept)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b == c
     with pytest.raises(UserError, match="seed"):
@@ -252,7 +265,7 @@ def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path, t
     assert record is not None
     assert list(record.inputs) == [str(source), str(store)]
     texts = [np.concatenate([o.prompt, o.ids]).tolist() for o in read_store(store).outputs]
-    chunks = _chunks([np.array(t) for t in texts], 4, 16, seed=0)
+    chunks = joined([np.array(t) for t in texts], 4, 16, seed=0)
     assert [tuple(chunk.shape) for chunk in chunks] == [(1, 16)] * 4
     first = next(t for t in texts if t[:16] == chunks[0][0, : len(t[:16])].tolist())
     assert chunks[0][0].tolist()[: len(first)] == first[:16]
@@ -260,7 +273,7 @@ def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path, t
     prune(source=str(source), data=text, out=tmp_path / "other", **few)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("draft", "again", "other")]
     assert weights[0] == weights[1] != weights[2]
-    assert _chunks([np.array([1, 2])], 4, 5, seed=0)[0].tolist() == [[1, 2, 1, 2, 1]]
+    assert joined([np.array([1, 2])], 4, 5, seed=0)[0].tolist() == [[1, 2, 1, 2, 1]]
     with pytest.raises(UserError, match="--data"):
         prune(source=str(source), outputs=store, data=str(prompts), out=tmp_path / "both", **few)
 
@@ -279,10 +292,8 @@ def test_a_gpu_keeps_what_the_cpu_keeps(family_dirs, tmp_path, text):
 
 def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, tmp_path, text):
     source = family_dirs["qwen2_tied"]
-    with pytest.raises(UserError, match="--basis pca"):
-        prune_to(source, tmp_path / "out", text, basis="pca")
-    with pytest.raises(UserError, match=r"--refit-head.*--untie"):
-        prune_to(source, tmp_path / "out", text, refit_head=True)
+    with pytest.raises(UserError, match="--refit head"):
+        prune_to(source, tmp_path / "out", text, refit="head")
     with pytest.raises(UserError, match="--untie"):
         prune_to(family_dirs["llama"], tmp_path / "out", text, untie=True)
 
@@ -292,9 +303,9 @@ def test_a_tied_source_gives_an_untied_draft_that_is_rotated_and_refitted(family
     source = family_dirs[family]
     have = checkpoint.read_shape(source)
     shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
-    outcome = prune_to(source, tmp_path / "out", text, shape, basis="auto", untie=True, refit_head=True)
+    outcome = prune_to(source, tmp_path / "out", text, shape, rotate=True, untie=True, refit="head")
     assert checkpoint.read_shape(tmp_path / "out") == shape.model_copy(update={"tied": False})
-    assert "acceptance" in outcome.data
+    assert outcome.agreement is not None
     engine = llama.load(tmp_path / "out", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
@@ -429,12 +440,12 @@ def halves(family_dirs, tmp_path) -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize("basis", ["coordinates", "pca"])
-def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tmp_path, basis, capsys):
+@pytest.mark.parametrize("rotate", [False, True])
+def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tmp_path, rotate, capsys):
     outs = {name: tmp_path / f"{name}-out" for name in halves}
     for name, source in halves.items():
         shape = resolve(checkpoint.read_shape(source), layers=3, hidden=32, multiple_of=8)
-        prune_to(source, outs[name], text, shape, basis=basis)
+        prune_to(source, outs[name], text, shape, rotate=rotate)
     assert capsys.readouterr().err.count("is stored in float16") == 1
     exact, rounded = (checkpoint.Weights(outs[name]) for name in ("float32", "float16"))
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.float16)

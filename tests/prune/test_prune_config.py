@@ -1,4 +1,4 @@
-"""Each option of prune and prune-masks is read or refused; the plan is that of the dtype computed with."""
+"""Each option of prune is read or refused; the plan is that of the dtype computed with."""
 
 import json
 import re
@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 
-from draftlab.commands.prune import prune, prune_masks
-from draftlab.config.prune import PruneConfig, PruneMasksConfig
+from draftlab.commands.prune import prune
+from draftlab.config.prune import PruneConfig
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
+from draftlab.model.families import presets, widths_folder
 
 SIZED = {"layers": 2, "source": "tiny"}
 LLAMA_7B = {
@@ -20,35 +21,48 @@ LLAMA_7B = {
 
 
 @pytest.mark.parametrize(
-    ("config", "mode", "option"),
+    ("mode", "option"),
     [
-        (PruneConfig, {"method": "first"}, {"depth": "even"}),
-        (PruneConfig, {"method": "random"}, {"basis": "coordinates"}),
-        (PruneConfig, {"method": "magnitude"}, {"scores_cache": "scores.safetensors"}),
-        (PruneConfig, {"refit": False}, {"ridge": 0.1}),
-        (PruneConfig, {"ffn": 64}, {"multiple_of": 64}),
-        (PruneConfig, {"shape": "a.yaml", "layers": None}, {"width": 64}),
-        (PruneConfig, {"shape": "a.yaml", "layers": None}, {"multiple_of": 64}),
-        (PruneConfig, {"method": "first", "refit": False, "rescale_norms": False}, {"calibration_tokens": 64}),
-        (PruneConfig, {"method": "first", "refit": False, "rescale_norms": False}, {"seed": 1}),
-        (PruneMasksConfig, {"train_weights": "frozen"}, {"lr": 1e-3}),
-        (PruneMasksConfig, {"train_weights": "frozen"}, {"optimizer": "muon"}),
-        (PruneMasksConfig, {"train_weights": "frozen"}, {"weight_decay": 0.1}),
-        (PruneMasksConfig, {"loss": "ce"}, {"target": "tiny"}),
-        (PruneMasksConfig, {}, {"patience": 2}),
-        (PruneMasksConfig, {}, {"torch_compile": True}),
-        (PruneMasksConfig, {"refit": False}, {"ridge": 0.1}),
+        ({"method": "first"}, {"depth": "even"}),
+        ({"method": "magnitude"}, {"scores_cache": "scores.safetensors"}),
+        ({"shape": "a.yaml", "layers": None}, {"width": 64}),
+        ({"method": "first", "refit": "none"}, {"calibration_tokens": 64}),
+        ({"method": "first", "refit": "none"}, {"seed": 1}),
+        ({"method": "masks"}, {"depth": "even"}),
+        ({"method": "masks", "train_weights": "frozen"}, {"lr": 1e-3}),
+        ({}, {"lr": 1e-3}),
+        ({}, {"steps": 4}),
+        ({}, {"batch_size": 4}),
+        ({"method": "random"}, {"train_weights": "full"}),
+        ({"method": "first"}, {"loss": "ce"}),
+        ({"method": "first"}, {"training_dtype": "float32"}),
+        ({"outputs": "stored"}, {"data": "stdlib"}),
     ],
 )
-def test_an_option_that_a_mode_does_not_read_is_refused(config, mode, option):
-    config.build(SIZED | mode)
-    with pytest.raises(UserError, match=config.flag(next(iter(option)))):
-        config.build(SIZED | mode | option)
+def test_an_option_that_a_mode_does_not_read_is_refused(mode, option):
+    PruneConfig.build(SIZED | mode)
+    with pytest.raises(UserError, match=PruneConfig.flag(next(iter(option)))):
+        PruneConfig.build(SIZED | mode | option)
 
 
 def test_prune_shows_few_options():
     shown = [f for f in PruneConfig.model_fields.values() if not f.json_schema_extra["advanced"]]
-    assert len(shown) + len(["config", "force", "dry_run", "json"]) <= 14
+    assert len(shown) + len(["config", "force", "dry_run", "json"]) <= 16
+
+
+def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # an empty folder: the default source is huggyllama/llama-7b
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    planned = prune(layers=12, width=2560, dry_run=True).data
+    assert presets(widths_folder())["llama-7b"].describe() in planned["source"]
+    assert "nothing was fetched" in planned["source"]
+    assert planned["draft"] == presets(widths_folder())["wide-1.3b"].describe()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="--source"):
+        prune(layers=12, width=2560)
+    with pytest.raises(UserError, match="--source"):
+        prune(layers=12, source="nobody/other-7b", dry_run=True)
 
 
 def planned_gb(source, **settings) -> float:
@@ -73,11 +87,9 @@ def test_a_plan_counts_float16_as_it_is_computed_on_a_cpu(tmp_path):
 
 def test_a_plan_of_mask_training_counts_what_is_trained(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B | {"dtype": "bfloat16"}))
+    common = {"source": str(tmp_path), "layers": 12, "data": "stdlib", "device": "cpu", "out": "out"}
     plans = [
-        prune_masks(
-            source=str(tmp_path), layers=12, data="stdlib", device="cpu", dry_run=True, out="out", train_weights=weights
-        ).data
-        for weights in ("frozen", "full")
+        prune(**common, method="masks", train_weights=weights, dry_run=True).data for weights in ("frozen", "full")
     ]
     assert [plan["training tokens"] for plan in plans] == ["2,457,600"] * 2
     frozen, full = (float(re.search(r"[\d.]+", plan["memory"])[0]) for plan in plans)

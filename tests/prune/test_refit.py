@@ -7,13 +7,12 @@ import torch
 from builders import FAMILIES, build
 from torch import Tensor, nn
 
-from draftlab.config.prune import RefitSettings
 from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape
 from draftlab.prune.choose import choose, first_scores
 from draftlab.prune.cut import Cut, Rotated, Untied, keep_all
 from draftlab.prune.importance import calibrate
-from draftlab.prune.refit import Lockstep, _fit_matrix, ridge_solve
+from draftlab.prune.refit import Lockstep, Refit, _fit_matrix, ridge_solve
 from draftlab.prune.walk import Walk
 
 CPU = torch.device("cpu")
@@ -125,7 +124,7 @@ def test_principal_directions_find_a_narrow_stream_exactly():
     assert energy > 1 - 1e-6
     keep = keep_all(shape)
     draft = Walk(Cut(Rotated(weights, wide, rotation), shape, keep), small.config.to_dict(), torch.float32, CPU)
-    lockstep = Lockstep(source, draft, layers=keep.layers, basis=rotation, settings=RefitSettings(refit=False))
+    lockstep = Lockstep(source, draft, layers=keep.layers, basis=rotation, refit=Refit(layers=False))
     found = dict(lockstep.tensors([row[None, :-1] for row in IDS[:2]], [row[None] for row in IDS[2:]], print))
     assert float(found["model.norm.weight"].mean()) == pytest.approx((96 / 64) ** 0.5, rel=1e-3)
     there = run_all(Walk(found, small.config.to_dict(), torch.float32, CPU), [IDS[:1]])[0]
@@ -175,7 +174,7 @@ def test_refitting_a_broken_output_matrix_repairs_it(family, family_dirs):
             Walk(spoilt, config, torch.float32, CPU),
             layers=list(range(have.layers)),
             basis=torch.eye(64),
-            settings=RefitSettings(rescale_norms=False, refit=refit, ridge=1e-6),
+            refit=Refit(norms=False, layers=refit, ridge=1e-6),
         )
         dict(lockstep.tensors([row[None, :-1] for row in rows[:20]], [row[None] for row in rows[20:]], print))
         assert lockstep.agreement is not None
@@ -197,19 +196,15 @@ def test_on_the_embedded_target_rotation_and_refit_each_raise_acceptance():
     keep = choose(importance.scores, have, shape, [0, 5, 10, 15])
     turned = keep.model_copy(update={"hidden": list(range(128))})
     arms = {
-        "cut": (
-            Cut(weights, shape, keep),
-            torch.eye(256)[:, keep.hidden],
-            RefitSettings(rescale_norms=False, refit=False),
-        ),
-        "turned": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, RefitSettings(refit=False)),
-        "refitted": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, RefitSettings()),
+        "cut": (Cut(weights, shape, keep), torch.eye(256)[:, keep.hidden], Refit(norms=False, layers=False)),
+        "turned": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, Refit(layers=False)),
+        "refitted": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, Refit()),
     }
     found = {}
-    for name, (cut, basis, settings) in arms.items():
+    for name, (cut, basis, refit) in arms.items():
         draft = Walk(cut, checkpoint.config_for(shape, config, keep.layers), torch.float32, CPU)
         lockstep = Lockstep(
-            Walk(weights, config, torch.float32, CPU), draft, layers=keep.layers, basis=basis, settings=settings
+            Walk(weights, config, torch.float32, CPU), draft, layers=keep.layers, basis=basis, refit=refit
         )
         dict(lockstep.tensors([r[None, :-1] for r in rows[:16]], [r[None] for r in rows[16:]], print))
         assert lockstep.agreement is not None

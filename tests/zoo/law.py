@@ -71,7 +71,7 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "design": f"design --source M --params {_params(small(facts)) // 2} --layers 1-3 --multiple-of 1",
         "prune depth": f"prune --source M --layers 2 {BRIEFLY} --out depth",
         "prune width": f"prune --source M --width {width} {BRIEFLY} --out width",
-        "prune masks": f"prune-masks --source M --layers 2 --steps 2 --batch-size 2 {BRIEFLY} --out masks",
+        "prune masks": f"prune --method masks --source M --layers 2 --steps 2 --batch-size 2 {BRIEFLY} --out masks",
     }
     if pruned:
         found |= {"score a narrow draft": f"{SCORE} --draft width --target M --out score-narrow"}

@@ -172,17 +172,17 @@ def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
     A target reads a prompt alike in all its arms and repeats, and a draft at every K: the median of either is usual.
     """
     target_seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    other_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    draft_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for arm, run in runs:
         step = run.prefill.step
-        target_seconds[arm == OTHER_PLAIN, run.prompt].append(step.verify_seconds)
-        other_seconds[arm[0], run.prompt].append(step.draft_seconds + step.host_seconds)
+        target_seconds[arm == OTHER_PLAIN, run.prompt].append(step.verify_seconds + step.host_seconds)
+        draft_seconds[arm[0], run.prompt].append(step.draft_seconds)
     for arm, run in runs:
         target = median_low(target_seconds[arm == OTHER_PLAIN, run.prompt])
-        other = median_low(other_seconds[arm[0], run.prompt])
-        stall = _seconds(run.prefill.step) - target - other
-        if stall > (FACTOR - 1) * (target + other):
-            usual = replace(run.prefill.step, verify_seconds=target, draft_seconds=other, host_seconds=0.0)
+        draft = median_low(draft_seconds[arm[0], run.prompt]) if arm[1] else 0.0  # plain decoding drafts nothing
+        stall = _seconds(run.prefill.step) - target - draft
+        if stall > (FACTOR - 1) * (target + draft):
+            usual = replace(run.prefill.step, draft_seconds=draft, verify_seconds=target, host_seconds=0.0)
             run.prefill = TimedStep(usual, run.prefill.rows, stall)
 
 

@@ -14,14 +14,14 @@ from draftlab.results.score import Score, TaskResult
 
 SCORE_HEADS = (
     "draft\nshape, size",
-    "draft ms\nc",
+    "ms\nc",
     "K",
     "accept\nrate",
     "tokens/\npass",
     "tok/s\nplain",
     "request\n95%",
     "TPOT\n95%",
-    "TTFT ms\nplain",
+    "TTFT\nplain",
 )
 SHAPE_HEADS = (
     "layers\nx width", "heads", "ffn", "para-\nmeters", "in\nblocks", "embed-\ndings", "KV bytes\nper token",
@@ -65,11 +65,11 @@ def score_table(scores: list[Score]) -> Table:
     sampling = "; ".join(dict.fromkeys(s.conditions.decoding for s in scores))
     prompts = {e.best_k_speedup.n for e in entries}
     table.caption = Text(
-        f"* Fastest. Each draft at its best K, {sampling}; {precision(scores)}. c: time of a draft pass over that of a "
+        f"* Fastest. Each draft at its best K, {sampling}; {precision(scores)}. ms: of a draft pass; c: over that of a "
         "target pass. tok/s: of whole requests. request: speed-up of whole requests, prefill and decoding, over the "
         "fastest plain decoding. TPOT: speed-up of the tokens after the first. Both are of a K chosen on other "
         "prompts, with a 95% bootstrap interval over prompts, "
-        f"n = {' to '.join(map(str, sorted({min(prompts), max(prompts)})))}. TTFT: time to the first token."
+        f"n = {' to '.join(map(str, sorted({min(prompts), max(prompts)})))}. TTFT: ms to the first token."
         + (f" acc: {accuracy}." if accuracy else "")
         + (" equal texts: share that equals the target's own." if differs else "")
     )

@@ -6,7 +6,8 @@ import pytest
 import torch
 from builders import build
 
-from draftlab.benchmark.throughput import PLAIN, measure_throughput
+from draftlab.benchmark.throughput import OTHER_PLAIN, PLAIN, measure_throughput
+from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import llama
 from draftlab.results.decoding import count_acceptance
@@ -48,6 +49,19 @@ def test_batches_emit_the_same_tokens_and_share_their_time(models, measured):
     assert found.tokens["other", 4] == found.tokens[PLAIN] == measured.tokens[PLAIN]
     assert sum(g.decode_seconds for g in found.generations[PLAIN]) == pytest.approx(3 * 16)
     assert [g.prompt for g in found.generations["other", 4]] == [0, 1, 2]
+
+
+def test_a_target_with_other_weights_is_decoded_alone_and_verifies_nothing(models, measured):
+    target, draft = models["target"], models["draft"]
+    sampling = SamplingParams(max_tokens=17)
+    found = measure_throughput(
+        target, {"other": draft}, PROMPTS, ks=[4], sampling=sampling, repeats=2, advance=lambda done: None,
+        other_target=draft,
+    )  # fmt: skip
+    assert set(found.generations) == {PLAIN, OTHER_PLAIN, ("other", 4)}
+    assert sorted(g.prompt for g in found.generations[OTHER_PLAIN]) == [0, 0, 1, 1, 2, 2]
+    assert found.tokens[OTHER_PLAIN] == output_tokens(decode(draft, PROMPTS, sampling))
+    assert found.tokens["other", 4] == found.tokens[PLAIN] == measured.tokens[PLAIN] != found.tokens[OTHER_PLAIN]
 
 
 def test_every_prompt_is_decoded_in_every_arm_and_repeat(measured):

@@ -10,7 +10,7 @@ from test_cli import PRUNE, SCORE, call, refused, space, text  # noqa: F401
 
 from draftlab import workspace
 from draftlab.model.checkpoint import read_config
-from draftlab.results.score import read_score
+from draftlab.results.score import read_score, score_files
 
 TASK = """
 task: own
@@ -76,7 +76,15 @@ def test_tokens_beyond_those_that_a_parallel_draft_was_trained_for_are_said_to_b
     assert "untrained" not in call(*asked, "2,4").stderr
 
 
-@pytest.mark.parametrize("option", [("--task-limit", "3"), ("--draft-int8", "--mode", "eager")])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--task-limit", "3"),
+        ("--draft-int8", "--mode", "eager"),
+        ("--target-int8", "--mode", "eager"),
+        ("--target-int8", "--tasks", str(TASKS / "code_bits_per_byte.yaml")),
+    ],
+)
 def test_options_that_would_be_ignored_are_refused(option):
     assert f"{option[0]}: " in refused(*SCORE, *option)
 
@@ -126,3 +134,29 @@ def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft)
     result = call(*words, code=1)
     assert "answers each of the 2 prompts with one token" in result.stderr
     assert not (space / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "draft_weights", "other"),
+    [
+        ((), "float32", "float32", []),
+        (("--draft-int8",), "float32", "int8", ["int8"]),
+        (("--target-int8",), "int8", "float32", ["float32"]),
+        (("--target-int8", "--draft-int8"), "int8", "int8", ["float32"]),
+    ],
+)
+def test_the_target_alone_is_timed_at_every_precision_of_the_run(space, draft, options, target, draft_weights, other):  # noqa: F811
+    """The draft with other weights than the target's writes what the target writes with those that verify."""
+    native = ("--mode", "native", "--dtype", "float32", "--drafter", "prompt-lookup", "--out", "x")
+    call(*SCORE, "--draft", str(draft), *native, *options)
+    scores = {score.draft.name: score for score in map(read_score, score_files([space / "x"]))}
+    lookup = scores.pop("prompt-lookup")
+    (model,) = scores.values()
+    for score, weights in ((lookup, None), (model, draft_weights)):
+        about = score.conditions
+        assert (about.target_weights, about.draft_weights, about.dtype) == (target, weights, "float32")
+        assert list(score.other_plain) == other
+        assert [g.prompt for g in score.plain] == [
+            g.prompt for runs in score.other_plain.values() for g in runs
+        ] or not other
+        assert (score.equal_texts, score.cheaper_draft) == (1, False)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from builders import build
@@ -100,6 +101,44 @@ def test_the_estimate_stands_and_its_interval_covers_the_truth_whatever_stalls(m
         speedup = intervals.speedup(([drafted[1]], plain[1]))
         assert speedup.low - 0.03 * truth <= truth <= speedup.high + 0.03 * truth
     assert all(g.stalled_passes == 0 for arm in ARMS for g in quiet.generations[arm])
+
+
+def prefills(models, stalled: range) -> tuple[list[list[float]], int, int]:
+    """Return the prefills' seconds by arm where some readings of the clock stall, the stalled passes and readings."""
+    readings, now = 0, 0
+
+    def clock() -> float:
+        nonlocal readings, now
+        readings += 1
+        now += 1000 if readings in stalled else 1
+        return now
+
+    target, draft = models
+    found = measure_throughput(
+        target, {"draft": draft}, PROMPTS[:2], ks=[1, 3], sampling=SamplingParams(max_tokens=9), repeats=1,
+        advance=lambda done: None, clock=clock,
+    )  # fmt: skip
+    runs = [found.generations[arm] for arm in ARMS]
+    return (
+        [[g.prefill_seconds for g in arm] for arm in runs],
+        sum(g.stalled_passes for arm in runs for g in arm),
+        readings,
+    )
+
+
+def test_a_stalled_prefill_counts_as_those_of_the_same_prompt_even_if_it_was_read_once(models, monkeypatch):
+    quiet, none, readings = prefills(models, range(0))
+    assert none == 0
+    assert quiet[0][0] < quiet[1][0] == quiet[2][0]  # the draft reads the prompt, too: longer, and no stall
+    later = range(readings // 2, readings)  # after the warm-up
+    stalled = [prefills(models, range(at, at + 1)) for at in later]
+    for seconds, *_ in stalled:
+        assert np.array(seconds) == pytest.approx(
+            np.array(quiet), abs=1
+        )  # a tick of a plain prefill is for drafting nothing
+    assert any(passes for _, passes, _ in stalled)
+    monkeypatch.setattr(throughput, "FACTOR", float("inf"))
+    assert any(np.max(prefills(models, range(at, at + 1))[0]) > 1000 for at in later)
 
 
 def test_steps_of_another_kind_are_no_stalls():

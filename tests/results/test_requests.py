@@ -1,0 +1,226 @@
+"""Speed-ups are of whole requests, over the fastest plain decoding; TPOT and TTFT stand next to them."""
+
+import json
+
+import pytest
+from test_report import CONDITIONS, change, model, rendered, score
+
+from draftlab.auto.verdict import Candidate, ranking
+from draftlab.results.compare import candidate_of, category_rows, missed_thresholds, rank
+from draftlab.results.decoding import Generation, share_of_equal_texts
+from draftlab.results.report import html, json_rows, markdown
+from draftlab.results.score import Latency, Prompt, Score
+from draftlab.results.tables import score_table
+from draftlab.results.warnings import score_warnings
+
+PROMPTS = 8
+TOKENS = 21
+
+
+def answer(prompt: int, prefill: float, decoding: float, k: int = 0) -> Generation:
+    """21 tokens; with k of each step all accepted, in 20 / (k + 1) steps."""
+    steps = (TOKENS - 1) // (k + 1)
+    return Generation(
+        prompt=prompt,
+        tokens=TOKENS,
+        drafted=[k] * steps,
+        accepted=[k] * steps,
+        emitted=[k + 1] * steps,
+        prefill_seconds=prefill,
+        draft_seconds=decoding / 4,
+        verify_seconds=decoding / 2,
+        host_seconds=decoding / 4,
+    )
+
+
+def arm(prefill: float, decoding: float, k: int = 0) -> list[Generation]:
+    return [answer(i, prefill, decoding, k) for i in range(PROMPTS)]
+
+
+def drafted(name: str, prefill: float, decoding: dict[int, float], **fields: object) -> Score:
+    """A draft of a target that answers in 1 s after a prefill of 0.5 s."""
+    speculative = {k: arm(prefill, seconds, k) for k, seconds in decoding.items()}
+    return change(score(name), plain=arm(0.5, 1.0), speculative=speculative, **fields)
+
+
+def test_a_request_is_its_prefill_and_its_decoding():
+    """1.5 s for 21 tokens against 0.75 s + 0.25 s; of the tokens after the first 1 s against 0.25 s."""
+    one = drafted("d", 0.75, {4: 0.25})
+    assert one.speedup(4).value == one.best_k_speedup.value == pytest.approx(1.5)
+    assert one.output_tps(0) == pytest.approx(21 / 1.5)
+    assert one.output_tps(4) == pytest.approx(21)
+    tpot, ttft, plain_ttft = one.tpot_speedup(4), one.ttft_ms(4), one.ttft_ms(0)
+    assert tpot is not None
+    assert ttft is not None
+    assert plain_ttft is not None
+    assert (tpot.value, ttft.value, plain_ttft.value) == (pytest.approx(4), pytest.approx(750), pytest.approx(500))
+    assert (one.request_ms(4).value, one.request_ms(0).value) == (pytest.approx(1000), pytest.approx(1500))
+    assert one.break_even_length(4) == pytest.approx(5 / 4)  # steps of 5 tokens: decoding alone
+
+
+def test_intervals_of_requests_and_of_tpot_draw_the_same_prompts():
+    """Half of the prompts gain 2 in requests and 4 in decoding, the others neither."""
+    mixed = [answer(i, 0.5, 0.25 if i % 2 else 1.0, 4) for i in range(PROMPTS)]
+    one = change(drafted("d", 0.5, {4: 0.25}), speculative={4: mixed})
+    tpot = one.best_k_tpot_speedup
+    assert tpot is not None
+    assert one.best_k_speedup.value == pytest.approx(1.5 / 1.125)
+    assert tpot.value == pytest.approx(1 / 0.625)
+    assert 1 <= one.best_k_speedup.low < one.best_k_speedup.value < one.best_k_speedup.high <= 2
+    assert 1 <= tpot.low < tpot.value < tpot.high <= 4
+
+
+def test_ttft_is_the_median_repeat_of_each_prompt():
+    repeats = [answer(i, prefill, 0.25, 4) for i in range(PROMPTS) for prefill in (0.3, 5.0, 0.2)]
+    one = change(drafted("d", 0.5, {4: 0.25}), speculative={4: repeats}, plain=arm(0.5, 1.0) * 3)
+    ttft = one.ttft_ms(4)
+    assert ttft is not None
+    assert (ttft.value, ttft.low, ttft.high) == (pytest.approx(300), pytest.approx(300), pytest.approx(300))
+
+
+def test_k_and_the_verdict_are_chosen_by_requests_where_decoding_alone_says_otherwise():
+    """The draft reads the prompt for 0.7 s: its tokens come 4 times as fast, and its requests 0.97 times.
+
+    Prompt lookup costs nothing to prefill and decodes 1.25 times as fast: 1.15 in requests.
+    """
+    model_draft, lookup = drafted("draft", 1.3, {4: 0.25}), drafted("lookup", 0.5, {4: 0.8})
+    places = rank([candidate_of(model_draft), candidate_of(lookup)])
+    assert [place.candidate.name for place in places] == ["lookup", "draft"]
+    assert model_draft.headline().startswith("Slower than no draft")
+    assert lookup.headline().startswith("Faster: 1.15x")
+    assert missed_thresholds(places[1].candidate, 5.0, 1.1, None)
+    assert not missed_thresholds(places[0].candidate, 5.0, 1.1, None)
+    candidates = [Candidate(kind="draft", drafter="draft"), Candidate(kind="prompt-lookup", drafter="lookup")]
+    by_auto = ranking(candidates, {1: {"draft": model_draft, "lookup": lookup}})
+    assert [choice.name for choice in by_auto] == ["lookup", "draft"]
+    assert by_auto[0].speedup == pytest.approx(1.5 / 1.3)
+
+
+def test_where_prefills_are_equal_and_short_both_measures_agree():
+    """The control: without a prefill nothing but one token of 21 separates them."""
+    one = change(drafted("d", 0.0, {4: 0.5}), plain=arm(0.0, 1.0))
+    tpot = one.best_k_tpot_speedup
+    assert tpot is not None
+    assert one.best_k_speedup.value == tpot.value == pytest.approx(2)
+
+
+def test_a_speed_up_is_over_the_fastest_plain_decoding():
+    """Requests take 1.5 s with bfloat16 weights, 1.0 s with int8, and 0.8 s with the draft, verified in bfloat16."""
+    slow, fast = arm(0.5, 1.0), arm(0.4, 0.6)
+    precise = CONDITIONS.model_copy(update={"target_weights": "bfloat16", "draft_weights": "int8"})
+    one = drafted("d", 0.4, {4: 0.4}, conditions=precise, other_plain={"int8": fast})
+    assert one.plain_tps == {"bfloat16": pytest.approx(14), "int8": pytest.approx(21)}
+    assert (one.baseline_weights, one.baseline) == ("int8", fast)
+    assert one.speedup(4).value == pytest.approx(1 / 0.8)
+    assert one.tpot_speedup_value(4) == pytest.approx(0.6 / 0.4)
+    alone = change(one, other_plain={})
+    assert alone.speedup(4).value == pytest.approx(1.5 / 0.8)
+    assert change(one, plain=fast, other_plain={"int8": slow}).baseline_weights == "bfloat16"
+
+
+def test_categories_are_over_the_precision_that_is_fastest_on_all_prompts():
+    """int8 is faster in all, and slower in the first prompt, whose category still counts over it."""
+    int8 = [answer(0, 0.5, 1.5), *arm(0.4, 0.6)[1:]]
+    prompts = [Prompt(tokens=5, category="b" if i else "a") for i in range(PROMPTS)]
+    one = drafted("d", 0.5, {4: 0.5}, other_plain={"int8": int8}, prompts=prompts)
+    gains = {row["category"]: row["speedup"] for row in category_rows(one)}
+    assert gains == {"a": pytest.approx(2.0), "b": pytest.approx(1.0)}
+
+
+def test_what_latencies_imply_is_compared_with_tpot_over_the_same_weights():
+    """Steps of 5 tokens for 20 ms + 4 x 2.5 ms: 5 x 20 / 30 over bfloat16, which is 0.6 of that over int8."""
+    target = model("target", 12, 20.0, [])
+    wide = Latency(width=5, median_ms=20, low_ms=20, high_ms=20, n=30)
+    target = target.model_copy(update={"latency": [*target.latency, wide]})
+    one = drafted("d", 0.5, {4: 0.3}, target=target)
+    assert one.implied_speedup(4) == pytest.approx(10 / 3)
+    assert one.doubt is None  # 1 / 0.3 was measured in decoding, and 1.875 in requests
+    over_int8 = change(one, other_plain={"int8": arm(0.4, 0.6)})
+    assert over_int8.implied_speedup(4) == pytest.approx(2)
+    assert over_int8.doubt is None
+    torn = drafted("d", 0.5, {4: 0.6}, target=target)
+    assert torn.doubt is not None
+
+
+def test_json_names_requests_tpot_and_ttft():
+    row = json_rows([drafted("d", 0.75, {4: 0.25}, other_plain={"int8": arm(0.5, 2.0)})])[0]
+    expected = {
+        "speedup": 1.5,
+        "tpot_speedup": 4,
+        "best_k_tpot_speedup": 4,
+        "ttft_ms": 750,
+        "plain_ttft_ms": 500,
+        "request_ms": 1000,
+        "plain_request_ms": 1500,
+        "tpot_ms": 12.5,
+        "plain_tpot_ms": 50,
+        "plain_output_tps": 14,
+        "plain_output_tps_float32": 14,
+        "plain_output_tps_int8": 8.4,
+        "equal_texts": 1,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert {f"{name}_{end}" for name in ("speedup", "tpot_speedup", "ttft_ms") for end in ("low", "high")} <= set(row)
+    assert (row["baseline_weights"], row["target_weights"], row["draft_weights"]) == ("float32", "float32", "float32")
+
+
+def test_every_table_has_both_plain_runs_and_the_precision_of_both_sides():
+    precise = CONDITIONS.model_copy(update={"target_weights": "int8", "draft_weights": "int8", "dtype": "bfloat16"})
+    one = change(drafted("d", 0.4, {4: 0.2}), conditions=precise, plain=arm(0.4, 0.6))
+    one = change(one, other_plain={"bfloat16": arm(0.5, 1.0)})
+    said = "weights: target int8, draft int8; activations bfloat16; mode eager, 1 thread, batch 1"
+    texts = [rendered(score_table([one]), 120), markdown([one]), html([one], command="")]
+    for text in texts:
+        assert said in " ".join(text.split())
+        assert text.index("no draft, int8") < text.index("no draft, bfloat16")
+        assert "0.67x" in text  # bfloat16 over int8: 1 / 1.5
+    assert one.headline().endswith("over the target alone with int8 weights")
+
+
+@pytest.mark.parametrize(
+    ("weights", "plain", "cheaper"),
+    [
+        ("int8", ["bfloat16"], True),
+        ("int8", ["bfloat16", "int8"], False),
+        ("q8_0", ["float32"], True),
+        ("q4_0", ["bfloat16", "int8"], True),
+        ("bfloat16", ["bfloat16"], False),
+        ("bfloat16", ["int8", "bfloat16"], False),
+        (None, ["bfloat16"], False),
+        ("bfloat16", ["awq"], False),
+    ],
+)
+def test_a_draft_of_fewer_bits_than_any_plain_run_is_said(weights, plain, cheaper):
+    conditions = CONDITIONS.model_copy(update={"target_weights": plain[0], "draft_weights": weights})
+    one = change(score(), conditions=conditions, other_plain={name: score().plain for name in plain[1:]})
+    assert one.cheaper_draft is cheaper
+    assert any("may be that of the precision" in text for text in score_warnings([one])) is cheaper
+
+
+def test_an_uneven_prefill_raises_doubt_even_where_prompts_were_decoded_once():
+    """Every K of a draft reads the same prompt: a prefill of 2 s at one and of 0.2 s at the other was no draft's."""
+    sound = drafted("d", 0.2, {1: 0.5, 4: 0.5})
+    assert sound.doubt is None
+    torn = change(sound, speculative={1: arm(2.0, 0.5, 1), 4: arm(0.2, 0.5, 4)})
+    assert torn.uneven_prompts == (PROMPTS, pytest.approx(1 + 1.8 / 0.7))
+    assert torn.doubt is not None
+    assert torn.headline().startswith("Cannot tell")
+
+
+def test_share_of_equal_texts():
+    plain = [[1, 2], [3], [4, 5]]
+    assert share_of_equal_texts(plain, [plain]) == 1
+    assert share_of_equal_texts(plain, [plain, [[1, 2], [9], [4]]]) == pytest.approx(4 / 6)
+
+
+def test_identical_follows_from_the_equal_texts():
+    assert [change(score(), equal_texts=share).identical for share in (1.0, 0.99, None)] == [True, False, None]
+    lossy = change(score(), equal_texts=0.75)
+    assert "75.0%" in rendered(score_table([lossy]), 120)
+    assert "75.0%" in markdown([lossy])
+    assert "75.0%" not in rendered(score_table([score()]), 120)
+
+
+def test_a_score_of_requests_survives_its_file():
+    one = drafted("d", 0.75, {4: 0.25}, other_plain={"int8": arm(0.4, 0.6)})
+    assert Score.model_validate(json.loads(one.model_dump_json())) == one

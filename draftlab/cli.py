@@ -32,8 +32,7 @@ EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("distill", "prune")  # a launcher may run these in several processes
 SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")  # of what is in memory at once
 GROUPS = {  # name -> help, panel
-    "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft"),
-    "online": ("Update a draft from served traffic.", "Ship"),
+    "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft")
 }
 
 app = typer.Typer(

@@ -147,7 +147,6 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "distill --draft torn --data stdlib": TORN,
     "score --draft torn --data stdlib": TORN,
     "replay nope --draft tiny": "nope is not a store of target outputs",
-    "online rollback nope": "nope is not a directory",
     "score-servers --server nope --speculative-server http://h:1": "'nope' is not an address",
     "profile-servers --server nope": "'nope' is not an address",
     "predict --alpha 0.5 --draft-profile a --target-profile a --k 1000000000000": "at most 1,000 tokens are drafted",
@@ -175,7 +174,6 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "design --params 1m --law nope": "nope: No such file",
     "import text": "text is not a GGUF file, a checkpoint in .bin files, a PEFT adapter",
     "import tiny-copy": "tiny-copy has safetensors already",
-    "online update --traffic nope --outputs nope": "nope: No such file",
     "score --draft tiny --tasks helaswag": "did you mean 'hellaswag'",
     "auto tiny --data nope": "data 'nope'",
     "distill --draft other --target tiny": "different tokenizers: id ",
@@ -211,7 +209,7 @@ import sys
 from typer.testing import CliRunner
 from draftlab.cli import app
 CliRunner().invoke(app, ["init", "--preset", "tiny"])
-WITHOUT_OUT = ("check", "predict", "online", "init")
+WITHOUT_OUT = ("check", "predict", "init")
 for mistake, message in {said}.items():
     command = mistake.split()[0]
     result = CliRunner().invoke(app, [*mistake.split(), *(["--out", "x"] if command not in WITHOUT_OUT else [])])

@@ -11,7 +11,7 @@ from draftlab.commands.prune import prune
 from draftlab.commands.results import compare, report
 from draftlab.commands.score import score, score_servers
 from draftlab.commands.search import search
-from draftlab.commands.train import distill, online_rollback, online_update
+from draftlab.commands.train import distill
 
 PANELS: dict[str, tuple[Command, ...]] = {
     "Set up": (init, import_checkpoint, env),
@@ -21,6 +21,6 @@ PANELS: dict[str, tuple[Command, ...]] = {
     ),
     "Measure": (score, compare, report, score_servers),
     "Predict": (profile, profile_servers, predict, law, law_fit, outputs.replay),
-    "Ship": (check, export, online_update, online_rollback),
+    "Ship": (check, export),
 }  # fmt: skip
 COMMANDS: dict[str, Command] = {command.name: command for panel in PANELS.values() for command in panel}

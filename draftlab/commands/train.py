@@ -1,11 +1,10 @@
-"""Commands that train: a draft against its target, a draft that follows traffic."""
+"""The command that trains a draft against its target, or on text."""
 
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.distill import DistillConfig, OnlineConfig, RollbackConfig
+from draftlab.config.distill import DistillConfig
 from draftlab.console import note_if_slow
-from draftlab.errors import UserError
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -24,38 +23,6 @@ def distill(config: DistillConfig, output: Output) -> Outcome:
     if output.dry_run:
         return plan(output, library.plan_distill(config))
     return _trained(output, library.distill(config, output))
-
-
-@command(OnlineConfig, name="online update", dry_run=True, resumes=True)
-def online_update(config: OnlineConfig, output: Output) -> Outcome:
-    """Train a draft on the traffic that it serves; promote it if it gains on newer traffic."""
-    from draftlab.distill import online
-
-    older, newest = online.traffic(config)
-    if output.dry_run:
-        facts = {"train on": ", ".join(path.name for path in older), "judge by": newest.name, "steps": config.steps}
-        return plan(output, facts)
-    verdict = online.update(config, output)
-    if verdict is None:
-        return Outcome(path=output.out, show=[f"{newest.name} has judged already; there is nothing newer"], data={})
-    result = f"promoted: version {verdict.version} is live" if verdict.promoted else "not promoted: live did not change"
-    gain = (
-        f"tokens per target pass at K = {online.JUDGED_K} on {verdict.judged_by}: "
-        f"{verdict.before:.3f} -> {verdict.after:.3f}, at least {verdict.gain_low - 1:+.1%}; "
-        f"on {config.outputs.name}: {verdict.anchor - 1:+.1%}"
-    )
-    return Outcome(path=output.out, show=[str(output.out / online.LIVE), gain, result], data=verdict.model_dump())
-
-
-@command(RollbackConfig, name="online rollback")
-def online_rollback(config: RollbackConfig) -> Outcome:
-    """Make the version before the live one live again."""
-    if not config.folder.is_dir():
-        raise UserError(f"{config.folder} is not a directory; online update makes one")
-    from draftlab.distill import online
-
-    number, live = online.rollback(config.folder), config.folder / online.LIVE
-    return Outcome(path=live, show=[str(live), f"version {number} is live"], data={"path": str(live), "live": number})
 
 
 def _trained(output: Output, result: "TrainingResult") -> Outcome:

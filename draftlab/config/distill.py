@@ -6,8 +6,8 @@ from pydantic import field_validator, model_validator
 from typing_extensions import Self
 
 from draftlab.config import inputs, shared
-from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Config, Numbers, Only, OutputConfig, option
-from draftlab.config.shared import ServerConnection, TrainerSettings, TrainingSettings, Vocab
+from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Numbers, Only, OutputConfig, option
+from draftlab.config.shared import ServerConnection, TrainingSettings, Vocab
 from draftlab.console import note
 from draftlab.model import hub
 from draftlab.model.head_ids import check_trimmable
@@ -165,28 +165,6 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
     def default_name(self) -> str:
         draft = Path(self.draft) if self.draft else shared.newest_output("prune")
         return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
-
-
-class OnlineConfig(OutputConfig, TrainerSettings):
-    traffic: Path = option(
-        help="Folder of stored outputs of served traffic, named in the order of time.", reads=inputs.file
-    )
-    outputs: Path = option(help="Stored target outputs on which the draft must not get worse.", reads=inputs.store)
-    draft: str | None = option(None, "Checkpoint to start the first round from. Default: the newest draft.")
-    replay: float = option(0.25, "Share of steps on --outputs, against forgetting.", ge=0, le=0.99)
-    window: int = option(4, "Newest stored outputs of traffic to train on.", ge=1)
-    loss: shared.LossName = shared.loss()
-    temperature: float = shared.loss_temperature()
-    lora_rank: int = shared.lora_rank()
-    gradient_checkpointing: bool = shared.gradient_checkpointing()
-    device: shared.Device = shared.device()
-
-    def default_name(self) -> str:
-        return "online"
-
-
-class RollbackConfig(Config):
-    folder: Path = option(help="Output of draftlab online update.", argument=True)
 
 
 class EagleConfig(OutputConfig, TrainingSettings):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from draftlab.config.distill import DistillConfig, OnlineConfig
+from draftlab.config.distill import DistillConfig
 from draftlab.console import note
 from draftlab.distill import distributed, trackers, vocabulary
 from draftlab.distill.answers import prompts_to_answer, stored_answers, with_prompts_of_data
@@ -138,9 +138,9 @@ def _setup(
     return setup if offsets is None else replace(setup, offsets=offsets)
 
 
-def load_student(draft: Path, config: DistillConfig | OnlineConfig) -> PreTrainedModel:
+def load_student(draft: Path, config: DistillConfig) -> PreTrainedModel:
     """Return the draft in fp32, ready to be trained as the settings want."""
-    if parallel.pard_token(draft) is not None and (isinstance(config, OnlineConfig) or config.parallel == 1):
+    if parallel.pard_token(draft) is not None and config.parallel == 1:
         note(
             f"{hub.checkpoint_name(draft)} is a parallel draft; this trains it as an ordinary one, and its offsets fade"
         )

@@ -54,7 +54,6 @@ UNTRIED = {  # that write
     "profile-servers": "needs servers of vLLM",
     "score-servers": "needs two servers",
     "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)",
-    "online rollback": "one atomic write, of the ledger that online update writes",
 }
 # name -> command and what it reads of the others; out is added
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -90,14 +89,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
     "log": ("outputs import", "files/log.jsonl", "--tokenizer", "model", "--seq-len", "16", "--top-logprobs", "2"),
-    "written": (
-        "outputs build", "--target", "model", "--data", "text", "--text", "target", "--num-sequences", "64",
-        "--seq-len", "24", "--prompt-tokens", "8", "--top-logprobs", "4",
-    ),
-    "online": (
-        "online update", "--traffic", "traffic", "--outputs", "made/written", "--draft", "made/prune", "--steps", "4",
-        "--batch-size", "2", "--eval-steps", "2", "--save-steps", "2",
-    ),
     "run": ("run", "files/recipe.yaml"),
     "init": ("init", "--gguf", "made/gguf/prune-f32.gguf", "--data", "text"),
     "profile": ("profile", "larger", "--k", "1", "--context", "16,64", *TIMED),
@@ -229,7 +220,7 @@ class _Room:
 
     def __enter__(self) -> Path:
         self.path = Path(tempfile.mkdtemp(prefix="room-", dir=self.folder))
-        for name in ("model", "larger", "text", "made", "files", "traffic"):
+        for name in ("model", "larger", "text", "made", "files"):
             (self.path / name).symlink_to(self.folder / name)
         return self.path
 
@@ -252,7 +243,7 @@ def make_models(folder: Path) -> None:
 
 
 def write_files(folder: Path) -> None:
-    """Write a server's log, a recipe of two steps, and the place of traffic: twice what the command written makes."""
+    """Write a server's log and a recipe of two steps."""
     entry = {"prompt_ids": [5, 6], "ids": [7, 9], "top_ids": [[7, 8], [3, 9]]}
     entry |= {"logprobs": [-0.5, -1.5], "top_logprobs": [[-0.5, -2.0], [-0.75, -1.5]]}
     cut = {"source": "model", "layers": 2, "data": "text", "calibration_tokens": 256, "seq_len": 16}
@@ -261,9 +252,6 @@ def write_files(folder: Path) -> None:
     (folder / "files").mkdir()
     (folder / "files" / "log.jsonl").write_text((json.dumps(entry) + "\n") * 40)
     (folder / "files" / "recipe.yaml").write_text(json.dumps(recipe))
-    (folder / "traffic").mkdir()
-    for day in ("1", "2"):
-        (folder / "traffic" / day).symlink_to(folder / "made" / "written")
 
 
 @dataclass(frozen=True, slots=True)

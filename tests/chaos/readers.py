@@ -30,7 +30,6 @@ from draftlab.data.sources import documents
 from draftlab.distill import sealed
 from draftlab.distill.checkpointer import RECORD, Checkpoint, _checked, write_record
 from draftlab.distill.learning_curve import Pilot
-from draftlab.distill.online import Ledger, Round, read_ledger
 from draftlab.distill.run import read_log
 from draftlab.export import gguf as gguf_writer
 from draftlab.importing import gguf
@@ -162,7 +161,6 @@ def readers(root: Path) -> list[Reader]:
         Reader("score.json again", root / "score.json", "json", read_score),
         Reader("replay.json", root / "replay.json", "json", lambda f: read_replay(f).chances()),
         Reader("search.json", root / "search.json", "json", read_search),
-        Reader("ledger.json", root / "ledger.json", "json", lambda f: read_ledger(f.parent)),
         Reader("profile", root / "profile.yaml", "yaml", read_profile),
         Reader("device", root / "device.yaml", "yaml", read_device),
         Reader("shape", root / "shape.yaml", "yaml", read_shape_file),
@@ -291,11 +289,6 @@ def _records(root: Path) -> None:
     dump("search.json", Search(
         target="t", source="s", shapes={"a": SHAPE}, rungs=[Rung(steps=20, names=["a"], trials=[trial])]
     ))  # fmt: skip
-    judged = Round(
-        version=1, trained_on=("a",), judged_by="b", before=1.5, after=1.6, gain_low=1.0, anchor=1.0, promoted=True,
-        created="",
-    )  # fmt: skip
-    dump("ledger.json", Ledger(live=1, rounds=(judged,)))
     machine = Machine(
         device="cpu", cores=2, dtype="float32", tflops=0.1, training_dtype="float32", training_tflops=0.1,
         gigabytes_per_second=10, slowdown=1, free_memory=1 << 33, free_disk=1 << 33,

@@ -168,7 +168,6 @@ CASES = [
     (("predict", "--draft-profile", "a", "--target-profile", "a", "--alpha", "0.5", "--k", "1000000000000"), "at most"),
     (("score-servers", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
     (("outputs", "build", "--server", "http://127.0.0.1:9", "--text", "target"), "no answer from http://127.0.0.1:9"),
-    (("online", "rollback", "nope"), "nope"),
     (("distill", "--draft", "draft", "--parallel", "4", "--pard-token", "999"), "--pard-token 999: the vocabulary has"),
     (
         ("distill", "--draft", "draft", "--parallel", "4", "--pard-token", "999", "--dry-run"),

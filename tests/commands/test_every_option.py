@@ -509,24 +509,6 @@ def scored(w: World) -> Path:
     return Path("scored")
 
 
-@case("online update", "")
-def _(w: World) -> Settings:
-    for number, name in enumerate(("base", "traffic/day1", "traffic/day2")):
-        settings = CASES["outputs build", "distill, text of the target"](w) | {"num_sequences": 16, "seed": number}
-        COMMANDS["outputs build"](**settings, out=Path(name))
-    few = {name: value for name, value in FEW.items() if name != "seq_len"}
-    return few | {"traffic": Path("traffic"), "outputs": Path("base"), "draft": str(w.draft)}
-
-
-@case("online rollback", "")
-def _(w: World) -> Settings:
-    updated = COMMANDS["online update"](**CASES["online update", ""](w))
-    versions = Path(updated.path or "") / "versions"
-    if len(list(versions.iterdir())) < 2:  # nothing was promoted in so few steps
-        pytest.skip("no version to go back to")
-    return {"folder": updated.path}
-
-
 @case("outputs import", "log")
 def _(w: World) -> Settings:
     row = {"prompt_ids": [0, 30, 29], "ids": [65, 57], "logprobs": [-1.61, -0.52]}

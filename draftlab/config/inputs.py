@@ -8,7 +8,6 @@ from pathlib import Path
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model import families, hub
 from draftlab.model.hf_files import check_has_tokenizer, check_length, max_model_len
-from draftlab.model.shape import read_shape_file
 from draftlab.model.vocabularies import check_files
 from draftlab.reading import check_json_lines
 from draftlab.trust import check_address
@@ -41,10 +40,6 @@ def shape(name: str, weights: bool) -> None:
     families.locate_shape(name)
     if Path(name).is_dir():
         hub.local(name, weights)
-
-
-def shape_file(path: Path, weights: bool) -> None:
-    read_shape_file(path)
 
 
 def tokenizer(name: str | Path, weights: bool) -> None:

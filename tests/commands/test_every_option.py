@@ -700,7 +700,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]
     root = tmp_path_factory.mktemp("world")
     text = write_text(root / "text.jsonl", 80)
     source, draft = family_dirs["llama"], root / "draft"
-    COMMANDS["prune"](**TINY_CUT, source=str(source), data=str(text), calibration_tokens=64, refit=False, out=draft)
+    COMMANDS["prune"](**TINY_CUT, source=str(source), data=str(text), calibration_tokens=64, refit="none", out=draft)
     model, small = (checkpoint.load_model(path, torch.float32).eval() for path in (source, draft))
     tokenizer = checkpoint.load_tokenizer(source)
     with ExitStack() as stack:

@@ -16,14 +16,14 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import environment
-from draftlab.auto.command import auto
-from draftlab.auto.verdict import Training, Verdict
 from draftlab.commands import COMMANDS
-from draftlab.distill.learning_curve import fit
+from draftlab.pipeline.command import auto
+from draftlab.pipeline.verdict import Training, Verdict
 from draftlab.reading import read_model, read_object
 from draftlab.recipe import run
 from draftlab.results.compare import speedup_ratio
 from draftlab.results.score import read_score, score_files
+from draftlab.training.learning_curve import fit
 
 BY_HAND = Path("runs/quickstart")
 STREAMS, RULES = (Path(__file__).parent / "results" / name for name in ("streams.json", "server_rules.json"))

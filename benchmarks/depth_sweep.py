@@ -25,7 +25,7 @@ from draftlab.latency.random_model import random_model
 from draftlab.model import Mode, checkpoint
 from draftlab.model.families import Budget, family
 from draftlab.model.shape import Shape, parse_count, parse_numbers
-from draftlab.prune.trial_model import prunable_shape
+from draftlab.pruning.trial_model import prunable_shape
 from draftlab.results.plots import Panel, save_figure
 
 

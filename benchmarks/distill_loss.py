@@ -28,8 +28,8 @@ from torch.nn import functional
 
 from benchmarks import environment
 from draftlab.console import note
-from draftlab.distill.fused_loss import Dense, TopK, fused_loss
-from draftlab.distill.losses import parse_loss
+from draftlab.training.fused_loss import Dense, TopK, fused_loss
+from draftlab.training.losses import parse_loss
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)")
 BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # what peers call them

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from benchmarks import environment
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
-from draftlab.distill.evaluate import LengthComparison
-from draftlab.distill.on_policy import parse_texts
-from draftlab.distill.trainer import EvalRecord, StepRecord, train
-from draftlab.distill.training_setup import Author, TargetTextEvaluator, text_setup
 from draftlab.model import checkpoint, hub
 from draftlab.model.tokenizer import known_ids
+from draftlab.training.evaluate import LengthComparison
+from draftlab.training.on_policy import parse_texts
+from draftlab.training.trainer import EvalRecord, StepRecord, train
+from draftlab.training.training_setup import Author, TargetTextEvaluator, text_setup
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)", "fkl@0.2 -> lk(3)", "fkl@0.5 -> tvd", "ce")
 TEXTS = ("target", "draft", "data=0.5,draft=0.5", "target=0.5,draft=0.5")

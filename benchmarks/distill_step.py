@@ -27,10 +27,10 @@ from benchmarks import environment
 from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import HeldOut, TokenBatches, open_batches
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
-from draftlab.distill.training_setup import stored_setup
 from draftlab.model import checkpoint, hub
+from draftlab.training.losses import parse_loss
+from draftlab.training.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
+from draftlab.training.training_setup import stored_setup
 
 TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
 WIDE, SMALL = (3, 256), (2, 192)  # layers and width: a good draft; one with an eighth of the target's operations

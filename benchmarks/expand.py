@@ -23,7 +23,7 @@ from draftlab.model import checkpoint, hub, saving
 from draftlab.model.head_ids import HEAD_IDS
 from draftlab.model.hf_files import MODEL_TYPES
 from draftlab.model.shape import Axis, Shape, check, fewest_kv_heads, format_count, parse_count, round_up, solve_ffn
-from draftlab.prune.cut import TensorView, Untied
+from draftlab.pruning.cut import TensorView, Untied
 
 WRITES = ("embed_tokens", "o_proj", "down_proj")  # into the residual stream: zero but for the source's own values
 FFN_STEP = 16

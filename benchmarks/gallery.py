@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from benchmarks import cpu_name
-from draftlab.auto.plan import Plan
-from draftlab.auto.verdict import Verdict
+from draftlab.pipeline.plan import Plan
+from draftlab.pipeline.verdict import Verdict
 from draftlab.provenance import Record
 from draftlab.reading import read_model
 

@@ -21,19 +21,19 @@ from benchmarks.smollm2 import MODELS, TARGET, category, scores
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
-from draftlab.distill.parallel import Offsets, expected_tokens
-from draftlab.distill.run import read_log
-from draftlab.distill.trainer import EvalRecord
 from draftlab.latency.profiler import measure_latency
 from draftlab.latency.random_model import random_model
 from draftlab.model import checkpoint, hub
 from draftlab.model.parallel import trained_offsets
 from draftlab.model.shape import Shape
 from draftlab.provenance import read_record
-from draftlab.prune.trial_model import prunable_shape
+from draftlab.pruning.trial_model import prunable_shape
 from draftlab.results.report import json_rows
 from draftlab.results.score import Score
 from draftlab.target_outputs.replay import Drafting, read_replay
+from draftlab.training.parallel import Offsets, expected_tokens
+from draftlab.training.run import read_log
+from draftlab.training.trainer import EvalRecord
 
 TEMPERATURES = (0.0, 1.0)
 ACCEPTANCE = (0.5, 0.6, 0.7, 0.8, 0.9)  # to say what could be gained

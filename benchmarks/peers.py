@@ -28,7 +28,7 @@ from draftlab.console import note
 from draftlab.engine.drafters.ngram import PromptLookupDrafter
 from draftlab.engine.generate import Drafter, ModelDrafter, speculative_decode
 from draftlab.errors import UserError
-from draftlab.export import gguf, hf
+from draftlab.exporting import gguf, hf
 from draftlab.intervals import Interval
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import with_mode

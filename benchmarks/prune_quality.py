@@ -23,12 +23,12 @@ from draftlab.config.prune import PruneConfig
 from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.trainer import EvalRecord, TrainingSetup, train
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape, read_shape_file
 from draftlab.output import Output
-from draftlab.prune import run
+from draftlab.pruning import run
+from draftlab.training.losses import parse_loss
+from draftlab.training.trainer import EvalRecord, TrainingSetup, train
 
 ROWS, SEQ_LEN = 8, 256
 Make = Callable[[int, Path], object]  # seed, directory

@@ -26,13 +26,13 @@ from draftlab import atomic
 from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.trainer import StepRecord, TrainingSetup, train
 from draftlab.engine.clocks import clock_for
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape
-from draftlab.prune.masks.hard_concrete import Masks
-from draftlab.prune.masks.masked_model import masked
+from draftlab.pruning.masks.hard_concrete import Masks
+from draftlab.pruning.masks.masked_model import masked
+from draftlab.training.losses import parse_loss
+from draftlab.training.trainer import StepRecord, TrainingSetup, train
 
 ROOT = Path(__file__).parents[1]
 DRAFTLAB = [sys.executable, "-m", "draftlab"]

@@ -30,14 +30,14 @@ from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
 from draftlab.data import Batch, open_heldout
-from draftlab.distill.trainer import StepRecord, TrainingSetup, train
-from draftlab.distill.training_setup import HELDOUT_ROWS, Author, TargetTextEvaluator, text_setup
 from draftlab.errors import UserError
 from draftlab.importing import init
 from draftlab.model import checkpoint, hub
 from draftlab.model.saving import TOKENIZER_FILES, write_checkpoint
 from draftlab.model.shape import Shape
 from draftlab.model.tokenizer import known_ids
+from draftlab.training.trainer import StepRecord, TrainingSetup, train
+from draftlab.training.training_setup import HELDOUT_ROWS, Author, TargetTextEvaluator, text_setup
 
 SMOLLM2 = Shape(
     layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=49152, tied=True, qkv_bias=False,
@@ -47,7 +47,7 @@ KEPT = [0, 1, 28, 29]  # layers of the draft
 RUN, EVALUATIONS = 300, 4  # steps, and evaluations of such a run at --eval-steps 100
 ROWS, SEQ_LEN, WARM_UP = 4, 256, 1
 BASELINE = """
-import torch, transformers.models.llama.modeling_llama, draftlab.distill.run
+import torch, transformers.models.llama.modeling_llama, draftlab.training.run
 from benchmarks.load_peak import resident
 print(resident("VmHWM"))
 """

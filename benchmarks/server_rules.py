@@ -20,9 +20,9 @@ from benchmarks import environment
 from draftlab.commands import COMMANDS
 from draftlab.config.server_rules import SampleMethod
 from draftlab.console import note
-from draftlab.export import gguf, heads, scripts, verify
-from draftlab.export.scripts import DraftKind
-from draftlab.export.verify import TargetTexts
+from draftlab.exporting import gguf, heads, scripts, verify
+from draftlab.exporting.scripts import DraftKind
+from draftlab.exporting.verify import TargetTexts
 from draftlab.model import checkpoint, eagle_llama, hub, llama, parallel
 from draftlab.prompts import load_prompts
 from draftlab.servers.client import Server

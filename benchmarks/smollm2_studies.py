@@ -23,7 +23,7 @@ from draftlab.latency.cost_model import read_profile
 from draftlab.provenance import read_record
 from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Score, read_score
-from draftlab.search.schedule import read_search
+from draftlab.searching.schedule import read_search
 from draftlab.target_outputs.replay import Drafting, read_replay
 
 Rows = dict[str, dict[str, Any]]

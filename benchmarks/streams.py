@@ -27,8 +27,8 @@ from benchmarks import environment
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.export.scripts import speculative_config
-from draftlab.export.verify import VLLM_ON_CPU
+from draftlab.exporting.scripts import speculative_config
+from draftlab.exporting.verify import VLLM_ON_CPU
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.k_schedule import Ranges, schedule
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps

@@ -18,12 +18,12 @@ from rich.console import Console
 from typer import Argument, Option
 
 from draftlab import __version__
-from draftlab.auto.command import auto
 from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line
+from draftlab.pipeline.command import auto
 from draftlab.recipe import run
 from draftlab.trust import printable
 

@@ -26,12 +26,12 @@ from transformers import (
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, HeldOut
-from draftlab.distill import run
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.on_policy import Batches
-from draftlab.distill.trainer import StepRecord, TeacherModel, TrainingSetup, train
 from draftlab.engine.generate import Draft, Drafter
 from draftlab.sampling import SamplingParams
+from draftlab.training import run
+from draftlab.training.losses import parse_loss
+from draftlab.training.on_policy import Batches
+from draftlab.training.trainer import StepRecord, TeacherModel, TrainingSetup, train
 
 Record = TypeVar("Record")
 

@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
-from draftlab.distill.checkpointer import best_weights, process_state
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.on_policy import StudentBatches
-from draftlab.distill.teachers import LocalTeacher, shard_by_layer
-from draftlab.distill.trainer import DistillStep, EvalRecord, train
 from draftlab.model.shape import Shape
-from draftlab.prune.masks.hard_concrete import Masks
-from draftlab.prune.masks.masked_model import masked
+from draftlab.pruning.masks.hard_concrete import Masks
+from draftlab.pruning.masks.masked_model import masked
+from draftlab.training.checkpointer import best_weights, process_state
+from draftlab.training.losses import parse_loss
+from draftlab.training.on_policy import StudentBatches
+from draftlab.training.teachers import LocalTeacher, shard_by_layer
+from draftlab.training.trainer import DistillStep, EvalRecord, train
 from draftlab.trust import remote_code
 
 HAVE = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)

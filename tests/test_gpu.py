@@ -7,14 +7,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.load_peak import write_random
-from draftlab.distill.fused_loss import Dense, fused_loss
-from draftlab.distill.losses import parse_loss
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.random_model import random_model
 from draftlab.model import hub, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.shape import Shape
 from draftlab.sampling import SamplingParams
+from draftlab.training.fused_loss import Dense, fused_loss
+from draftlab.training.losses import parse_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 GPU = torch.device("cuda", 0)

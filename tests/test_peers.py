@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.distill.fused_loss import Dense, fused_loss
-from draftlab.distill.losses import parse_loss
+from draftlab.training.fused_loss import Dense, fused_loss
+from draftlab.training.losses import parse_loss
 
 N, D, TEACHER_D, V = 37, 16, 24, 1009
 BETAS = {"fkl": 0.0, "jsd(0.1)": 0.1, "jsd(0.5)": 0.5, "jsd(0.9)": 0.9, "rkl": 1.0}  # what peers call them

@@ -17,8 +17,8 @@ from draftlab.config.score import ScoreConfig
 from draftlab.config.shared import ChatMode
 from draftlab.data import documents
 from draftlab.errors import UserError
-from draftlab.export import verify
-from draftlab.export.run import NEW_TOKENS
+from draftlab.exporting import verify
+from draftlab.exporting.run import NEW_TOKENS
 from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
 from draftlab.prompts import Prompts, data_prompts, file_prompts, load_prompts

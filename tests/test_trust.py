@@ -15,7 +15,7 @@ from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.config.score import ScoreServersConfig
 from draftlab.errors import UserError
-from draftlab.export import card, scripts
+from draftlab.exporting import card, scripts
 from draftlab.model import checkpoint, native_cpu
 from draftlab.target_outputs.store import Manifest
 from draftlab.trust import checked_name, folder_name, printable, remote_code, trusts_remote_code, without_secrets

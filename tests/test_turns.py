@@ -18,8 +18,8 @@ from draftlab.config.export import CheckConfig
 from draftlab.config.score import ScoreServersConfig
 from draftlab.engine.batch_generate import BatchSettings, generate_batch
 from draftlab.errors import UserError
-from draftlab.export import compatibility
-from draftlab.export import run as exporting
+from draftlab.exporting import compatibility
+from draftlab.exporting import run as exporting
 from draftlab.model import checkpoint, llama
 from draftlab.prompts import Prompt, file_prompts
 from draftlab.provenance import read_record

@@ -26,7 +26,7 @@ from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.rejection_rules import rule_named
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.export.hf import parse_quantized_name
+from draftlab.exporting.hf import parse_quantized_name
 from draftlab.latency.machine_state import (
     device_name,
     read_core_time,

@@ -17,7 +17,7 @@ from draftlab.config.drafters import DrafterSpec, RunFacts
 from draftlab.config.score import ScoreConfig, ScoreServersConfig
 from draftlab.console import note, note_if_slow
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.export.hf import parse_quantized_name, write_fake_quantized
+from draftlab.exporting.hf import parse_quantized_name, write_fake_quantized
 from draftlab.model import Mode, checkpoint, hub, llama, memory, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import resolve_mode

@@ -10,7 +10,7 @@ from draftlab.output import Output
 def eagle(config: EagleConfig, output: Output) -> Outcome:
     """Train an EAGLE-3 head on the frozen target, for score --drafter eagle:heads=DIR and for servers."""
     with note_if_slow("eagle: loading torch and transformers"):
-        from draftlab.distill.eagle import plan_eagle, train_eagle
+        from draftlab.training.eagle import plan_eagle, train_eagle
     if output.dry_run:
         return plan(output, plan_eagle(config))
     result = train_eagle(config, output)

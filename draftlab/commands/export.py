@@ -10,7 +10,7 @@ from draftlab.output import Output
 def check(config: CheckConfig) -> Outcome:
     """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
     draft = config.draft_directory()
-    from draftlab.export import compatibility, heads
+    from draftlab.exporting import compatibility, heads
 
     findings = (heads.check if hub.is_eagle_head(draft) else compatibility.check_draft)(config, draft)
     errors = sum(finding.level == "error" for finding in findings)
@@ -26,7 +26,7 @@ def check(config: CheckConfig) -> Outcome:
 def export(config: ExportConfig, output: Output) -> Outcome:
     """Write a draft or head as runtimes load it, with a card and a script that serves it; verify it where it runs."""
     draft = config.draft_directory()
-    from draftlab.export import heads, run
+    from draftlab.exporting import heads, run
 
     exported = (heads.export if hub.is_eagle_head(draft) else run.export)(config, output)
     facts = {"path": str(output.out), **exported.notes}

@@ -17,11 +17,11 @@ from draftlab.model.shape import Shape, check, parse_count
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from draftlab.prune.masks.training import MaskTraining
-    from draftlab.prune.refit import Refit
-    from draftlab.prune.run import Depth, Method, Pruned
-    from draftlab.prune.source import Source
-    from draftlab.prune.texts import Text
+    from draftlab.pruning.masks.training import MaskTraining
+    from draftlab.pruning.refit import Refit
+    from draftlab.pruning.run import Depth, Method, Pruned
+    from draftlab.pruning.source import Source
+    from draftlab.pruning.texts import Text
 
 FFN_MULTIPLE = 16  # of an FFN that follows from other sizes
 
@@ -48,7 +48,7 @@ class PreparedPrune:
 
     def facts(self) -> Mapping[str, object]:
         """Return what a cut needs and gives; weights are neither read nor fetched."""
-        from draftlab.prune.source import kv_saving
+        from draftlab.pruning.source import kv_saving
 
         have, shape = self.have, self.shape
         source = have.describe()
@@ -66,7 +66,7 @@ class PreparedPrune:
         return facts if self.method else facts | self._training_facts()
 
     def _cut_bytes(self) -> float:
-        from draftlab.prune.texts import HELDOUT_TOKENS
+        from draftlab.pruning.texts import HELDOUT_TOKENS
 
         have, dtype_bytes = self.have, 2 if self.source is None else self.source.planned_dtype.itemsize
         weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
@@ -96,12 +96,12 @@ def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
         UserError: there is no such source, it cannot be cut or does not hold the shape; no such text or outputs; a
             launcher or a head for which the method does not work.
     """
-    from draftlab.distill import distributed
     from draftlab.model import checkpoint
-    from draftlab.prune.masks.training import MaskTraining
-    from draftlab.prune.refit import REFITS
-    from draftlab.prune.source import Source, check_cut
-    from draftlab.prune.texts import Text
+    from draftlab.pruning.masks.training import MaskTraining
+    from draftlab.pruning.refit import REFITS
+    from draftlab.pruning.source import Source, check_cut
+    from draftlab.pruning.texts import Text
+    from draftlab.training import distributed
 
     if config.method == "masks":
         distributed.check(masks=True)
@@ -161,7 +161,7 @@ def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
 @command(PruneConfig, prepare=prepare, dry_run=True)
 def prune(prepared: PreparedPrune, output: Output) -> Outcome:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
-    from draftlab.prune import run
+    from draftlab.pruning import run
 
     assert prepared.source is not None  # prepare() wanted its weights
     cut = (prepared.source, prepared.shape, output)
@@ -241,7 +241,7 @@ def _check_text(config: PruneConfig, source: "Source | None", weights: bool) -> 
 
 
 def _outcome(pruned: "Pruned", output: Output) -> Outcome:
-    from draftlab.prune.source import kv_saving
+    from draftlab.pruning.source import kv_saving
 
     shape, layers = pruned.shape, pruned.keep.layers
     lines = [

@@ -10,16 +10,16 @@ from draftlab.output import Output
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftlab.search.schedule import Search
+    from draftlab.searching.schedule import Search
 
 
 @command(SearchConfig, dry_run=True)
 def search(config: SearchConfig, output: Output) -> Outcome:
     """Find the shape and K with which the target is fastest here; a killed search resumes."""
-    from draftlab.search.shapes import shapes_to_try
+    from draftlab.searching.shapes import shapes_to_try
 
     tried = shapes_to_try(config)  # before torch is imported
-    from draftlab.search import run
+    from draftlab.searching import run
 
     if output.dry_run:
         return plan(output, run.estimate(config, tried))

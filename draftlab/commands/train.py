@@ -8,7 +8,7 @@ from draftlab.console import note_if_slow
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from draftlab.distill.run import TrainingResult
+    from draftlab.training.run import TrainingResult
 
 
 @command(DistillConfig, dry_run=True)
@@ -19,7 +19,7 @@ def distill(config: DistillConfig, output: Output) -> Outcome:
 
         Server.check(config.server, model=config.served_model, api_key_file=config.api_key_file)
     with note_if_slow("distill: loading torch and transformers"):
-        from draftlab.distill import distill as library
+        from draftlab.training import distill as library
     if output.dry_run:
         return plan(output, library.plan_distill(config))
     return _trained(output, library.distill(config, output))

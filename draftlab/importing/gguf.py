@@ -18,8 +18,8 @@ import torch
 from tokenizers import Tokenizer
 
 from draftlab.errors import UserError
-from draftlab.export.gguf import ROPE_FACTORS, library
-from draftlab.export.gguf_tokenizer import PRE_TOKENIZERS, UNUSED, PreTokenizer, set_pre_tokenizer
+from draftlab.exporting.gguf import ROPE_FACTORS, library
+from draftlab.exporting.gguf_tokenizer import PRE_TOKENIZERS, UNUSED, PreTokenizer, set_pre_tokenizer
 from draftlab.reading import check_regular, read_by_library
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures with completed settings

@@ -44,7 +44,7 @@ def design(config: DesignConfig) -> Design:
     family = families.family(families.unbounded(source) if config.free else source, config.layers, budget)
     shapes = {families.shape_name(shape): shape for shape in family}
     _check_new(config, shapes)
-    from draftlab.prune.trial_model import prunable_shape  # torch
+    from draftlab.pruning.trial_model import prunable_shape  # torch
 
     prunable_shape(config.source)
     _write(config, shapes, f"draftlab design: {kind} budget {amount:g}, from {name}")

@@ -137,7 +137,7 @@ def _at(work: Workload, prompt_tokens: int | None) -> Workload:
 def _cost(spec: str, config: PredictConfig, longest: int) -> CostModel:
     name, _, directory = spec.rpartition("@")
     if name and Path(directory).is_dir():
-        from draftlab.prune.trial_model import prunable_shape  # torch
+        from draftlab.pruning.trial_model import prunable_shape  # torch
 
         called, shape = prunable_shape(name)
         profile = read_law(Path(directory)).profile(shape, called)

@@ -25,7 +25,7 @@ from draftlab.model.llama import Llama
 from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.output import Output
-from draftlab.prune.trial_model import prunable_shape
+from draftlab.pruning.trial_model import prunable_shape
 
 Models = Mapping[str, Path | Shape]  # checkpoints, and shapes that get random weights
 

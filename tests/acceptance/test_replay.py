@@ -15,7 +15,6 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from draftlab.acceptance import expected, token_logprobs
 from draftlab.acceptance.expected import chain, confident, texts_of, tokens_per_pass, tree, visits
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.distill import evaluate
 from draftlab.engine.batch_generate import BatchSettings
 from draftlab.engine.generate import Draft, ModelDrafter, Step, decode, speculative_decode
 from draftlab.engine.verify import distribution, verify
@@ -25,6 +24,7 @@ from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
 from draftlab.results.decoding import Acceptance, Generation, count_acceptance
 from draftlab.sampling import SamplingParams
+from draftlab.training import evaluate
 
 KS = range(1, 9)
 chance_lists = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6)

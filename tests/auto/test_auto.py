@@ -15,12 +15,12 @@ from builders import SIZES, save_neox
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from draftlab.auto.plan import Plan
-from draftlab.auto.verdict import Verdict, judged
 from draftlab.cli import app
+from draftlab.pipeline.plan import Plan
+from draftlab.pipeline.verdict import Verdict, judged
 from draftlab.reading import read_model
 from draftlab.recipe import is_done, read_recipe
-from draftlab.search.schedule import Search, read_search
+from draftlab.searching.schedule import Search, read_search
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from builders import save_neox
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftlab.auto import run
-from draftlab.auto.costs import Machine
-from draftlab.auto.plan import EXPENDABLE, SHARES, Plan, PlannedStep, make_plan, seconds_of_steps, served_by
-from draftlab.auto.prompts import sizes, write_prompts
 from draftlab.config.auto import AutoConfig
 from draftlab.errors import UserError
 from draftlab.model.hub import locate
 from draftlab.model.size import read_size
+from draftlab.pipeline import run
+from draftlab.pipeline.costs import Machine
+from draftlab.pipeline.plan import EXPENDABLE, SHARES, Plan, PlannedStep, make_plan, seconds_of_steps, served_by
+from draftlab.pipeline.prompts import sizes, write_prompts
 
 FAST = Machine(
     device="cpu", cores=1, dtype="float32", tflops=0.1, training_dtype="float32", training_tflops=0.1,

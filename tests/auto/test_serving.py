@@ -7,13 +7,13 @@ import pytest
 import torch
 from builders import build
 
-from draftlab.auto.costs import Machine
-from draftlab.auto.plan import Plan, PlannedStep, served_by
-from draftlab.auto.serving import FASTEST, serve, unverified
-from draftlab.auto.steps import Steps
-from draftlab.auto.verdict import Candidate
 from draftlab.config.auto import AutoConfig
 from draftlab.model import eagle
+from draftlab.pipeline.costs import Machine
+from draftlab.pipeline.plan import Plan, PlannedStep, served_by
+from draftlab.pipeline.serving import FASTEST, serve, unverified
+from draftlab.pipeline.steps import Steps
+from draftlab.pipeline.verdict import Candidate
 
 MACHINE = Machine(
     device="cpu", cores=1, dtype="float32", tflops=1, training_dtype="float32", training_tflops=1, slowdown=1,

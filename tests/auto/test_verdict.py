@@ -5,9 +5,9 @@ from typing import get_args
 
 import pytest
 
-from draftlab.auto.plan import Kind
-from draftlab.auto.verdict import Candidate, Choice, Verdict, finalists, judged
 from draftlab.intervals import Interval
+from draftlab.pipeline.plan import Kind
+from draftlab.pipeline.verdict import Candidate, Choice, Verdict, finalists, judged
 
 
 def gain(value: float, half: float = 0.05) -> Interval:

@@ -20,18 +20,11 @@ from test_sentencepiece import train_sentencepiece
 from benchmarks.tiny_target import train_tokenizer
 from draftlab import provenance, turns, workspace
 from draftlab.atomic import STATE_RECORD, claim_state, run_identity
-from draftlab.auto.costs import Machine
-from draftlab.auto.plan import Plan, PlannedStep
-from draftlab.auto.verdict import Training
 from draftlab.benchmark.servers import PlainAnswers
 from draftlab.config.make import ImportConfig
 from draftlab.config.prune import PruneConfig
 from draftlab.data.sources import documents
-from draftlab.distill import sealed
-from draftlab.distill.checkpointer import RECORD, Checkpoint, _checked, write_record
-from draftlab.distill.learning_curve import Pilot
-from draftlab.distill.run import read_log
-from draftlab.export import gguf as gguf_writer
+from draftlab.exporting import gguf as gguf_writer
 from draftlab.importing import gguf
 from draftlab.importing.run import _read_bin, inspect, load
 from draftlab.intervals import Interval
@@ -44,19 +37,26 @@ from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.hf_files import check_causal, eos_ids
 from draftlab.model.shape import Shape, read_shape_file, write_shape_file
 from draftlab.model.weights import Weights
+from draftlab.pipeline.costs import Machine
+from draftlab.pipeline.plan import Plan, PlannedStep
+from draftlab.pipeline.verdict import Training
 from draftlab.prompts import file_prompts
-from draftlab.prune.importance import Importance, load_scores, save_scores
+from draftlab.pruning.importance import Importance, load_scores, save_scores
 from draftlab.reading import read_model
 from draftlab.recipe import read_recipe
 from draftlab.results.compare import read_candidates
 from draftlab.results.decoding import ServedGeneration
 from draftlab.results.score import Latency, read_score
 from draftlab.sampling import SamplingParams
-from draftlab.search.schedule import Rung, Search, Trial, read_search
+from draftlab.searching.schedule import Rung, Search, Trial, read_search
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.replay import Replay, ReplayedText, read_replay
 from draftlab.target_outputs.server_log import ServerLog
 from draftlab.target_outputs.store import Manifest, read_store, vocabulary_sha256, write_store
+from draftlab.training import sealed
+from draftlab.training.checkpointer import RECORD, Checkpoint, _checked, write_record
+from draftlab.training.learning_curve import Pilot
+from draftlab.training.run import read_log
 
 SHAPE = Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=24, vocab=307)
 VOCAB = 307

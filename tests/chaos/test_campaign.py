@@ -78,9 +78,9 @@ def test_digests_leave_out_times_only(tmp_path):
 
 
 def test_the_campaign_knows_every_command_that_writes():
-    from draftlab.auto.command import auto
     from draftlab.commands import COMMANDS as ALL
     from draftlab.config.base import OutputConfig
+    from draftlab.pipeline.command import auto
     from draftlab.recipe import run
 
     tried, every = {first for first, *_ in COMMANDS.values()}, {*ALL, auto.name, run.name}

@@ -2,10 +2,10 @@
 
 from typing import Any, Literal, get_args, get_origin
 
-from draftlab.auto.command import auto
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import bound, extra
+from draftlab.pipeline.command import auto
 
 HEAD = """# Configuration
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.tiny_target import train_tokenizer
 from draftlab import workspace
 from draftlab.cli import app
-from draftlab.distill.vocabulary import resize
+from draftlab.training.vocabulary import resize
 
 RUNNER = CliRunner()
 
@@ -298,7 +298,7 @@ def test_a_disk_that_takes_nothing_is_said_by_init(monkeypatch):
 
 def test_scores_are_not_computed_for_a_cache_that_cannot_be_written(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("draftlab.prune.run.calibrate", lambda *_: pytest.fail("calibrated"))
+    monkeypatch.setattr("draftlab.pruning.run.calibrate", lambda *_: pytest.fail("calibrated"))
     result = RUNNER.invoke(app, ["prune", "--layers", "2", "--scores-cache", "/sys/scores"])
     assert "cannot write /sys/scores: " in result.stderr
 

@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.expand import expand
 from benchmarks.tiny_target import train_tokenizer
 from draftlab import provenance
-from draftlab.auto.command import auto
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import Config, bound, extra, option
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
+from draftlab.pipeline.command import auto
 from draftlab.recipe import run
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from test_prompts import call, lines, space  # noqa: F401
 
-from draftlab.distill.run import read_log
-from draftlab.distill.trainer import StepRecord
 from draftlab.target_outputs import build
 from draftlab.target_outputs.store import HELDOUT, read_store
+from draftlab.training.run import read_log
+from draftlab.training.trainer import StepRecord
 
 PROMPTS = [{"prompt": f"return {i}"} for i in range(14)] + [{"turns": ["if not line:", "self.path"]}] * 3
 DISTILL = ("distill", "--draft", "draft", "--text", "target", "--prompt-file", "prompts.jsonl", "--max-new-tokens", 12)

@@ -15,12 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, text_batch
-from draftlab.distill.checkpointer import best_weights, deferred_signals
-from draftlab.distill.lora import adapt, merged_weights
-from draftlab.distill.on_policy import GeneratedRows, MixedBatches, StudentBatches, parse_texts
-from draftlab.distill.optimizers import training_dtype
-from draftlab.distill.trainer import EvalRecord, StepRecord, schedule, train
 from draftlab.errors import UserError
+from draftlab.training.checkpointer import best_weights, deferred_signals
+from draftlab.training.lora import adapt, merged_weights
+from draftlab.training.on_policy import GeneratedRows, MixedBatches, StudentBatches, parse_texts
+from draftlab.training.optimizers import training_dtype
+from draftlab.training.trainer import EvalRecord, StepRecord, schedule, train
 
 SETTINGS = TrainerSettings(
     steps=8, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=4, save_steps=3, warmup_ratio=0.2,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from draftlab.cli import app
-from draftlab.distill import distributed
+from draftlab.training import distributed
 
 HERE = Path(__file__).parents[1]
 PATHS = os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "prune")))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.distill.eagle_head import EagleHead
-from draftlab.distill.eagle_start import RIDGE, Sample, start_linear
 from draftlab.model.eagle import HeadConfig
+from draftlab.training.eagle_head import EagleHead
+from draftlab.training.eagle_start import RIDGE, Sample, start_linear
 
 D, A, N, V = 24, 3, 400, 50
 SIZES: dict[str, Any] = {

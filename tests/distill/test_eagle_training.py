@@ -16,16 +16,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import EagleConfig
 from draftlab.data import Batch
-from draftlab.distill import eagle as training
-from draftlab.distill.eagle_data import StoredRows, within_chains
-from draftlab.distill.eagle_head import EagleHead, EagleObjective, TargetPass
-from draftlab.distill.eagle_teacher import EagleTeacher
-from draftlab.distill.fused_loss import Dense
-from draftlab.distill.losses import parse_loss
 from draftlab.errors import UserError
 from draftlab.model import eagle
 from draftlab.model.eagle import Head, HeadConfig
 from draftlab.target_outputs.outputs import TargetOutput
+from draftlab.training import eagle as training
+from draftlab.training.eagle_data import StoredRows, within_chains
+from draftlab.training.eagle_head import EagleHead, EagleObjective, TargetPass
+from draftlab.training.eagle_teacher import EagleTeacher
+from draftlab.training.fused_loss import Dense
+from draftlab.training.losses import parse_loss
 
 T, L, V, W, E, D = 9, 4, 37, 11, 16, 16
 FP32 = 1e-5  # norms, rotary tables and softmax of transformers are fp32 in any model

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draftlab.distill.fused_loss import Dense, Sums, Teacher, TopK, fused_loss
-from draftlab.distill.losses import Pair, log_probs, parse_loss, wide
+from draftlab.training.fused_loss import Dense, Sums, Teacher, TopK, fused_loss
+from draftlab.training.losses import Pair, log_probs, parse_loss, wide
 
 N, D, V = 13, 6, 31
 LOSSES = ["ce", "fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(3)", "0.7*fkl + 0.3*ce"]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from draftlab.distill.learning_curve import EXPONENTS, Pilot, fit, forecast
 from draftlab.errors import UserError
+from draftlab.training.learning_curve import EXPONENTS, Pilot, fit, forecast
 
 K = 4
 

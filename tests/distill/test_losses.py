@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.distill.losses import Loss, Pair, log_probs, parse_loss
 from draftlab.errors import UserError
+from draftlab.training.losses import Loss, Pair, log_probs, parse_loss
 
 EVERY = ["fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(2)", "0.25*rkl + 2*tvd"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftlab.distill.optimizers import Float32Muon, orthogonal
+from draftlab.training.optimizers import Float32Muon, orthogonal
 
 SHAPES = [(12, 40), (40, 12), (16, 16)]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan et al. 2024

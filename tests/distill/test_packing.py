@@ -11,9 +11,9 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadMo
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, TopLogprobs
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.teachers import LocalTeacher, OutputHead, StoredTeacher
-from draftlab.distill.trainer import DistillStep, train
+from draftlab.training.losses import parse_loss
+from draftlab.training.teachers import LocalTeacher, OutputHead, StoredTeacher
+from draftlab.training.trainer import DistillStep, train
 
 SETTINGS = TrainerSettings(steps=6, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=6, save_steps=2)
 CPU = torch.device("cpu")

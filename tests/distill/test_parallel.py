@@ -15,15 +15,15 @@ from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
-from draftlab.distill.fused_loss import Dense
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.parallel import Offsets
-from draftlab.distill.trainer import DistillStep, EvalRecord, StepRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, parallel
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.parallel import pack
 from draftlab.sampling import SamplingParams
+from draftlab.training.fused_loss import Dense
+from draftlab.training.losses import parse_loss
+from draftlab.training.parallel import Offsets
+from draftlab.training.trainer import DistillStep, EvalRecord, StepRecord, train
 
 MASK = 2
 K = 4

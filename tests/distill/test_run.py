@@ -16,16 +16,16 @@ from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.config.shared import TRACKERS, TrainerSettings
 from draftlab.data import Batch, TopLogprobs
-from draftlab.distill import run
-from draftlab.distill.checkpointer import BEST, best_weights
-from draftlab.distill.teachers import LocalTeacher
-from draftlab.distill.trackers import check
-from draftlab.distill.trainer import EvalRecord, train
-from draftlab.distill.training_setup import TargetTextEvaluator, text_setup
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.head_ids import read_head_ids
 from draftlab.output import Output
+from draftlab.training import run
+from draftlab.training.checkpointer import BEST, best_weights
+from draftlab.training.teachers import LocalTeacher
+from draftlab.training.trackers import check
+from draftlab.training.trainer import EvalRecord, train
+from draftlab.training.training_setup import TargetTextEvaluator, text_setup
 
 SETTINGS = TrainerSettings(
     steps=12, optimizer="adamw", lr=1e-2, training_dtype="float32", eval_steps=2, save_steps=3, warmup_ratio=0.2

@@ -9,9 +9,9 @@ from accelerate import PartialState
 from second_device import DEVICE, SecondDevice, without_second_device
 
 from draftlab.commands import COMMANDS
-from draftlab.distill import eagle
 from draftlab.model import checkpoint
-from draftlab.prune.cut import Rotated
+from draftlab.pruning.cut import Rotated
+from draftlab.training import eagle
 
 ROUNDING = 1e-4  # of kernels that are put together of others there
 

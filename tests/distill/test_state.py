@@ -14,11 +14,11 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from draftlab.atomic import claim_state
-from draftlab.distill import checkpointer, distributed, run, sealed
-from draftlab.distill.checkpointer import BEST, RECORD, Best, Training, write_record
 from draftlab.errors import UserError
 from draftlab.model import saving
 from draftlab.provenance import LOG_FILE, file_sha256
+from draftlab.training import checkpointer, distributed, run, sealed
+from draftlab.training.checkpointer import BEST, RECORD, Best, Training, write_record
 from draftlab.trust import remote_code
 
 

@@ -9,8 +9,6 @@ from test_fused_loss import ALL, LOSSES, V, budget, inputs, same, top_k, whole
 from torch import Tensor
 
 from draftlab.commands import COMMANDS
-from draftlab.distill.fused_loss import Dense, TopK, fused_loss
-from draftlab.distill.losses import log_probs, parse_loss
 from draftlab.engine.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import output_tokens, speculative_decode
 from draftlab.errors import UserError
@@ -20,6 +18,8 @@ from draftlab.model.trimmed_head import TrimmedHead
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import Drafting, read_replay
 from draftlab.target_outputs.store import read_store
+from draftlab.training.fused_loss import Dense, TopK, fused_loss
+from draftlab.training.losses import log_probs, parse_loss
 
 HEAD = torch.tensor([0, 3, 4, 8, 9, 15, 22, 23, 30])
 

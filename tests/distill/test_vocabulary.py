@@ -10,12 +10,12 @@ from torch import nn
 
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
-from draftlab.distill.trainer import train
-from draftlab.distill.vocabulary import resize
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
 from draftlab.sampling import SamplingParams
+from draftlab.training.trainer import train
+from draftlab.training.vocabulary import resize
 
 SETTINGS = TrainerSettings(steps=2, optimizer="adamw", lr=1e-3, training_dtype="float32", eval_steps=2, save_steps=9)
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.cli import app
 from draftlab.config.export import RUNTIMES, CheckConfig
-from draftlab.distill.vocabulary import resize
 from draftlab.errors import UserError
-from draftlab.export import compatibility
+from draftlab.exporting import compatibility
 from draftlab.model import checkpoint, llama, saving
+from draftlab.training.vocabulary import resize
 
 ALL = compatibility.parse_runtimes("vllm,sglang,llama.cpp,transformers")
 

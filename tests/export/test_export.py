@@ -23,15 +23,15 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.cli import app
 from draftlab.config.export import ExportConfig
-from draftlab.distill.vocabulary import resize
 from draftlab.engine.generate import ModelDrafter, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import rule_named
 from draftlab.errors import UserError
-from draftlab.export import gguf, gguf_tokenizer, hf, run, scripts, verify
+from draftlab.exporting import gguf, gguf_tokenizer, hf, run, scripts, verify
 from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
+from draftlab.training.vocabulary import resize
 
 GGUF_FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
 

@@ -20,8 +20,8 @@ from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import speculative_decode
 from draftlab.engine.rejection_rules import rule_named
 from draftlab.errors import UserError
-from draftlab.export import head_checks, heads, scripts, verify
-from draftlab.export.compatibility import RUNTIME_CHECKS
+from draftlab.exporting import head_checks, heads, scripts, verify
+from draftlab.exporting.compatibility import RUNTIME_CHECKS
 from draftlab.model import eagle, llama
 from draftlab.model.eagle import Head
 from draftlab.sampling import SamplingParams

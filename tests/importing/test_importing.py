@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.cli import app
 from draftlab.errors import UserError
-from draftlab.export import gguf, gguf_tokenizer
+from draftlab.exporting import gguf, gguf_tokenizer
 from draftlab.importing import init
 from draftlab.importing.gguf import load_config, read_header
 from draftlab.model import checkpoint

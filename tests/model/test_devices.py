@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import draftlab
 from draftlab.data import Batch
-from draftlab.distill import fused_loss as fused
-from draftlab.distill.fused_loss import Dense, fused_loss
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.objectives import DistillStep
-from draftlab.distill.teachers import LocalTeacher
 from draftlab.engine import verify
 from draftlab.model.devices import exact, exact_dtype, exact_products
 from draftlab.model.shape import Shape
-from draftlab.prune.importance import _Sums
+from draftlab.pruning.importance import _Sums
+from draftlab.training import fused_loss as fused
+from draftlab.training.fused_loss import Dense, fused_loss
+from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import DistillStep
+from draftlab.training.teachers import LocalTeacher
 
 META = torch.device("meta")
 SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=100)

@@ -9,10 +9,10 @@ import torch
 from plain_eagle import PlainHead
 from safetensors.torch import load_file, save_file
 
-from draftlab.distill.eagle_head import EagleHead
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle
 from draftlab.model.eagle import Head, HeadConfig
+from draftlab.training.eagle_head import EagleHead
 
 
 @pytest.fixture(scope="module")

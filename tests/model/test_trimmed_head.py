@@ -10,7 +10,7 @@ import torch
 
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
-from draftlab.export import hf
+from draftlab.exporting import hf
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.random_model import random_model
 from draftlab.model import checkpoint, llama, trimmed_head

@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM
 from draftlab.commands.prune import prune
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
-from draftlab.distill.trainer import EvalRecord, StepRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
-from draftlab.prune.cut import Cut, Untied
-from draftlab.prune.masks.hard_concrete import (
+from draftlab.pruning.cut import Cut, Untied
+from draftlab.pruning.masks.hard_concrete import (
     BETA,
     BOUND,
     HIGH,
@@ -29,7 +28,8 @@ from draftlab.prune.masks.hard_concrete import (
     mask_sizes,
     sample,
 )
-from draftlab.prune.masks.masked_model import Folded, masked
+from draftlab.pruning.masks.masked_model import Folded, masked
+from draftlab.training.trainer import EvalRecord, StepRecord, train
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -115,7 +115,7 @@ def test_a_shifted_index_a_doubled_fold_or_a_dropped_bias_breaks_the_equality(fa
             patch.setattr(owner, name, broken)
             assert error() > 1e-3
     with monkeypatch.context() as patch:  # the mean over all dimensions instead of the kept ones
-        patch.setattr("draftlab.prune.masks.masked_model._masked_norm", mean_over_all)
+        patch.setattr("draftlab.pruning.masks.masked_model._masked_norm", mean_over_all)
         assert error() > 1e-3
 
 

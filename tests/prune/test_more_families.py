@@ -15,10 +15,10 @@ from benchmarks.tiny_target import train_tokenizer
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape
-from draftlab.prune.choose import choose, random_scores
-from draftlab.prune.cut import Cut, Rotated
-from draftlab.prune.trial_model import check_buildable, check_prunable
-from draftlab.prune.walk import Walk
+from draftlab.pruning.choose import choose, random_scores
+from draftlab.pruning.cut import Cut, Rotated
+from draftlab.pruning.trial_model import check_buildable, check_prunable
+from draftlab.pruning.walk import Walk
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -22,15 +22,15 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, saving
 from draftlab.model.shape import Shape, check, resolve
 from draftlab.output import Output
-from draftlab.prune import choose as choosing
-from draftlab.prune import run
-from draftlab.prune.choose import choose
-from draftlab.prune.cut import Cut, Keep, keep_all
-from draftlab.prune.importance import Importance, Scores, calibrate
-from draftlab.prune.run import KEEP_FILE
-from draftlab.prune.texts import joined
-from draftlab.prune.trial_model import check_prunable
-from draftlab.prune.walk import Walk
+from draftlab.pruning import choose as choosing
+from draftlab.pruning import run
+from draftlab.pruning.choose import choose
+from draftlab.pruning.cut import Cut, Keep, keep_all
+from draftlab.pruning.importance import Importance, Scores, calibrate
+from draftlab.pruning.run import KEEP_FILE
+from draftlab.pruning.texts import joined
+from draftlab.pruning.trial_model import check_prunable
+from draftlab.pruning.walk import Walk
 from draftlab.target_outputs.store import read_store
 from draftlab.target_outputs.targets import LocalTarget
 

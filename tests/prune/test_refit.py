@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape
-from draftlab.prune.choose import choose, first_scores
-from draftlab.prune.cut import Cut, Rotated, Untied, keep_all
-from draftlab.prune.importance import calibrate
-from draftlab.prune.refit import Lockstep, Refit, _fit_matrix, ridge_solve
-from draftlab.prune.walk import Walk
+from draftlab.pruning.choose import choose, first_scores
+from draftlab.pruning.cut import Cut, Rotated, Untied, keep_all
+from draftlab.pruning.importance import calibrate
+from draftlab.pruning.refit import Lockstep, Refit, _fit_matrix, ridge_solve
+from draftlab.pruning.walk import Walk
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 300, (4, 33), generator=torch.Generator().manual_seed(1))

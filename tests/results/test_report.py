@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftlab.errors import UserError
-from draftlab.export.card import Card
+from draftlab.exporting.card import Card
 from draftlab.model.shape import Shape
 from draftlab.provenance import CurvePoint, Stage
 from draftlab.results import plots

@@ -5,7 +5,7 @@ import json
 import pytest
 from test_report import CONDITIONS, change, model, rendered, score
 
-from draftlab.auto.verdict import Candidate, ranking
+from draftlab.pipeline.verdict import Candidate, ranking
 from draftlab.results.compare import candidate_of, category_rows, missed_thresholds, rank
 from draftlab.results.decoding import Generation, share_of_equal_texts
 from draftlab.results.report import html, json_rows, markdown

@@ -22,7 +22,7 @@ from draftlab.model import eagle, hub
 from draftlab.model.families import presets, shape_name, widths_folder
 from draftlab.model.shape import Shape, check, check_within, resolve
 from draftlab.results.score import read_score
-from draftlab.search.schedule import (
+from draftlab.searching.schedule import (
     MAX_PASS_SHARE,
     Measured,
     Rung,
@@ -33,7 +33,7 @@ from draftlab.search.schedule import (
     read_search,
     write_search,
 )
-from draftlab.search.shapes import default_depths, default_widths, shapes_to_try
+from draftlab.searching.shapes import default_depths, default_widths, shapes_to_try
 
 NAMED = presets(widths_folder())
 TINY = NAMED["tiny-16x256"]
@@ -285,7 +285,7 @@ def test_a_draft_that_changes_what_is_written_is_named():
 
 @pytest.mark.slow
 def test_a_killed_search_goes_on_and_ends_with_a_draft(space, monkeypatch):
-    from draftlab.search.run import Searcher
+    from draftlab.searching.run import Searcher
 
     words = (
         "search --minutes 0.1 --layers 1,2 --widths 64,128 --against tiny-3x256 --first-steps 2 --max-steps 3 "

@@ -25,10 +25,6 @@ from safetensors.numpy import load_file
 
 from draftlab.commands import COMMANDS
 from draftlab.data import Batch, open_heldout
-from draftlab.distill.fused_loss import TopK
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.teachers import LocalTeacher, ServedTeacher
-from draftlab.distill.trainer import DistillStep
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.sampling import SamplingParams
@@ -36,6 +32,10 @@ from draftlab.servers.adapters import VLLM, Completion, LlamaCpp, SGLang
 from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode_counters
 from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget
 from draftlab.target_outputs.verify import verify_store
+from draftlab.training.fused_loss import TopK
+from draftlab.training.losses import parse_loss
+from draftlab.training.teachers import LocalTeacher, ServedTeacher
+from draftlab.training.trainer import DistillStep
 
 PROMPT = [0, 309, 293, 653, 570, 346, 546]
 

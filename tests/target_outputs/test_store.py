@@ -20,10 +20,6 @@ from draftlab.commands import outputs
 from draftlab.commands.base import Outcome
 from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, text_batch
-from draftlab.distill.fused_loss import TopK
-from draftlab.distill.losses import log_probs, parse_loss
-from draftlab.distill.teachers import LocalTeacher, ServedTeacher, StoredTeacher
-from draftlab.distill.trainer import DistillStep, EvalRecord, train
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.prompts import Prompt
@@ -37,6 +33,10 @@ from draftlab.target_outputs.server_log import ServerLog
 from draftlab.target_outputs.store import read_manifest, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget
 from draftlab.target_outputs.verify import verify_store
+from draftlab.training.fused_loss import TopK
+from draftlab.training.losses import log_probs, parse_loss
+from draftlab.training.teachers import LocalTeacher, ServedTeacher, StoredTeacher
+from draftlab.training.trainer import DistillStep, EvalRecord, train
 
 CPU = torch.device("cpu")
 

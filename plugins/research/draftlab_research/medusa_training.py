@@ -19,18 +19,18 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from draftlab.atomic import remove_state
 from draftlab.data import Batch, HeldOut, open_batches, open_heldout
-from draftlab.distill.checkpointer import best_weights, select_device
-from draftlab.distill.fused_loss import Dense
-from draftlab.distill.losses import parse_loss
-from draftlab.distill.on_policy import Batches
-from draftlab.distill.optimizers import training_dtype
-from draftlab.distill.run import TrainingResult, claimed_state, fit
-from draftlab.distill.teachers import logits_of
-from draftlab.distill.trainer import DistillStep, TrainingSetup
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.devices import exact
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
+from draftlab.training.checkpointer import best_weights, select_device
+from draftlab.training.fused_loss import Dense
+from draftlab.training.losses import parse_loss
+from draftlab.training.on_policy import Batches
+from draftlab.training.optimizers import training_dtype
+from draftlab.training.run import TrainingResult, claimed_state, fit
+from draftlab.training.teachers import logits_of
+from draftlab.training.trainer import DistillStep, TrainingSetup
 from draftlab_research.drafting.medusa import apply_heads, write
 from draftlab_research.train_medusa import MedusaConfig
 

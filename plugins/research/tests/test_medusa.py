@@ -18,12 +18,12 @@ from torch.nn.functional import linear, silu
 
 from draftlab.config.drafters import parse_drafter
 from draftlab.data import Batch
-from draftlab.distill.teachers import LocalTeacher
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.sampling import SamplingParams
+from draftlab.training.teachers import LocalTeacher
 from draftlab_research import medusa_training
 from draftlab_research.drafting import medusa
 from draftlab_research.drafting.medusa import MedusaDrafter

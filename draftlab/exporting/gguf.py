@@ -1,0 +1,267 @@
+"""GGUF files with llama.cpp's names of tensors and settings; weights are converted and written one at a time."""
+
+import math
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftlab.errors import UserError
+from draftlab.exporting.gguf_tokenizer import GGUFTokenizer, read_tokenizer
+from draftlab.model import checkpoint, loading
+from draftlab.model.eagle import HeadConfig
+from draftlab.model.shape import Shape
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+EAGLE3 = "eagle3"  # llama.cpp's architecture of EAGLE-3 heads
+UNQUANTIZED = "f16"  # type of a matrix whose rows do not divide into blocks
+ROPE_FACTORS = "rope_freqs.weight"
+DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a GGUF file: its names there and in the checkpoint, its size, its type."""
+
+    name: str
+    source: str
+    dims: tuple[int, ...]
+    qtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A GGUF file. unquantized: matrices that stayed f16, as their rows do not divide into blocks."""
+
+    path: Path
+    tokenizer: GGUFTokenizer
+    unquantized: list[str]
+
+
+def library() -> Any:
+    """Return the gguf package, which the extra gguf installs."""
+    import gguf
+
+    return gguf
+
+
+def architecture(directory: Path) -> str:
+    """Return llama.cpp's name of a checkpoint's architecture.
+
+    llama.cpp's "qwen2" wants heads x head_dim = width; a Qwen2 cut otherwise is written as a "llama" with biases.
+
+    Raises:
+        UserError: it has none, or computes something else under that name.
+    """
+    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
+    model_type = str(config.get("model_type"))
+    if model_type not in ARCHITECTURES:
+        raise UserError(f"{directory} is a {model_type} model; GGUF export supports {', '.join(ARCHITECTURES)}")
+    if config.get("hidden_act") != "silu":
+        raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; llama.cpp computes silu")
+    return "llama" if model_type == "qwen2" and shape.sizes["q"] != shape.hidden else ARCHITECTURES[model_type]
+
+
+def write(directory: Path, file: Path, qtype: str) -> Written:
+    """Write a checkpoint as one GGUF file with matrices of that type.
+
+    Raises:
+        UserError: llama.cpp does not know the model, its tokenizer or its rotary scaling.
+    """
+    name, shape = architecture(directory), checkpoint.read_shape(directory)
+    tokenizer, infos = read_tokenizer(directory, shape.vocab), tensor_infos(shape, qtype)
+    _write(directory, file, qtype, (name, shape, tokenizer), infos, checkpoint.Weights(directory), {})
+    return Written(path=file, tokenizer=tokenizer, unquantized=unquantized(infos, qtype))
+
+
+def write_head(directory: Path, target: Path, config: HeadConfig, file: Path, qtype: str) -> list[str]:
+    """Write an EAGLE-3 head in the native layout as llama.cpp reads it, with the target's tokenizer.
+
+    llama.cpp's d2t are the target's ids themselves. Returns: matrices that stay f16.
+
+    Raises:
+        UserError: llama.cpp does not know the target's tokenizer or the head's rotary scaling.
+    """
+    weights = dict(checkpoint.Weights(directory))
+    weights.pop("t2d", None)
+    if "d2t" in weights:
+        weights["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    infos = [_head_info(source, tuple(tensor.shape), qtype) for source, tensor in weights.items()]
+    settings: dict[str, object] = {
+        "target_layers": list(config.layer_ids), "target_hidden_size": config.target_hidden,
+        "norm_before_residual": config.norm_before_residual, "norm_before_fc": False,
+    }  # fmt: skip
+    tokenizer = read_tokenizer(target, config.vocab)
+    _write(directory, file, qtype, (EAGLE3, config.shape, tokenizer), infos, weights, settings)
+    return unquantized(infos, qtype)
+
+
+def unquantized(infos: Sequence[TensorInfo], qtype: str) -> list[str]:
+    """Return the matrices that are stored in another type, as their rows do not divide into its blocks."""
+    return [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
+
+
+def _write(
+    directory: Path,
+    file: Path,
+    qtype: str,
+    about: tuple[str, Shape, GGUFTokenizer],
+    infos: list[TensorInfo],
+    weights: Mapping[str, Tensor],
+    settings: Mapping[str, object],
+) -> None:
+    """directory: of config.json. settings: more of them, by their names after the architecture's."""
+    gguf, (name, shape, tokenizer), rope = library(), about, _rope(directory)
+    if rope["rope_type"] == "llama3":
+        factors = _rope_factors(directory, shape)
+        weights = ChainMap({ROPE_FACTORS: factors}, cast(Any, weights))  # only read
+        infos = [TensorInfo(name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"), *infos]
+    codes = {info.name: gguf.GGMLQuantizationType[info.qtype.upper()] for info in infos}
+    writer = gguf.GGUFWriter(file, name)
+    _add_settings(writer, directory, file.stem, shape, rope, qtype)
+    for key, value in settings.items():
+        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+        add(f"{name}.{key}", value)
+    _add_tokenizer(writer, tokenizer)
+    for info in infos:
+        size = gguf.quant_shape_to_byte_shape(info.dims, codes[info.name])
+        writer.add_tensor_info(info.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=codes[info.name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for info in infos:
+        tensor = permute_rope(weights[info.source], info, name, shape)
+        data = tensor.numpy() if info.qtype == "i64" else gguf.quants.quantize(tensor.float().numpy(), codes[info.name])
+        writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
+    writer.close()
+
+
+def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
+    """Return a tensor of an EAGLE-3 head under llama.cpp's name."""
+    gguf = library()
+    part = source.removeprefix("midlayer.")
+    if part == "d2t":
+        return TensorInfo(name="d2t", source=source, dims=dims, qtype="i64")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    of_llama = {
+        "fc.weight": "fc.weight",
+        "hidden_norm.weight": "blk.0.attn_norm_2.weight",
+        "lm_head.weight": "output.weight",
+    }
+    known = f"model.{part}" if part == source else f"model.layers.0.{part}"
+    name = of_llama.get(part) or names.get_name(known, try_suffixes=(".weight",))
+    return TensorInfo(name=name, source=source, dims=dims, qtype=_type_of(dims, qtype))
+
+
+def _type_of(dims: tuple[int, ...], qtype: str) -> str:
+    """Return the type that a tensor of that size is stored in."""
+    gguf = library()
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype.upper()]][0]
+    return "f32" if len(dims) < 2 else qtype if dims[-1] % block == 0 else UNQUANTIZED
+
+
+def tensor_infos(shape: Shape, qtype: str) -> list[TensorInfo]:
+    """Return the tensors of a file with matrices of that type, in the checkpoint's order."""
+    gguf = library()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, shape.layers)  # has every name of the others
+    infos = []
+    for source, axes in shape.axes().items():
+        dims = shape.dims(axes)
+        name = names.get_name(source, try_suffixes=(".weight", ".bias"))
+        infos.append(TensorInfo(name=name, source=source, dims=dims, qtype=_type_of(dims, qtype)))
+    return infos
+
+
+def permute_rope(tensor: Tensor, info: TensorInfo, architecture: str, shape: Shape) -> Tensor:
+    """Return a tensor in llama.cpp's row order.
+
+    The architectures "llama" and "eagle3" rotate neighbouring rows together: the halves of each head are interleaved.
+    """
+    query, key = (f"{part}_proj." in info.source for part in "qk")
+    if architecture not in ("llama", EAGLE3) or not (query or key):
+        return tensor
+    heads = shape.heads if query else shape.kv_heads
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
+    """Return a tensor quantized to a type and back; unchanged if its rows do not divide into blocks."""
+    gguf = library()
+    code = gguf.GGMLQuantizationType[qtype.upper()]
+    if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[code][0]:
+        return tensor
+    back = gguf.quants.dequantize(gguf.quants.quantize(tensor.float().numpy(), code), code)
+    return torch.from_numpy(np.ascontiguousarray(back)).to(tensor.dtype)
+
+
+def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, rope: dict[str, Any], qtype: str) -> None:
+    gguf, config = library(), checkpoint.read_config(directory)
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")])
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(_context(directory, config))
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_vocab_size(shape.vocab)
+    writer.add_layer_norm_rms_eps(float(str(config["rms_norm_eps"])))
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
+
+
+def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
+    writer.add_tokenizer_model(tokenizer.model)
+    writer.add_tokenizer_pre(tokenizer.pre)
+    writer.add_token_list(tokenizer.tokens)
+    writer.add_token_types(tokenizer.types)
+    if tokenizer.scores is not None:
+        writer.add_token_scores(tokenizer.scores)
+        writer.add_add_space_prefix(tokenizer.add_space_prefix)
+    if tokenizer.merges is not None:
+        writer.add_token_merges(tokenizer.merges)
+    add = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "pad": writer.add_pad_token_id}
+    for name, number in tokenizer.special.items():
+        if number is not None:
+            (add | {"unk": writer.add_unk_token_id})[name](number)
+    writer.add_add_bos_token(tokenizer.add_bos)
+    writer.add_add_eos_token(tokenizer.add_eos)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _context(directory: Path, config: dict[str, object]) -> int:
+    """Return the context in tokens, or a sliding window that is shorter: within it, attention is full."""
+    context, window = checkpoint.max_model_len(directory, DEFAULT_CONTEXT), config.get("sliding_window")
+    return min(context, window) if isinstance(window, int) and config.get("use_sliding_window", True) else context
+
+
+def _rope(directory: Path) -> dict[str, Any]:
+    rope = {"rope_type": "default", **loading.auto_config(directory).rope_parameters}
+    if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
+        raise UserError(f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export has linear, llama3 and yarn")
+    return rope
+
+
+def _rope_factors(directory: Path, shape: Shape) -> Tensor:
+    """Return the divisors of the plain frequencies, [C / 2]: llama.cpp has no setting for Llama 3's scaling."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config: Any = loading.auto_config(directory)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, checkpoint.CPU)
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    return float(config.rope_parameters["rope_theta"]) ** -exponents / scaled

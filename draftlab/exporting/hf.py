@@ -1,0 +1,53 @@
+"""Drafts as Hugging Face directories: with the target's tokenizer and number of logits, in one dtype."""
+
+from pathlib import Path
+
+import torch
+
+from draftlab.config.inputs import TYPES
+from draftlab.exporting.gguf import fake_quantize
+from draftlab.model import checkpoint, saving
+from draftlab.model.head_ids import read_head_ids, write_head_ids
+from draftlab.model.trimmed_head import as_whole
+from draftlab.training.vocabulary import resize
+
+
+def write(draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:
+    """Write a draft; return what was changed, for people. vocab: number of logits. dtype: None, as stored."""
+    changed = []
+    stored = checkpoint.stored_dtype(draft)
+    if dtype is not None and dtype != stored:
+        changed.append(f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}")
+    config, source = checkpoint.read_config(draft), checkpoint.Weights(draft).items()
+    if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
+        config, source = as_whole(config, checkpoint.Weights(draft), ids)
+        changed.append(f"head of {len(ids):,} ids to all; the rows of others are the mean of theirs")
+    weights = ((name, tensor.to(dtype or stored)) for name, tensor in source)
+    saving.write_checkpoint(out, config, weights, tokenizer_from)
+    if vocab is not None and (resized := resize(out, vocab)):
+        changed.append(f"logits {resized}")
+    if _tokenizer_files(tokenizer_from) != _tokenizer_files(draft):
+        changed.append(f"tokenizer files of {tokenizer_from.name}")
+    return changed
+
+
+def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
+    """Write a draft in float32, every matrix rounded as GGUF's type rounds it."""
+    weights = (
+        (name, fake_quantize(tensor.float(), qtype) if tensor.ndim == 2 else tensor.float())
+        for name, tensor in checkpoint.Weights(draft).items()
+    )
+    saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
+    if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
+        write_head_ids(out, ids)
+
+
+def parse_quantized_name(name: str) -> tuple[str, str | None]:
+    """Split 'draft@q8_0' into name and type; any other name has no type."""
+    base, _, qtype = name.rpartition("@")
+    return (base, qtype) if base and qtype in TYPES else (name, None)
+
+
+def _tokenizer_files(directory: Path) -> list[bytes | None]:
+    files = (directory / name for name in saving.TOKENIZER_FILES)
+    return [file.read_bytes() if file.is_file() else None for file in files]

@@ -1,0 +1,134 @@
+"""The choice of layers, hidden dimensions, heads and neurons: by importance, or by a baseline's rule.
+
+L layers, D hidden, H heads, K kv heads, F ffn.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from draftlab.model.checkpoint import layer_of
+from draftlab.model.shape import Shape
+from draftlab.pruning.cut import Keep
+from draftlab.pruning.importance import Importance, Scores
+from draftlab.pruning.walk import Walk
+
+
+def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
+    """Return the parts with the highest scores that make shape, in the given layers.
+
+    Heads are chosen by group, so that every kept kv head serves equally many queries: the best kv groups first, then
+    the best heads inside each.
+    """
+    picked = [_keep_heads(scores.heads[layer], source, shape) for layer in layers]
+    return Keep(
+        layers=layers,
+        hidden=top(scores.hidden, shape.hidden),
+        heads=[heads for heads, _ in picked],
+        kv_heads=[kv_heads for _, kv_heads in picked],
+        ffn=[top(scores.ffn[layer], shape.ffn) for layer in layers],
+    )
+
+
+def top(scores: Tensor, count: int) -> list[int]:
+    """Return the indices of the largest scores, ascending; of equal scores, the lower index."""
+    return sorted(scores.argsort(descending=True, stable=True)[:count].tolist())
+
+
+def influential(importance: Importance, count: int) -> list[int]:
+    """Return the layers that turn their input most; the first and the last stay as long as two do."""
+    scores = importance.scores.layers.clone()
+    scores[0] = torch.inf
+    if count > 1:
+        scores[-1] = torch.inf
+    return top(scores, count)
+
+
+def contiguous(importance: Importance, count: int) -> list[int]:
+    """Drop the run of layers that together turn the stream least (Gromov et al., 2403.17887); the ends stay."""
+    total = len(importance.distance) - 1
+    dropped = total - count
+    starts = range(1, max(2, count))
+    start = min(starts, key=lambda i: float(importance.distance[i, min(i + dropped, total)]))
+    return [i for i in range(total) if not start <= i < start + dropped]
+
+
+def even(total: int, count: int) -> list[int]:
+    """Return evenly spaced layers from the first to the last."""
+    return [round(i * (total - 1) / (count - 1)) for i in range(count)] if count > 1 else [0]
+
+
+@torch.inference_mode()
+def greedy(walk: Walk, chunks: list[Tensor], count: int, advance: Callable[[int], None]) -> list[int]:
+    """Drop one layer at a time: the one whose loss raises KL(whole model || rest) least.
+
+    SLEB (2402.09025) with the whole model's output as the reference. Runs L + (L - 1) + ... partial models over
+    chunks of token ids [1, T]: for sources that fit in memory.
+    """
+    total = len(walk.layers)
+    embedded = walk.embed(chunks)
+
+    def log_probs(layers: list[int]) -> Tensor:
+        streams = embedded
+        for index in layers:
+            with walk.layer(index) as (_, run):
+                streams = [run(stream) for stream in streams]
+        with walk.head() as (_, run):
+            return torch.cat([run(stream)[0].float().log_softmax(-1) for stream in streams])  # [N, V]
+
+    layers = list(range(total))
+    whole = log_probs(layers)
+    while len(layers) > count:
+        candidates = [[i for i in layers if i != dropped] for dropped in layers]
+        layers = min(candidates, key=lambda rest: float((whole.exp() * (whole - log_probs(rest))).sum()))
+        advance(total - len(layers))
+    return layers
+
+
+def random_scores(shape: Shape, seed: int) -> Scores:
+    rng = torch.Generator().manual_seed(seed)
+    return _scores(shape, lambda *size: torch.rand(size, generator=rng))
+
+
+def first_scores(shape: Shape) -> Scores:
+    """Rank lower indices higher."""
+    return _scores(shape, lambda *size: -torch.arange(size[-1], dtype=torch.float32).expand(size))
+
+
+def magnitude_scores(weights: Mapping[str, Tensor], shape: Shape) -> Scores:
+    """Return the squared norm of all rows and columns that belong to a part."""
+    squares = _scores(shape, torch.zeros)
+    for name, axes in shape.axes().items():
+        square = weights[name].float().square()
+        layer = layer_of(name)
+        for dim, axis in enumerate(axes):
+            others = [d for d in range(len(axes)) if d != dim]
+            along = square.sum(others) if others else square
+            if axis == "hidden":
+                squares.hidden.add_(along)
+            elif axis == "q" and layer is not None:
+                squares.heads[layer].add_(along.unflatten(0, (shape.heads, shape.head_dim)).sum(-1))
+            elif axis == "ffn" and layer is not None:
+                squares.ffn[layer].add_(along)
+        if layer is not None:
+            squares.layers[layer] += square.sum()
+    return squares
+
+
+def _scores(shape: Shape, fill: Callable[..., Tensor]) -> Scores:
+    return Scores(
+        layers=fill(shape.layers),
+        hidden=fill(shape.hidden),
+        heads=fill(shape.layers, shape.heads),
+        ffn=fill(shape.layers, shape.ffn),
+    )
+
+
+def _keep_heads(scores: Tensor, source: Shape, shape: Shape) -> tuple[list[int], list[int]]:
+    """Return the query heads and kv heads to keep in one layer. scores: [H]."""
+    by_group = scores.unflatten(0, (source.kv_heads, -1))  # [K, G]
+    kv_heads = top(by_group.sum(1), shape.kv_heads)
+    per_group, group = shape.heads // shape.kv_heads, by_group.shape[1]
+    heads = [kv * group + i for kv in kv_heads for i in top(by_group[kv], per_group)]
+    return heads, kv_heads

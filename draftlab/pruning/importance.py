@@ -1,0 +1,176 @@
+"""Importance of each layer, hidden dimension, head and neuron of a model, from one calibration pass.
+
+T tokens, L layers, D hidden, H heads, C head_dim, F ffn. Larger scores matter more.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from draftlab.errors import UserError
+from draftlab.model.checkpoint import CPU
+from draftlab.model.devices import exact_dtype, exact_products
+from draftlab.model.saving import write_tensors
+from draftlab.model.shape import Shape
+from draftlab.model.weights import check_weight
+from draftlab.pruning.walk import Walk
+from draftlab.reading import reading_tensors
+
+SAMPLED_TOKENS = 512  # streams kept of every layer, to compare all pairs of layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Importance of every part, by whatever rule."""
+
+    layers: Tensor  # [L]
+    hidden: Tensor  # [D]
+    heads: Tensor  # [L, H]
+    ffn: Tensor  # [L, F]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importance:
+    """The result of one calibration. heads and ffn: activations x weights, after Minitron (2407.14679, 3.1)."""
+
+    distance: Tensor  # [L + 1, L + 1]: mean 1 - cosine of the residual streams before layers i and j
+    hidden: Tensor  # [D], over all norms' outputs
+    heads: Tensor  # [L, H]
+    ffn: Tensor  # [L, F]
+    covariance: Tensor  # [D, D]: of the streams that enter norms, each token scaled to mean square 1
+
+    @property
+    def scores(self) -> Scores:
+        """Scores with layers by how much they turn their input (block influence, ShortGPT, 2403.03853)."""
+        return Scores(layers=self.distance.diagonal(1), hidden=self.hidden, heads=self.heads, ffn=self.ffn)
+
+    def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
+        """Return the largest principal directions [D, count], and their share of the energy; computed on the device."""
+        covariance = self.covariance.to(device if device.type == "cuda" else "cpu").double()
+        energy, directions = (part.cpu() for part in torch.linalg.eigh(covariance))
+        directions = directions.flip(1)[:, :count]
+        signs = directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
+        return (directions * signs).float(), float(energy.flip(0)[:count].sum() / energy.sum())
+
+
+def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]) -> Importance:
+    """Run chunks of token ids [1, T] layer by layer. advance: called with the number of layers done."""
+    sums = _Sums(shape, walk.device)
+    streams = walk.embed(chunks)
+    stride = max(1, len(chunks) * chunks[0].shape[1] // SAMPLED_TOKENS)
+    samples = [_sample(streams, stride)]
+    for index in range(shape.layers):
+        with walk.layer(index) as (layer, run), _hooked(sums.listeners(layer, index)), exact_products():
+            streams = [run(stream) for stream in streams]
+            sums.weigh(layer, index)
+        samples.append(_sample(streams, stride))
+        advance(index + 1)
+    with walk.head() as (model, run), _hooked([(model.get_submodule("model.norm"), sums.norm)]), exact_products():
+        for stream in streams:
+            run(stream)
+    return Importance(
+        distance=_distances(samples),
+        hidden=sums.hidden.sqrt().cpu(),
+        heads=sums.heads.cpu(),
+        ffn=sums.ffn.cpu(),
+        covariance=sums.covariance.float().cpu(),
+    )
+
+
+def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
+    """Write importance to a file. facts: what decided it. Raises UserError: it cannot be written."""
+    tensors = {name: getattr(importance, name).contiguous() for name in Importance.__slots__}
+    write_tensors(file, tensors, facts)
+
+
+def load_scores(file: Path, facts: dict[str, str]) -> Importance:
+    """Read what save_scores wrote. Raises UserError: other facts decided it, or it is damaged."""
+    with reading_tensors(file), safe_open(file, framework="pt") as handle:
+        stored = handle.metadata() or {}
+        for key, value in facts.items():
+            if stored.get(key) != value:
+                raise UserError(f"--scores-cache {file} was made with {key} = {stored.get(key)}, not {value}")
+        tensors = {name: handle.get_tensor(name) for name in Importance.__slots__}
+    for name, tensor in tensors.items():
+        check_weight(tensor, name, file)
+    return Importance(**tensors)
+
+
+Listener = Callable[[Tensor, Tensor], object]  # called with a module's input and output
+
+
+class _Sums:
+    """Running sums over tokens, where the tokens are."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=exact_dtype(device), device=device)
+
+        self.shape = shape
+        self.hidden, self.covariance = zeros(shape.hidden), zeros(shape.hidden, shape.hidden)
+        self.attention, self.neurons = zeros(shape.layers, shape.sizes["q"]), zeros(shape.layers, shape.ffn)
+        self.heads, self.ffn = zeros(shape.layers, shape.heads), zeros(shape.layers, shape.ffn)
+
+    def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
+        """Return the submodules of a layer to listen to."""
+        listeners: dict[str, Listener] = {
+            "input_layernorm": self.norm,
+            "post_attention_layernorm": self.norm,
+            "self_attn.o_proj": lambda x, _: self.attention[index].add_(_magnitude(x)),
+            "mlp.down_proj": lambda x, _: self.neurons[index].add_(_magnitude(x)),
+        }
+        return [(layer.get_submodule(name), listener) for name, listener in listeners.items()]
+
+    def norm(self, x: Tensor, y: Tensor) -> None:
+        self.hidden += _magnitude(y)
+        x = x[0].float()  # [T, D]
+        x = x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        self.covariance += x.T @ x
+
+    def weigh(self, layer: nn.Module, index: int) -> None:
+        """Multiply the activations of a layer by the norms of the columns that read them."""
+        o, down = (layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj"))
+        attention = self.attention[index].sqrt() * _column_norms(o)
+        self.heads[index] = attention.unflatten(0, (self.shape.heads, self.shape.head_dim)).sum(-1)
+        self.ffn[index] = self.neurons[index].sqrt() * _column_norms(down)
+
+
+@contextlib.contextmanager
+def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
+    def hook(listener: Listener) -> Callable[..., None]:
+        def call(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            listener(args[0], output)  # nothing is returned: it would replace the output
+
+        return call
+
+    handles = [module.register_forward_hook(hook(listener)) for module, listener in listeners]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """Return the square of the mean magnitude over tokens, [1, T, N] -> [N]."""
+    return x[0].to(exact_dtype(x.device)).abs().mean(0).square()
+
+
+def _column_norms(weight: Tensor) -> Tensor:
+    return weight.detach().to(exact_dtype(weight.device)).norm(dim=0)
+
+
+def _sample(streams: list[Tensor], stride: int) -> Tensor:
+    rows = torch.cat([stream[0, ::stride] for stream in streams])[:SAMPLED_TOKENS].float().cpu()  # [n, D]
+    return torch.nn.functional.normalize(rows, dim=-1).flatten()
+
+
+def _distances(samples: list[Tensor]) -> Tensor:
+    tokens = samples[0].square().sum()  # each row has length 1
+    rows = torch.stack(samples)  # [L + 1, n D]
+    return 1 - rows @ rows.T / tokens

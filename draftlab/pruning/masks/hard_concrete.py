@@ -1,0 +1,173 @@
+"""Learned masks: Sheared LLaMA's targeted structured pruning (Xia et al., 2310.06694), with heads by KV group.
+
+L layers, D hidden, K kv heads, G query heads per kv head, H = K G, F ffn. The masks of one dimension are [rows, n]:
+each row ends with an exact number of non-zero entries.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from draftlab.model.shape import Shape
+from draftlab.pruning.cut import Keep
+
+Dimension = Literal["hidden", "layers", "kv_heads", "heads", "ffn"]
+
+# hard concrete (Louizos et al., 1712.01312): a sigmoid stretched to [LOW, HIGH] at temperature BETA, clipped to [0, 1]
+LOW, HIGH, BETA = -0.1, 1.1, 2 / 3
+EPSILON = 1e-6
+BOUND = math.log(100)  # log-odds stay within +- this
+WARM_UP = 0.2  # share of the steps in which the target sparsity rises to its end
+
+
+class MaskSize(NamedTuple):
+    rows: int
+    size: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Mask values, 1 where nothing is masked."""
+
+    hidden: Tensor  # [D]
+    layers: Tensor  # [L]
+    heads: Tensor  # [L, H]
+    ffn: Tensor  # [L, F]
+
+
+def mask_sizes(source: Shape, shape: Shape) -> dict[Dimension, MaskSize]:
+    """Return the dimensions in which something is cut. One kv mask multiplies the masks of its group's query heads."""
+    group, target = source.heads // source.kv_heads, shape.heads // shape.kv_heads
+    sizes: dict[Dimension, MaskSize] = {
+        "hidden": MaskSize(1, source.hidden, shape.hidden),
+        "layers": MaskSize(1, source.layers, shape.layers),
+        "kv_heads": MaskSize(source.layers, source.kv_heads, shape.kv_heads),
+        "heads": MaskSize(source.layers * source.kv_heads, group, target),
+        "ffn": MaskSize(source.layers, source.ffn, shape.ffn),
+    }
+    return {name: size for name, size in sizes.items() if size.target < size.size}
+
+
+class Masks(nn.Module):
+    """Log-odds of every mask, and the Lagrange multipliers that bring each dimension to its target.
+
+    A masked model reads ``values``, which ``draw`` sets before every forward pass: a sample in training, the
+    deterministic masks otherwise.
+    """
+
+    def __init__(self, source: Shape, shape: Shape, seed: int) -> None:
+        super().__init__()
+        self.source, self.shape = source, shape
+        self.sizes = mask_sizes(source, shape)
+        rng = torch.Generator().manual_seed(seed)
+        start = {n: 5 + 0.01 * torch.randn(s.rows, s.size, generator=rng) for n, s in self.sizes.items()}
+        self.log_odds = nn.ParameterDict({name: nn.Parameter(value) for name, value in start.items()})
+        self.multipliers = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in self.sizes})
+        self.progress = 1.0  # share of the run that is done
+        self.values = self._values({})
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return parameter groups: descent on log-odds, ascent on multipliers, both at the published rate of 1."""
+        same = {"lr": 1.0, "weight_decay": 0.0}
+        return [
+            {"params": list(self.log_odds.parameters()), **same},
+            {"params": list(self.multipliers.parameters()), "maximize": True, **same},
+        ]
+
+    def draw(self) -> None:
+        """Set values for one forward pass."""
+        if not self.training:
+            self.values = self.deterministic()
+            return
+        with torch.no_grad():
+            for log_odds in self.log_odds.values():
+                log_odds.clamp_(-BOUND, BOUND)
+        self.values = self._values({name: sample(self._odds(name)) for name in self.sizes})
+
+    def deterministic(self) -> Values:
+        """Return masks with exactly the target's counts: the smallest of each row are zero, the others stay soft."""
+        masks = {}
+        for name, size in self.sizes.items():
+            soft = torch.sigmoid(0.8 * self._odds(name).clamp(-BOUND, BOUND) / BETA)
+            order = soft.argsort(descending=True, stable=True, dim=-1)[:, : size.target]
+            masks[name] = soft * torch.zeros_like(soft).scatter(-1, order, 1.0)
+        return self._values(masks)
+
+    def penalty(self) -> Tensor:
+        """Return the augmented Lagrangian: the sum of mean l1 (s - t) + l2 (s - t)^2, s expected sparsity, t target."""
+        total = torch.zeros((), device=next(iter(self.log_odds.values())).device)
+        for name, gap in self._gaps(min(1.0, self.progress / WARM_UP)).items():
+            linear, square = self.multipliers[name]
+            total = total + (linear * gap + square * gap.square()).mean()
+        return total
+
+    def gaps(self) -> dict[str, float]:
+        """Return the distance of each dimension's expected sparsity from its target, the mean over rows."""
+        return {name: float(gap.detach().abs().mean()) for name, gap in self._gaps(1.0).items()}
+
+    def keep(self) -> Keep:
+        """Return what the deterministic masks keep."""
+        values, group = self.deterministic(), self.source.heads // self.source.kv_heads
+        layers = _nonzero(values.layers)
+        heads = [_nonzero(values.heads[layer]) for layer in layers]
+        return Keep(
+            layers=layers,
+            hidden=_nonzero(values.hidden),
+            heads=heads,
+            kv_heads=[sorted({head // group for head in row}) for row in heads],
+            ffn=[_nonzero(values.ffn[layer]) for layer in layers],
+        )
+
+    def save(self, file: Path) -> None:
+        """Write log-odds and final values, for inspection."""
+        values = self.deterministic()
+        tensors = {f"log_odds.{name}": p.detach() for name, p in self.log_odds.items()}
+        tensors |= {f"value.{name}": getattr(values, name).detach() for name in Values.__slots__}
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file)
+
+    def _odds(self, name: str) -> Tensor:
+        return cast(Tensor, self.log_odds[name])
+
+    def _gaps(self, share: float) -> dict[str, Tensor]:
+        """Return expected minus target sparsity of each row. share: of the final target."""
+        return {
+            name: 1 - keep_probability(self._odds(name)).mean(-1) - share * (1 - size.target / size.size)
+            for name, size in self.sizes.items()
+        }
+
+    def _values(self, masks: dict[Dimension, Tensor]) -> Values:
+        s = self.source
+        device = next((p.device for p in self.log_odds.values()), torch.device("cpu"))
+
+        def shaped(name: Dimension, *size: int) -> Tensor:
+            return masks[name].view(size) if name in masks else torch.ones(size, device=device)
+
+        hidden = shaped("hidden", s.hidden)
+        if s.tied and "hidden" in masks:  # a soft mask cannot be folded into a matrix that both embeds and predicts
+            hidden = (hidden > 0).float() + (hidden - hidden.detach())
+        by_group = shaped("heads", s.layers, s.kv_heads, s.heads // s.kv_heads)
+        heads = shaped("kv_heads", s.layers, s.kv_heads, 1) * by_group
+        return Values(hidden, shaped("layers", s.layers), heads.flatten(1), shaped("ffn", s.layers, s.ffn))
+
+
+def sample(log_odds: Tensor) -> Tensor:
+    """Return hard concrete samples in [0, 1], from the global random state of the CPU."""
+    u = torch.rand(log_odds.shape).clamp(EPSILON, 1 - EPSILON).to(log_odds.device)
+    s = torch.sigmoid((u.log() - torch.log1p(-u) + log_odds) / BETA)
+    return (s * (HIGH - LOW) + LOW).clamp(0, 1)
+
+
+def keep_probability(log_odds: Tensor) -> Tensor:
+    """Return the probability that a sample is not zero."""
+    clamped = log_odds.clamp(-BOUND, BOUND)
+    return torch.sigmoid(clamped - BETA * math.log(-LOW / HIGH)).clamp(EPSILON, 1 - EPSILON)
+
+
+def _nonzero(values: Tensor) -> list[int]:
+    return values.detach().nonzero().flatten().tolist()

@@ -1,0 +1,120 @@
+"""A transformers model that computes with masks, and the same masks folded into its weights.
+
+B rows, T tokens, D hidden, F ffn, C head_dim. A model masked with zeros gives the logits of the smaller model that they
+cut out; folding makes that true for soft masks too.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from draftlab.model.checkpoint import layer_of
+from draftlab.model.shape import Shape
+from draftlab.pruning.cut import TensorView
+from draftlab.pruning.masks.hard_concrete import Masks, Values
+
+NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
+
+
+@contextlib.contextmanager
+def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
+    """Let a model compute with masks.values inside the block.
+
+    Masks multiply the weights of a projection, of which there are fewer than activations; the inputs and outputs of a
+    wrapped one, such as LoRA's.
+    """
+    handles, patched = [], []
+    for path, module in model.named_modules():
+        name = path[path.find("model.layers.") :] if "model.layers." in path else path
+        layer, part = layer_of(name), name.rsplit(".", 1)[-1]
+        if part == "embed_tokens":
+            handles.append(module.register_forward_hook(lambda _, args, out: out * masks.values.hidden.to(out.dtype)))
+        elif part in NORMS and "hidden" in masks.sizes:
+            module.forward = _masked_norm(module, masks, eps)
+            patched.append(module)
+        elif part in ("o_proj", "down_proj") and layer is not None:
+            site = _Site(masks, part, layer)
+            if isinstance(module, nn.Linear):
+                module.forward = site.masked_linear(module)
+                patched.append(module)
+            else:
+                handles.append(module.register_forward_pre_hook(site.mask_input))
+                handles.append(module.register_forward_hook(site.mask_output))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in patched:
+            del module.forward
+
+
+class Folded(TensorView):
+    """A source's weights with each mask value multiplied in once; cutting what is zero then changes nothing."""
+
+    def __init__(self, weights: Mapping[str, Tensor], shape: Shape, values: Values) -> None:
+        super().__init__(weights, shape)
+        self.z = values
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, layer = self.weights[name], layer_of(name)
+        hidden = self.z.hidden.to(tensor.device)
+        if name == "model.embed_tokens.weight" or (self.axes[name] == ("hidden",) and "norm" in name):
+            return (tensor * hidden).to(tensor.dtype)
+        if layer is None or not ("o_proj" in name or "down_proj" in name):
+            return tensor  # the head too: its input is masked by the last norm
+        out = hidden * self.z.layers[layer].to(tensor.device)
+        if tensor.ndim == 1:
+            return (tensor * out).to(tensor.dtype)
+        heads = self.z.heads[layer].repeat_interleave(self.shape.head_dim)
+        columns = heads if "o_proj" in name else self.z.ffn[layer]
+        return (tensor * out[:, None] * columns.to(tensor.device)).to(tensor.dtype)
+
+
+def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor], Tensor]:
+    """Return an RMSNorm over the dimensions that are not masked, as the cut model computes it."""
+
+    def forward(x: Tensor) -> Tensor:
+        z = masks.values.hidden
+        on = (z != 0).float()
+        h = x.float()
+        scale = (h.square() @ on / on.sum() + eps).rsqrt()  # [B, T]
+        weight = norm.get_parameter("weight")  # looked up each time: FSDP exchanges it
+        return (h * scale.unsqueeze(-1)).to(x.dtype) * (weight * z).to(x.dtype)
+
+    return forward
+
+
+class _Site:
+    """The masks of one o_proj or down_proj."""
+
+    def __init__(self, masks: Masks, part: str, layer: int) -> None:
+        self.masks, self.part, self.layer = masks, part, layer
+
+    def columns(self) -> Tensor:
+        """Return the masks of its inputs: query heads, [H C], or neurons, [F]."""
+        values = self.masks.values
+        if self.part == "down_proj":
+            return values.ffn[self.layer]
+        return values.heads[self.layer].repeat_interleave(self.masks.source.head_dim)
+
+    def rows(self) -> Tensor:
+        """Return the masks of its outputs, [D]."""
+        return self.masks.values.hidden * self.masks.values.layers[self.layer]
+
+    def masked_linear(self, linear: nn.Linear) -> Callable[..., Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            rows = self.rows()
+            weight = linear.get_parameter("weight") * self.columns() * rows[:, None]
+            bias = None if linear.bias is None else (linear.get_parameter("bias") * rows).to(x.dtype)
+            return functional.linear(x, weight.to(x.dtype), bias)
+
+        return forward
+
+    def mask_input(self, _: nn.Module, args: tuple[Tensor]) -> Tensor:
+        return args[0] * self.columns().to(args[0].dtype)
+
+    def mask_output(self, _: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return output * self.rows().to(output.dtype)

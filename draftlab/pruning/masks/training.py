@@ -1,0 +1,121 @@
+"""Mask training on disk: masks under their constraint, with the weights frozen, adapted by LoRA or free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftlab.config.shared import TrainerSettings
+from draftlab.console import note
+from draftlab.data import open_batches, open_heldout
+from draftlab.model import checkpoint
+from draftlab.model.shape import Shape
+from draftlab.pruning.cut import Keep
+from draftlab.pruning.masks.hard_concrete import Masks
+from draftlab.pruning.masks.masked_model import Folded, masked
+from draftlab.pruning.source import Source
+from draftlab.pruning.texts import Text
+from draftlab.training.checkpointer import best_weights
+from draftlab.training.lora import adapt, merged_weights
+from draftlab.training.losses import parse_loss
+from draftlab.training.optimizers import training_dtype
+from draftlab.training.run import fit
+from draftlab.training.trainer import TrainingSetup
+
+MASKS_FILE = "masks/masks.safetensors"  # in a directory: runtimes load every safetensors file beside config.json
+LORA_RANK = 16
+HELDOUT_ROWS = 32
+WARM_UP = 0.1  # share of the steps in which the learning rate rises
+SAVE_STEPS = 100  # most steps between checkpoints to resume from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskTraining:
+    """Training of masks. train_weights: what else trains. lr: peak learning rate of the weights."""
+
+    steps: int
+    batch_size: int
+    train_weights: Literal["frozen", "lora", "full"] = "frozen"
+    loss: str = "fkl"
+    lr: float = 1.0e-4
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    def of_trainer(self, seed: int) -> TrainerSettings:
+        """Return what the trainer takes."""
+        return TrainerSettings(
+            steps=self.steps, batch_size=self.batch_size, warmup_ratio=WARM_UP, training_dtype=self.dtype, seed=seed,
+            save_steps=max(1, min(SAVE_STEPS, self.steps // 4)), optimizer="adamw", lr=self.lr,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedMasks:
+    masks: Masks
+    keep: Keep
+    weights: Folded
+
+    @property
+    def basis(self) -> Tensor:
+        """[D, D']: maps the source's residual stream to the draft's, soft masks included."""
+        hidden = self.masks.deterministic().hidden.detach().cpu()
+        return torch.diag(hidden)[:, self.keep.hidden]
+
+
+def train_masks(source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path) -> TrainedMasks:
+    """Train masks that cut the source to shape; checkpoints in state, from which a killed run resumes.
+
+    Raises:
+        UserError: a loss that is not finite.
+    """
+    masks = Masks(source.shape, shape, text.seed)
+    student = _student(source, training, text.seed)
+    setup = _setup(source, text, training)
+    with masked(student, masks, float(str(source.config["rms_norm_eps"]))):
+        fit(student, setup, training.of_trainer(text.seed), state=state, what="masks", constraint=masks)
+    with torch.no_grad():  # under FSDP the module holds a part of its parameters
+        for name, trained in best_weights(state, "constraint").items():
+            masks.get_parameter(name).copy_(trained)
+    gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
+    note(f"expected minus target sparsity: {gaps}")
+    weights = Folded(_trained_weights(source, training, state), source.shape, masks.deterministic())
+    return TrainedMasks(masks=masks, keep=masks.keep(), weights=weights)
+
+
+def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:
+    tokenizer = checkpoint.load_tokenizer(source.directory)
+    teacher, loss = None, parse_loss(training.loss)
+    if loss.needs_teacher:
+        teacher = checkpoint.load_model(source.directory, checkpoint.DTYPES[training_dtype(training.dtype)])
+    sizes: dict[str, Any] = {"rows": training.batch_size, "seq_len": text.seq_len}
+    batches = open_batches(text.data, tokenizer, steps=training.steps, seed=text.seed, **sizes)
+    heldout = open_heldout(text.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=loss)
+
+
+def _student(source: Source, training: MaskTraining, seed: int) -> PreTrainedModel:
+    wide = training.train_weights == "full" or training_dtype(training.dtype) == "float32"
+    student = checkpoint.load_model(source.directory, torch.float32 if wide else source.dtype)
+    if training.train_weights == "frozen":
+        student.requires_grad_(False)
+    if training.train_weights == "full" and source.untied:
+        _untie(student)
+    return adapt(student, LORA_RANK, seed) if training.train_weights == "lora" else student
+
+
+def _untie(student: PreTrainedModel) -> None:
+    head = student.get_output_embeddings()
+    assert head is not None  # every causal language model has one
+    head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
+    student.config.tie_word_embeddings = False
+
+
+def _trained_weights(source: Source, training: MaskTraining, state: Path) -> Mapping[str, Tensor]:
+    if training.train_weights == "frozen":
+        return source.weights
+    trained = best_weights(state, "student")
+    whole = merged_weights(source.directory, LORA_RANK, trained) if training.train_weights == "lora" else trained
+    return source.with_head({name: tensor.to(source.dtype) for name, tensor in whole.items()})

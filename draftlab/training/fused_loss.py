@@ -1,0 +1,309 @@
+"""Loss and gradients in one pass, a chunk of tokens at a time, so that logits of all tokens never exist at once.
+
+N tokens, c of them in a chunk, b of those in a block, D hidden, V vocab, k listed tokens. Gradients with respect to
+hidden states and head are computed in the forward pass (the idea of Liger's fused linear losses, 2410.10989) by the one
+rule of losses.py; the backward pass only scales them. The teacher's head is applied once per token. Heads are applied
+to a chunk; the loss goes through it in blocks that fit the processor's cache, and overwrites logits with gradients.
+
+A student with a trimmed head has S of the V logits. The teacher's distribution is not renormalised over them, so that
+acceptance is what the engine will measure: the p of other ids is lost to it. One more column, of a probability that
+rounds to nothing, stands for them all. No gradient goes through it, and the losses are the divergences of measures
+whose mass is less than 1: fkl leaves out the infinite part, p log p / q of the lost ids, and counts their p; the others
+are exact, up to a constant. Cross-entropy leaves out the tokens that the head lacks. Of listed tokens the head's
+bucket stands for all that are not listed, lost ones too.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftlab.model.devices import exact_dtype
+from draftlab.model.trimmed_head import TrimmedHead
+from draftlab.training.losses import Loss, Pair, log_probs, wide
+
+CPU_BUDGET, BUDGET = 128 << 20, 1 << 30  # bytes of a chunk's logits, the student's and the teacher's, in fp32
+CPU_ROWS, ROWS = 512, 4096  # of a chunk, at most: matrix products gain nothing from more, and launches cost time
+CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 [b, V]; about ten live at once
+LOST = -80.0  # log-probability of what has none
+SLICE = 512  # rows of the head's gradient that a CPU adds to at once where it is wider than the head
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Whole distributions: hidden [N, D] and head [V, D]; or logits [N, V] and no head.
+
+    rows: where several tokens have one distribution, the row of each token in hidden, ascending, [tokens].
+    log_total: log-normalisers [N] at the loss's temperature, where these are the teacher's logits of the S ids of a
+    trimmed student alone.
+    """
+
+    hidden: Tensor
+    head: Tensor | None
+    rows: Tensor | None = None
+    log_total: Tensor | None = None
+
+    @property
+    def vocab(self) -> int:
+        return self.hidden.shape[1] if self.head is None else self.head.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return self.hidden.dtype if self.head is None else self.head.dtype
+
+    def buffer(self, rows: int) -> Tensor:
+        """Return room for the logits of some rows, [rows, V]."""
+        return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
+
+    def logits(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
+        """Return logits [c, V]; in the buffer, if one is passed and a head makes them."""
+        if self.rows is None:
+            return self._product(self.hidden[rows], buffer)
+        distinct, of_token = self.rows[rows].unique_consecutive(return_inverse=True)
+        return self._product(self.hidden[distinct], buffer)[of_token]
+
+    def _product(self, hidden: Tensor, buffer: Tensor | None) -> Tensor:
+        if self.head is None:
+            return hidden
+        return torch.mm(hidden.to(self.dtype), self.head.T, out=None if buffer is None else buffer[: len(hidden)])
+
+    def total(self, tokens: slice) -> Tensor | None:
+        """Return the log-normalisers of some tokens, if they have their own."""
+        if self.log_total is None:
+            return None
+        return self.log_total[tokens if self.rows is None else self.rows[tokens]]
+
+    def log_probs(self, rows: slice, temperature: float) -> Tensor:
+        return log_probs(self.logits(rows), temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """A teacher's k most probable tokens and the log mass of all others: ids [N, k], log_p [N, k], tail [N]."""
+
+    ids: Tensor
+    log_p: Tensor
+    tail: Tensor
+
+    def __getitem__(self, rows: slice) -> "TopK":
+        return TopK(self.ids[rows], self.log_p[rows], self.tail[rows])
+
+
+Teacher = Dense | TopK | None
+Chunk = tuple[slice, Tensor, Tensor]  # rows, values of their tokens, gradient of their weighted sum: see _chunks
+Chunks = Callable[[Dense], Iterator[Chunk]]
+
+
+def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
+    """Return a teacher's distributions at some places, ascending and perhaps repeated, of those that it has."""
+    rows = torch.searchsorted(counted, places)
+    if isinstance(teacher, Dense):
+        return Dense(teacher.hidden, teacher.head, rows, teacher.log_total)
+    return None if teacher is None else TopK(teacher.ids[rows], teacher.log_p[rows], teacher.tail[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Sums over tokens by their weights. Only objective carries a gradient.
+
+    acceptance is exact for a whole distribution. From k tokens and a tail it is a lower bound, and acceptance + slack
+    an upper bound (slack: the smaller of both tail masses).
+    """
+
+    objective: Tensor
+    cross_entropy: Tensor
+    acceptance: Tensor
+    slack: Tensor
+    agreement: Tensor
+
+
+def fused_loss(
+    hidden: Tensor,
+    head: Tensor | None,
+    labels: Tensor,
+    weights: Tensor,
+    teacher: Teacher,
+    loss: Loss,
+    temperature: float,
+    budget: int | None = None,
+    trimmed: TrimmedHead | None = None,
+) -> Sums:
+    """Return weighted sums over tokens of the loss and of the values to report. One backward pass is possible.
+
+    Args:
+        hidden: input of the head, [N, D]; without a head, logits [N, V].
+        head: [V, D], or [S, D] if trimmed.     labels: next tokens, [N].     weights: [N].
+        temperature: softens p and q in the divergence, not in cross-entropy.
+        trimmed: the ids of the student's logits; None: it has all.
+    """
+
+    def chunks(student: Dense) -> Iterator[Chunk]:
+        return _chunks(student, labels, weights, teacher, _Objective(loss, temperature, trimmed), budget)
+
+    sums = _Fused.apply(hidden, head, weights, chunks, torch.is_grad_enabled())
+    objective, (ce, alpha, slack, agreement) = sums[0], sums.detach()[1:].unbind()
+    return Sums(objective=objective, cross_entropy=ce, acceptance=alpha, slack=slack, agreement=agreement)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor | None, weights: Tensor, chunks: Chunks, with_gradient: bool
+    ) -> Tensor:
+        student, exact = _cast(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
+        sums = torch.zeros(5, dtype=exact_dtype(hidden.device), device=hidden.device)
+        d_hidden = d_head = None
+        if with_gradient and ctx.needs_input_grad[0]:
+            d_hidden = torch.empty_like(hidden)
+        if with_gradient and ctx.needs_input_grad[1] and head is not None:
+            d_head = torch.zeros_like(head, dtype=exact)
+        for rows, values, gradient in chunks(student):
+            sums += (values * weights[rows]).sum(1)
+            if d_hidden is not None:
+                d_hidden[rows] = gradient if student.head is None else gradient @ student.head
+            if d_head is not None:
+                states = hidden[rows].to(student.dtype)
+                if d_head.dtype == states.dtype:
+                    d_head.addmm_(gradient.T, states)
+                else:  # CUDA's addmm with fp32 output saves 2 % here, and takes an fp32 sum from torch 2.10 on only
+                    for part in _slices(len(d_head), SLICE if _on_cpu(d_head) else len(d_head)):
+                        d_head[part].add_(gradient[:, part].T @ states)
+        ctx.save_for_backward(d_hidden, d_head)
+        return sums.to(exact)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0][0]
+        scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]  # in place: the head's is large
+        return (*scaled, None, None, None)
+
+
+def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
+    """Return the student with its head in autocast's dtype."""
+    device = hidden.device.type
+    if head is not None and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        head = head.to(torch.get_autocast_dtype(device))
+    return Dense(hidden, head)
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _chunks(
+    student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, objective: "_Objective", budget: int | None
+) -> Iterator[Chunk]:
+    """Yield rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by its logits [c, V].
+
+    Each gradient overwrites the one before.
+    """
+    total, on_cpu = len(student.hidden), _on_cpu(student.hidden)
+    budget = budget or (CPU_BUDGET if on_cpu else BUDGET)
+    chunk = max(1, min(CPU_ROWS if on_cpu else ROWS, budget // (2 * 4 * student.vocab)))
+    block = max(1, (CPU_BLOCK if on_cpu else BLOCK) // (4 * student.vocab))
+    gradient = student.buffer(min(total, chunk))
+    buffer = teacher.buffer(min(total, chunk)) if isinstance(teacher, Dense) else None
+    for rows in _slices(total, chunk):
+        z = student.logits(rows, gradient)
+        y = _teacher_rows(teacher, rows, buffer)
+        values = torch.empty(5, len(z), dtype=exact_dtype(z.device), device=z.device)
+        for part in _slices(len(z), block):
+            tokens = slice(rows.start + part.start, rows.start + part.stop)
+            own = teacher.total(tokens) if isinstance(teacher, Dense) else None
+            values[:, part], slope = objective.block(z[part], labels[tokens], None if y is None else y[part], own)
+            torch.mul(slope, weights[tokens].unsqueeze(1), out=gradient[part])
+        yield rows, values, gradient[: len(z)]
+
+
+def _teacher_rows(teacher: Teacher, rows: slice, buffer: Tensor | None) -> Tensor | TopK | None:
+    """Return the teacher's logits [c, V] or listed tokens of these rows."""
+    if isinstance(teacher, Dense):
+        return teacher.logits(rows, buffer)
+    return None if teacher is None else teacher[rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    loss: Loss
+    temperature: float
+    trimmed: TrimmedHead | None
+
+    def block(
+        self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, log_total: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V].
+
+        log_total: see Dense.
+        """
+        loss, temperature = self.loss, self.temperature
+        log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)
+        ce = -log_q1.gather(1, labels).squeeze(1)
+        if self.trimmed is not None:
+            ce = torch.where(labels.squeeze(1) < z.shape[1], ce, 0.0)
+        if teacher is None:
+            objective, watched, gradient = torch.zeros_like(ce), [torch.zeros_like(ce)] * 3, torch.zeros_like(log_q1)
+        else:
+            log_q = log_q1 if temperature == 1 else self._with_lost(log_probs(z, temperature))
+            if isinstance(teacher, TopK):
+                objective, watched, gradient = self._listed(log_q, teacher)
+            else:
+                log_p, whole = log_probs(teacher, temperature, log_total), log_total is None
+                objective, watched, gradient = self._dense(log_q, log_p, whole)
+            gradient = gradient if temperature == 1 else gradient.div_(temperature)
+        if loss.cross_entropy:
+            counted = (labels < z.shape[1]).to(log_q1)  # [b, 1]
+            gradient.add_(log_q1.exp().mul_(counted), alpha=loss.cross_entropy)
+            gradient.scatter_add_(1, labels, counted * -loss.cross_entropy)
+        values = torch.stack([objective + loss.cross_entropy * ce, ce, *watched])
+        return values, gradient[:, : z.shape[1]]
+
+    def _dense(self, log_q: Tensor, log_p: Tensor, whole: bool) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return value, [acceptance, slack, agreement] and gradient.
+
+        whole: log_p is the whole distribution of the teacher; else what it has for the ids of a trimmed head.
+        """
+        top = log_p.max(-1, keepdim=True).indices
+        if whole and self.trimmed is not None:
+            top, log_p = self._rows(top), log_p.index_select(1, self.trimmed.ids)
+        x = Pair.of(self._with_lost(log_p), log_q)
+        value, slope = self.loss.divergence(x)
+        gradient = slope.addcmul_(x.q, slope.sum(-1, keepdim=True), value=-1)
+        return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, top)], gradient
+
+    def _listed(self, log_q: Tensor, teacher: TopK) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Do the same with k tokens and a bucket as atoms; tokens in the bucket share its slope in proportion to q."""
+        ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
+        if self.trimmed is not None:
+            listed = torch.where(ids < len(self.trimmed.ids), listed, LOST)
+        log_p = wide(torch.cat([listed, teacher.tail.unsqueeze(1)], 1))  # [b, k + 1]
+        rest = q.scatter_(1, ids, 0.0)
+        tail = rest.sum(-1, keepdim=True).log().clamp_min(LOST)  # an empty bucket has no finite log
+        x = Pair.of(log_p, torch.cat([log_q.gather(1, ids), tail], 1))
+        value, slope = self.loss.divergence(x)
+        total = slope.sum(-1, keepdim=True)
+        gradient = rest.mul_(slope[:, -1:] / x.q[:, -1:] - total)
+        gradient.scatter_(1, ids, slope[:, :-1] - x.q[:, :-1] * total)
+        slack = torch.minimum(x.p, x.q)[:, -1]
+        top = ids.gather(1, teacher.log_p.argmax(-1, keepdim=True))
+        return value, [x.alpha - slack, slack, _tops(log_q, top)], gradient
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Return the student's logits of ids, S for those that a trimmed head lacks."""
+        return ids if self.trimmed is None else self.trimmed.rows[ids]
+
+    def _with_lost(self, log_probs: Tensor) -> Tensor:
+        """Return log-probabilities with a column for all ids that a trimmed head lacks, [b, S + 1]."""
+        return log_probs if self.trimmed is None else pad(log_probs, (0, 1), value=LOST)
+
+
+def _tops(log_q: Tensor, ids: Tensor) -> Tensor:
+    """Return 1 where ids [b, 1] are the student's most probable tokens, else 0: [b]."""
+    return (log_q.gather(1, ids).squeeze(1) == log_q.amax(-1)).to(log_q)

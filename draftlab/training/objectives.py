@@ -1,0 +1,127 @@
+"""Objectives of training: a student with its loss, and what is trained along with it.
+
+B rows, T predicted tokens per row, N of them that count.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftlab.model.parallel import pack
+from draftlab.model.trimmed_head import trimmed_head_of
+from draftlab.training.fused_loss import Teacher, chosen, fused_loss
+from draftlab.training.losses import Loss
+from draftlab.training.parallel import Offsets
+from draftlab.training.teachers import OutputHead, logits_of
+
+Result = TypeVar("Result")
+
+
+class Constraint(Protocol):
+    """A module that is trained along with a student, such as masks, with parameters of its own."""
+
+    progress: float  # share of the run that is done
+
+    def draw(self) -> None: ...  # called before every forward pass, to sample what is random
+
+    def penalty(self) -> Tensor: ...
+
+    def groups(self) -> list[dict[str, Any]]: ...  # of parameters for AdamW, with their rates
+
+
+class Objective(nn.Module):
+    """Student and loss in one forward pass, so that the hooks of DDP and FSDP cover both.
+
+    It is called and returns as DistillStep. takes_packed: rows of a batch may hold several sequences. rates: shares of
+    the learning rate, of the student's parameters by name.
+    """
+
+    takes_packed = False
+    rates: Mapping[str, float] = MappingProxyType({})
+    progress = 0.0
+
+    def set_progress(self, progress: float) -> None:
+        """Set the share of the run that is done, on which schedules depend."""
+        self.progress = progress
+
+    def around(self, work: Callable[[], Result]) -> Result:
+        """Do work with passes of the student alone: FSDP2 gathers for it, too, the weights outside of its layers."""
+        return work()
+
+
+class DistillStep(Objective):
+    """A language model that learns from a teacher's distributions, from text, or from both."""
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        loss: Loss,
+        temperature: float,
+        vocab: int | None = None,  # logits that count: fewer where one of both heads is padded
+        constraint: Constraint | None = None,
+        offsets: Offsets | None = None,
+    ) -> None:
+        super().__init__()
+        self.student = student
+        self.loss = loss
+        self.temperature = temperature
+        self.constraint = constraint
+        self.offsets = offsets
+        self.head = OutputHead.of(student, vocab or logits_of(student))
+        self.takes_packed = self.head.takes_packed
+
+    @property
+    def _no_split_modules(self) -> set[str] | list[str] | None:
+        """The layers that accelerate shards one by one (FSDP2): the student's."""
+        return self.student._no_split_modules
+
+    def set_progress(self, progress: float) -> None:
+        super().set_progress(progress)
+        if self.constraint is not None:
+            self.constraint.progress = progress
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, teacher: Teacher, positions: Tensor | None = None, depths: Tensor | None = None
+    ) -> Tensor:
+        """Return sums over tokens, [G, 6]: objective, cross-entropy, acceptance, its slack, agreement, total cost.
+
+        ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
+        positions, depths: see Batch. G is 1; for a parallel draft without gradients the number of offsets, each by
+        itself.
+        """
+        if self.constraint is not None:
+            self.constraint.draw()
+        counted = mask.flatten().nonzero().squeeze(1)
+        if depths is None:
+            hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted, positions)
+            return self._sums(hidden, head, ids, mask, counted, teacher).unsqueeze(0)
+        assert self.offsets is not None  # depths are theirs
+        packed = pack(ids[:, :-1], depths, self.offsets.token, positions)
+        attention_mask = packed.mask.unsqueeze(1)
+        hidden, head = self.head.hidden_and_weight(
+            self.student, packed.ids, packed.predicting, packed.positions, attention_mask
+        )
+        groups: list[Any] = [slice(None)]
+        if not torch.is_grad_enabled():
+            groups = [packed.offset == n for n in range(1, self.offsets.count + 1)]
+        each = []
+        for own in groups:
+            places = packed.predicted[own]
+            each.append(self._sums(hidden[own], head, ids, mask, places, chosen(teacher, counted, places)))
+        return torch.stack(each)
+
+    def _sums(
+        self, hidden: Tensor, head: Tensor | None, ids: Tensor, mask: Tensor, predicted: Tensor, teacher: Teacher
+    ) -> Tensor:
+        """Return the sums over tokens that are predicted at places of the mask, [6]."""
+        labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
+        loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
+        sums = fused_loss(hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed)
+        # the penalty counts on every token, as the objective is a sum over tokens
+        total = sums.objective + (0 if self.constraint is None else self.constraint.penalty() * weights.sum())
+        watched = [sums.objective, sums.cross_entropy, sums.acceptance, sums.slack, sums.agreement]
+        return torch.stack([*(w.detach() for w in watched), total])

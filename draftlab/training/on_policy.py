@@ -1,0 +1,139 @@
+"""Text to train on besides the data: what the target generates, and what the draft generates itself (on-policy).
+
+N rows, P prompt tokens, G generated tokens. Text is tokens: no gradient goes through sampling.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object, reduce
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftlab.config.shared import TEXTS
+from draftlab.data import Batch, parse_mixture
+from draftlab.engine.batch_generate import BatchSettings, Completion, generate_batch
+from draftlab.errors import UserError, did_you_mean
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.sampling import SamplingParams
+from draftlab.training import sealed
+from draftlab.training.checkpointer import process_state
+
+
+class Batches(Protocol):
+    def batch(self, step: int) -> Batch:
+        """Return the rows of a step."""
+        ...
+
+
+def parse_texts(spec: str) -> dict[str, float]:
+    """Parse ``data``, ``target``, ``draft``, or shares of them: ``target=0.7,draft=0.3``.
+
+    Raises:
+        UserError: another name, or a share that is not a positive number.
+    """
+    shares = parse_mixture(spec)
+    for name in shares:
+        if name not in TEXTS:
+            raise UserError(f"--text {name!r} is unknown{did_you_mean(name, TEXTS)}")
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class MixedBatches:
+    """Batches of several sources in turn. turns: of each step, the source and the number of its batch."""
+
+    sources: Mapping[str, Batches]
+    turns: list[tuple[str, int]]
+
+    @classmethod
+    def of(cls, sources: Mapping[str, Batches], weights: dict[str, float], steps: int) -> "MixedBatches":
+        """Share the steps out by weight: after n steps no source is more than a step off."""
+        counts, turns = dict.fromkeys(weights, 0), []
+        for number in range(1, steps + 1):
+            name = max(weights, key=lambda n: weights[n] * number - counts[n])
+            turns.append((name, counts[name]))
+            counts[name] += 1
+        return cls(sources, turns)
+
+    def batch(self, step: int) -> Batch:
+        name, number = self.turns[step]
+        return self.sources[name].batch(number)
+
+
+@dataclass(frozen=True, slots=True)
+class StudentBatches:
+    """Rows that the student generates after prompts with its current weights; seed and step decide what is sampled."""
+
+    student: PreTrainedModel
+    prompts: Batches
+    prompt: int
+    temperature: float
+    ends: tuple[int, ...]
+    known: int
+    seed: int
+    memory: float = 2.0
+
+    def batch(self, step: int) -> Batch:
+        """Let every process write its share of the rows, and return them all."""
+        prompts, state = self.prompts.batch(step).ids, process_state()
+        rows, processes = len(prompts), state.num_processes
+        last = math.ceil(rows / processes) * processes  # shares are equal, so that all make as many passes
+        own = [min(row, rows - 1) for row in range(state.process_index, last, processes)]
+        sampling = SamplingParams(
+            max_tokens=prompts.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed,
+            stop_token_ids=self.ends,
+        )  # fmt: skip
+        settings = BatchSettings(vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes)
+        prompts, was_training = prompts[:, : self.prompt], self.student.training
+        self.student.eval()
+        numbers = [step * rows + row for row in own]
+        written = generate_batch(HFDecoder(self.student), prompts[own].tolist(), sampling, settings, numbers=numbers)
+        self.student.train(was_training)
+        texts: dict[int, Completion] = dict(gather_object(list(zip(own, written, strict=True))))
+        return GeneratedRows.of(prompts, [texts[row] for row in range(rows)], sampling.max_tokens, rows).batch(0)
+
+
+def _in_all_processes(count: int) -> int:
+    """Sum a number over the processes: they end a text together, as FSDP and ZeRO need all of them in every pass."""
+    local = torch.tensor(count, device=process_state().device)
+    return int(cast(Tensor, reduce(local, "sum")))
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedRows:
+    """Prompts and what a model generated after them, ids [N, P + G], of which the first lengths [N] of the G count."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    prompt: int
+    rows: int
+
+    @classmethod
+    def of(cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int) -> "GeneratedRows":
+        """Join prompts [N, P] and texts. length: the longest possible text; shorter ones are padded."""
+        ids = np.zeros((len(texts), prompts.shape[1] + length), dtype=np.uint32)
+        ids[:, : prompts.shape[1]] = prompts
+        for row, text in zip(ids, texts, strict=True):
+            row[prompts.shape[1] :][: len(text.ids)] = text.ids
+        return cls(ids, np.array([len(text.ids) for text in texts]), prompts.shape[1], rows)
+
+    def batch(self, step: int) -> Batch:
+        """Return the next rows in their order, which is random already."""
+        picked = (step * self.rows + np.arange(self.rows)) % len(self.ids)
+        place = np.arange(self.ids.shape[1] - 1) - (self.prompt - 1)  # in the generated text, of each predicted token
+        mask = (place >= 0) & (place < self.lengths[picked, None])
+        return Batch(self.ids[picked].astype(np.int64), mask.astype(np.float32))
+
+
+def load_or_make(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the arrays in a file, which one process makes if it is missing: a resumed run reads the same."""
+    with process_state().main_process_first():
+        if not file.exists():
+            sealed.save(file, {name: torch.from_numpy(array) for name, array in make().items()})
+    return {name: tensor.numpy() for name, tensor in sealed.load(file).items()}

@@ -1,0 +1,188 @@
+"""One training run on disk: train, log, save checkpoints, write the model; resume a killed run."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftlab.atomic import append_line, check_space, remove_state, removed_if_unused, write_atomic
+from draftlab.config.shared import TrainerSettings
+from draftlab.console import note, progress
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, saving
+from draftlab.model.head_ids import write_head_ids
+from draftlab.model.trimmed_head import trimmed_head_of
+from draftlab.output import Output
+from draftlab.provenance import LOG_FILE
+from draftlab.reading import parse_json
+from draftlab.training import checkpointer, vocabulary
+from draftlab.training.evaluate import LengthComparison
+from draftlab.training.lora import merged_weights
+from draftlab.training.trackers import tracked
+from draftlab.training.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
+
+STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """The checkpoint that trained weights become.
+
+    config: of the model. like: checkpoint whose dtype and tokenizer it gets. lora_rank: of adapters on like; 0: all
+    weights were trained. vocab: logits to write; None: those of config.
+    """
+
+    config: dict[str, object]
+    like: Path
+    lora_rank: int = 0
+    vocab: int | None = None
+
+    def weights(self, state: Path) -> Iterator[tuple[str, Tensor]]:
+        """Return the best weights, in the dtype of like."""
+        trained = checkpointer.best_weights(state, "student")
+        dtype = checkpoint.stored_dtype(self.like)
+        whole = merged_weights(self.like, self.lora_rank, trained) if self.lora_rank else trained
+        return ((name, weight.to(dtype)) for name, weight in whole.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """Measurements of a finished run. seconds count every step once, also those before a resume.
+
+    after: the best evaluation, whose weights are written. lengths: tokens per target pass for every K, empty where no
+    target could write text.
+    """
+
+    before: EvalRecord
+    after: EvalRecord
+    tokens: int
+    seconds: float
+    bits_per_byte: float
+    lengths: list[LengthComparison] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@contextlib.contextmanager
+def claimed_state(output: Output, inputs: Sequence[Path]) -> Iterator[Path]:
+    """Yield the state directory of a run, in every process; remove it afterwards if nothing was made in it.
+
+    Raises:
+        UserError: it belongs to another run and force is off, cannot be written, or has a checkpoint with pickles.
+    """
+    with removed_if_unused(output.state):
+        with checkpointer.process_state().main_process_first():
+            output.claim_state(inputs)
+        checkpointer.check_resumable(output.state)
+        yield output.state
+
+
+def fit(
+    student: PreTrainedModel,
+    setup: TrainingSetup,
+    config: TrainerSettings,
+    *,
+    state: Path,
+    what: str,
+    constraint: Constraint | None = None,
+    log: Callable[[StepRecord | EvalRecord], None] | None = None,
+) -> TrainingResult:
+    """Train student in place. state: keeps checkpoints, the log and the best weights until the caller removes it.
+
+    Raises:
+        UserError: state cannot be written, the disk is too small for it, or training fails.
+    """
+    check_space(state, _checkpoint_bytes(student, config), "checkpoints")
+    with progress(what, config.steps) as advance:
+        for record in train(student, setup, config, state, constraint):
+            _append(state / LOG_FILE, record)
+            if log is not None:
+                log(record)
+            if isinstance(record, StepRecord):
+                text = f"{record.tokens / record.seconds:,.0f} tokens/s, loss {record.loss:.3f}"
+            else:
+                text = f"held out: {setup.heldout.bits_per_byte(record.cross_entropy):.3f} bits per byte"
+            alpha = "" if record.acceptance is None else f", acceptance {record.acceptance:.3f}"
+            advance(record.step, text + alpha)
+    checkpointer.process_state().wait_for_everyone()
+    records = read_log(state / LOG_FILE)
+    if checkpointer.process_state().is_main_process:  # each step once, as a run has it that was not killed
+        write_atomic(state / LOG_FILE, "".join(json.dumps(asdict(record)) + "\n" for record in records))
+    steps = [r for r in records if isinstance(r, StepRecord)]
+    evals = [r for r in records if isinstance(r, EvalRecord)]
+    best = max(evals, key=lambda r: r.selection_metric)  # the first of equals, as Best
+    after = best if constraint is None else evals[-1]
+    return TrainingResult(
+        before=evals[0], after=after, tokens=sum(r.tokens for r in steps), seconds=sum(r.seconds for r in steps),
+        bits_per_byte=setup.heldout.bits_per_byte(after.cross_entropy),
+    )  # fmt: skip
+
+
+def fit_and_write(
+    student: PreTrainedModel,
+    setup: TrainingSetup,
+    config: TrainerSettings,
+    model: TrainedModel,
+    output: Output,
+    inputs: Sequence[Path],
+) -> TrainingResult:
+    """Train student in the claimed state directory, then write the best weights, the log and the record."""
+    with tracked(config.report_to, output) as log:
+        result = fit(student, setup, config, state=output.state, what=output.command, log=log)
+    if setup.length is not None:
+        result = replace(result, lengths=setup.length.compare(result.before.step, result.after.step))
+    if result.after.step < config.steps:
+        best = f"after step {result.after.step}" if result.after.step else "before the first step"
+        note(f"the best evaluation was {best}: those weights are written")
+    if checkpointer.process_state().is_main_process:
+        with output.directory() as work:
+            saving.write_checkpoint(work, model.config, model.weights(output.state), model.like)
+            notes: dict[str, object] = {} if model.vocab is None else {"vocab": vocabulary.resize(work, model.vocab)}
+            if (head := trimmed_head_of(student)) is not None:
+                write_head_ids(work, head.ids.tolist())
+                notes["draft_vocab"] = len(head.ids)
+            shutil.copyfile(output.state / LOG_FILE, work / LOG_FILE)
+            output.record(work, inputs, **notes, **result.as_dict())
+        remove_state(output.state)
+    checkpointer.process_state().wait_for_everyone()
+    return result
+
+
+def _checkpoint_bytes(student: PreTrainedModel, config: TrainerSettings) -> int:
+    """Return the bytes of the best weights and of checkpoints, with two moments of an optimizer, all in fp32."""
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    count = min(config.save_total_limit + 1, config.steps // config.save_steps)  # one more while it is written
+    return 4 * trained * (1 + 3 * count)
+
+
+def read_log(path: Path) -> list[StepRecord | EvalRecord]:
+    """Return the records of a log, each step once: those that a killed run wrote after its checkpoint are replaced.
+
+    The half of a line that a kill may leave at the end is skipped.
+
+    Raises:
+        UserError: another line is damaged, or the evaluation before the first step is missing.
+    """
+    latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+        try:
+            record = (STEPS if '"grad_norm"' in line else EVALUATIONS).validate_python(parse_json(line))
+        except ValueError:
+            raise UserError(f"{path}:{number} is damaged; --force starts again, or remove {path.parent}") from None
+        latest[isinstance(record, EvalRecord), record.step] = record
+    if (True, 0) not in latest:
+        raise UserError(f"{path} lacks its first lines; --force starts again, or remove {path.parent}")
+    return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
+
+
+def _append(log: Path, record: StepRecord | EvalRecord) -> None:
+    if not checkpointer.process_state().is_main_process:
+        return
+    append_line(log, json.dumps(asdict(record)))

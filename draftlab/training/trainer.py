@@ -1,0 +1,338 @@
+"""The training loop: cross-entropy on text, or a divergence from a teacher, on accelerate.
+
+B rows, T predicted tokens per row, V vocabulary. A step is a pure function of (weights, optimizer state, step index),
+so a run that was killed resumes bit for bit.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from draftlab.config.shared import TrainerSettings
+from draftlab.console import note
+from draftlab.data import Batch, DynamicBatches, HeldOut
+from draftlab.errors import Interrupted, UserError
+from draftlab.model.devices import exact
+from draftlab.training import checkpointer, distributed
+from draftlab.training.evaluate import LengthComparison
+from draftlab.training.losses import Loss
+from draftlab.training.objectives import Constraint, DistillStep, Objective
+from draftlab.training.on_policy import Batches
+from draftlab.training.optimizers import optimizers_for, training_dtype
+from draftlab.training.parallel import Offsets, expected_tokens
+from draftlab.training.teachers import ListingTeacher, LocalTeacher, logits_of, moved_to, shard_by_layer
+
+TeacherModel = PreTrainedModel | ListingTeacher | None
+MAX_GRAD_NORM = 1.0
+
+
+class LengthEvaluator(Protocol):
+    """Measures tokens per target pass: at K = 4 of a student after a step; later, at every K of two such steps."""
+
+    def __call__(self, student: PreTrainedModel, step: int) -> float: ...
+
+    def compare(self, before: int, after: int) -> list[LengthComparison]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup:
+    """Teacher, text, loss and evaluation of a student.
+
+    teacher: None to learn from the text alone. temperature: of both distributions in the divergence. offsets: of a
+    student that learns to draft in parallel. objective: in DistillStep's place, where the student is not a language
+    model by itself.
+    """
+
+    teacher: TeacherModel
+    batches: Batches
+    heldout: HeldOut
+    loss: Loss
+    temperature: float = 1.0
+    length: LengthEvaluator | None = None
+    offsets: Offsets | None = None
+    objective: Objective | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step. loss in nats per token; acceptance is sum min(p, q), None without a teacher.
+
+    grad_norm: None where it is not finite, or DeepSpeed does not tell it.
+    """
+
+    step: int
+    loss: float
+    acceptance: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord:
+    """Held-out means over tokens, teacher-forced. agreement: share of tokens with the same argmax.
+
+    acceptance and agreement are None without a teacher. slack: by how much acceptance may be higher, where only the
+    most probable tokens are stored. mean_acceptance_length: tokens per target pass at K = 4, None if not measured.
+    offsets: acceptance of each offset of a parallel draft; loss is over all of them, the others are of the first.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    cross_entropy: float
+    acceptance: float | None = None
+    agreement: float | None = None
+    slack: float = 0.0
+    mean_acceptance_length: float | None = None
+    offsets: tuple[float, ...] = ()
+
+    @property
+    def selection_metric(self) -> float:
+        """The value that is highest at the best step: acceptance length, else acceptance, else likelihood."""
+        if self.mean_acceptance_length is not None:
+            return self.mean_acceptance_length
+        if self.acceptance is None:
+            return -self.loss
+        return expected_tokens(self.offsets) if self.offsets else self.acceptance
+
+
+def train(
+    student: PreTrainedModel,
+    setup: TrainingSetup,
+    config: TrainerSettings,
+    state: Path,
+    constraint: Constraint | None = None,
+) -> Iterator[StepRecord | EvalRecord]:
+    """Train student in place; yield a record per step and per held-out evaluation: before, during and after.
+
+    state: directory of checkpoints and of the weights of the best evaluation (checkpointer.best_weights). A checkpoint
+    that is there already is resumed from. constraint: trained along; then the last evaluation counts as the best.
+
+    Raises:
+        UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
+        Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
+    """
+    if setup.loss.needs_teacher and setup.teacher is None:
+        raise UserError(f"loss {setup.loss.name!r} compares with a target; name one, or train with --loss ce")
+    trainer = Trainer(student, setup, config, state, constraint)
+    checkpoint = trainer.training.restore(state)
+    if checkpoint is None:
+        yield trainer.evaluate(0)
+    elif checkpoint.ended:
+        note(f"all {checkpoint.step} steps are done already")
+    else:
+        note(f"resuming from step {checkpoint.step} of {config.steps}")
+    start = 0 if checkpoint is None else config.steps if checkpoint.ended else checkpoint.step
+    with checkpointer.deferred_signals() as received:
+        for index in range(start, config.steps):
+            yield trainer.step(index)
+            done = index + 1
+            if done % config.eval_steps == 0 or done == config.steps:
+                yield trainer.evaluate(done)
+            ended = done == config.steps or trainer.out_of_patience
+            if not ended:
+                trainer.reweigh(done)
+            stopping = trainer.in_any_process(bool(received))
+            if done % config.save_steps == 0 or stopping or ended:
+                trainer.training.save(state, done, config.save_total_limit, ended=ended)
+            if stopping:
+                raise Interrupted(f"interrupted after step {done} of {config.steps}; the same command goes on there")
+            if ended:
+                break
+    trainer.accelerator.free_memory()
+
+
+class Trainer:
+    """A student, its optimizers and its teacher under accelerate."""
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        setup: TrainingSetup,
+        config: TrainerSettings,
+        state: Path,
+        constraint: Constraint | None,
+    ) -> None:
+        torch.manual_seed(config.seed)
+        AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
+        checkpointer.process_state()
+        self.student, self.setup, self.config, self.state, self.constraint = student, setup, config, state, constraint
+        self.accelerator = distributed.new_accelerator(training_dtype(config.training_dtype), MAX_GRAD_NORM)
+        student.train()
+        vocab = _shared_vocab(student, setup.teacher)
+        module = setup.objective or DistillStep(
+            student, setup.loss, setup.temperature, vocab, constraint, setup.offsets
+        )
+        optimizers = optimizers_for(student, config, constraint.groups() if constraint else [], module.rates)
+        for group in _groups(optimizers):
+            group["peak_lr"] = group["lr"]
+        self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
+        register_fsdp_forward_method(self.module, "around")  # does nothing but under FSDP2
+        if config.torch_compile:
+            student.get_decoder().compile()
+        self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, config.torch_compile)
+        self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
+        self.best = checkpointer.Best()
+        self.training = checkpointer.Training(
+            accelerator=self.accelerator, module=self.module, optimizers=self.optimizers,
+            counters=[self.best, *([setup.batches] if isinstance(setup.batches, DynamicBatches) else [])],
+        )  # fmt: skip
+
+    @property
+    def out_of_patience(self) -> bool:
+        return 0 < self.config.patience <= self.best.evaluations_since
+
+    def evaluate(self, done: int) -> EvalRecord:
+        """Evaluate on held-out text, and keep the weights if they are the best so far."""
+        record = self._heldout(self.setup.heldout.batches, self.teacher, done)
+        if self.setup.length is not None:
+            length = self.setup.length
+            around = self.accelerator.unwrap_model(self.module).around
+            record = replace(record, mean_acceptance_length=around(lambda: length(self.student, done)))
+        metric = record.selection_metric if self.constraint is None else done
+        self.best.offer(metric, done, self.accelerator, self.module, self.state)
+        return record
+
+    def step(self, index: int) -> StepRecord:
+        """Take one optimizer step."""
+        started_at = time.perf_counter()
+        self.accelerator.unwrap_model(self.module).set_progress(index / self.config.steps)
+        parts = self._micro_batches(index)
+        tokens = int(self._total(torch.tensor(sum(part.predictions for part in parts))))
+        rate = schedule(index, self.config)
+        for group in _groups(self.optimizers):
+            group["lr"] = rate * group["peak_lr"]
+        sums = self._accumulate_gradients(parts, tokens)
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
+        if not math.isfinite(objective):
+            cure = f"lower --lr ({self.config.lr:g})" if index else "a model's logits are NaN, or overflow in its dtype"
+            raise UserError(f"loss is {objective} at step {index}: {cure}")
+        return StepRecord(
+            step=index + 1, loss=objective, acceptance=None if self.teacher is None else alpha, tokens=tokens,
+            grad_norm=None if norm is None or not math.isfinite(norm) else float(norm), lr=rate * self.config.lr,
+            seconds=time.perf_counter() - started_at,
+        )  # fmt: skip
+
+    def reweigh(self, done: int) -> None:
+        """Update the weights of a mixture where that is due."""
+        batches = self.setup.batches
+        if isinstance(batches, DynamicBatches) and done % batches.every == 0:
+            losses = {n: self._heldout(rows, None, done).cross_entropy for n, rows in batches.heldout.items()}
+            batches.reweigh(done, losses)
+
+    def in_any_process(self, flag: bool) -> bool:
+        """Return whether it is so in one of the processes, which must save and stop together."""
+        return bool(self._total(torch.tensor(int(flag))))
+
+    def _micro_batches(self, index: int) -> list[Batch]:
+        """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
+        processes = self.accelerator.num_processes
+        batch = self.accelerator.unwrap_model(self.module).around(lambda: self.setup.batches.batch(index))
+        parts = self._packed(batch, index).parts(self.config.micro_batch_tokens * processes)
+        return [part.shard(self.accelerator.process_index, processes) for part in parts]
+
+    def _packed(self, batch: Batch, draw: int) -> Batch:
+        """Pack short sequences together, unless the student or the teacher wants every row to be one.
+
+        draw: number that decides, with the seed, what a parallel draft predicts.
+        """
+        batch = batch.packed() if self.packs else batch
+        return batch if self.setup.offsets is None else self.setup.offsets.drawn(batch, draw)
+
+    def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
+        """Return the sums of DistillStep over all parts, [6]. tokens: of the whole step, in all processes."""
+        totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
+        for number, part in enumerate(parts, 1):
+            accelerator.sync_gradients = number == len(parts)  # DeepSpeed clips and steps in that backward pass
+            unsynced = contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.module)
+            with unsynced:
+                sums = self._sums(self.teacher, part)[0]
+                # DDP averages over processes; the token count is that of the whole step, so scale back
+                accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
+            totals += exact(sums.detach()).cpu()
+        return totals
+
+    def _heldout(self, batches: list[Batch], teacher: LocalTeacher | ListingTeacher | None, step: int) -> EvalRecord:
+        self.module.eval()
+        totals, tokens = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+        with torch.no_grad():
+            for i, batch in enumerate(batches):  # split by rows: FSDP wants every process in every forward pass
+                part = self._packed(batch, -1 - i).shard(self.accelerator.process_index, self.accelerator.num_processes)
+                sums = exact(self._sums(teacher, part)).cpu()
+                totals = totals + sums
+                tokens = tokens + torch.from_numpy(part.predictions_by_offset(len(sums)))
+        self.module.train()
+        totals, tokens = self._total(totals), self._total(tokens)
+        means = totals / tokens.unsqueeze(1).clamp_min(1)
+        _, cross_entropy, alpha, slack, agreement, _ = means[0].tolist()
+        compared: dict[str, Any] = {} if teacher is None else {"acceptance": alpha, "agreement": agreement}
+        if teacher is not None and len(means) > 1:
+            compared["offsets"] = tuple(means[:, 2].tolist())
+        return EvalRecord(
+            step=step, tokens=int(tokens.sum()), loss=float(totals[:, 0].sum() / tokens.sum()),
+            cross_entropy=cross_entropy, slack=slack, **compared,
+        )  # fmt: skip
+
+    def _sums(self, teacher: LocalTeacher | ListingTeacher | None, batch: Batch) -> Tensor:
+        device = self.accelerator.device
+        ids, mask = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.mask).to(device)
+        positions = None if batch.positions is None else torch.from_numpy(batch.positions).to(device)
+        depths = None if batch.depths is None else torch.from_numpy(batch.depths).to(device)
+        listed = None if teacher is None else moved_to(device, teacher.distributions(batch))
+        return self.module(ids, mask, listed, positions, depths)
+
+    def _total(self, values: Tensor) -> Tensor:
+        """Sum over all processes; one moves nothing, as Apple's GPUs have no float64."""
+        if self.accelerator.num_processes == 1:
+            return values
+        return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device)))
+
+
+def schedule(step: int, config: TrainerSettings) -> float:
+    """Return the share of the peak rate: linear warm-up, then linear to zero (Bergsma et al. 2025)."""
+    warmup = max(1, round(config.warmup_ratio * config.steps))
+    return min((step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup), 1.0)
+
+
+def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _shared_vocab(student: PreTrainedModel, teacher: TeacherModel) -> int:
+    """Return how many logits both have: those beyond pad one of the heads."""
+    own = logits_of(student)
+    if teacher is None:
+        return own
+    return min(own, logits_of(teacher) if isinstance(teacher, PreTrainedModel) else teacher.vocab)
+
+
+def _prepare_teacher(
+    teacher: TeacherModel, vocab: int, accelerator: Accelerator, compiled: bool
+) -> LocalTeacher | ListingTeacher | None:
+    if not isinstance(teacher, PreTrainedModel):
+        return teacher
+    model = teacher.eval()
+    if accelerator.is_fsdp2:
+        shard_by_layer(model)
+    elif getattr(model, "hf_device_map", None) is None:  # accelerate has not spread it over devices already
+        model.to(cast(Any, accelerator.device))
+    if compiled:
+        model.get_decoder().compile()
+    return LocalTeacher(model, vocab, accelerator.device)

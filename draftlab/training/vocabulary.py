@@ -1,0 +1,97 @@
+"""The logits of a trained draft: as many as the target's, since padding must not win; or a trimmed head. V vocab."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from draftlab.console import note
+from draftlab.data import Batch
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, saving
+from draftlab.model.trimmed_head import frequent_ids, template_ids, trim_model
+from draftlab.training.on_policy import Batches, MixedBatches, StudentBatches
+from draftlab.training.teachers import logits_of
+
+COUNTED_TOKENS = 4_000_000  # at most, to trim a head
+
+
+def resize(directory: Path, vocab: int) -> str | None:
+    """Give the checkpoint in directory vocab logits; return the change for the record, None if there is none.
+
+    Rows of padding are dropped. Added rows are the mean of the others: their logit is the mean logit, so by Jensen's
+    inequality the probability of each is below 1 / V whatever the text, in practice far below.
+
+    Raises:
+        UserError: see tensors_of_ids.
+    """
+    config, before = checkpoint.read_config(directory), checkpoint.vocab_size(directory)
+    if before == vocab:
+        return None
+    weights = dict(checkpoint.Weights(directory))
+    for name in tensors_of_ids(directory):
+        rows = weights[name]
+        more = rows.float().mean(0).to(rows.dtype).expand(max(0, vocab - before), *rows.shape[1:])
+        weights[name] = torch.cat([rows[:vocab], more])
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    saving.write_checkpoint(directory, config | {"vocab_size": vocab}, weights.items(), None)
+    return f"{before} -> {vocab}"
+
+
+def tensors_of_ids(directory: Path) -> list[str]:
+    """Return the tensors of a checkpoint that have a row per id: embedding and head, and their biases.
+
+    Raises:
+        UserError: none of its tensors is the embedding that transformers builds.
+    """
+    config, weights = checkpoint.read_config(directory), checkpoint.Weights(directory)
+    sized = sorted(name for name in _rows_of_ids(config) if name in weights)
+    if not sized or "vocab_size" not in config:
+        raise UserError(
+            f"{directory}: cannot tell which tensors of a {config.get('model_type')} model have a row per token"
+        )
+    return sized
+
+
+def trim(student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]) -> None:
+    """Trim a student's head to the most frequent ids of texts. models: checkpoints whose special ids stay.
+
+    Raises:
+        UserError: see frequent_ids.
+    """
+    special = set[int]()
+    for model in models:
+        special |= template_ids(checkpoint.load_tokenizer(model)) | set(checkpoint.eos_token_ids(model))
+    ids, coverage = frequent_ids(texts, size, logits_of(student), special)
+    trim_model(student, ids)
+    tokens = sum(map(len, texts))
+    note(f"head of {size:,} ids; those of one half of {tokens:,} tokens cover {coverage:.2%} of the other half")
+
+
+def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
+    """Return the tokens that are trained on; of text that the student will write, those that it is to continue."""
+    texts, tokens, step = [], 0, 0
+    while step < steps and tokens < COUNTED_TOKENS:
+        batch = _without_student(batches, step)
+        texts += [ids[1:][mask > 0] for ids, mask in zip(batch.ids, batch.mask, strict=True)]
+        tokens, step = tokens + int((batch.mask > 0).sum()), step + 1
+    return texts
+
+
+def _without_student(batches: Batches, step: int) -> Batch:
+    if isinstance(batches, MixedBatches):
+        name, step = batches.turns[step]
+        batches = batches.sources[name]
+    return (batches.prompts if isinstance(batches, StudentBatches) else batches).batch(step)
+
+
+def _rows_of_ids(config: dict[str, object]) -> set[str]:
+    """Return the names of embedding and head in files, with and without the base model's prefix."""
+    model = checkpoint.meta_model(config, torch.float32)
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    own = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
+    return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}

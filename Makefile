@@ -41,6 +41,7 @@ clean:
 docs: .venv/ready
 	$(BIN)/python -m typer draftlab.cli utils docs --name draftlab --title Commands > docs/commands.md
 	PYTHONPATH=tests $(BIN)/python -m tests.commands.configuration_page > docs/configuration.md
+	PYTHONPATH=tests $(BIN)/python -m tests.commands.python_page > docs/python.md
 	PYTHONPATH=tests $(BIN)/python -m tests.zoo.table > docs/models.md
 	PYTHONPATH=tests $(BIN)/python -m tests.pages
 	$(BIN)/python -m benchmarks.pages

@@ -1,3 +1,43 @@
-"""Design, prune, distil and score draft models for speculative decoding."""
+"""Design, prune, distil and score draft models for speculative decoding.
+
+Each function here is the command of its name, with the command's options as keyword arguments, for example
+draftlab.prune(source="tiny", layers=3). It returns what the command found, and raises draftlab.UserError for
+anything that the caller can fix.
+"""
+
+from typing import Any
+
+from draftlab.errors import UserError
 
 __version__ = "0.1.0"
+
+_COMMANDS = (
+    "auto",
+    "check",
+    "design",
+    "distill",
+    "export",
+    "init",
+    "outputs_build",
+    "predict",
+    "profile",
+    "prune",
+    "replay",
+    "report",
+    "score",
+    "search",
+)
+__all__ = ["UserError", "__version__", *_COMMANDS]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a command's function on its first use, so that `import draftlab` stays cheap."""
+    if name not in _COMMANDS:
+        raise AttributeError(f"module 'draftlab' has no attribute {name!r}")
+    from draftlab.functions import library_function
+
+    return globals().setdefault(name, library_function(name))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,6 +7,7 @@ import sys
 import configuration_page
 import pages
 import pytest
+import python_page
 
 
 def test_generated_docs_are_current():
@@ -26,6 +27,7 @@ def test_generated_docs_are_current():
     docs = pages.ROOT / "docs"
     assert (docs / "commands.md").read_text().strip() == commands.strip()
     assert (docs / "configuration.md").read_text().strip() == configuration_page.page().strip()
+    assert (docs / "python.md").read_text().strip() == python_page.page().strip()
     assert pages.PAGE.read_text() == pages.page(pages.PAGE.read_text())
 
 

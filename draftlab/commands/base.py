@@ -1,9 +1,12 @@
 """A command: settings, a function, and the outcome that it shows."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from rich.console import Console
 
 from draftlab import workspace
 from draftlab.config.base import Config, OutputConfig
@@ -13,9 +16,9 @@ from draftlab.output import Output
 from draftlab.trust import remote_code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome:
-    """The result of a command.
+    """The result of a command; commands that Python calls, too, return a subclass with what they found.
 
     path: what it wrote. show: what a person reads, strings and rich tables. data: what a program reads. missed: bars
     that the user set and the result does not reach.
@@ -25,6 +28,14 @@ class Outcome:
     show: Sequence[object]
     data: dict[str, object]
     missed: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        console = Console(width=120, record=True, file=io.StringIO())
+        for item in self.show:
+            console.print(item, soft_wrap=True, markup=False, highlight=False)
+        return console.export_text().rstrip()
+
+    __repr__ = __str__
 
 
 class Prepared(Protocol):

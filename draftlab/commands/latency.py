@@ -1,5 +1,6 @@
 """The commands that separate latency from acceptance: measure latency anywhere, and combine it with acceptance."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,27 @@ from draftlab.console import note_if_slow
 from draftlab.output import Output
 
 if TYPE_CHECKING:
+    from draftlab.latency.predict_pairs import DraftPrediction
+    from draftlab.latency.profile import Profile
     from draftlab.latency.scaling_law import ScalingLaw
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Profiled(Outcome):
+    """Latencies of passes, a profile for each model."""
+
+    profiles: "list[Profile]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Predicted(Outcome):
+    """Predictions, one for each draft."""
+
+    predictions: "list[DraftPrediction]"
+
+
 @command(ProfileConfig, dry_run=True)
-def profile(config: ProfileConfig, output: Output) -> Outcome:
+def profile(config: ProfileConfig, output: Output) -> Profiled | Outcome:
     """Measure the latency of passes by tokens fed, batch size and context; models named together take turns."""
     from draftlab.commands.latency_tables import profile_table
     from draftlab.latency.profile import estimate, profile_models
@@ -22,11 +39,12 @@ def profile(config: ProfileConfig, output: Output) -> Outcome:
         return plan(output, estimate(config))
     profiles = profile_models(config, output)
     data = {"out": str(output.out), "profiles": [p.model_dump() for p in profiles]}
-    return Outcome(path=output.out, show=[*map(profile_table, profiles), str(output.out)], data=data)
+    show = [*map(profile_table, profiles), str(output.out)]
+    return Profiled(path=output.out, show=show, data=data, profiles=list(profiles))
 
 
 @command(ProfileServersConfig)
-def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
+def profile_servers(config: ProfileServersConfig, output: Output) -> Profiled:
     """Measure the passes of a target and its draft in running vLLM servers, by streams at once."""
     from draftlab.servers.client import Server
 
@@ -37,7 +55,8 @@ def profile_servers(config: ProfileServersConfig, output: Output) -> Outcome:
 
     profiles = measure(config, output)
     data = {"out": str(output.out), "profiles": [p.model_dump() for p in profiles]}
-    return Outcome(path=output.out, show=[*map(profile_table, profiles), str(output.out)], data=data)
+    show = [*map(profile_table, profiles), str(output.out)]
+    return Profiled(path=output.out, show=show, data=data, profiles=list(profiles))
 
 
 @command(LawConfig, dry_run=True)
@@ -63,7 +82,7 @@ def law_fit(config: LawFitConfig) -> Outcome:
 
 
 @command(PredictConfig)
-def predict(config: PredictConfig) -> Outcome:
+def predict(config: PredictConfig) -> Predicted:
     """Predict the speed-up for every K, from acceptance and profiles that may come from other machines."""
     from draftlab.latency.roofline import is_measured
 
@@ -84,7 +103,8 @@ def predict(config: PredictConfig) -> Outcome:
     if config.plot is not None:
         plot_best_k(config.plot, drafts[0])
     show += [f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)]
-    return Outcome(path=None, show=show, data={"predictions": [draft.as_dict() for draft in drafts]})
+    data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
+    return Predicted(path=None, show=show, data=data, predictions=drafts)
 
 
 def _law_outcome(directory: Path, fitted: "ScalingLaw", plot: Path | None) -> Outcome:

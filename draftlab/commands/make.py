@@ -1,5 +1,6 @@
 """Commands that make what others start from: init, import, design."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
@@ -9,6 +10,14 @@ from draftlab.output import Output
 
 if TYPE_CHECKING:
     from draftlab.latency.design import Design
+    from draftlab.model.shape import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Designed(Outcome):
+    """Shapes of equal budget by name."""
+
+    shapes: "dict[str, Shape]"
 
 
 @command(InitConfig)
@@ -35,7 +44,7 @@ def import_checkpoint(config: ImportConfig, output: Output) -> Outcome:
 
 
 @command(DesignConfig)
-def design(config: DesignConfig) -> Outcome:
+def design(config: DesignConfig) -> Designed:
     """Find shapes of equal budget, from deep and narrow to shallow and wide."""
     from draftlab.latency.design import design as find_shapes
     from draftlab.results.tables import shape_table
@@ -47,7 +56,8 @@ def design(config: DesignConfig) -> Outcome:
         name: shape.model_dump() | {"params": shape.params(), "latency_ms": family.latency_ms.get(name)}
         for name, shape in family.shapes.items()
     }
-    return Outcome(path=config.out, show=[shape_table(family.shapes, family.latency_ms)], data={"shapes": rows})
+    table = shape_table(family.shapes, family.latency_ms)
+    return Designed(path=config.out, show=[table], data={"shapes": rows}, shapes=family.shapes)
 
 
 def _plot(config: DesignConfig, design: "Design") -> None:

@@ -1,5 +1,6 @@
 """Commands on target outputs on disk, and replay of drafts over them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from draftlab.intervals import Interval
     from draftlab.target_outputs.replay import Replay, Row
     from draftlab.target_outputs.store import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Replayed(Outcome):
+    """Acceptance by draft, for each group of texts and K."""
+
+    rows: "dict[str, list[Row]]"
 
 
 @command(OutputsBuildConfig, name="outputs build", dry_run=True, resumes=True)
@@ -67,7 +75,7 @@ def verify(config: OutputsVerifyConfig) -> Outcome:
 
 
 @command(ReplayConfig)
-def replay(config: ReplayConfig, output: Output) -> Outcome:
+def replay(config: ReplayConfig, output: Output) -> Replayed:
     """Compute the acceptance of drafts for every K from one pass over target outputs; the target is not needed."""
     from draftlab.target_outputs.replay import draftings, replay, rows_of
 
@@ -75,7 +83,9 @@ def replay(config: ReplayConfig, output: Output) -> Outcome:
     rows = {name: rows_of(each, draftings(config), config.first) for name, each in replays.items()}
     show: list[object] = [part for name, each in replays.items() for part in _table(each, rows[name])]
     data = [{"draft": name, "rows": [row.as_dict() for row in table]} for name, table in rows.items()]
-    return Outcome(path=output.out, show=[*show, str(output.out)], data={"out": str(output.out), "replays": data})
+    return Replayed(
+        path=output.out, show=[*show, str(output.out)], data={"out": str(output.out), "replays": data}, rows=rows
+    )
 
 
 def _shown(directory: Path, manifest: "Manifest", facts: dict[str, object] | None = None) -> Outcome:

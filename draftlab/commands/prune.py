@@ -19,11 +19,21 @@ from draftlab.output import Output
 if TYPE_CHECKING:
     from draftlab.pruning.masks.training import MaskTraining
     from draftlab.pruning.refit import Refit
-    from draftlab.pruning.run import Depth, Method, Pruned
+    from draftlab.pruning.run import Depth, Method
+    from draftlab.pruning.run import Pruned as Cut
     from draftlab.pruning.source import Source
     from draftlab.pruning.texts import Text
 
 FFN_MULTIPLE = 16  # of an FFN that follows from other sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Pruned(Outcome):
+    """A finished draft. layers: of the source. acceptance: by the source, on held-out text, where it was measured."""
+
+    shape: Shape
+    layers: list[int]
+    acceptance: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +169,7 @@ def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
 
 
 @command(PruneConfig, prepare=prepare, dry_run=True)
-def prune(prepared: PreparedPrune, output: Output) -> Outcome:
+def prune(prepared: PreparedPrune, output: Output) -> Pruned:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
     from draftlab.pruning import run
 
@@ -240,7 +250,7 @@ def _check_text(config: PruneConfig, source: "Source | None", weights: bool) -> 
             hub.check_data(config.data) if weights else hub.check_local_data(config.data)
 
 
-def _outcome(pruned: "Pruned", output: Output) -> Outcome:
+def _outcome(pruned: "Cut", output: Output) -> Pruned:
     from draftlab.pruning.source import kv_saving
 
     shape, layers = pruned.shape, pruned.keep.layers
@@ -262,4 +272,5 @@ def _outcome(pruned: "Pruned", output: Output) -> Outcome:
             f"(source {agreement.source_cross_entropy:.3f})"
         )
         data["acceptance"] = agreement.acceptance
-    return Outcome(path=output.out, show=lines, data=data)
+    acceptance = pruned.agreement.acceptance if pruned.agreement else None
+    return Pruned(path=output.out, show=lines, data=data, shape=shape, layers=list(layers), acceptance=acceptance)

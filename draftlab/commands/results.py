@@ -1,12 +1,25 @@
 """The commands that present scores."""
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from draftlab.commands.base import Outcome, command
 from draftlab.config.results import CompareConfig, ReportConfig
 from draftlab.output import Output
 
+if TYPE_CHECKING:
+    from draftlab.results.score import Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Reported(Outcome):
+    """A page, and the scores that it shows."""
+
+    scores: "list[Score]"
+
 
 @command(ReportConfig)
-def report(config: ReportConfig, output: Output) -> Outcome:
+def report(config: ReportConfig, output: Output) -> Reported:
     """Write one self-contained HTML page with tables and plots, and its Markdown version, from scores."""
     from draftlab.results.report import json_rows, write_report
     from draftlab.results.tables import score_table
@@ -14,7 +27,7 @@ def report(config: ReportConfig, output: Output) -> Outcome:
     scores = write_report(config.scores, output)
     page = output.out / "report.html"
     data = {"path": str(page), "scores": json_rows(scores)}
-    return Outcome(path=page, show=[score_table(scores), str(page)], data=data)
+    return Reported(path=page, show=[score_table(scores), str(page)], data=data, scores=scores)
 
 
 @command(CompareConfig)

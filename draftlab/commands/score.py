@@ -1,5 +1,6 @@
 """Commands that measure a draft: score, score-servers."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
@@ -9,11 +10,34 @@ from draftlab.intervals import tokens_per_second
 from draftlab.output import Output
 
 if TYPE_CHECKING:
+    from draftlab.intervals import Interval
     from draftlab.results.score import Score
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Scored(Outcome):
+    """Scores in the order of the drafts and drafters."""
+
+    scores: "list[Score]"
+
+    @property
+    def best(self) -> "Score":
+        """The score of the fastest draft or drafter by whole requests."""
+        return max(self.scores, key=lambda score: score.best_k_speedup.value)
+
+    @property
+    def interval(self) -> "Interval":
+        """The speed-up of the fastest, with its 95 % interval over requests."""
+        return self.best.best_k_speedup
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast a whole request is with the fastest draft or drafter as with none."""
+        return self.interval.value
+
+
 @command(ScoreConfig, dry_run=True)
-def score(config: ScoreConfig, output: Output) -> Outcome:
+def score(config: ScoreConfig, output: Output) -> Scored | Outcome:
     """Measure drafts against the target in one process: acceptance, speed-up over plain decoding, accuracy."""
     with note_if_slow("loading torch and transformers"):
         from draftlab.benchmark import run
@@ -42,7 +66,7 @@ def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
     return _outcome([result], output, config)
 
 
-def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -> Outcome:
+def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -> Scored:
     from draftlab.results.compare import (
         candidate_of,
         category_rows,
@@ -74,4 +98,4 @@ def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -
     show: list[object] = [score_table(scores), *categories]
     show += [accuracy_table(list(accuracies.items()))] if accuracies else []
     show += [*verdicts, *ranking, *warnings, str(output.out)]
-    return Outcome(path=output.out, show=show, data=data, missed=missed)
+    return Scored(path=output.out, show=show, data=data, missed=missed, scores=scores)

@@ -1,5 +1,6 @@
 """The command that searches for a draft."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,29 @@ from draftlab.output import Output
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from draftlab.intervals import Interval
     from draftlab.searching.schedule import Search
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Searched(Outcome):
+    """A finished search. draft: checkpoint of the fastest candidate."""
+
+    search: "Search"
+    draft: Path
+
+    @property
+    def interval(self) -> "Interval":
+        """The measured speed-up of the fastest candidate, with its 95 % interval over prompts."""
+        return self.search.winner.gain
+
+    @property
+    def speedup(self) -> float:
+        return self.interval.value
+
+
 @command(SearchConfig, dry_run=True)
-def search(config: SearchConfig, output: Output) -> Outcome:
+def search(config: SearchConfig, output: Output) -> Searched | Outcome:
     """Find the shape and K with which the target is fastest here; a killed search resumes."""
     from draftlab.searching.shapes import shapes_to_try
 
@@ -25,7 +44,8 @@ def search(config: SearchConfig, output: Output) -> Outcome:
         return plan(output, run.estimate(config, tried))
     result = run.search(config, tried, output)
     lines = [_rung_table(result), *result.explain(), str(output.out / "draft")]
-    return Outcome(path=output.out, show=lines, data={"path": str(output.out), **result.model_dump(mode="json")})
+    data = {"path": str(output.out), **result.model_dump(mode="json")}
+    return Searched(path=output.out, show=lines, data=data, search=result, draft=output.out / "draft")
 
 
 def _rung_table(search: "Search") -> "Table":

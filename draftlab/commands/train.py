@@ -1,5 +1,6 @@
 """The command that trains a draft against its target, or on text."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command, plan
@@ -8,11 +9,25 @@ from draftlab.console import note_if_slow
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from draftlab.training.run import TrainingResult
+    from draftlab.training.run import LengthComparison, TrainingResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Trained(Outcome):
+    """A trained draft. acceptance: held out, before training and of the weights that are written.
+
+    tokens: trained on. lengths: tokens per target pass for every K; empty where no target could write text.
+    """
+
+    acceptance_before: float | None
+    acceptance: float | None
+    tokens: int
+    seconds: float
+    lengths: "list[LengthComparison]"
 
 
 @command(DistillConfig, dry_run=True)
-def distill(config: DistillConfig, output: Output) -> Outcome:
+def distill(config: DistillConfig, output: Output) -> Trained | Outcome:
     """Train a draft to agree with the target."""
     if not output.dry_run and config.server is not None:
         from draftlab.servers.client import Server
@@ -25,7 +40,7 @@ def distill(config: DistillConfig, output: Output) -> Outcome:
     return _trained(output, library.distill(config, output))
 
 
-def _trained(output: Output, result: "TrainingResult") -> Outcome:
+def _trained(output: Output, result: "TrainingResult") -> Trained:
     cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
     lines = [str(output.out), cost]
     before, after = result.before.acceptance, result.after.acceptance
@@ -41,4 +56,13 @@ def _trained(output: Output, result: "TrainingResult") -> Outcome:
         lines.append("tokens per target pass: " + "; ".join(text))
     if result.lengths and all(n.gain_low <= 1 for n in result.lengths):
         lines.append("no gain beyond the noise at any K: more steps, another --lr or other text may help")
-    return Outcome(path=output.out, show=lines, data={"path": str(output.out), **result.as_dict()})
+    return Trained(
+        path=output.out,
+        show=lines,
+        data={"path": str(output.out), **result.as_dict()},
+        acceptance_before=before,
+        acceptance=after,
+        tokens=result.tokens,
+        seconds=result.seconds,
+        lengths=result.lengths,
+    )

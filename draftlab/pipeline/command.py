@@ -1,5 +1,8 @@
 """The command auto, above recipes: its steps are theirs."""
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from draftlab.commands.base import Outcome, command
 from draftlab.config.auto import AutoConfig
 from draftlab.console import note_if_slow
@@ -7,9 +10,19 @@ from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.output import Output
 
+if TYPE_CHECKING:
+    from draftlab.pipeline.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Found(Outcome):
+    """What to serve a target with, and why."""
+
+    verdict: "Verdict"
+
 
 @command(AutoConfig, dry_run=True, resumes=True)
-def auto(config: AutoConfig, output: Output) -> Outcome:
+def auto(config: AutoConfig, output: Output) -> Found | Outcome:
     """Make the draft that serves a target fastest here, or say that none does; a killed run goes on."""
     hub.locate(config.target, weights=False)  # before torch is imported
     if config.prompt_file is not None and not config.prompt_file.is_file():
@@ -20,7 +33,7 @@ def auto(config: AutoConfig, output: Output) -> Outcome:
         return _planned(config, output)
     result = run.auto(config, output)
     data = {"path": str(output.out), **result.model_dump(mode="json")}
-    return Outcome(path=output.out, show=[*result.lines(), str(output.out)], data=data)
+    return Found(path=output.out, show=[*result.lines(), str(output.out)], data=data, verdict=result)
 
 
 def _planned(config: AutoConfig, output: Output) -> Outcome:

@@ -1,0 +1,83 @@
+"""The commands as Python functions, with their options as keyword arguments. No torch."""
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from draftlab.commands import COMMANDS
+from draftlab.commands.base import Command, Outcome
+from draftlab.config.base import extra
+from draftlab.pipeline.command import auto
+
+SWITCHES = {"force": "Replace an existing output.", "dry_run": "Return the plan and do nothing."}
+
+
+class Unset:
+    """The default of an argument whose value is found when the function is called."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __repr__(self) -> str:
+        return f"<{self.source}>"
+
+
+def library_function(name: str) -> Callable[..., Outcome]:
+    """Return a command as a function whose signature and documentation name every option."""
+    command = {**COMMANDS, auto.name: auto}[name.replace("_", " ")]
+    fields = command.config.model_fields
+
+    def call(**settings: Any) -> Outcome:
+        return command(**{name: _as_option(fields.get(name), value) for name, value in settings.items()})
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = "draftlab"
+    call.__doc__ = _documentation(command)
+    call.__signature__ = _signature(command)  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
+def _as_option(field: FieldInfo | None, value: object) -> object:
+    """Return a value as its option takes it: paths may be given where names are, and one value for a list."""
+    if field is None:
+        return value
+    takes_list = get_origin(field.annotation) is list and extra(field)["typed"] is None
+    if takes_list and isinstance(value, str | Path):
+        value = [value]
+    if isinstance(value, list):
+        return [str(item) if isinstance(item, Path) else item for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _signature(command: Command) -> inspect.Signature:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, keyword, default=_default(field), annotation=field.annotation)
+        for name, field in command.config.model_fields.items()
+    ]
+    parameters += [inspect.Parameter(name, keyword, default=False, annotation=bool) for name in _switches(command)]
+    returned = inspect.signature(command.function).return_annotation
+    return inspect.Signature(parameters, return_annotation=returned)
+
+
+def _default(field: FieldInfo) -> object:
+    if field.default_factory is not None:
+        return Unset(extra(field)["shown_default"] or "found when called")
+    return inspect.Parameter.empty if field.default is PydanticUndefined else field.default
+
+
+def _switches(command: Command) -> list[str]:
+    return [name for name, takes in (("force", command.has_force), ("dry_run", command.dry_run)) if takes]
+
+
+def _documentation(command: Command) -> str:
+    """Return the command's summary, then a line for every option."""
+    options = {name: field.description or "" for name, field in command.config.model_fields.items()}
+    options |= {name: SWITCHES[name] for name in _switches(command)}
+    lines = [textwrap.fill(f"{name}: {text}", 116, subsequent_indent="    ") for name, text in options.items()]
+    return f"{command.function.__doc__}\n\nArgs:\n{textwrap.indent(chr(10).join(lines), '    ')}\n"

@@ -4,66 +4,12 @@ Asked: peer, way (plain, draft, ngram), target, draft, k, prompts in token ids, 
 first prompt warms up. Answered for the others: what timed() returns, and the peer's version.
 """
 
-import itertools
 import json
 import sys
 import time
 from typing import Any
 
 NGRAM = 3  # longest n-gram that is looked up
-
-
-def llama_cpp(asked: dict) -> tuple[dict, str]:
-    """Through llama-cpp-python: the draft is a second model behind its LlamaDraftModel."""
-    import llama_cpp  # type: ignore[import-not-found]
-    import numpy as np
-    from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding  # type: ignore[import-not-found]
-
-    def opened(path: str, **options: object) -> llama_cpp.Llama:
-        return llama_cpp.Llama(
-            path, n_ctx=asked["context"], n_threads=1, n_threads_batch=1,
-            logits_all=asked["way"] != "plain", verbose=False, n_gpu_layers=0, **options,
-        )  # fmt: skip
-
-    class Second(LlamaDraftModel):
-        def __init__(self, path: str) -> None:
-            self.model = opened(path)
-            models.append(self.model)
-
-        def __call__(self, input_ids: np.ndarray, /, **_: object) -> np.ndarray:
-            drafted = itertools.islice(self.model.generate(input_ids.tolist(), temp=0.0), asked["k"])
-            return np.array(list(drafted), dtype=np.intc)
-
-    models: list[llama_cpp.Llama] = []
-    drafters = {
-        "plain": lambda: None,
-        "draft": lambda: Second(asked["draft"]),
-        "ngram": lambda: LlamaPromptLookupDecoding(max_ngram_size=NGRAM, num_pred_tokens=asked["k"]),
-    }
-    model = opened(asked["target"], draft_model=drafters[asked["way"]]())
-    models.append(model)
-    counted = [0, 0]
-    evaluate = model.eval
-
-    def evaluate_counted(tokens: list[int]) -> None:
-        counted[1] += 1
-        evaluate(tokens)
-
-    model.eval = evaluate_counted
-
-    def decode(prompt: list[int], new_tokens: int) -> list[int]:
-        for each in models:
-            each.reset()  # it would reuse the prefix that it has just read
-        tokens = []
-        for token in itertools.islice(model.generate(prompt, temp=0.0), new_tokens):
-            tokens.append(int(token))
-            if token in asked["eos"]:
-                break
-        counted[0] += len(tokens) - 1
-        counted[1] -= 1
-        return tokens
-
-    return timed(decode, asked, counted), llama_cpp.__version__
 
 
 def transformers(asked: dict) -> tuple[dict, str]:
@@ -120,7 +66,7 @@ def vllm(asked: dict) -> tuple[dict, str]:
         },
     }[asked["way"]]  # fmt: skip
     model = engine.LLM(
-        asked["target"], dtype=asked["dtype"], max_model_len=asked["context"], max_num_seqs=1, enforce_eager=True,
+        asked["target"], dtype=asked["dtype"], max_model_len=asked["context"], max_num_seqs=1, enforce_eager=False,
         enable_prefix_caching=False, disable_log_stats=False, speculative_config=speculative,
     )  # fmt: skip
 
@@ -167,7 +113,7 @@ def timed(decode, asked: dict, counted: list[int], clock=time.process_time) -> d
 def main() -> None:
     asked, out = json.load(sys.stdin), sys.stdout
     sys.stdout = sys.stderr  # peers print
-    peers = {"llama-cpp-python": llama_cpp, "transformers": transformers, "vllm": vllm}
+    peers = {"transformers": transformers, "vllm": vllm}
     answer, version = peers[asked["peer"]](asked)
     json.dump(answer | {"version": version}, out)
 

@@ -1,16 +1,17 @@
-"""One pair in draftlab, transformers, llama.cpp and vLLM's CPU build: tokens per second, plain, drafted and looked up.
+"""One pair in draftlab, transformers, llama.cpp and vLLM's CPU build: whole requests and decoding, each at its best K.
 
-Greedy, batch 1, one thread, the same prompts and K; plain, with the draft as `export` writes it, and n-grams of the
-text looked up. Each peer in its own process, in turns with the others; CPU seconds. A peer that is not here is skipped.
+Greedy, batch 1, one thread, the same prompts. Every engine decodes plainly, with the draft as `export` writes it, and
+with n-grams of the text looked up, at each precision that it has here. K is chosen on other prompts than those that are
+timed. Each arm runs in a process of its own; the arms take turns, once for each part of the prompts. Times are CPU
+seconds. Answers are kept in --work, so that a run that was stopped resumes. An engine that is not here is skipped.
 """
 
 import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from draftlab.engine.drafters.ngram import PromptLookupDrafter
 from draftlab.engine.generate import Drafter, ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf
-from draftlab.intervals import Interval
+from draftlab.intervals import Interval, Timing
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import with_mode
 from draftlab.prompts import Prompts, load_prompts
@@ -39,14 +40,21 @@ from draftlab.servers.processes import running
 INSIDE = Path(__file__).parent / "inside_peers.py"
 WAYS = ("plain", "draft", "ngram")
 OURS = "draftlab"
-CONDITIONS = {
-    "draftlab": "mode native",
-    "transformers": "eager, assisted generation",
-    "llama.cpp": "GGUF of the same dtype; n-grams no longer than K",
-    "llama-cpp-python": "GGUF of the same dtype; drafts through Python",
-    "vllm": "CPU build, enforce_eager",
+DEFAULTS = 0  # in place of K: llama.cpp's own lengths of n-grams, 12 looked up and 48 drafted
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "Q8_0": 8}
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "Q8_0": "q8_0"}
+PRECISIONS = {  # by engine: besides the pair's dtype, the 8 bits that it has on a CPU
+    OURS: ("int8",),
+    "transformers": (),
+    "llama.cpp": ("Q8_0",),
+    "vllm": (),
 }
-GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16"}
+MODES = {
+    OURS: "mode native",
+    "transformers": "eager, assisted generation",
+    "llama.cpp": "llama-server, built with GGML_NATIVE",
+    "vllm": "CPU build, compiled (enforce_eager=False), compiling not counted",
+}
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in one process, so that its CPU seconds are all
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -55,6 +63,20 @@ VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One engine at one precision, decoding in one way with at most k drafted tokens; plain decoding has k = 0."""
+
+    engine: str
+    precision: str
+    way: str
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}-{self.precision}-{self.way}-{self.k}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,142 +90,181 @@ class Answer:
     steps: list[list[int]]
     version: str
 
-    @property
-    def tokens_per_pass(self) -> Interval:
-        return intervals.ratio_interval(np.array(self.steps, dtype=float))
-
-    def timings(self) -> list[intervals.Timing]:
+    def requests(self) -> list[Timing]:
         return [(len(text), seconds) for text, seconds in zip(self.texts, self.seconds, strict=True)]
 
-    def timings_after_prefill(self) -> list[intervals.Timing]:
+    def decoding(self) -> list[Timing]:
         times = zip(self.texts, self.seconds, self.prefill_seconds, strict=True)
         return [(len(text) - 1, max(seconds - prefill, 1e-9)) for text, seconds, prefill in times]
+
+    def and_then(self, other: "Answer") -> "Answer":
+        """Return the answers to these prompts and to those of another part."""
+        mine, theirs = asdict(self), asdict(other)
+        return Answer(**{name: mine[name] + theirs[name] for name in mine if name != "version"}, version=self.version)
+
+
+Groups = dict[tuple[str, str, str], dict[int, Answer]]  # by engine, precision and way, then by K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One pair and its prompts. peer_draft: the draft as peers get it; files: both as GGUF files."""
+    """One pair and its prompts. peer_draft: the draft as peers get it. files: target and draft in GGUF by precision."""
 
     target: Path
     draft: Path
     peer_draft: Path
-    files: tuple[Path, Path]
+    files: dict[str, tuple[Path, Path]]
     prompts: list[list[int]]
     eos: list[int]
-    k: int
     new_tokens: int
     dtype: str
+    context: int
 
-    @property
-    def asked(self) -> dict[str, Any]:
-        """Return what every peer is asked alike."""
-        context = max(map(len, self.prompts)) + self.new_tokens + 2 * self.k + 2
+    def asked(self, arm: Arm) -> dict[str, Any]:
+        """Return what an engine is asked."""
         return {
-            "prompts": self.prompts, "k": self.k, "new_tokens": self.new_tokens, "eos": self.eos,
-            "dtype": self.dtype, "context": context,
+            "prompts": self.prompts, "way": arm.way, "k": arm.k, "new_tokens": self.new_tokens, "eos": self.eos,
+            "dtype": self.dtype, "context": self.context,
         }  # fmt: skip
 
 
 def main(
     draft: Annotated[Path, typer.Option(help="Draft checkpoint.")],
+    work: Annotated[Path, typer.Option(help="Folder for the answers of every arm; a stopped run resumes in it.")],
     target: Annotated[str, typer.Option(help="Target checkpoint.")] = "tiny",
     prompt_file: Annotated[Path | None, typer.Option(help="JSON lines; as conversations for a chat model.")] = None,
     data: Annotated[str, typer.Option(help="Prompts without a prompt file: starts of this source's texts.")] = "stdlib",
-    prompts: Annotated[int, typer.Option(help="Number of prompts, evenly spaced in the file.")] = 8,
-    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt, at most.")] = 96,
+    prompts: Annotated[int, typer.Option(help="Number of prompts, evenly spaced in the file.")] = 24,
+    parts: Annotated[int, typer.Option(help="Parts of the prompts; the arms take turns once for each.")] = 2,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt, at most.")] = 64,
     chat: Annotated[ChatMode, typer.Option(help="auto, on or off.")] = "auto",
-    k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 2,
+    k: Annotated[str, typer.Option(help="Numbers of tokens to draft with the draft model.")] = "1,2,3",
+    ngram_k: Annotated[str, typer.Option(help="Numbers of tokens to draft with n-grams.")] = "2,5",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    ways: Annotated[str, typer.Option(help="Which of plain, draft and ngram.")] = ",".join(WAYS),
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
-    llama_cpp: Annotated[Path | None, typer.Option(help="A Python that has llama-cpp-python.")] = None,
     vllm: Annotated[Path | None, typer.Option(help="A Python that has vLLM's CPU build.")] = None,
     transformers: Annotated[Path | None, typer.Option(help="A Python that has transformers.")] = Path(sys.executable),
     out: Annotated[Path | None, typer.Option(help="Also write the result here.")] = None,
 ) -> None:
     torch.set_num_threads(1)
-    places = {"transformers": transformers, "llama.cpp": llama_server, "llama-cpp-python": llama_cpp, "vllm": vllm}
-    here = {name: place for name, place in places.items() if place is not None and place.exists()}
-    skipped = {name: "absent" for name in places if name not in here}
-    for name, word in skipped.items():
-        note(f"{name}: {word}")
+    programs = {"transformers": transformers, "llama.cpp": llama_server, "vllm": vllm}
+    here = {name: program for name, program in programs.items() if program is not None and program.exists()}
+    for name in programs.keys() - here.keys():
+        note(f"{name}: not here, skipped")
     locations = hub.locate(target), hub.locate(str(draft))
     tokenizer = checkpoint.load_tokenizer(locations[0])
     chosen = load_prompts(prompt_file, data, tokenizer, count=prompts + 1, tokens=None, seed=0, chat=chat)
-    found: dict[str, dict[str, Answer]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        as_gguf = "llama.cpp" in here or "llama-cpp-python" in here
-        job = _job(locations, Path(folder), chosen, k, new_tokens, dtype, as_gguf)
-        for way in ways.split(","):
-            note(f"{way}: {OURS}")
-            found[way] = {OURS: _ours(job, way)}
-            for name, place in here.items():
-                note(f"{way}: {name}")
-                ask = _ask_llama_server if name == "llama.cpp" else _ask
-                found[way][name] = ask(name, place, job, way)
+    ks = {"plain": [0], "draft": _numbers(k), "ngram": _numbers(ngram_k)}
+    arms = list(arms_of([OURS, *here], ks, dtype))
+    work.mkdir(parents=True, exist_ok=True)
+    jobs = _jobs(
+        locations, work, chosen, parts, new_tokens, dtype, max(*ks["draft"], *ks["ngram"]), "llama.cpp" in here
+    )
+    for part, job in enumerate(jobs):
+        for number, arm in enumerate(arms if part % 2 == 0 else reversed(arms), 1):
+            file = work / f"{arm.name}-{part}.json"
+            if not file.exists():
+                note(f"part {part + 1} of {parts}, arm {number} of {len(arms)}: {arm.name}")
+                answer = _ours(job, arm) if arm.engine == OURS else _theirs(here[arm.engine], job, arm)
+                file.write_text(json.dumps(asdict(answer)))
+    answers = {arm: _answer(work, arm, parts) for arm in arms}
     about = {
-        "benchmark": "peers", "target": locations[0].name, "draft": locations[1].name, "k": k, "prompts": prompts,
-        "data": chosen.source, "chat": chosen.chat, "new_tokens": new_tokens, "dtype": dtype, "skipped": skipped,
-        "conditions": {name: CONDITIONS[name] for name in (OURS, *here)},
+        "benchmark": "peers", "target": locations[0].name, "draft": locations[1].name, "prompts": prompts,
+        "data": chosen.source, "chat": chosen.chat, "new_tokens": new_tokens, "batch": 1, "temperature": 0,
+        "skipped": sorted(programs.keys() - here.keys()),
     }  # fmt: skip
-    text = json.dumps(_result(found) | about | environment(1))
+    text = json.dumps(result(answers) | about | environment(1), indent=1)
     if out is not None:
         out.write_text(text + "\n")
     print(text)
 
 
-def _job(
-    locations: tuple[Path, Path], folder: Path, prompts: Prompts, k: int, new_tokens: int, dtype: str, as_gguf: bool
-) -> Job:
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def arms_of(engines: Sequence[str], ks: dict[str, list[int]], dtype: str) -> Iterator[Arm]:
+    """Yield every arm: engines next to each other, so that what changes on the machine reaches all of them."""
+    for way, counts in ks.items():
+        for engine in engines:
+            for precision in (dtype, *PRECISIONS[engine]):
+                own = [DEFAULTS] if (way, engine) == ("ngram", "llama.cpp") else []
+                for k in [*own, *counts]:
+                    yield Arm(engine=engine, precision=precision, way=way, k=k)
+
+
+def _jobs(
+    locations: tuple[Path, Path], work: Path, prompts: Prompts, parts: int, new_tokens: int, dtype: str, k: int,
+    as_gguf: bool,
+) -> list[Job]:  # fmt: skip
+    """Return a job for each part of the prompts; the first prompt warms up in all of them."""
     target, draft = locations
-    (folder / "draft").mkdir()
-    hf.write(
-        draft, folder / "draft", tokenizer_from=target, vocab=checkpoint.vocab_size(target),
-        dtype=checkpoint.DTYPES[dtype],
-    )  # fmt: skip
-    files = folder / "target.gguf", folder / "draft.gguf"
-    for directory, file in zip((target, folder / "draft"), files, strict=True) if as_gguf else ():
-        gguf.write(directory, file, GGUF_TYPES[dtype])
-    return Job(
-        target=target, draft=draft, peer_draft=folder / "draft", files=files, prompts=[p.ids for p in prompts.rows],
-        eos=list(checkpoint.eos_token_ids(target)), k=k, new_tokens=new_tokens, dtype=dtype,
-    )  # fmt: skip
+    exported = work / "draft"
+    if not exported.exists():
+        exported.mkdir()
+        vocab, kind = checkpoint.vocab_size(target), checkpoint.DTYPES[dtype]
+        hf.write(draft, exported, tokenizer_from=target, vocab=vocab, dtype=kind)
+    files: dict[str, tuple[Path, Path]] = {}
+    for precision in (dtype, *PRECISIONS["llama.cpp"]) if as_gguf else ():
+        files[precision] = (work / f"target-{precision}.gguf", work / f"draft-{precision}.gguf")
+        for directory, file in zip((target, exported), files[precision], strict=True):
+            if not file.exists():
+                gguf.write(directory, file, GGUF_TYPES[precision])
+    ids = [row.ids for row in prompts.rows]
+    context = max(map(len, ids)) + new_tokens + max(2 * k, 48) + 2
+    return [
+        Job(
+            target=target, draft=draft, peer_draft=exported, files=files, prompts=[ids[0], *ids[1 + part :: parts]],
+            eos=list(checkpoint.eos_token_ids(target)), new_tokens=new_tokens, dtype=dtype, context=context,
+        )
+        for part in range(parts)
+    ]  # fmt: skip
 
 
-def _ours(job: Job, way: str) -> Answer:
-    dtype = getattr(torch, job.dtype)
-    target = with_mode(llama.load(job.target, dtype), "native")
+def _answer(work: Path, arm: Arm, parts: int) -> Answer:
+    answers = [Answer(**json.loads((work / f"{arm.name}-{part}.json").read_text())) for part in range(parts)]
+    whole = answers[0]
+    for answer in answers[1:]:
+        whole = whole.and_then(answer)
+    return whole
+
+
+def _ours(job: Job, arm: Arm) -> Answer:
+    dtype, int8 = getattr(torch, job.dtype), arm.precision == "int8"
+    target = with_mode(llama.load(job.target, dtype), "native", int8)
     drafter: Drafter | None = None
-    if way == "draft":
-        drafter = ModelDrafter(with_mode(llama.load(job.draft, dtype), "native"), checkpoint.vocab_size(job.target))
-    elif way == "ngram":
+    if arm.way == "draft":
+        draft = with_mode(llama.load(job.draft, dtype), "native", int8)
+        drafter = ModelDrafter(draft, checkpoint.vocab_size(job.target))
+    elif arm.way == "ngram":
         drafter = PromptLookupDrafter(NGRAM)
     counted = [0, 0]
 
     def decode(prompt: list[int], new_tokens: int) -> list[int]:
         sampling = SamplingParams(max_tokens=new_tokens, stop_token_ids=tuple(job.eos))
-        steps = list(speculative_decode(target, drafter, [prompt], job.k if drafter else 0, sampling))
+        steps = list(speculative_decode(target, drafter, [prompt], arm.k if drafter else 0, sampling))
         counted[0] += sum(len(step.tokens) for step in steps[1:])
         counted[1] += len(steps) - 1
         return [token for step in steps for token in step.tokens]
 
-    return Answer(**timed(decode, job.asked, counted), version=draftlab.__version__)
+    return Answer(**timed(decode, job.asked(arm), counted), version=draftlab.__version__)
 
 
-def _ask(peer: str, python: Path, job: Job, way: str) -> Answer:
-    paths = job.files if peer == "llama-cpp-python" else (job.target, job.peer_draft)
-    asked = job.asked | {"peer": peer, "way": way, "target": str(paths[0]), "draft": str(paths[1])}
+def _theirs(program: Path, job: Job, arm: Arm) -> Answer:
+    if arm.engine == "llama.cpp":
+        return _ask_llama_server(program, job, arm)
+    asked = job.asked(arm) | {"peer": arm.engine, "target": str(job.target), "draft": str(job.peer_draft)}
     environ = os.environ | VLLM | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, INSIDE], input=json.dumps(asked), capture_output=True, text=True, env=environ)
+    done = subprocess.run([program, INSIDE], input=json.dumps(asked), capture_output=True, text=True, env=environ)
     if done.returncode:
-        raise UserError(f"{python}: {done.stderr.strip()[-600:]}")
+        raise UserError(f"{program}: {done.stderr.strip()[-600:]}")
     return Answer(**json.loads(done.stdout))
 
 
-def _ask_llama_server(peer: str, program: Path, job: Job, way: str) -> Answer:
+def _ask_llama_server(program: Path, job: Job, arm: Arm) -> Answer:
     """Time llama.cpp's own loop: CPU seconds are the server's, HTTP included; its answers count what was accepted."""
-    counted, drafted = [0, 0], 0
-    with running(_server_command(program, job, way), os.environ | {"OMP_NUM_THREADS": "1"}) as (server, child):
+    counted = [0, 0]
+    with running(_server_command(program, job, arm), os.environ | {"OMP_NUM_THREADS": "1"}) as (server, child):
         client, process = server.http.client, psutil.Process(child.pid)
 
         def decode(prompt: list[int], new_tokens: int) -> list[int]:
@@ -214,9 +275,7 @@ def _ask_llama_server(peer: str, program: Path, job: Job, way: str) -> Answer:
                     "cache_prompt": False, "return_tokens": True,
                 },
             ).raise_for_status().json()  # fmt: skip
-            nonlocal drafted
             timings = answer["timings"]
-            drafted += timings.get("draft_n", 0)
             counted[0] += timings["predicted_n"] - 1
             counted[1] += timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0)
             return answer["tokens"]
@@ -225,74 +284,94 @@ def _ask_llama_server(peer: str, program: Path, job: Job, way: str) -> Answer:
             used = process.cpu_times()
             return used.user + used.system
 
-        found = timed(decode, job.asked, counted, cpu_seconds)
-    if way == "ngram":
-        note(f"llama.cpp drafted {drafted} tokens: where the text's last {min(NGRAM, job.k)} came before")
-    return Answer(**found, version=server.version)
+        return Answer(**timed(decode, job.asked(arm), counted, cpu_seconds), version=server.version)
 
 
-def _server_command(program: Path, job: Job, way: str) -> list[object]:
+def _server_command(program: Path, job: Job, arm: Arm) -> list[object]:
     """Return llama-server's command.
 
-    ngram-simple drafts nothing shorter than the n-gram that it looks up, which is therefore at most K long.
+    ngram-simple drafts nothing shorter than the n-gram that it looks up, which is therefore at most K long; with
+    DEFAULTS its lengths are its own.
     """
     one = ["--threads", 1, "--threads-batch", 1, "--spec-draft-threads", 1, "--spec-draft-threads-batch", 1]
-    size = ["--ctx-size", job.asked["context"], "--parallel", 1, "--cache-ram", 0]
-    speculative = {
-        "plain": [],
-        "draft": [
-            "--model-draft", job.files[1], "--spec-type", "draft-simple", "--spec-draft-n-max", job.k,
-            "--spec-draft-p-min", 0,
-        ],
-        "ngram": [
-            "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", min(NGRAM, job.k),
-            "--spec-ngram-simple-size-m", job.k,
-        ],
-    }[way]  # fmt: skip
-    return [program, "--model", job.files[0], *one, *size, *speculative]
+    size = ["--ctx-size", job.context, "--parallel", 1, "--cache-ram", 0]
+    target, draft = job.files[arm.precision]
+    speculative: list[object] = []
+    if arm.way == "draft":
+        speculative = ["--model-draft", draft, "--spec-type", "draft-simple", "--spec-draft-n-max", arm.k]
+        speculative += ["--spec-draft-p-min", 0]
+    if arm.way == "ngram":
+        speculative = ["--spec-type", "ngram-simple"]
+        if arm.k != DEFAULTS:
+            lengths = ["--spec-ngram-simple-size-n", min(NGRAM, arm.k), "--spec-ngram-simple-size-m", arm.k]
+            speculative += lengths
+    return [program, "--model", target, *one, *size, *speculative]
 
 
-def _result(found: dict[str, dict[str, Answer]]) -> dict[str, Any]:
-    """Return speeds by way and peer, ours over each peer's, and the acceptance of each."""
+def result(answers: dict[Arm, Answer]) -> dict[str, Any]:
+    """Return a row for each engine, precision and way; ours over the best peer's for each number of bits and way."""
+    groups: Groups = {}
+    for arm, answer in answers.items():
+        groups.setdefault((arm.engine, arm.precision, arm.way), {})[arm.k] = answer
+    rows = [_row(*key, by_k, groups) for key, by_k in groups.items()]
+    return {"engines": rows, "over_best_peer": list(_leads(groups))}
 
-    def each(value: Callable[[Answer, Answer], Any]) -> dict[str, dict[str, Any]]:
-        return {way: {peer: value(answer, by[OURS]) for peer, answer in by.items()} for way, by in found.items()}
 
-    over = each(lambda answer, ours: _over(ours, answer).model_dump())
-    over_whole = each(lambda answer, ours: intervals.speedup(([ours.timings()], answer.timings())).model_dump())
-    acceptance = each(lambda answer, _: answer.tokens_per_pass)
+def _row(
+    engine: str,
+    precision: str,
+    way: str,
+    by_k: dict[int, Answer],
+    groups: dict[tuple[str, str, str], dict[int, Answer]],
+) -> dict[str, Any]:
+    best = max(by_k, key=lambda k: intervals.tokens_per_second(by_k[k].requests()))
+    answer = by_k[best]
+    plain = groups[engine, precision, "plain"][0]
+    steps = intervals.ratio_interval(np.array(answer.steps, dtype=float))
     return {
-        "tokens_per_second": each(lambda answer, _: intervals.tokens_per_second(answer.timings_after_prefill())),
-        "tokens_per_second_with_prefill": each(lambda answer, _: intervals.tokens_per_second(answer.timings())),
-        "over_peer": over,
-        "over_peer_with_prefill": over_whole,
-        "over_best_peer": {
-            way: min((gain["value"] for peer, gain in by.items() if peer != OURS), default=None)
-            for way, by in over.items()
-        },
-        "tokens_per_pass": {way: {peer: x.model_dump() for peer, x in by.items()} for way, by in acceptance.items()},
-        "acceptance_gap": {
-            way: {peer: x.value / by[OURS].value - 1 for peer, x in by.items()} for way, by in acceptance.items()
-        },
-        "within_our_interval": {
-            way: {peer: by[OURS].low <= x.value <= by[OURS].high for peer, x in by.items()}
-            for way, by in acceptance.items()
-        },
-        "same_texts": each(_same),
-        "wall_over_cpu": each(lambda answer, _: sum(answer.wall_seconds) / sum(answer.seconds)),
-        "peers": {peer: answer.version for by in found.values() for peer, answer in by.items()},
-    }
+        "engine": engine, "version": answer.version, "mode": MODES[engine], "target_dtype": precision,
+        "draft_dtype": precision if way == "draft" else None, "way": way, "k": best, "ks": sorted(by_k),
+        "request_tps": _rate(list(by_k.values()), Answer.requests).model_dump(),
+        "decode_tps": _rate([answer], Answer.decoding).model_dump(),
+        "over_own_plain": _over(by_k, {0: plain}).model_dump(),
+        "tokens_per_pass": steps.model_dump(),
+        "same_texts": _same(answer, plain),
+        "wall_over_cpu": sum(answer.wall_seconds) / sum(answer.seconds),
+    }  # fmt: skip
 
 
-def _over(ours: Answer, peer: Answer) -> Interval:
-    """Return our tokens per CPU second after the prefill over a peer's, with its interval over prompts."""
-    return intervals.speedup(([ours.timings_after_prefill()], peer.timings_after_prefill()))
+def _rate(answers: list[Answer], timings: Any) -> Interval:
+    """Return tokens per second, each half of the prompts at the K that is fastest on the other half."""
+    one_a_second = [(1, 1.0)] * len(answers[0].texts)
+    return intervals.speedup(([timings(answer) for answer in answers], one_a_second))
 
 
-def _same(answer: Answer, ours: Answer) -> float:
-    """Return the share of texts that are ours; servers differ in whether the end of a text is one of its tokens."""
-    pairs = zip(answer.texts, ours.texts, strict=True)
-    return sum(a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs) / len(ours.texts)
+def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
+    """Return the speed of whole requests over another's, both at a K chosen on other prompts, paired by prompt."""
+    shared = next(iter(second.values())).requests()  # both speeds are taken over it, and it cancels out
+    timings = [([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)]
+    return intervals.speedup_ratio(timings[0], timings[1], paired=True)
+
+
+def _leads(groups: Groups) -> Iterator[dict[str, Any]]:
+    """Yield our speed of whole requests over the fastest peer's at equal bits, for each way."""
+    for (engine, precision, way), ours in groups.items():
+        peers = {
+            key: by_k
+            for key, by_k in groups.items()
+            if key[0] != OURS and key[2] == way and BITS[key[1]] == BITS[precision]
+        }
+        if engine != OURS or not peers:
+            continue
+        best = max(peers, key=lambda key: _rate(list(peers[key].values()), Answer.requests).value)
+        lead = _over(ours, peers[best])
+        yield {"bits": BITS[precision], "way": way, "peer": best[0], "over": lead.model_dump()}
+
+
+def _same(answer: Answer, plain: Answer) -> float:
+    """Return the share of texts that are those of plain decoding; an engine may leave out the end of a text."""
+    pairs = zip(answer.texts, plain.texts, strict=True)
+    return sum(a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs) / len(plain.texts)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ DATA = ROOT.parent / "shared" / "data"  # of who has it: prompts of GSM8K, WikiT
 TARGET = "models/smollm2-135m-instruct"
 MODELS = ("plain@int8", "parallel@int8")  # of drafters, those that are draft models
 PHASES = ("draft", "verify", "host")
-SERVERS = ("llama.cpp", "vllm")
 DRAWN = {
     "plain draft": "plain@int8",
     "EAGLE-3 head": "eagle:heads=runs_eagle",
@@ -67,7 +66,7 @@ def main() -> None:
     prepare(options)
     draftlab(options.folder, "run", "recipe.yaml")
     found = result(options.folder)
-    found |= beside_peers(options, "plain", found["greedy"]["plain@int8"]["k"])
+    measure_peers(options, "plain")
     if options.figures is not None:
         draw(options.figures, found["greedy"])
     print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
@@ -117,35 +116,18 @@ def draftlab(folder: Path, *words: str) -> None:
         raise UserError(f"draftlab {' '.join(words)} ended with {done.returncode}")
 
 
-def beside_peers(options: argparse.Namespace, draft: str, k: int) -> dict[str, Any]:
-    """Return our tokens per second over the best peer's, on the same pair and prompts.
-
-    None over the best peer where no server was measured: transformers alone is no rival.
-    """
-    folder, file = options.folder.resolve(), options.folder.resolve() / "peers.json"
-    if not file.exists():
-        note("peers")
-        command = [
-            sys.executable, "-m", "benchmarks.peers", "--target", str(folder / TARGET), "--k", str(k),
-            "--draft", str(folder / "runs" / "distilled" / draft), "--prompt-file", str(folder / "questions.jsonl"),
-            "--prompts", "4" if options.quick else "8", "--new-tokens", "64", "--dtype", "bfloat16",
-            "--out", str(file),
-        ]  # fmt: skip
-        command += ["--llama-server", str(options.llama_server)] if options.llama_server else []
-        command += ["--vllm", str(options.vllm.with_name("python"))] if options.vllm else []
-        subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True)
-    peers = json.loads(file.read_text())
-    if not any(server in peers["peers"] for server in SERVERS):
-        return dict.fromkeys(("plain_over_best_peer", "speculative_over_best_peer", "acceptance_export_gap")) | {
-            "peers": peers
-        }
-    gaps = [abs(gap) for gap in peers["acceptance_gap"]["draft"].values()]
-    return {
-        "plain_over_best_peer": peers["over_best_peer"]["plain"],
-        "speculative_over_best_peer": peers["over_best_peer"]["draft"],
-        "acceptance_export_gap": max(gaps),
-        "peers": peers,
-    }
+def measure_peers(options: argparse.Namespace, draft: str) -> None:
+    """Measure the other engines that are here on the same pair and prompts, into peers.json of the folder."""
+    note("peers")
+    folder = options.folder.resolve()
+    command = [
+        sys.executable, "-m", "benchmarks.peers", "--target", str(folder / TARGET), "--work", str(folder / "peers"),
+        "--draft", str(folder / "runs" / "distilled" / draft), "--prompt-file", str(folder / "questions.jsonl"),
+        "--prompts", "4" if options.quick else "24", "--out", str(folder / "peers.json"),
+    ]  # fmt: skip
+    command += ["--llama-server", str(options.llama_server)] if options.llama_server else []
+    command += ["--vllm", str(options.vllm.with_name("python"))] if options.vllm else []
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True)
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -6,49 +6,85 @@ from pathlib import Path
 import pytest
 from builders import build
 
-from benchmarks.peers import OURS, Answer, Job, _ask, _ours, _result
+from benchmarks.peers import OURS, Answer, Arm, Job, _ours, _theirs, arms_of, result
 from draftlab.model import hub
+
+TEXT = list(range(11))
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     root = tmp_path_factory.mktemp("peers")
     build("llama", 2, num_hidden_layers=1, vocab_size=1024).save_pretrained(root / "draft")
-    target = hub.locate("tiny")
     prompts = [[1, 50, 60, 70, 50, 60], [1, 80, 90, 80, 90, 80, 90], [1, 5, 6, 7, 5, 6]]
     return Job(
-        target=target, draft=root / "draft", peer_draft=root / "draft", files=(root, root), prompts=prompts, eos=[0],
-        k=2, new_tokens=16, dtype="float32",
+        target=hub.locate("tiny"), draft=root / "draft", peer_draft=root / "draft", files={}, prompts=prompts, eos=[0],
+        new_tokens=16, dtype="float32", context=64,
     )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "ngram"])
 def test_transformers_writes_our_text(job: Job, way: str):
-    ours, theirs = _ours(job, way), _ask("transformers", Path(sys.executable), job, way)
+    k = 0 if way == "plain" else 2
+    ours = _ours(job, Arm(engine=OURS, precision="float32", way=way, k=k))
+    theirs = _theirs(Path(sys.executable), job, Arm(engine="transformers", precision="float32", way=way, k=k))
     assert theirs.texts == ours.texts
     assert [len(text) for text in ours.texts] == [tokens + 1 for tokens, _ in ours.steps]
     if way == "plain":
         assert theirs.steps == ours.steps
-        assert ours.tokens_per_pass.value == 1
 
 
-def answer(seconds: float, prefill: float, steps: list[list[int]], text: list[int]) -> Answer:
+def answer(seconds: list[float], prefill: float = 0.5, steps: tuple[int, int] = (10, 5)) -> Answer:
+    n = len(seconds)
     return Answer(
-        prefill_seconds=[prefill] * 2, seconds=[seconds] * 2, wall_seconds=[2 * seconds] * 2, texts=[text] * 2,
-        steps=steps, version="1",
+        prefill_seconds=[prefill] * n, seconds=seconds, wall_seconds=[2 * each for each in seconds],
+        texts=[TEXT] * n, steps=[list(steps)] * n, version="1",
     )  # fmt: skip
 
 
-def test_speeds_leave_the_prefill_out_and_acceptance_is_per_pass():
-    text = list(range(11))
-    ours, peer = answer(1.5, 0.5, [[10, 5]] * 2, text), answer(3, 1, [[10, 4]] * 2, text)
-    result = _result({"draft": {OURS: ours, "peer": peer}})
-    assert result["tokens_per_second"] == {"draft": {OURS: pytest.approx(10), "peer": pytest.approx(5)}}
-    assert result["over_peer"]["draft"]["peer"]["value"] == pytest.approx(2)
-    assert result["over_best_peer"] == {"draft": pytest.approx(2)}
-    assert result["tokens_per_second_with_prefill"]["draft"][OURS] == pytest.approx(22 / 3)
-    assert result["tokens_per_pass"]["draft"]["peer"]["value"] == pytest.approx(2.5)
-    assert result["acceptance_gap"]["draft"]["peer"] == pytest.approx(0.25)
-    assert result["within_our_interval"] == {"draft": {OURS: True, "peer": False}}
-    assert result["same_texts"]["draft"]["peer"] == 1
+def arm(engine: str, way: str, k: int, precision: str = "bfloat16") -> Arm:
+    return Arm(engine=engine, precision=precision, way=way, k=k)
+
+
+def test_a_row_has_requests_with_their_prefill_and_decoding_without():
+    answers = {arm(OURS, "plain", 0): answer([2.5] * 4), arm(OURS, "draft", 2): answer([1.5] * 4)}
+    row = next(row for row in result(answers)["engines"] if row["way"] == "draft")
+    assert row["request_tps"]["value"] == pytest.approx(11 / 1.5)
+    assert row["decode_tps"]["value"] == pytest.approx(10 / 1.0)
+    assert row["over_own_plain"]["value"] == pytest.approx(2.5 / 1.5)
+    assert row["tokens_per_pass"]["value"] == 2
+    assert row["same_texts"] == 1
+    assert (row["k"], row["target_dtype"], row["draft_dtype"]) == (2, "bfloat16", "bfloat16")
+
+
+def test_k_is_chosen_on_other_prompts_than_those_timed():
+    """K = 1 is fast on the first prompt alone and K = 2 on the second: no choice can be right on the other half."""
+    answers = {
+        arm(OURS, "plain", 0): answer([2.0, 2.0]),
+        arm(OURS, "draft", 1): answer([1.0, 3.0]),
+        arm(OURS, "draft", 2): answer([3.0, 1.0]),
+    }
+    row = next(row for row in result(answers)["engines"] if row["way"] == "draft")
+    assert row["request_tps"]["value"] == pytest.approx(22 / 6)
+    assert row["ks"] == [1, 2]
+
+
+def test_the_lead_is_over_the_fastest_peer_at_equal_bits():
+    answers = {
+        arm(OURS, "plain", 0): answer([2.0] * 4), arm("vllm", "plain", 0): answer([4.0] * 4),
+        arm("llama.cpp", "plain", 0): answer([3.0] * 4), arm(OURS, "plain", 0, "int8"): answer([1.0] * 4),
+        arm("llama.cpp", "plain", 0, "Q8_0"): answer([1.1] * 4),
+    }  # fmt: skip
+    leads = {lead["bits"]: lead for lead in result(answers)["over_best_peer"]}
+    assert leads[16]["peer"] == leads[8]["peer"] == "llama.cpp"
+    assert leads[16]["over"]["value"] == pytest.approx(1.5)
+    assert leads[8]["over"]["value"] == pytest.approx(1.1)
+
+
+def test_llama_cpp_has_its_own_lengths_of_n_grams_too():
+    ks = {"plain": [0], "draft": [1, 2], "ngram": [2, 5]}
+    arms = list(arms_of([OURS, "llama.cpp", "vllm"], ks, "bfloat16"))
+    assert sum(each.way == "ngram" and each.engine == "llama.cpp" for each in arms) == 2 * 3
+    assert sum(each.way == "ngram" and each.engine == OURS for each in arms) == 2 * 2
+    assert {each.precision for each in arms if each.engine == "llama.cpp"} == {"bfloat16", "Q8_0"}

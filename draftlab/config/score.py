@@ -143,12 +143,6 @@ class ScoreConfig(
         return self.prompt_file is None or any(spec.reads_data for spec in self.drafters)
 
     @property
-    def reads_drafts(self) -> bool:
-        """Return whether some draft is a model, the newest one if none is named."""
-        named = bool(self.draft) or not self.drafter
-        return named or any(spec.drafts for spec in self.drafters)
-
-    @property
     def needs_default_draft(self) -> bool:
         """Return whether some drafter needs a draft model and names none."""
         return any("" in spec.drafts for spec in self.drafters)

@@ -52,7 +52,7 @@ PRECISIONS = {  # by engine: besides the pair's dtype, the 8 bits that it has on
 MODES = {
     OURS: "mode native",
     "transformers": "eager, assisted generation",
-    "llama.cpp": "llama-server, built with GGML_NATIVE",
+    "llama.cpp": "llama-server, GGML_NATIVE without AMX, whose kernels for Q8_0 end with an illegal instruction here",
     "vllm": "CPU build, compiled (enforce_eager=False), compiling not counted",
 }
 VLLM = {

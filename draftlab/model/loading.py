@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from draftlab.errors import UserError, one_line
 from draftlab.model.weights import Weights
 from draftlab.trust import trusts_remote_code
 
@@ -20,11 +21,14 @@ def auto_config(directory: Path) -> Any:
 
 
 def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
-    """Return a randomly initialised model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Return a randomly initialised model. Raises UserError: transformers has no such architecture."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+    model_type = str(config["model_type"])
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"transformers has no model_type {one_line(model_type, 80)!r}; its own code cannot be cut")
     fields = {k: v for k, v in config.items() if k != "model_type"}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **fields), dtype=dtype)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=dtype)
 
 
 def from_slices(directory: Path, weights: Weights, dtype: torch.dtype) -> Any:

@@ -20,6 +20,7 @@ from lm_eval.tasks.hellaswag.utils import process_docs
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.benchmark.lm_eval import load_tasks
 from draftlab.data import Document, documents
+from draftlab.data.sources import is_heldout
 from draftlab.model.checkpoint import load_model, load_tokenizer
 from draftlab.results.score import TaskResult
 
@@ -156,7 +157,7 @@ def test_bits_per_byte_is_that_of_a_forward_pass(model: Path, docs: list[Documen
 
 def test_the_tasks_are_found_by_name_and_take_other_text(docs: list[Document], tmp_path: Path):
     names = (f"text{i}.txt" for i in range(10_000))
-    heldout = next(name for name in names if Document(f"{name}:0", "").heldout)
+    heldout = next(name for name in names if is_heldout(f"{name}:0"))
     (tmp_path / heldout).write_text(docs[0].text)
     index = TaskManager(include_path=TASKS, include_defaults=False, metadata={"data": str(tmp_path)})
     task = index.load(["code_bits_per_byte"])["tasks"]["code_bits_per_byte"]

@@ -325,7 +325,7 @@ def test_passes_without_a_draft_count_as_passes(space):
     assert sum(drafted == 0 for drafted, _ in steps) > 0
     assert row["tokens_per_target_pass"] == sum(emitted for _, emitted in steps) / len(steps)
     assert row["tokens_per_target_pass"] < 1 + row["num_accepted_draft_tokens"] / row["num_spec_steps"]
-    assert row["break_even_length"] == pytest.approx(row["tokens_per_target_pass"] / row["speedup"])
+    assert row["break_even_length"] == pytest.approx(row["tokens_per_target_pass"] / row["tpot_speedup"])
 
 
 @pytest.mark.parametrize("option", [("--rule", "match"), ("--top-k", "3"), ("--top-p", "0.5"), ("--min-p", "0.1")])

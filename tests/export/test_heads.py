@@ -75,8 +75,9 @@ def test_scores_of_a_head_choose_k_and_fill_its_card(folder, target, tmp_path):
         folder, target, "vllm", "--scores", str(tmp_path / "alone"), "--scores", str(tmp_path / "with-lookup")
     )
     card = (out / "README.md").read_text()
-    assert "at K = 1: 2 prompts" in card
-    assert "at K = 2: 2 prompts" in card
+    assert "at K = 1" in card
+    assert "at K = 2" in card
+    assert "2 prompts of prompts.jsonl" in card
     assert '\\"num_speculative_tokens\\": 1' in (out / "serve.sh").read_text()  # of the head alone, which is exported
 
 

@@ -21,7 +21,7 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
     texts = [f"{'all drafts' if len(names) == every else ', '.join(names)}: {text}" for text, names in drafts.items()]
     if not scores:
         return []
-    facts = [s.conditions.model_dump() | {"target": s.target.sha256} for s in scores]
+    facts = [s.conditions.model_dump(exclude={"draft_weights"}) | {"target": s.target.sha256} for s in scores]
     differing = [name.replace("_", " ") for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)]
     if differing:
         texts.append(f"drafts were measured with different {', '.join(differing)}, so their speed-ups do not compare")

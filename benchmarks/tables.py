@@ -62,21 +62,23 @@ class Tables:
         self.studies = results["smollm2_studies"]
         self.studied_k = f"{self.studies['accuracy']['k']:.0f}"  # of the studies' tokens per target pass
 
-    def smollm2(self, record: str = "smollm2") -> Iterator[str]:
+    def smollm2(self, record: str = "") -> Iterator[str]:
         """Yield SmolLM2's drafters by what a whole request gains."""
-        greedy, sampled = self.results[record]["greedy"], self.results[record].get("sampled", {})
+        greedy, sampled = (about["greedy"], about.get("sampled", {}))
         names = ["whole request", "TPOT", "TTFT, ms", "tokens per target pass"]
         if sampled:
-            names.append(f"temperature {self.results[record]['settings']['sampled']['temperature']:g}, whole request")
+            names.append(
+                f"temperature {self.results[record or 'smollm2']['settings']['sampled']['temperature']:g}, whole request"
+            )
         yield from header("drafter", "K", *names)
         for name, row in ordered(greedy, request_gain):
             first, length = fixed(row["ttft_ms"], 0), fixed(row["tokens_per_pass"])
             of_sampled = [request(sampled[name]) if name in sampled else ""] if sampled else []
             yield cells(label(name), row["k"], request(row), tpot(row), first, length, *of_sampled)
 
-    def smollm2_reading(self, record: str = "smollm2") -> str:
+    def smollm2_reading(self, record: str = "") -> str:
         """Return what the whole requests say about plain decoding, prompt lookup and draft models."""
-        greedy = self.results[record]["greedy"]
+        greedy = self.results[record or "smollm2"]["greedy"]
         lookup = greedy["prompt-lookup"]
         best, row = ordered(greedy, request_gain)[0]
         text = f"{label(best)} gains most in a whole request with {request(row)}"
@@ -95,14 +97,14 @@ class Tables:
         told = [f"{words}: {', '.join(names)}" for words, names in verdicts.items()]
         return f"By the intervals of whole requests, {'; '.join(told)}. By the estimates, {text}."
 
-    def smollm2_precision(self, record: str = "smollm2") -> str:
+    def smollm2_precision(self, record: str = "") -> str:
         """Return the weights of both sides."""
-        about = self.results[record]["settings"]["greedy"]
+        about = self.results[record or "smollm2"]["settings"]["greedy"]
         return f"The target ran in {about['target_weights']} and the drafts in {', '.join(about['draft_weights'])}."
 
-    def smollm2_baseline(self, record: str = "smollm2") -> str:
+    def smollm2_baseline(self, record: str = "") -> str:
         """Return what the target alone does at each precision; a speed-up is over the fastest that was measured."""
-        row = self.results[record]["greedy"]["prompt-lookup"]
+        row = self.results[record or "smollm2"]["greedy"]["prompt-lookup"]
         if "plain_tokens_per_second_by_weights" in row:
             rates = [
                 f"{rate:.0f} tokens/s in {name}" for name, rate in row["plain_tokens_per_second_by_weights"].items()
@@ -131,9 +133,9 @@ class Tables:
         gains = sorted(map(request_gain, self.results["smollm2"]["sampled"].values()))
         return f"{gains[0]:.2f} to {gains[-1]:.2f}"
 
-    def smollm2_texts(self, record: str = "smollm2") -> str:
+    def smollm2_texts(self, record: str = "") -> str:
         """Return how many greedy texts are those of plain decoding."""
-        rows = list(self.results[record]["greedy"].values())
+        rows = list(self.results[record or "smollm2"]["greedy"].values())
         if all(row["identical"] for row in rows):
             return "Every drafter wrote the text of plain decoding in every greedy request."
         shares = [row["equal_texts"] for row in rows]

@@ -43,7 +43,7 @@ def section(name: str) -> str:
     parameters = [shown(each) for each in inspect.signature(function).parameters.values()]
     call = textwrap.fill(", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    ")
     result = next(iter(get_args(returns := inspect.signature(function).return_annotation)), returns)
-    lines = [f"## draftlab.{name}", "", summary, "", "```python", f"draftlab.{name}(", call, ")", "```", ""]
+    lines = [f"## draftlab.{name}", "", summary, "", "```", f"draftlab.{name}(", call, ")", "```", ""]
     return "\n".join(lines + returned(result))
 
 

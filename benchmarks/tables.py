@@ -64,12 +64,11 @@ class Tables:
 
     def smollm2(self, record: str = "") -> Iterator[str]:
         """Yield SmolLM2's drafters by what a whole request gains."""
-        greedy, sampled = (about["greedy"], about.get("sampled", {}))
+        about = self.results[record or "smollm2"]
+        greedy, sampled = about["greedy"], about.get("sampled", {})
         names = ["whole request", "TPOT", "TTFT, ms", "tokens per target pass"]
         if sampled:
-            names.append(
-                f"temperature {self.results[record or 'smollm2']['settings']['sampled']['temperature']:g}, whole request"
-            )
+            names.append(f"temperature {about['settings']['sampled']['temperature']:g}, whole request")
         yield from header("drafter", "K", *names)
         for name, row in ordered(greedy, request_gain):
             first, length = fixed(row["ttft_ms"], 0), fixed(row["tokens_per_pass"])

@@ -62,8 +62,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.axvline(1, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(rows)), [NAMES.get(name, f"draft model {name.replace('x', ' x ')}") for name, _ in rows])
     axes.set_xlabel(
-        f"speed-up of whole requests, 95 % interval\n"
-        f"(plain decoding: {plain:.0f} tokens/s on one thread of an {result['cpu']})"
+        f"speed-up of whole requests, 95 % interval\n(plain decoding: {plain:.0f} tokens/s on one thread of "
+        f"{result['cpu'].partition(' (')[0]})"
     )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

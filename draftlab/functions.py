@@ -42,7 +42,7 @@ def library_function(name: str) -> Callable[..., Outcome]:
     return call
 
 
-def _as_option(field: FieldInfo | None, value: object) -> object:
+def _as_option(field: FieldInfo | None, value: Any) -> Any:
     """Return a value as its option takes it: paths may be given where names are, and one value for a list."""
     if field is None:
         return value

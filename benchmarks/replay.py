@@ -21,7 +21,7 @@ from draftlab.acceptance.expected import chain, chances, texts_of, visits
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.console import progress
 from draftlab.data import heldout_prompts
-from draftlab.engine.batch_generate import BatchSettings, generate_batch
+from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.engine.generate import ModelDrafter
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
@@ -86,7 +86,7 @@ def _written(target: Path, count: int, prompt_tokens: int, new_tokens: int) -> T
     tokenizer = checkpoint.load_tokenizer(target)
     given = heldout_prompts("stdlib", tokenizer, count=count, length=prompt_tokens, seed=0)
     found = generate_batch(
-        llama.load(target, torch.float32), given, SamplingParams(max_tokens=new_tokens), BatchSettings(batch_size=16)
+        llama.load(target, torch.float32), given, SamplingParams(max_tokens=new_tokens), Batching(batch_size=16)
     )
     return [(prompt, one.ids.tolist()) for prompt, one in zip(given, found, strict=True)]
 

@@ -16,7 +16,7 @@ from draftlab.benchmark import run as benchmark
 from draftlab.benchmark import servers
 from draftlab.config.export import CheckConfig
 from draftlab.config.score import ScoreServersConfig
-from draftlab.engine.batch_generate import BatchSettings, generate_batch
+from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.errors import UserError
 from draftlab.exporting import compatibility
 from draftlab.exporting import run as exporting
@@ -44,7 +44,7 @@ def by_hand(target: Path, sampling: SamplingParams) -> list[list[int]]:
         for said in talk.get("turns") or [talk["prompt"]]:
             messages.append({"role": "user", "content": said})
             ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            (written,) = generate_batch(model, [ids], sampling, BatchSettings(vocab=307), numbers=[len(requests)])
+            (written,) = generate_batch(model, [ids], sampling, Batching(vocab=307), numbers=[len(requests)])
             requests.append(list(ids))
             messages.append({"role": "assistant", "content": tokenizer.decode(written.ids, skip_special_tokens=True)})
     return requests

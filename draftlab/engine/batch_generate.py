@@ -31,7 +31,7 @@ BYTES_PER_LOGIT = 32  # at the peak of a step that samples: logits, probabilitie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSettings:
+class Batching:
     """Batching of prompts.
 
     vocab: ids from there on are padding and never sampled.
@@ -77,7 +77,7 @@ def generate_batch(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    settings: BatchSettings = BatchSettings(),
+    batching: Batching = Batching(),
     *,
     numbers: Sequence[int] | None = None,
     advance: Callable[[int], None] = lambda done: None,
@@ -92,8 +92,8 @@ def generate_batch(
     numbers = range(len(prompts)) if numbers is None else numbers
     check_context(max(map(len, prompts), default=0), sampling.max_tokens, model.context)
     completions: dict[int, Completion] = {}
-    for group in _groups(model, prompts, sampling.max_tokens, settings):
-        batch = _generate(model, [prompts[i] for i in group], [numbers[i] for i in group], sampling, settings)
+    for group in _groups(model, prompts, sampling.max_tokens, batching):
+        batch = _generate(model, [prompts[i] for i in group], [numbers[i] for i in group], sampling, batching)
         completions |= zip(group, batch, strict=True)
         advance(len(completions))
     return [completions[i] for i in range(len(prompts))]
@@ -105,7 +105,7 @@ def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer
     def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
         with progress("the target answers earlier turns", len(prompts)) as advance:
             written = generate_batch(
-                model, [p.ids for p in prompts], sampling, BatchSettings(vocab=vocab), numbers=numbers,
+                model, [p.ids for p in prompts], sampling, Batching(vocab=vocab), numbers=numbers,
                 advance=lambda done: advance(done, "turns"),
             )  # fmt: skip
         return [completion.ids.tolist() for completion in written]
@@ -123,7 +123,7 @@ def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
 
 
 def _groups(
-    model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, settings: BatchSettings
+    model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, batching: Batching
 ) -> Iterator[list[int]]:
     """Yield the prompts of each batch, the longest first; transformers' cache needs prompts of one length."""
     group: list[int] = []
@@ -131,7 +131,7 @@ def _groups(
         if group:
             longest = len(prompts[group[0]])
             same_length = isinstance(model, Llama) or len(prompts[i]) == longest
-            if not same_length or len(group) >= batch_size_for(model, longest + max_tokens, settings):
+            if not same_length or len(group) >= batch_size_for(model, longest + max_tokens, batching):
                 yield group
                 group = []
         group.append(i)
@@ -139,10 +139,10 @@ def _groups(
         yield group
 
 
-def batch_size_for(model: Decoder, length: int, settings: BatchSettings) -> int:
-    """Return how many texts of that length fit the memory, at least one and at most settings.batch_size."""
+def batch_size_for(model: Decoder, length: int, batching: Batching) -> int:
+    """Return how many texts of that length fit the memory, at least one and at most batching.batch_size."""
     text_bytes = BYTES_PER_LOGIT * (model_vocab_size(model) or 0) + length * _kv_bytes(model)
-    return max(1, min(settings.batch_size, int(settings.memory * GIGABYTE / text_bytes)))
+    return max(1, min(batching.batch_size, int(batching.memory * GIGABYTE / text_bytes)))
 
 
 def _kv_bytes(model: Decoder) -> int:
@@ -158,7 +158,7 @@ def _kv_bytes(model: Decoder) -> int:
 
 @torch.inference_mode()
 def _generate(
-    model: Decoder, prompts: list[Sequence[int]], numbers: list[int], sampling: SamplingParams, settings: BatchSettings
+    model: Decoder, prompts: list[Sequence[int]], numbers: list[int], sampling: SamplingParams, batching: Batching
 ) -> list[Completion]:
     device = model.device
     cache = model.new_cache(len(prompts), max(map(len, prompts)) + sampling.max_tokens)
@@ -170,14 +170,14 @@ def _generate(
     written = torch.zeros_like(uniform, dtype=torch.long)
     chosen, t = torch.zeros_like(uniform), 0  # log-probabilities
     for t in range(sampling.max_tokens):
-        logits = model.forward(fed, cache, last=1)[:, -1, : settings.vocab].float()  # [B, V]
+        logits = model.forward(fed, cache, last=1)[:, -1, : batching.vocab].float()  # [B, V]
         ids, logprobs = _sample(logits, sampling, uniform[rows, t])
         written[rows, t], chosen[rows, t] = ids, logprobs
         fed = ids.unsqueeze(1)
         if sampling.stop_token_ids:
             running &= ~torch.isin(ids, stops)
             left = int(running.sum())
-            if not settings.unfinished(left):
+            if not batching.unfinished(left):
                 break
             if isinstance(cache, Cache) and left <= MOST_RUNNING * len(rows):
                 cache, rows, fed, running = cache.rows(running), rows[running], fed[running], running[running]

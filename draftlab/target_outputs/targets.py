@@ -18,7 +18,7 @@ from draftlab import provenance
 from draftlab.acceptance.token_logprobs import logits_in_parts, max_positions
 from draftlab.console import note, progress
 from draftlab.data import Batch
-from draftlab.engine.batch_generate import BatchSettings, check_context, generate_batch, load_generator
+from draftlab.engine.batch_generate import Batching, check_context, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
@@ -122,11 +122,11 @@ class LocalTarget:
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
-        settings = BatchSettings(vocab=self.vocab, batch_size=self.batch_size, memory=self.memory)
+        batching = Batching(vocab=self.vocab, batch_size=self.batch_size, memory=self.memory)
         model, texts = self.model, [p.ids for p in prompts]
         with progress("the target writes text", len(texts)) as advance:
             written = generate_batch(
-                model, texts, sampling, settings, numbers=numbers, advance=lambda done: advance(done, "texts")
+                model, texts, sampling, batching, numbers=numbers, advance=lambda done: advance(done, "texts")
             )
         outputs = [
             TargetOutput(

@@ -13,7 +13,7 @@ from draftlab.acceptance import expected
 from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.engine.batch_generate import BatchSettings, generate_batch
+from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.intervals import ratio_interval
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
@@ -58,11 +58,11 @@ def generate(
     target: Decoder,
     prompts: Sequence[np.ndarray],
     sampling: SamplingParams,
-    settings: BatchSettings,
+    batching: Batching,
     advance: Callable[[int], None],
 ) -> dict[str, np.ndarray]:
     """Let the target continue R prompts; return them, lengths [R], ids [N] and log_p [N] as arrays of a file."""
-    texts = generate_batch(target, [ids.tolist() for ids in prompts], sampling, settings, advance=advance)
+    texts = generate_batch(target, [ids.tolist() for ids in prompts], sampling, batching, advance=advance)
     return {
         "prompts": np.concatenate(prompts),
         "prompt_lengths": np.array(list(map(len, prompts))),

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from draftlab.config.shared import TEXTS
 from draftlab.data import Batch, parse_mixture
-from draftlab.engine.batch_generate import BatchSettings, Completion, generate_batch
+from draftlab.engine.batch_generate import Batching, Completion, generate_batch
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
@@ -89,11 +89,11 @@ class StudentBatches:
             max_tokens=prompts.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed,
             stop_token_ids=self.ends,
         )  # fmt: skip
-        settings = BatchSettings(vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes)
+        batching = Batching(vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes)
         prompts, was_training = prompts[:, : self.prompt], self.student.training
         self.student.eval()
         numbers = [step * rows + row for row in own]
-        written = generate_batch(HFDecoder(self.student), prompts[own].tolist(), sampling, settings, numbers=numbers)
+        written = generate_batch(HFDecoder(self.student), prompts[own].tolist(), sampling, batching, numbers=numbers)
         self.student.train(was_training)
         texts: dict[int, Completion] = dict(gather_object(list(zip(own, written, strict=True))))
         return GeneratedRows.of(prompts, [texts[row] for row in range(rows)], sampling.max_tokens, rows).batch(0)

@@ -24,7 +24,7 @@ from draftlab.data import (
     open_heldout,
     parse_mixture,
 )
-from draftlab.engine.batch_generate import BatchSettings, generate_batch, load_generator
+from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import max_model_len
@@ -177,8 +177,8 @@ class Author:
         return load_generator(self.target, self.dtype, resolved_device(self.config), self.config.device_map)
 
     @property
-    def settings(self) -> BatchSettings:
-        return BatchSettings(vocab=self.known, memory=self.config.memory)
+    def batching(self) -> Batching:
+        return Batching(vocab=self.known, memory=self.config.memory)
 
     def sampling(self, length: int, temperature: float) -> SamplingParams:
         ends = checkpoint.eos_token_ids(self.target)
@@ -219,7 +219,7 @@ class TargetTextEvaluator:
         def make() -> dict[str, np.ndarray]:
             with progress("the target writes text to evaluate on", len(windows)) as advance:
                 return evaluate.generate(
-                    author.model, windows, sampling, author.settings, lambda n: advance(n, "texts")
+                    author.model, windows, sampling, author.batching, lambda n: advance(n, "texts")
                 )
 
         arrays = load_or_make(state / "evaluation.safetensors", make)
@@ -279,7 +279,7 @@ def continued(prompts: np.ndarray, author: Author, file: Path, purpose: str) -> 
     def make() -> dict[str, np.ndarray]:
         with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
             texts = generate_batch(
-                author.model, prompts.tolist(), author.sampling(length, config.sample_temperature), author.settings,
+                author.model, prompts.tolist(), author.sampling(length, config.sample_temperature), author.batching,
                 advance=lambda n: advance(n, "texts"),
             )  # fmt: skip
         rows = GeneratedRows.of(prompts, texts, length, config.batch_size)

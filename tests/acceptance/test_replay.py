@@ -15,7 +15,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from draftlab.acceptance import expected, token_logprobs
 from draftlab.acceptance.expected import chain, confident, texts_of, tokens_per_pass, tree, visits
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.engine.batch_generate import BatchSettings
+from draftlab.engine.batch_generate import Batching
 from draftlab.engine.generate import Draft, ModelDrafter, Step, decode, speculative_decode
 from draftlab.engine.verify import distribution, verify
 from draftlab.errors import UserError
@@ -592,7 +592,7 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
     draft.save_pretrained(tmp_path / "draft")
     prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
     arrays = evaluate.generate(
-        hf_decoder.HFDecoder(target), prompts, SamplingParams(max_tokens=24), BatchSettings(), lambda done: None
+        hf_decoder.HFDecoder(target), prompts, SamplingParams(max_tokens=24), Batching(), lambda done: None
     )
     text = evaluate.TargetText.of(arrays, 0.0)
     chances = evaluate.acceptance_probabilities(draft, text)

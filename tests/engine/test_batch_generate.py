@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftlab.acceptance import token_logprobs
-from draftlab.engine.batch_generate import BatchSettings, generate_batch, load_generator
+from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
@@ -61,7 +61,7 @@ def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt)
 def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
     how = SamplingParams(max_tokens=16, temperature=1.0, seed=3)
     together = generate_batch(models[name], PROMPTS, how)
-    alone = generate_batch(models[name], PROMPTS, how, BatchSettings(batch_size=1))
+    alone = generate_batch(models[name], PROMPTS, how, Batching(batch_size=1))
     last = generate_batch(models[name], PROMPTS[3:], how, numbers=[3, 4])
     assert [t.ids.tolist() for t in together] == [t.ids.tolist() for t in alone]
     assert [t.ids.tolist() for t in last] == [t.ids.tolist() for t in together[3:]]
@@ -103,10 +103,10 @@ def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
     try:
         prompts = [list(range(i, i + 6)) for i in range(3, 30)]
         each = 32 * 307 + 16 * (2 * 2 * 32 * 4)  # bytes of a step's logits, and of 16 tokens' keys and values in fp32
-        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), BatchSettings(memory=4 * each / 1e9))
+        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=4 * each / 1e9))
         assert max(rows) == 4
         rows.clear()
-        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), BatchSettings(memory=1e-9))
+        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=1e-9))
         assert max(rows) == 1
     finally:
         opt.forward = run

@@ -12,7 +12,7 @@ demo: .venv/ready
 test: .venv/ready lint
 	$(BIN)/pytest -n 2 --dist loadfile
 
-# stopped, it goes on where it was; docs/reliability.md
+# stopped, it goes on where it was; docs/troubleshooting.md
 SEED ?= 0
 POINTS ?= 500
 MINUTES ?= inf
@@ -39,7 +39,6 @@ clean:
 	rm -rf .venv runs
 
 docs: .venv/ready
-	$(BIN)/python -m typer draftlab.cli utils docs --name draftlab --title Commands > docs/commands.md
 	PYTHONPATH=tests $(BIN)/python -m tests.commands.configuration_page > docs/configuration.md
 	PYTHONPATH=tests $(BIN)/python -m tests.commands.python_page > docs/python.md
 	PYTHONPATH=tests $(BIN)/python -m tests.zoo.table > docs/models.md

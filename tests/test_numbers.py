@@ -35,7 +35,7 @@ OPTION = re.compile(
 )
 WORD_OF_DIGITS = re.compile(r"[\d.,x-]*\d[\d.,x-]*")
 
-PROSE = ["architecture", "auto", "distilling", "drafters", "reliability", "servers", "troubleshooting", "tutorial"]
+PROSE = ["architecture", "distilling", "extending", "measuring", "servers", "troubleshooting", "tutorial"]
 VERSIONS_AND_SIZES = re.compile(
     r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python|speculators) \d+(?:\.\d+)+|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
 )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # takes seconds to import
 FEWSHOT_SEED = 1234  # lm-eval's, so that it shows the same examples
 BOOTSTRAP_SAMPLES = 1000  # for the few metrics without a closed form; lm-eval's 100,000 take minutes
 SERVED_CONTEXT = 2048  # of a server that does not tell its own, lm-eval's default
-LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/accuracy.md)"
+LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/measuring.md)"
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Make lm-eval tasks from files on this disk: HellaSwag, ARC and GSM8K as they are published, or stand-ins from text.
 
-Each command writes NAME.jsonl and NAME.yaml; then `draftlab score --tasks OUT/NAME.yaml`. docs/accuracy.md
+Each command writes NAME.jsonl and NAME.yaml; then `draftlab score --tasks OUT/NAME.yaml`. docs/measuring.md
 """
 
 import itertools

@@ -1,14 +1,15 @@
-"""A drafter of one file outside of draftlab goes through help, errors and score; a broken one is one clear line."""
+"""The drafter of docs/extending.md goes through help, errors and score from outside; a broken one is one clear line."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_drafter.py"
+GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
 BROKEN = {
     "needs_more": ("import a_package_that_is_not_there", "a_package_that_is_not_there"),
     "registers_nothing": ("", "no drafter 'registers-nothing'"),
@@ -17,6 +18,11 @@ BROKEN = {
         "no method build()",
     ),
 }
+
+
+def example() -> str:
+    """Return the drafter as it stands in the guide."""
+    return re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
 
 
 def install(site: Path, package: str, drafters: dict[str, str]) -> None:
@@ -33,7 +39,7 @@ def install(site: Path, package: str, drafters: dict[str, str]) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    install(tmp_path / "site", "custom-drafter", {"follower": EXAMPLE.read_text()})
+    install(tmp_path / "site", "custom-drafter", {"follower": example()})
     install(tmp_path / "site", "broken-drafters", {module: text for module, (text, _) in BROKEN.items()})
     install(tmp_path / "site", "other-lookup", {"prompt_lookup": ""})
     return tmp_path / "site"

@@ -262,13 +262,14 @@ def test_a_disk_that_fills_up_is_said_with_what_is_kept(tmp_path, error):
 def test_an_interrupted_command_says_what_is_kept_and_leaves_nothing(tmp_path, number):
     code = (
         f"import os, signal; signal.signal({int(number)}, signal.SIG_DFL)  # nohup ignores SIGHUP\n"
-        "import sys; from draftlab import cli; from draftlab.results import report\n"
-        f"report.write_report = lambda *_: os.kill(os.getpid(), {int(number)})\n"
-        "sys.argv = ['draftlab', *'report scores --out runs/out'.split()]; cli.main()"
+        "import sys; from draftlab import cli; from draftlab.pruning import run\n"
+        f"run.prune = lambda *_, **__: os.kill(os.getpid(), {int(number)})\n"
+        "line = 'prune --source tiny --layers 2 --data stdlib --out runs/out'\n"
+        "sys.argv = ['draftlab', *line.split()]; cli.main()"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 130
-    assert ended.stderr == "interrupted; nothing unfinished is kept: the same command starts again\n"
+    assert ended.stderr.endswith("interrupted; nothing unfinished is kept: the same command starts again\n")
     assert not (tmp_path / "runs").exists()
 
 

@@ -8,7 +8,7 @@ from draftlab.commands.export import check, export
 from draftlab.commands.latency import law, law_fit, predict, profile, profile_servers
 from draftlab.commands.make import design, import_checkpoint, init
 from draftlab.commands.prune import prune
-from draftlab.commands.results import compare, report
+from draftlab.commands.report import report
 from draftlab.commands.score import score, score_servers
 from draftlab.commands.search import search
 from draftlab.commands.train import distill
@@ -19,7 +19,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         design, prune, distill, search, eagle, outputs.build,
         outputs.import_file, outputs.verify, outputs.info,
     ),
-    "Measure": (score, compare, report, score_servers),
+    "Measure": (score, report, score_servers),
     "Predict": (profile, profile_servers, predict, law, law_fit, outputs.replay),
     "Ship": (check, export),
 }  # fmt: skip

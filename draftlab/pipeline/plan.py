@@ -54,7 +54,7 @@ SHARES = {  # of the time, by step; what is left out leaves its share to the oth
 COMMANDS = {
     "texts": "outputs build", "answers": "outputs build", "search": "search", "train": "distill, replay",
     "parallel": "distill", "trimmed": "distill", "eagle": "eagle", "score": "score", "final": "score",
-    "export": "export, report",
+    "export": "export",
 }  # fmt: skip
 EXPENDABLE: tuple[tuple[Kind, ...], ...] = (  # in turn
     ("trimmed",), ("eagle", "fallback-eagle"), ("parallel",), ("draft", "fallback"), ("ngram",)

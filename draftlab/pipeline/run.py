@@ -42,12 +42,14 @@ from draftlab.pipeline.prompts import CHOOSE, PromptFiles, write_prompts
 from draftlab.pipeline.steps import Steps
 from draftlab.pipeline.verdict import NO_DRAFT, Candidate, Choice, Training, Verdict
 from draftlab.reading import read_model
+from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
 from draftlab.searching.schedule import NoCheapShape, read_search
 from draftlab.target_outputs.replay import Drafting, read_replay, rows_of
 from draftlab.training.learning_curve import Forecast, Pilot, fit, forecast
 
 PLAN, TRAINING, VERDICT, PAGE = "plan.json", "training.json", "auto.json", "index.html"
+REPORT = "report/report.html"
 MIN_GAIN = 0.01  # of tokens per pass, by twice the training: less does not pay
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
 BEHIND_LOOKUP = {"fallback": 2, "fallback-eagle": 3}  # tokens after no match; recipes/smollm2.yaml
@@ -134,7 +136,7 @@ class AutoRun:
         use, reason = verdicts.judged(speedups)
         if best.changed:
             use, reason = False, f"every candidate changes the target's output in {self.plan.machine.dtype}"
-        self.steps.make("export", "report", "report", scores=scored[:1])
+        self._report(scored[0])
         goal, notes = self.config.acceptance_length, serving.unverified(self.config)
         cost = _cost(goal, training)
         if goal is not None and cost is None:
@@ -159,6 +161,13 @@ class AutoRun:
             forecast=cost, left_out=left_out, planned_minutes=self.plan.minutes, minutes=self.steps.spent / 60,
             page=str(self.steps.folder / PAGE), notes=notes, **choice,
         )  # fmt: skip
+
+    def _report(self, scores: Path) -> None:
+        """Write the page of the candidates' scores."""
+        file = self.steps.folder / REPORT
+        file.parent.mkdir(exist_ok=True)
+        measured = [read_score(path) for path in score_files([scores])]
+        write_atomic(file, html(measured, f"draftlab report {scores} --html {file}"))
 
     def _candidates(self, left_out: dict[Kind, str]) -> tuple[list[Candidate], Training | None]:
         """Return the candidates, made; those that turn out not to be possible join left_out."""

@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.model.shape import format_count
-from draftlab.output import Output
 from draftlab.results import page, plots
 from draftlab.results.leaderboard import (
     COLOURS,
@@ -24,7 +21,7 @@ from draftlab.results.leaderboard import (
     precision,
     with_plain,
 )
-from draftlab.results.score import Latency, Score, TaskResult, read_score, score_files
+from draftlab.results.score import Latency, Score, TaskResult
 from draftlab.results.tables import Rows, kv_bytes, milliseconds, optional, three_digits
 from draftlab.results.warnings import score_warnings
 
@@ -105,23 +102,6 @@ def html(scores: list[Score], command: str) -> str:
         command=command,
     )
     return written.strip() + "\n"
-
-
-def write_report(paths: Sequence[Path], output: Output) -> list[Score]:
-    """Write report.html and report.md from score.json files and directories of them; return the scores.
-
-    Raises:
-        UserError: there is none, or a file is not a score.
-    """
-    files = score_files(paths)
-    if not files:
-        raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
-    scores = list(map(read_score, files))
-    with output.directory() as work:
-        (work / "report.html").write_text(html(scores, output.command_line))
-        (work / "report.md").write_text(markdown(scores))
-        output.record(work, files)
-    return scores
 
 
 def json_rows(scores: list[Score]) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ TESTS = (
 )  # fmt: skip
 MEASURED = ("law", "profile", "score", "search")  # times are written, and decide: the names of files are compared
 WITHOUT_OUT = ("run", "init")
-PRINTING = {"check", "compare", "design", "env", "law-fit", "outputs info", "outputs verify", "predict"}
+PRINTING = {"check", "design", "env", "law-fit", "outputs info", "outputs verify", "predict", "report"}
 UNTRIED = {  # that write
     "profile-servers": "needs servers of vLLM",
     "score-servers": "needs two servers",
@@ -97,7 +97,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "score", "--target", "model", "--draft", "made/prune", "--drafter", "prompt-lookup", "--data", "text", "--k",
         "2", "--num-prompts", "3", "--prompt-tokens", "8", "--max-tokens", "8", *TIMED,
     ),
-    "report": ("report", "made/score"),
     "search": (
         "search", "--target", "larger", "--source", "larger", "--data", "text", "--law", "made/law", "--k",
         "1-2", "--layers", "1,2", "--widths", "64", "--minutes", "0.01", "--first-steps", "1", "--max-steps", "1",

@@ -1,45 +1,16 @@
 """A short part of the campaign of faults: three commands, one fault of every kind; and the campaign notices damage."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from campaign import COMMANDS, MEASURED, PRINTING, UNFELT, UNTRIED, WITHOUT_OUT, Campaign, Result, table
 from faults import CRASHED, Fault, digest, left_overs, run
-from test_report import score
 
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("chaos"), ["prune", "distill"])
-
-
-SHORT = """
-import sys
-from pathlib import Path
-import draftlab.cli, draftlab.results.report
-from campaign import Campaign
-from faults import Fault
-campaign = Campaign(Path(sys.argv[1]), ["report"])
-middle = campaign.changes["report"] // 2
-assert middle > 2 and "torch" not in sys.modules
-for fault in (Fault("crash", middle), Fault("torn", middle, 100), Fault("full", middle)):
-    print(fault.kind, campaign.attempt("report", fault))
-print("pair", campaign.pair("report", 10))
-"""
-
-
-def test_report_survives_a_fault_in_its_middle(tmp_path):
-    """In a process of its own without torch, which can fork, and whose forks start at once."""
-    for name in ("model", "text", "made/score"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "made/score/score.json").write_text(score().model_dump_json())
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SHORT, tmp_path], env=environ, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [f"{kind} passed" for kind in ("crash", "torn", "full", "pair")], done.stderr
 
 
 @pytest.mark.slow

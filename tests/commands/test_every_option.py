@@ -496,12 +496,7 @@ def _(w: World) -> Settings:
 
 @case("report", "")
 def _(w: World) -> Settings:
-    return {"scores": [scored(w)]}
-
-
-@case("compare", "")
-def _(w: World) -> Settings:
-    return {"scores": [scored(w)], "min_speedup": 0.01, "min_acceptance_length": 1.0}
+    return {"scores": [scored(w)], "min_speedup": 0.01, "min_acceptance_length": 1.0, "html": Path("page.html")}
 
 
 def scored(w: World) -> Path:

@@ -22,7 +22,7 @@ def run_without(packages, *words, cwd):
 @pytest.mark.parametrize(
     ("package", "words"),
     [
-        ("matplotlib", ["report", "nothing"]),
+        ("matplotlib", ["report", "nothing", "--html", "x"]),
         ("gguf", ["export", "tiny", "--target", "tiny", "--to", "gguf", "--out", "x"]),
     ],
 )

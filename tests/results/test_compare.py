@@ -158,7 +158,7 @@ def test_predictions_stand_beside_scores_and_are_called_so(tmp_path):
 def test_the_command_ranks_and_keeps_the_bar(tmp_path):
     kinds = [Prompt(tokens=9, category="code" if i % 2 else "chat") for i in range(PROMPTS)]
     paths = kept(tmp_path, score("slow", speed=0.5), change(score("fast"), prompts=kinds))
-    call = ["compare", *map(str, paths)]
+    call = ["report", *map(str, paths)]
     found = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)["ranking"]
     assert [row["draft"] for row in found] == ["fast", "slow"]
     assert [(row["category"], row["prompts"]) for row in found[0]["categories"]] == [("chat", 4), ("code", 4)]
@@ -167,7 +167,7 @@ def test_the_command_ranks_and_keeps_the_bar(tmp_path):
     assert missed.exit_code == 3
     assert "2.000" in missed.stderr
     assert "--min-speedup 2.5" in missed.stderr
-    assert CliRunner().invoke(app, ["compare", str(tmp_path / "none")]).exit_code == 1
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "none")]).exit_code == 1
 
 
 def test_a_served_score_stands_beside_a_local_one(tmp_path):
@@ -337,7 +337,7 @@ def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path)
     assert "* " not in rendered(comparison_table(places), 80).partition("* Fastest")[0]
     assert json_rows([doubtful, sound])[0]["doubt"] == doubtful.doubt
     assert {row["doubt"] for row in json_rows([sound])} == {None}
-    alone = CliRunner().invoke(app, ["compare", str(tmp_path / "loud"), "--min-speedup", "1.01"])
+    alone = CliRunner().invoke(app, ["report", str(tmp_path / "loud"), "--min-speedup", "1.01"])
     assert alone.exit_code == 3
     assert "loud: cannot tell whether it reaches --min-speedup 1.01, because other work kept 1.5 of 2" in alone.stderr
     last = rank(read_candidates(kept(tmp_path / "o", at("first", [0.05] * PROMPTS), doubtful)))

@@ -1,0 +1,106 @@
+"""The command that ranks scores and shows them on a page."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftlab.atomic import check_writable, write_atomic
+from draftlab.commands.base import Outcome, command
+from draftlab.config.results import ReportConfig
+from draftlab.errors import UserError, about
+
+if TYPE_CHECKING:
+    from draftlab.results.compare import Candidate
+    from draftlab.results.score import Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Reported(Outcome):
+    """A ranking, and the scores in it."""
+
+    scores: "list[Score]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedReport:
+    """Drafts to rank, files to write, and what the fastest draft has to reach. command: the page says what made it."""
+
+    candidates: "list[Candidate]"
+    html: Path | None
+    markdown: Path | None
+    min_speedup: float | None
+    min_acceptance_length: float | None
+    command: str
+    name: str = "report"
+
+    @property
+    def scores(self) -> "list[Score]":
+        return [candidate.score for candidate in self.candidates if candidate.score]
+
+    def facts(self) -> Mapping[str, object]:
+        return {"drafts": ", ".join(candidate.name for candidate in self.candidates)}
+
+
+def prepare(config: ReportConfig, weights: bool) -> PreparedReport:
+    """Read the scores.
+
+    Raises:
+        UserError: there is no score, a file is neither a score nor predictions, or a page of predictions alone.
+    """
+    from draftlab.results.compare import read_candidates
+
+    if config.html is not None:
+        import_module("draftlab.results.plots")  # matplotlib may be missing
+    candidates = read_candidates(config.scores)
+    for name in ("html", "markdown"):
+        file = getattr(config, name)
+        if file is not None:
+            with about(config.flag(name)):
+                check_writable(file)
+                if not any(candidate.score for candidate in candidates):
+                    raise UserError("a page shows scores, and these are predictions only")
+    return PreparedReport(
+        candidates=candidates,
+        html=config.html,
+        markdown=config.markdown,
+        min_speedup=config.min_speedup,
+        min_acceptance_length=config.min_acceptance_length,
+        command=config.command_line("report"),
+    )
+
+
+@command(ReportConfig, prepare=prepare)
+def report(prepared: PreparedReport) -> Reported:
+    """Rank drafts by their scores, test which differences are significant, and write a page about them."""
+    from draftlab.results.compare import as_dict, comparison_table, missed_thresholds, rank, verdict_lines
+    from draftlab.results.warnings import score_warnings
+
+    scores = prepared.scores
+    ranking = rank(prepared.candidates)
+    best = ranking[0].candidate
+    written = _write(prepared)
+    warnings = [f"warning: {text}" for text in score_warnings(scores)]
+    missed = missed_thresholds(best, best.tokens_per_pass, prepared.min_speedup, prepared.min_acceptance_length)
+    show = [comparison_table(ranking), *verdict_lines(ranking), *warnings, *map(str, written)]
+    data: dict[str, object] = {"path": str(written[0]) if written else None, "ranking": list(map(as_dict, ranking))}
+    return Reported(path=written[0] if written else None, show=show, data=data, missed=missed, scores=scores)
+
+
+def _write(prepared: PreparedReport) -> list[Path]:
+    """Write the files that were asked for, and return them. Raises UserError: a file cannot be written."""
+    from draftlab.results.report import html, markdown
+
+    texts: dict[Path, str] = {}
+    if prepared.html is not None:
+        texts[prepared.html] = html(prepared.scores, prepared.command)
+    if prepared.markdown is not None:
+        texts[prepared.markdown] = markdown(prepared.scores)
+    for file, text in texts.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, text)
+        except OSError as error:
+            raise UserError(f"cannot write {file}: {error.strerror}") from None
+    return list(texts)

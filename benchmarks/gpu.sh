@@ -31,7 +31,7 @@ mkdir -p "$out" runs/gpu
 if [ $small ]; then
   device=cpu mode=eager
   sweep="--params 4.5m --source tiny-16x256 --layers 3,4,6 --passes 3"
-  target=tiny-16x256 target_law="--layers 1,2,3,4,5,6 --widths 64 --context 8,64 --repeats 3 --threads 1"
+  target=tiny-16x256 depths="1 2 3 4 5 6" target_law="--context 8,64 --repeats 3 --threads 1"
   drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-tokens 16"
   engine="--prompts 1 --new-tokens 8" larger="--layers 17 --width 320"
   loss="--tokens 64 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1 --losses fkl" vocabs=256
@@ -41,7 +41,7 @@ if [ $small ]; then
 else
   device=cuda mode=graphs
   sweep="--passes 60 --dtype bfloat16"
-  target=llama-65b target_law="--layers 1,2,4,6,8,10 --widths 8192 --context 128,512 --repeats 20"
+  target=llama-65b depths="1 2 4 6 8 10" target_law="--context 128,512 --repeats 20"
   drafts="noft-1.3b wide-1.3b wide-796m wide-543m wide-290m" points="--context 128,512 --repeats 20"
   text="--context 128 --max-tokens 128" engine= larger="--layers 24 --width 2048 --params 1.3b" masks=12 gigabytes=1
   loss="--tokens 4096 --hidden 2048 --teacher-hidden 4096 --dtypes bfloat16 --losses fkl,tvd,lk(3)" vocabs="32000 128256"
@@ -82,7 +82,15 @@ sweep() {
   part sweep $python -m benchmarks.depth_sweep $sweep --device $device --modes $modes --plot "$out/sweep.svg"
 }
 
-target() { part target $draftlab law --source $target $target_law --k 6 --mode $mode --out runs/gpu/target --force --json; }
+target() {  # the first layers of the target
+  local shapes=()
+  mkdir -p runs/gpu/shapes
+  for n in $depths; do
+    sed "s/^layers: .*/layers: $n/" "configs/widths/$target.yaml" > "runs/gpu/shapes/depth-$n.yaml"
+    shapes+=("runs/gpu/shapes/depth-$n.yaml")
+  done
+  part target $draftlab profile "${shapes[@]}" --law $target_law --k 6 --mode $mode --out runs/gpu/target --force --json
+}
 
 drafts() {
   part drafts $draftlab profile $drafts --k 1 $points --mode $mode --out runs/gpu/drafts --force --json

@@ -1,6 +1,6 @@
 """K by the number of streams: predicted from a profile of vLLM's servers, against its benchmark client's throughput.
 
-One server runs the target alone, one drafts with the largest K: profile-servers times both. The draft's acceptance is
+One server runs the target alone, one drafts with the largest K: profile --server times both. The draft's acceptance is
 that of a replay over the target's answers to the same prompts. Then vllm bench serve sends these prompts to servers
 with no draft, with every K, and with the schedule that predict writes. Predicted throughput is that of a closed loop:
 a request starts when another ends, its prefill stops all others, and every step costs what it does with as many
@@ -89,9 +89,9 @@ def main(
 
     loads, measured = [psutil.getloadavg()[0]], {}
     with served(None) as (plain, _), served(drafting(max(drafted))) as (speculative, _):
-        COMMANDS["profile-servers"](
-            server=plain.http.url, speculative_server=speculative.http.url, target=str(target), draft=str(draft),
-            batch=streams, repeats=repeats, data="stdlib", out=out / "profile", force=True,
+        COMMANDS["profile"](
+            models=[str(target), str(draft)], server=[plain.http.url, speculative.http.url],
+            batch=streams, repeats=repeats, out=out / "profile", force=True,
         )  # fmt: skip
         for k, server in ((0, plain), (max(drafted), speculative)):
             measured |= {(k, n): bench(vllm, server.http.url, target, file, n, prompts) for n in at}

@@ -5,7 +5,7 @@ from draftlab.commands.base import Command
 from draftlab.commands.eagle import eagle
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
-from draftlab.commands.latency import law, law_fit, predict, profile, profile_servers
+from draftlab.commands.latency import predict, profile
 from draftlab.commands.make import design, import_checkpoint, init
 from draftlab.commands.prune import prune
 from draftlab.commands.report import report
@@ -20,7 +20,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         outputs.import_file, outputs.verify, outputs.info,
     ),
     "Measure": (score, report, score_servers),
-    "Predict": (profile, profile_servers, predict, law, law_fit, outputs.replay),
+    "Predict": (profile, predict, outputs.replay),
     "Ship": (check, export),
 }  # fmt: skip
 COMMANDS: dict[str, Command] = {command.name: command for panel in PANELS.values() for command in panel}

@@ -1,4 +1,4 @@
-"""Settings of profile, profile-servers, law, law-fit and predict."""
+"""Settings of profile and predict."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,101 +13,74 @@ from draftlab.config.shared import (
     Device,
     EngineMode,
     WeightsDtype,
-    data,
     device,
     device_map,
     dtype,
     mode,
-    source,
-    target,
     threads,
 )
 
 PROFILE_HELP = (
-    "Output of draftlab profile, SHAPE@LAW (output of draftlab law) or SHAPE@DEVICE,MODE[,DTYPE] (constants; with "
-    "eagle=IDS of an EAGLE-3 head)."
+    "Output of draftlab profile, SHAPE@LAW (output of draftlab profile --law) or SHAPE@DEVICE,MODE[,DTYPE] (constants; "
+    "with eagle=IDS of an EAGLE-3 head)."
 )
 ACCEPTANCE = ("replay", "score", "alpha", "acceptance_length")
+ENGINE = ("k", "mode", "dtype", "device", "threads", "device_map", "law", "trust_remote_code")
 
 
-class GridConfig(OutputConfig):
-    """The passes to time, and how they run."""
+class ProfileConfig(OutputConfig, CheckpointSettings):
+    """Passes to time: of models, of shapes for a latency law, or of running servers."""
 
-    k: int = option(8, "Most drafted tokens: passes over 1 to K + 1 tokens are timed.", ge=1, le=MAX_K)
-    batch: Numbers = numbers("1", "Batch sizes, as 1,4,16.")
-    context: Numbers = numbers("16,128,480", "Cached tokens before a pass, and lengths of prompts.")
-    repeats: int = option(20, "Timed repeats of every pass, after a warm-up.", ge=3)
+    models: list[str] = option(
+        help="Checkpoints; or shape files and names of shapes, which get random weights. With --law: one source, "
+        "shapes, or a directory of profiles. With --server: the target, and the draft of a second server.",
+        argument=True,
+    )  # fmt: skip
+    law: bool = option(False, "Time shapes with random weights, and fit latency to layers, width and bytes.")
+    plot: Path | None = option(None, "Figure to write, .svg or .png: measured latency and the law.")
+    server: list[str] = option(
+        factory=list, help="http://HOST:PORT of a vLLM that runs the target alone; repeat for one that drafts.",
+        panel=SERVER,
+    )  # fmt: skip
+    api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
+    k: int | None = option(
+        None, "Most drafted tokens: passes over 1 to K + 1 tokens are timed. Default: 8; with --law 1.", ge=1, le=MAX_K
+    )
+    batch: Numbers | None = option(None, "Batch sizes, as 1,4,16. Default: 1; of servers 1,2,4,8.", typed=str)
+    context: Numbers | None = option(
+        None, "Cached tokens before a pass, and lengths of prompts. Default: 16,128,480; with --law 16,256; of servers "
+        "32,160.", typed=str,
+    )  # fmt: skip
+    repeats: int | None = option(
+        None, "Timed repeats of every pass, after a warm-up. Default: 20; with --law 10; of servers 3.", ge=3
+    )
     mode: EngineMode = mode()
     dtype: WeightsDtype = dtype()
     device: Device = device()
     threads: int | None = threads()
-
-
-class ProfileConfig(GridConfig, CheckpointSettings):
-    """Latency of the passes of some models."""
-
-    models: list[str] = option(
-        help="Checkpoints; or shape files and names of shapes, which get random weights.", argument=True,
-        reads=inputs.shape,
-    )  # fmt: skip
     device_map: str | None = device_map()
 
     only = (
         Only(
             ("device_map",), lambda c: c.mode in ("auto", "eager"), "transformers runs the models, so use --mode eager"
         ),
-    )
-
-    def default_name(self) -> str:
-        return "-".join(["profile", *map(_short, self.models)])
-
-
-class ProfileServersConfig(OutputConfig):
-    """Servers of vLLM to time under load: the target alone, and with its draft."""
-
-    server: str = option(
-        help="http://HOST:PORT of a vLLM that runs the target alone.", panel=SERVER, reads=inputs.server
-    )
-    speculative_server: str | None = option(
-        None, "http://HOST:PORT of one that drafts, with the largest K of interest.", panel=SERVER,
-        reads=inputs.server,
+        Only(("device_map",), lambda c: not c.law, "shapes of a law run in draftlab's engine"),
+        Only(("plot",), lambda c: c.law, "needs --law"),
+        Only(ENGINE, lambda c: not c.server, "the servers decide"),
+        Only(("api_key_file",), lambda c: c.server, "needs --server"),
+        Only(
+            ("k", "batch", "context", "repeats", "mode", "dtype", "device", "threads", "trust_remote_code", "out"),
+            lambda c: c.profiles is None, "the profiles are there already",
+        ),
     )  # fmt: skip
-    served_model: str | None = option(None, "Model of both servers. Default: their first.", panel=SERVER, advanced=True)
-    api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
-    target: str = target(reads=inputs.config_only)
-    draft: str = option("draft", "Name of the draft, or its directory.")
-    batch: Numbers = numbers("1,2,4,8", "Batch sizes: streams at once.")
-    context: Numbers = numbers("32,160", "Lengths of the prompt.")
-    tokens: int = option(64, "Tokens by which a long answer exceeds a short one.", ge=8)
-    repeats: int = option(3, "Repeats of every timing.", ge=1)
-    data: str = data("Source of held-out text for the prompt.")
 
-    only = (Only(("draft",), lambda c: c.speculative_server is not None, "needs --speculative-server"),)
-
-    def default_name(self) -> str:
-        return "profile-servers"
-
-
-class LawConfig(GridConfig):
-    """Latency of shapes with random weights, and the law that it follows."""
-
-    source: str = source(reads=inputs.shape)
-    layers: Numbers | None = option(None, "Depths to time. Default: those that span the source.", typed=str)
-    widths: Numbers | None = option(None, "Widths to time at every depth. Default: those of the source.", typed=str)
-    k: int = option(1, "Most drafted tokens: 1 suffices for drafts.", ge=1, le=MAX_K)
-    context: Numbers = numbers("16,256", "Cached tokens before a pass, and lengths of prompts.")
-    repeats: int = option(10, "Timed repeats of every pass, after a warm-up.", ge=3)
-    plot: Path | None = option(None, "Figure to write, .svg or .png: measured latency and the law.")
-
-    def default_name(self) -> str:
-        return f"law-{_short(self.source)}"
-
-
-class LawFitConfig(Config):
-    """A law of profiles that exist already."""
-
-    profiles: Path = option(help="Directory of profiles: output of draftlab law or profile.", argument=True)
-    plot: Path | None = option(None, "Figure to write, .svg or .png: measured latency and the law.")
+    @property
+    def profiles(self) -> Path | None:
+        """Return the directory of profiles that a law is fitted to; None: passes are timed."""
+        first = Path(self.models[0]) if len(self.models) == 1 else None
+        if not self.law or first is None or not first.is_dir() or (first / "config.json").exists():
+            return None
+        return first
 
 
 class PredictConfig(Config):
@@ -155,8 +128,3 @@ class PredictConfig(Config):
                 f"{named[0]}: {len(sources)} files for {len(self.draft_profile)} drafts; give one, or one per draft"
             )
         return self
-
-
-def _short(model: str) -> str:
-    """Return the last part of a path or hub name, without revision and suffix."""
-    return Path(model.partition("@")[0]).name.removesuffix(".yaml")

@@ -9,7 +9,6 @@ from typing_extensions import Self
 from draftlab import workspace
 from draftlab.config import inputs, shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
-from draftlab.errors import UserError
 
 
 class InitConfig(Config):
@@ -57,35 +56,26 @@ class DesignConfig(Config):
     params: shared.Count = option(None, "Budget: parameters of each shape, as 1.3b, 796m, 4m.")
     kv_kib: float | None = option(None, "Budget: KiB of KV cache per token in bf16.", gt=0)
     latency_ms: float | None = option(None, "Budget: milliseconds of a one-token pass, by the latency law.", gt=0)
-    body: bool = option(False, "Count the parameters of the blocks only, not embedding and head.", flag="--body")
     layers: Numbers = numbers("1-12", "Depths to try, as 2,4,8 or 1-8.")
-    source: str = shared.source(reads=inputs.shape)
+    source: str = shared.source(reads=None)
     vocab: shared.Vocab = shared.draft_vocab("the target's answers")
-    free: bool = option(False, "Allow sizes above the source's, keeping its proportions: to train from scratch.")
     multiple_of: int = option(64, "The ffn is a multiple of this.", ge=1, advanced=True)
-    width_multiple_of: int = option(1, "The width is a multiple of this, and of head_dim.", ge=1, advanced=True)
     tensor_parallel: int = option(1, "Devices over which heads, kv-heads and ffn split evenly.", ge=1)
-    law: Path | None = option(None, "Output of draftlab law. Default: the newest.", advanced=True, reads=inputs.file)
-    plot: Path | None = option(None, "Figure to write, .svg or .png.")
+    law: Path | None = option(None, "Output of draftlab profile --law, which says how long a pass takes.")
     out: Path | None = option(None, "Folder for one shape file per depth. Default: show only.")
     overwrite: bool = option(False, "Replace existing shape files.", flag="--force")
 
     only = (
-        Only(("body",), lambda c: c.params, "counts parameters, so it needs --params"),
         Only(("overwrite",), lambda c: c.out, "needs --out"),
-    )
+        Only(("latency_ms",), lambda c: c.law, "needs a latency law: measure one with draftlab profile --law SOURCE "
+             "--out law, and name it by --law law"),
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _has_one_budget(self) -> Self:
         if sum(budget is not None for budget in (self.params, self.kv_kib, self.latency_ms)) != 1:
             raise ValueError("give one budget: --params 1.3b, --kv-kib 120 or --latency-ms 2")
         return self
-
-    def resolved(self) -> Self:
-        law = self.law or workspace.newest(workspace.load().runs, ("law",))
-        if law is None and self.latency_ms is not None:
-            raise UserError("--latency-ms needs a latency law; measure one with draftlab law, or name one with --law")
-        return self.model_copy(update={"law": law})
 
 
 class EnvConfig(Config):

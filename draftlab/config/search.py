@@ -47,7 +47,9 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         None, "JSON-lines file of prompts to replay and to measure on, instead of --data.", panel=TEXT,
         reads=inputs.prompts,
     )  # fmt: skip
-    law: Path | None = option(None, "Output of draftlab law. Default: it is measured first.", reads=inputs.file)
+    law: Path | None = option(
+        None, "Output of draftlab profile --law. Default: it is measured first.", reads=inputs.file
+    )
     first_steps: int = option(30, "Distillation steps of the first rung.", ge=1, advanced=True)
     max_steps: int = option(1000, "Most distillation steps of the last rung.", ge=1, advanced=True)
     batch_size: int = option(8, "Sequences per step.", ge=1, advanced=True)

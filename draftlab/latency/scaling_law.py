@@ -7,7 +7,7 @@ are positive.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -159,13 +159,13 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
 
 
 def read_law(directory: Path) -> ScalingLaw:
-    """Return the law of all profiles in a directory, the output of ``draftlab law`` or ``draftlab profile``.
+    """Return the law of all profiles in a directory, the output of ``draftlab profile --law``.
 
     Raises:
         UserError: no such directory, or no law in it.
     """
     if not directory.is_dir():
-        raise UserError(f"no directory of profiles at {directory}; draftlab law measures one")
+        raise UserError(f"no directory of profiles at {directory}; draftlab profile --law measures one")
     return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
 
 
@@ -175,16 +175,18 @@ def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> Fi
     return min((_fit(features, times, p) for p in OVERLAPS), key=lambda curve: curve.rms_error)
 
 
-def law_shapes(source: Shape, depths: Sequence[int] | None, widths: Sequence[int] | None) -> dict[str, Shape]:
-    """Return the shapes to profile for a law, by name. Default: depths and widths that span the source.
+def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes to time for a law, by name: those that are named, or where one is, shapes that span it.
 
     Raises:
-        UserError: fewer than a law needs, or some that cannot be cut from the source.
+        UserError: fewer than a law needs.
     """
-    span = default_grid(source)
-    shapes = grid_shapes(source, depths or span[0], widths or span[1])
+    shapes = dict(named)
+    if len(shapes) == 1:
+        source = next(iter(shapes.values()))
+        shapes = grid_shapes(source, *default_grid(source))
     if len(shapes) < MIN_PROFILES:
-        raise UserError(f"a law needs at least {MIN_PROFILES} shapes, not {len(shapes)}; add --layers or --widths")
+        raise UserError(f"a latency law needs at least {MIN_PROFILES} shapes, not {len(shapes)}")
     return shapes
 
 

@@ -24,21 +24,17 @@ from pathlib import Path
 import numpy as np
 
 from draftlab import provenance
-from draftlab.config.latency import ProfileServersConfig
 from draftlab.console import heartbeat, progress
-from draftlab.data import heldout_prompts
-from draftlab.engine.clocks import Clock
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Point, Profile, SteadyPoint, write_profile
 from draftlab.latency.machine_state import read_environment, warn_if_busy
-from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
-from draftlab.target_outputs.targets import check_server_tokenizer
 
 SETTLED = 16  # tokens of the shorter answer: all prefills are over by then
+TOKENS = 64  # by which the longer answer exceeds it
 At = tuple[int, int]  # streams, context
 
 
@@ -70,93 +66,101 @@ class Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meter:
-    """Asks servers for answers of two lengths to one prompt, in some streams at once. advance: counts what is timed."""
+    """Asks a server for answers of two lengths to one prompt, in some streams at once. advance: called per timing."""
 
+    server: Server
     prompt: list[int]
-    tokens: int  # between the two lengths
     repeats: int
-    advance: Callable[[int], None]
-    clock: Clock = time.perf_counter
+    advance: Callable[[], None]
 
-    def at(self, context: int) -> int:
-        """Return the cached tokens in the middle of what is timed behind a prompt of this length."""
-        return context + SETTLED + self.tokens // 2
-
-    def step_ms(self, server: Server, streams: int, context: int, drafts: bool) -> float:
+    def step_ms(self, streams: int, context: int, *, drafts: bool) -> float:
         """Return the median time of a step of all streams.
 
         Raises:
             UserError: the server drafts and should not, or the other way round.
         """
-        self.answer(server, streams, context, 2)  # warms up
-        times = []
-        for _ in range(self.repeats):
-            before = server.metrics()
-            short, middle = self.answer(server, streams, context, SETTLED), server.metrics()
-            long, after = self.answer(server, streams, context, SETTLED + self.tokens), server.metrics()
-            counters = [spec_decode_counters(*each) for each in ((before, middle), (middle, after))]
-            if any((each is None) == drafts for each in counters):
-                said = "drafts nothing" if drafts else "drafts; it must run the target alone"
-                raise UserError(f"{server.http.url} {said}")
-            more = [each.num_drafts / streams for each in counters if each is not None]
-            times.append((long - short) / (more[1] - more[0] if more else self.tokens))
-            self.advance(1)
+        self.answer(streams, context, 2)  # warms up
+        times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
         if statistics.median(times) <= 0:
-            raise UserError(f"{server.http.url} took less time for more tokens: other work disturbs it; add --tokens")
+            raise UserError(f"{self.server.http.url} took less time for more tokens: other work disturbs it")
         return 1e3 * statistics.median(times)
 
-    def prefill_ms(self, server: Server, context: int) -> float:
-        """Return the median time of an answer of one token."""
-        return 1e3 * statistics.median(self.answer(server, 1, context, 1) for _ in range(self.repeats))
+    def _step_seconds(self, streams: int, context: int, drafts: bool) -> float:
+        before = self.server.metrics()
+        short, middle = self.answer(streams, context, SETTLED), self.server.metrics()
+        long, after = self.answer(streams, context, SETTLED + TOKENS), self.server.metrics()
+        first, second = spec_decode_counters(before, middle), spec_decode_counters(middle, after)
+        self.advance()
+        if first is None and second is None and not drafts:
+            return (long - short) / TOKENS
+        if first is None or second is None or not drafts:
+            said = "drafts nothing" if drafts else "drafts; it must run the target alone"
+            raise UserError(f"--server: {self.server.http.url} {said}")
+        return (long - short) * streams / (second.num_drafts - first.num_drafts)
 
-    def answer(self, server: Server, streams: int, context: int, tokens: int) -> float:
+    def prefill_ms(self, context: int) -> float:
+        """Return the median time of an answer of one token."""
+        return 1e3 * statistics.median(self.answer(1, context, 1) for _ in range(self.repeats))
+
+    def answer(self, streams: int, context: int, tokens: int) -> float:
         """Return the seconds until all streams have their answers."""
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        start = self.clock()
+        start = time.perf_counter()
         with ThreadPoolExecutor(streams) as pool:
-            list(pool.map(lambda _: server.generate_ids(self.prompt[:context], sampling), range(streams)))
-        return self.clock() - start
+            list(pool.map(lambda _: self.server.generate_ids(self.prompt[:context], sampling), range(streams)))
+        return time.perf_counter() - start
 
 
-def profile_servers(config: ProfileServersConfig, output: Output) -> list[Profile]:
-    """Measure what runs, and write NAME.yaml of the target, and of the draft where a server drafts.
+def profile_servers(
+    servers: Sequence[Server],
+    models: Sequence[Path],
+    prompt: list[int],
+    *,
+    streams: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
+    output: Output,
+) -> list[Profile]:
+    """Measure what runs, and write NAME.yaml of the target, and of the draft where a second server drafts.
+
+    models: the target, and the draft of the second server; directories or names.
 
     Raises:
-        UserError: servers that are not vLLM's, that draft or do not as the other should, or whose times contradict.
+        UserError: a server that drafts or does not as the other one should, or times that contradict each other.
     """
-    directory, servers = hub.locate(config.target, weights=False), _connected(config)
-    for server in servers:
-        check_server_tokenizer(server, directory)
-    tokenizer = checkpoint.load_tokenizer(directory)
-    prompt = heldout_prompts(config.data, tokenizer, count=1, length=max(config.context), seed=0)[0]
     warn_if_busy(read_environment())
-    target, k = servers[0], _drafted(servers[1], prompt) if len(servers) > 1 else 0
-    more = {max(config.batch) * width for width in range(2, k + 3)}
-    places = list(itertools.product(config.batch, config.context))
-    alone = [*places, *((n, min(config.context)) for n in sorted(more))]
-    timed = len(alone) + len(places) * (len(servers) - 1)
-    with heartbeat("requests"), progress("timings", config.repeats * timed) as advance:
-        done = itertools.count(1)
-        meter = Meter(
-            prompt=prompt, tokens=config.tokens, repeats=config.repeats, advance=lambda _: advance(next(done), "")
-        )
-        passes = Passes.of({(n, meter.at(c)): meter.step_ms(target, n, c, False) for n, c in alone})
-        shares = dict.fromkeys(config.batch, 1.0)
-        costs = [(target, directory, shares, {c: meter.prefill_ms(target, c) for c in config.context})]
-        for drafting in servers[1:]:
-            took = {(b, meter.at(c)): meter.step_ms(drafting, b, c, True) for b, c in places}
-            prefill = {c: max(0.0, meter.prefill_ms(drafting, c) - costs[0][3][c]) for c in config.context}
-            costs.append((drafting, Path(config.draft), draft_shares(passes, took, k), prefill))
-    farthest = meter.at(max(config.context))
+    k = drafted_tokens(servers[1], prompt) if len(servers) > 1 else 0
+    wider = {max(streams) * width for width in range(2, k + 3)}
+    places = list(itertools.product(streams, contexts))
+    alone = [*places, *((n, min(contexts)) for n in sorted(wider))]
+    done = itertools.count(1)
+    with heartbeat("requests"), progress("timings", repeats * (len(alone) + len(places) * (len(servers) - 1))) as shown:
+        meters = [
+            Meter(server=server, prompt=prompt, repeats=repeats, advance=lambda: shown(next(done), ""))
+            for server in servers
+        ]
+        passes = Passes.of({(n, middle(c)): meters[0].step_ms(n, c, drafts=False) for n, c in alone})
+        prefill = [{c: meters[0].prefill_ms(c) for c in contexts}]
+        shares = [dict.fromkeys(streams, 1.0)]
+        for drafting in meters[1:]:
+            steps = {(n, middle(c)): drafting.step_ms(n, c, drafts=True) for n, c in places}
+            shares.append(draft_shares(passes, steps, k))
+            prefill.append({c: max(0.0, drafting.prefill_ms(c) - ms) for c, ms in prefill[0].items()})
+    farthest = middle(max(contexts))
     profiles = [
-        _profile(server, place, _points(passes, share, k, farthest), prefill, config.repeats, output)
-        for server, place, share, prefill in costs
+        _profile(server, model, _points(passes, share, k, farthest), ms, repeats, output.command_line)
+        for server, model, share, ms in zip(servers, models, shares, prefill, strict=True)
     ]
     with output.directory() as work:
         for profile in profiles:
             write_profile(profile, work / f"{profile.name}.yaml")
-        output.record(work, [place for _, place, *_ in costs if place.is_dir()])
+        output.record(work, [model for model in models if model.is_dir()])
     return profiles
+
+
+def middle(context: int) -> int:
+    """Return the cached tokens in the middle of what is timed after a prompt of this length."""
+    return context + SETTLED + TOKENS // 2
 
 
 def draft_shares(passes: Passes, steps: Mapping[At, float], k: int) -> dict[int, float]:
@@ -179,23 +183,13 @@ def draft_shares(passes: Passes, steps: Mapping[At, float], k: int) -> dict[int,
     return shares
 
 
-def _connected(config: ProfileServersConfig) -> list[Server]:
-    """Return the target's server and, if named, the one that drafts. Raises UserError: see profile_servers."""
-    urls = [url for url in (config.server, config.speculative_server) if url is not None]
-    servers = [Server.connect(url, config.served_model, config.api_key_file) for url in urls]
-    for server in servers:
-        if server.kind != "vllm":
-            raise UserError(f"{server.http.url} is {server.kind}, and profile-servers knows the passes of vLLM only")
-    return servers
-
-
-def _drafted(server: Server, prompt: list[int]) -> int:
+def drafted_tokens(server: Server, prompt: list[int]) -> int:
     """Return the K of a server. Raises UserError: it drafts nothing."""
     before = server.metrics()
     server.generate_ids(prompt, SamplingParams(max_tokens=SETTLED, ignore_eos=True))
     counters = spec_decode_counters(before, server.metrics())
     if counters is None:
-        raise UserError(f"--speculative-server {server.http.url} drafts nothing; start it with a draft")
+        raise UserError(f"--server {server.http.url} drafts nothing; start it with a draft")
     return counters.k
 
 
@@ -206,17 +200,26 @@ def _points(passes: Passes, shares: Mapping[int, float], k: int, farthest: int) 
 
 
 def _profile(
-    server: Server, place: Path, forward: list[Point], prefill: Mapping[int, float], repeats: int, output: Output
+    server: Server, model: Path, forward: list[Point], prefill: Mapping[int, float], repeats: int, command: str
 ) -> Profile:
-    local = (place / "config.json").is_file()
-    widest = max(p.width for p in forward)
+    local = (model / "config.json").is_file()
     nothing = {"median_ms": 0.0, "low_ms": 0.0, "high_ms": 0.0, "n": 0}
     return Profile(
-        kind="served", name=place.name, sha256=provenance.fingerprint(place) if local else None, shape=None,
-        device=f"{server.kind} {server.version}", dtype="as served", mode="served", threads=None, forward=forward,
+        kind="served",
+        name=model.name,
+        sha256=provenance.fingerprint(model) if local else None,
+        shape=None,
+        device=f"{server.kind} {server.version}",
+        dtype="as served",
+        mode="served",
+        threads=None,
+        forward=forward,
         steady=[SteadyPoint(**p.model_dump(), after=1) for p in forward if p.width == 1],
         prefill=[Latency(width=n, median_ms=ms, low_ms=ms, high_ms=ms, n=repeats) for n, ms in prefill.items()],
-        host=[Latency(width=w, **nothing) for w in (1, widest)], bandwidth_gbs=None, matmul_tflops={},
-        command=output.command_line, versions=provenance.versions() | {server.kind: server.version},
+        host=[Latency(width=w, **nothing) for w in (1, max(p.width for p in forward))],
+        bandwidth_gbs=None,
+        matmul_tflops={},
+        command=command,
+        versions=provenance.versions() | {server.kind: server.version},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )  # fmt: skip
+    )

@@ -19,7 +19,7 @@ from draftlab.atomic import remove_state
 from draftlab.benchmark import run as benchmark
 from draftlab.config.base import OutputConfig
 from draftlab.config.distill import DistillConfig
-from draftlab.config.latency import LawConfig, ProfileConfig
+from draftlab.config.latency import ProfileConfig
 from draftlab.config.outputs import OutputsBuildConfig, ReplayConfig
 from draftlab.config.prune import PruneConfig
 from draftlab.config.score import ScoreConfig
@@ -28,8 +28,8 @@ from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.predict import best_k
-from draftlab.latency.profile import measure_law, profile_models
-from draftlab.latency.scaling_law import ScalingLaw, read_law
+from draftlab.latency.profile import Running, grid_of, profile_models, subjects
+from draftlab.latency.scaling_law import ScalingLaw, law_shapes, read_law
 from draftlab.latency.workload import Workload, workload_of_replay
 from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape
@@ -217,9 +217,10 @@ class Searcher:
         law = read_law(
             self.config.law
             or self._once(
-                "law", measure_law, LawConfig, source=str(self.source), k=2 * self.config.offsets - 1, **self._grid
+                "law", self._time(law_shapes(dict([prunable_shape(str(self.source))]))), ProfileConfig,
+                models=[str(self.source)], law=True, k=2 * self.config.offsets - 1, **self._grid,
             )
-        )
+        )  # fmt: skip
         first, mode, dtype = law.profiles[0], self.running["mode"], self.running["dtype"]
         if (first.mode, first.dtype) != (mode, dtype):
             raise UserError(f"--law {self.config.law}: measured {first.mode} in {first.dtype}, not {mode} in {dtype}")
@@ -227,7 +228,7 @@ class Searcher:
         if self.config.parallel and widest < needed:
             raise UserError(
                 f"--law {self.config.law}: its passes are at most {widest} wide, and --parallel needs {needed}; "
-                f"measure one with --k {needed - 1}"
+                f"measure one with draftlab profile --law --k {needed - 1}"
             )
         return law
 
@@ -238,11 +239,24 @@ class Searcher:
 
     def _measured_cost(self, model: Path) -> CostModel:
         """Return the measured latency of the target or of a head."""
-        models = [str(path) for path in (self.target, *self.config.heads.values())]
+        models = {hub.checkpoint_name(path): path for path in (self.target, *self.config.heads.values())}
         profiles = self._once(
-            "profile", profile_models, ProfileConfig, models=models, k=max(self.config.k), **self._grid
-        )
+            "profile", self._time(models), ProfileConfig, models=list(map(str, models.values())), k=max(self.config.k),
+            **self._grid,
+        )  # fmt: skip
         return CostModel.of(read_profile(profiles / f"{hub.checkpoint_name(model)}.yaml"), extrapolate=True)
+
+    def _time(self, models: Mapping[str, Path | Shape]) -> Callable[[Any, Output], object]:
+        """Return what profiles these models, as a config says."""
+
+        def time_passes(config: Any, output: Output) -> None:
+            device = checkpoint.resolve_device(config.device)
+            dtype = checkpoint.resolve_dtype(config.dtype, device)
+            running = Running(device=device, dtype=dtype, mode=config.mode, threads=config.threads)
+            timed = subjects(models)
+            profile_models(timed, grid_of(timed, config.k, [1], config.context, config.repeats), running, output)
+
+        return time_passes
 
     @property
     def _grid(self) -> dict[str, Any]:

@@ -49,9 +49,8 @@ TESTS = (
 )  # fmt: skip
 MEASURED = ("law", "profile", "score", "search")  # times are written, and decide: the names of files are compared
 WITHOUT_OUT = ("run", "init")
-PRINTING = {"check", "design", "env", "law-fit", "outputs info", "outputs verify", "predict", "report"}
+PRINTING = {"check", "design", "env", "outputs info", "outputs verify", "predict", "report"}
 UNTRIED = {  # that write
-    "profile-servers": "needs servers of vLLM",
     "score-servers": "needs two servers",
     "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)",
 }
@@ -92,7 +91,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "files/recipe.yaml"),
     "init": ("init", "--gguf", "made/gguf/prune-f32.gguf", "--data", "text"),
     "profile": ("profile", "larger", "--k", "1", "--context", "16,64", *TIMED),
-    "law": ("law", "--source", "larger", "--layers", "1-3", "--widths", "32,64", "--context", "16,64", *TIMED),
+    "law": ("profile", "--law", "larger", "--context", "16,64", *TIMED),
     "score": (
         "score", "--target", "model", "--draft", "made/prune", "--drafter", "prompt-lookup", "--data", "text", "--k",
         "2", "--num-prompts", "3", "--prompt-tokens", "8", "--max-tokens", "8", *TIMED,

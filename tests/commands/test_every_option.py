@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -312,7 +312,7 @@ def costly_target(w: World) -> Path:
 def measured_law(w: World) -> Path:
     folder = w.root / "law"
     if not folder.exists():
-        COMMANDS["law"](**LAW | {"context": "16,162", "mode": "auto"}, source=str(w.source), out=folder)
+        COMMANDS["profile"](**LAW | {"context": "16,162", "mode": "auto"}, models=[str(w.source)], out=folder)
     return folder
 
 
@@ -337,18 +337,18 @@ def _(w: World) -> Settings:
     }  # fmt: skip
 
 
-LAW: Settings = {"layers": "1,2,3,4", "widths": "24,48", "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
+LAW: Settings = {"law": True, "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
 
 
-@case("law", "")
+@case("profile", "law")
 def _(w: World) -> Settings:
-    return LAW | {"source": str(w.source), "plot": Path("law.svg")}
+    return LAW | {"models": [str(w.source)], "plot": Path("law.svg")}
 
 
-@case("law-fit", "")
+@case("profile", "law of profiles")
 def _(w: World) -> Settings:
-    COMMANDS["law"](**LAW, source=str(w.source), out=Path("law"))
-    return {"profiles": Path("law"), "plot": Path("law.svg")}
+    COMMANDS["profile"](**LAW, models=[str(w.source)], out=Path("law"))
+    return {"models": ["law"], "law": True, "plot": Path("law.svg")}
 
 
 @case("profile", "eager")
@@ -572,15 +572,10 @@ def _(w: World) -> Settings:
     return {name: value for name, value in settings.items() if name not in ("data", "prompt_tokens")}
 
 
-@case("profile-servers", "target alone")
+@case("profile", "servers")
 def _(w: World) -> Settings:
-    few = {"batch": "1,2", "context": "4,8", "tokens": 24, "repeats": 1}
-    return few | {"server": w.paced, "target": str(w.source), "data": str(w.text)}
-
-
-@case("profile-servers", "with a draft")
-def _(w: World) -> Settings:
-    return CASES["profile-servers", "target alone"](w) | {"speculative_server": w.paced_drafting, "draft": "mine"}
+    few = {"batch": "1,2", "context": "4,8", "repeats": 3}
+    return few | {"models": [str(w.source), "mine"], "server": [w.paced, w.paced_drafting]}
 
 
 def traced(config: type[Config]) -> tuple[type[Config], set[str]]:
@@ -671,10 +666,7 @@ def test_an_ignored_option_is_noticed(world: World, tmp_path: Path, monkeypatch)
     class Ignoring(command.config):  # type: ignore[name-defined, misc]
         shuffled: int = option(0, "Ignored.")
 
-    def forgets(config: Any) -> Any:
-        return command.function(config)
-
-    ignoring = Command(name="design", config=Ignoring, function=forgets, dry_run=False, resumes=False)
+    ignoring = replace(command, config=Ignoring)
     assert unread(ignoring, CASES["design", "parameters"](world)) == {"shuffled"}
 
 
@@ -701,5 +693,5 @@ def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]
     with ExitStack() as stack:
         server = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset())))
         drafting = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset(), draft=small)))
-        paced = [stack.enter_context(running(PacedVLLM(tokenizer, *pace))) for pace in ((0.01,), (0.03, 3))]
+        paced = [stack.enter_context(running(PacedVLLM(tokenizer, *pace))) for pace in ((0.002,), (0.006, 3))]
         yield World(root, source, draft, text, server, drafting, *paced)

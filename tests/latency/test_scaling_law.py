@@ -133,29 +133,15 @@ def call(*arguments: str, code: int = 0) -> str:
 def test_a_law_is_measured_shown_again_and_designed_with(space):
     small = space / "small.yaml"
     small.write_text("\n".join(f"{k}: {v}" for k, v in SHAPE.model_dump().items() if v not in (False, None)) + "\n")
-    sizes = (
-        "--layers",
-        "1,2",
-        "--widths",
-        "16,32,64",
-        "--context",
-        "8,16",
-        "--repeats",
-        "3",
-        "--threads",
-        "1",
-        "--mode",
-        "eager",
-    )
-    made = json.loads(call("law", "--source", str(small), *sizes, "--json"))
+    few = ("--context", "8,16", "--repeats", "3", "--threads", "1", "--mode", "eager")
+    made = json.loads(call("profile", "--law", str(small), *few, "--json"))
     assert len(made["held_out_errors"]) == 6
-    again = call("law-fit", made["path"], "--plot", "law.svg")
-    assert "issue" in again
+    assert "issue" in call("profile", "--law", made["path"], "--plot", "law.svg")
     assert (space / "law.svg").stat().st_size > 1000
-    shown = call("design", "--source", str(small), "--params", "80k", "--layers", "1-2", "--multiple-of", "8",
-                 "--plot", "family.png")  # fmt: skip
-    assert "ms, pre-" in shown  # the newest law of the workspace
-    assert (space / "family.png").stat().st_size > 1000
+    assert [path.name for path in (space / "runs").iterdir()] == ["law-small"]
+    sizes = ("--source", str(small), "--layers", "1-2", "--multiple-of", "8", "--law", made["path"])
+    assert "ms, pre-" in call("design", *sizes, "--params", "80k")
+    assert "--law" in call("profile", "--law", str(small), "tiny", code=1)
     assert read_law(space / made["path"]).ms(SHAPE) > 0
 
 

@@ -49,37 +49,32 @@ def test_the_draft_has_the_share_that_makes_the_step():
 
 
 @pytest.fixture
-def small(family_dirs, tmp_path, monkeypatch):
+def target(family_dirs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(80))
-    )
-    return ["--target", str(family_dirs["llama"]), "--data", str(tmp_path / "text.txt"), "--context", "4,24"]
+    return family_dirs["llama"]
 
 
-def profiled(small, *arguments: str, code: int = 0):
-    few = ["--batch", "1,2", "--tokens", "24", "--repeats", "1", "--out", "out"]
-    result = CliRunner().invoke(app, ["profile-servers", *small, *few, *arguments])
+def profiled(target: Path, servers: list[str], *arguments: str, code: int = 0):
+    named = [word for server in servers for word in ("--server", server)]
+    few = ["--context", "4,24", "--batch", "1,2", "--repeats", "3", "--out", "out"]
+    result = CliRunner().invoke(app, ["profile", str(target), *arguments, *named, *few])
     assert result.exit_code == code, (result.output, result.exception)
     return result
 
 
-def test_servers_that_keep_a_pace_are_profiled_at_it(small, family_dirs):
-    tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
+def test_servers_that_keep_a_pace_are_profiled_at_it(target):
+    tokenizer = checkpoint.load_tokenizer(target)
     with running(PacedVLLM(tokenizer, 0.01)) as plain, running(PacedVLLM(tokenizer, 0.025, k=3)) as drafting:
-        profiled(small, "--server", plain, "--speculative-server", drafting, "--draft", "mine")
-    files = [Path("out") / f"{name}.yaml" for name in (family_dirs["llama"].name, "mine")]
-    target, draft = (CostModel.of(read_profile(file)) for file in files)
-    contexts = target.contexts
-    assert target.forward_ms(4, 2, contexts) == pytest.approx([10, 10], rel=0.4)
-    assert draft.steady_ms(1, contexts) == pytest.approx([5, 5], rel=0.6)
+        profiled(target, [plain, drafting], "mine")
+    files = [Path("out") / f"{name}.yaml" for name in (target.name, "mine")]
+    costs, draft = (CostModel.of(read_profile(file)) for file in files)
+    assert costs.forward_ms(4, 2, costs.contexts) == pytest.approx([10, 10], rel=0.4)
+    assert draft.steady_ms(1, costs.contexts) == pytest.approx([5, 5], rel=0.6)
 
 
-def test_servers_in_each_others_place_are_refused(small, family_dirs):
-    tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
+def test_servers_in_each_others_place_are_refused(target):
+    tokenizer = checkpoint.load_tokenizer(target)
     with running(PacedVLLM(tokenizer, 0.0)) as plain, running(PacedVLLM(tokenizer, 0.0, k=3)) as drafting:
-        wrong = profiled(small, "--server", plain, "--speculative-server", plain, "--draft", "d", code=1)
-        assert "drafts nothing" in wrong.stderr
-        wrong = profiled(small, "--server", drafting, code=1)
-        assert "must run the target alone" in wrong.stderr
-    assert "--speculative-server" in profiled(small, "--server", plain, "--draft", "d", code=1).stderr
+        for servers, models in (([plain, plain], ["d"]), ([drafting], []), ([plain], ["d"]), ([plain, drafting], [])):
+            assert "error: --server" in profiled(target, servers, *models, code=1).stderr
+    assert "error: --server" in profiled(target, ["nope"], code=1).stderr

@@ -167,7 +167,7 @@ def test_what_cannot_be_had_says_why_and_what_to_type(served, cache, name, words
         ),
         ("score", "--draft", "lab/sharded", "--target", "lab/sharded", "--prompt-file", "prompts.jsonl", "--dry-run"),
         ("profile", "lab/sharded", "--dry-run"),
-        ("law", "--source", "lab/sharded", "--dry-run"),
+        ("profile", "--law", "lab/sharded", "--dry-run"),
         ("search", "--source", "lab/sharded", "--target", "lab/sharded", "--layers", "1", "--dry-run"),
         ("design", "--source", "lab/sharded", "--params", "100k"),
         ("check", "DRAFT", "--target", "lab/sharded", "--files-only", "--for", "transformers"),

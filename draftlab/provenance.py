@@ -20,7 +20,7 @@ from pydantic import Field
 from draftlab.atomic import write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.reading import FileModel, parse_json, read_bytes, read_json_lines
+from draftlab.reading import FileModel, parse_json, read_json_lines
 
 RECORD_FILE, LOG_FILE = "draftlab.json", "log.jsonl"
 CURVE_POINTS = 100
@@ -92,7 +92,7 @@ def read_record(directory: Path) -> Record | None:
     """Return the record of an output, or None if it has none. Raises UserError: it cannot be read."""
     file = directory / RECORD_FILE
     try:
-        return Record.model_validate(parse_json(read_bytes(file)))
+        return Record.model_validate(parse_json(file.read_bytes()))
     except OSError:
         return None
     except ValueError:

@@ -18,7 +18,7 @@ import numpy as np
 from draftlab.data.conversations import Message, row_messages
 from draftlab.errors import UserError
 from draftlab.model import hub
-from draftlab.reading import read_by_library, read_json_lines
+from draftlab.reading import read_json_lines, reading
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # of documents, by a hash of their names
@@ -178,7 +178,7 @@ def _hub_dataset(name: str) -> Iterator[Document]:
     from datasets import load_dataset
 
     hub.check_data(f"hf:{name}")  # without it the client tries for half a minute
-    with read_by_library(f"data set {name!r} could not be loaded"):
+    with reading(f"data set {name!r} could not be loaded"):
         rows = load_dataset(name, split="train", streaming=True)
     return (_document(f"{name}:{i}", row, f"{name}:{i}") for i, row in enumerate(rows.take(HUB_ROWS)))
 

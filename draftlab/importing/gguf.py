@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from draftlab.errors import UserError
 from draftlab.exporting.gguf import ROPE_FACTORS, library
 from draftlab.exporting.gguf_tokenizer import PRE_TOKENIZERS, UNUSED, PreTokenizer, set_pre_tokenizer
-from draftlab.reading import check_regular, read_by_library
+from draftlab.reading import reading
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures with completed settings
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -88,8 +88,7 @@ def describe(header: Header) -> str:
 def read_header(file: Path) -> Header:
     """Raises UserError: not a GGUF file, or a truncated one."""
     gguf = library()
-    with read_by_library(f"{file} is not a readable GGUF file"):
-        check_regular(file)
+    with reading(f"{file} is not a readable GGUF file"):
         reader = gguf.GGUFReader(file)
         settings = {name: _plain(field.contents()) for name, field in reader.fields.items() if name not in LONG}
     if "general.architecture" not in settings:
@@ -116,7 +115,7 @@ def load_config(header: Header) -> Any:
     """
     from transformers import AutoConfig
 
-    with read_by_library(f"{header.file} ({header.architecture}) is not supported by transformers"):
+    with reading(f"{header.file} ({header.architecture}) is not supported by transformers"):
         config: Any = AutoConfig.from_pretrained(
             header.file.parent, gguf_file=header.file.name, trust_remote_code=False
         )
@@ -141,7 +140,7 @@ def load(header: Header, config: Any, dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     stream = sys.stderr if sys.stderr.isatty() else io.StringIO()  # for the reader's progress bar
-    with read_by_library(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
+    with reading(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True,
             trust_remote_code=False,
@@ -181,7 +180,7 @@ def load_tokenizer(header: Header, context: int | None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with read_by_library(f"{header.file}: its tokenizer cannot be read"):
+    with reading(f"{header.file}: its tokenizer cannot be read"):
         original: Any = AutoTokenizer.from_pretrained(
             header.file.parent, gguf_file=header.file.name, trust_remote_code=False
         )

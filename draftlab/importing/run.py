@@ -18,7 +18,7 @@ from draftlab.model import checkpoint, hub, saving
 from draftlab.model.layouts import BIN_FILES, NOUNS, Layout
 from draftlab.model.weights import check_finite
 from draftlab.output import Output
-from draftlab.reading import read_by_library, read_object
+from draftlab.reading import read_object, reading
 
 SHARD = "2GB"
 
@@ -155,7 +155,7 @@ def _bin_files(directory: Path) -> list[Path]:
 
 def _read_bin(file: Path) -> dict[str, torch.Tensor]:
     try:
-        with read_by_library(f"{file} is not a readable .bin file"):
+        with reading(f"{file} is not a readable .bin file"):
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except UserError as error:
         if not isinstance(error.__cause__, pickle.UnpicklingError):
@@ -170,7 +170,7 @@ def _adapter_source(layout: Layout, dtype: torch.dtype | None, base: str | None)
     from peft import PeftConfig
 
     read_object(layout.path / "adapter_config.json")
-    with read_by_library(f"{layout.path}/adapter_config.json"):
+    with reading(f"{layout.path}/adapter_config.json"):
         config: Any = PeftConfig.from_pretrained(str(layout.path))
     if config.is_prompt_learning:
         raise UserError(f"{layout.path} is a {config.peft_type.value} adapter, a prompt, and cannot be merged")
@@ -200,7 +200,7 @@ def _merged(model: Any, source: ImportSource) -> Any:
     warnings.filterwarnings("ignore", module="peft")  # about a base of another name: all tensors are compared below
     problem = f"the adapter {source.layout.path} does not fit {source.base}"
     try:
-        with read_by_library(problem):
+        with reading(problem):
             adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(source.layout.path)))
             stored = load_peft_weights(str(source.layout.path), device="cpu")
             expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)

@@ -27,7 +27,7 @@ from draftlab.model.quantization import check_quantised_runs, check_unquantised,
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import trim_model
 from draftlab.model.weights import Weights, check_finite
-from draftlab.reading import read_by_library, read_object
+from draftlab.reading import read_object, reading
 from draftlab.trust import trusts_remote_code
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
@@ -170,7 +170,7 @@ def load_any_files(
     directory: Path, dtype: torch.dtype, places: Any = None, weights: Weights | None = None
 ) -> "PreTrainedModel":
     """Load a model from weights, or, where these are None, from files, safetensors or .bin, to accelerate's places."""
-    with read_by_library(f"{directory} cannot be loaded"):
+    with reading(f"{directory} cannot be loaded"):
         if weights is None:
             model, info = loading.from_files(directory, dtype, places)
         else:
@@ -247,7 +247,7 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
     """
     from accelerate import init_empty_weights
 
-    with read_by_library("transformers cannot build this model"), init_empty_weights(include_buffers=False):
+    with reading("transformers cannot build this model"), init_empty_weights(include_buffers=False):
         return loading.from_config(config, dtype).eval()
 
 
@@ -259,7 +259,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
     check_has_tokenizer(directory)
     check_tokenizer_files(directory)
-    with read_by_library(f"{directory} has no usable tokenizer"):
+    with reading(f"{directory} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts_remote_code())
         alone = directory / "tokenizer.model"
         return as_sentencepiece(tokenizer, alone) if alone.is_file() and not _has_fast(directory) else tokenizer

@@ -23,7 +23,7 @@ from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, loading
 from draftlab.model.shape import Shape
 from draftlab.model.weights import check_finite, check_weight
-from draftlab.reading import FileModel, read_by_library, reading_tensors, validation_text
+from draftlab.reading import FileModel, reading, validation_text
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -48,7 +48,7 @@ class Target:
     def of(cls, directory: Path) -> "Target":
         """Read config.json of any decoder. Raises UserError: transformers does not know it."""
         checkpoint.read_config(directory)
-        with read_by_library(f"{directory}/config.json cannot be used"):
+        with reading(f"{directory}/config.json cannot be used"):
             config: Any = loading.auto_config(directory).get_text_config()
         return cls(
             name=directory.name, layers=config.num_hidden_layers, hidden=config.hidden_size, vocab=config.vocab_size
@@ -198,7 +198,7 @@ def check(folder: Path, target: Path) -> HeadConfig:
 def read(folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Head:
     """Read a head in any of the layouts. Raises UserError: see check; or values that are not finite or out of range."""
     config = check(folder, target)
-    with reading_tensors(folder / WEIGHTS):
+    with reading(folder / WEIGHTS):
         tensors = {_plain(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     for name, tensor in tensors.items():
         (check_finite if name in ("d2t", "t2d") else check_weight)(tensor, name, folder)
@@ -379,7 +379,7 @@ def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     if not (folder / WEIGHTS).exists():
         pickled = " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""
         raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
-    with reading_tensors(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
+    with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
         return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from draftlab.errors import UserError
 from draftlab.model.hf_files import vocab_size
-from draftlab.reading import validated
+from draftlab.reading import read_json, reading
 
 HEAD_IDS = "head_ids.json"
 
@@ -23,7 +23,9 @@ def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
     file = directory / HEAD_IDS
     if not file.is_file():
         return None
-    ids: list[int] = validated(TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]]), file)
+    with reading(file):
+        kind = TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]])
+        ids = kind.validate_python(read_json(file))
     if not ids or ids != sorted(set(ids)):
         raise UserError(f"{file}: want ids, each once and in ascending order")
     return ids

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftlab.errors import Quantised, UserError
 from draftlab.model.hub import weight_files
-from draftlab.reading import reading_tensors
+from draftlab.reading import reading
 
 # Buffers in checkpoints of the age of LLaMA 1 and 2 that no model reads: transformers computes them itself.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
@@ -63,6 +63,6 @@ def check_stored(directory: Path, headers: Mapping[str, Header]) -> None:
 def _headers(file: Path) -> dict[str, Header]:
     from safetensors import safe_open
 
-    with reading_tensors(file), safe_open(file, framework="np") as handle:
+    with reading(file), safe_open(file, framework="np") as handle:
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
         return {name: Header(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from draftlab.errors import UserError
-from draftlab.reading import MAX_JSON_BYTES, check_regular, read_object, validation_text
+from draftlab.reading import read_object, reading
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -145,10 +145,7 @@ def check_has_tokenizer(directory: Path) -> None:
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Raises UserError: a small file of a tokenizer is not what it should be, or a large one is too large to read."""
-    for name in VOCABULARY_FILES:
-        if (directory / name).exists():
-            check_regular(directory / name, MAX_JSON_BYTES)
+    """Raises UserError: a small file of a tokenizer is not what it should be."""
     if (directory / TOKENIZER).is_file():
         _checked(Tokenizer, directory / TOKENIZER)
     for name in ("special_tokens_map.json", "added_tokens.json"):
@@ -170,9 +167,7 @@ def check_causal(directory: Path) -> None:
 
 
 def _checked(kind: type[BaseModel], file: Path) -> dict[str, object]:
-    content = read_object(file, infinity=True)
-    try:
+    content = read_object(file)
+    with reading(file):
         kind.model_validate(content)
-    except ValidationError as error:
-        raise UserError(f"{file}: {validation_text(error)}") from None
     return content

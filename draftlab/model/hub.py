@@ -95,7 +95,7 @@ def checkpoint_name(directory: Path) -> str:
 def is_eagle_head(name: str | Path) -> bool:
     """Return whether a directory has the config.json of an EAGLE-3 head, sound or not."""
     try:
-        content = read_object(Path(name) / "config.json", infinity=True)
+        content = read_object(Path(name) / "config.json")
     except UserError:
         return False
     return "draft_vocab_size" in content or "speculators_model_type" in content

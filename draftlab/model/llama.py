@@ -20,7 +20,7 @@ from draftlab.model.attention import NARROW, AttentionMetadata, attend, pinned_b
 from draftlab.model.devices import staged
 from draftlab.model.head_ids import read_head_ids
 from draftlab.model.shape import Shape
-from draftlab.reading import read_by_library
+from draftlab.reading import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
         raise OtherArchitecture(f"{directory} is a {kind} model; the engine runs {', '.join(checkpoint.MODEL_TYPES)}")
     if config.get("hidden_act") != "silu":
         raise OtherArchitecture(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
-    with read_by_library(f"{directory}/config.json cannot be used"):
+    with reading(f"{directory}/config.json cannot be used"):
         full = loading.auto_config(directory)
         eps = {"rms_norm_eps": full.rms_norm_eps}  # with transformers' default
     return shape, config | eps, rotary(full, shape.head_dim, directory)

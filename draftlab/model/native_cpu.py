@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from draftlab import provenance
@@ -206,16 +207,21 @@ def _is_own(path: Path) -> bool:
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
     """Return the library in file, compiled if it is missing, not the user's own, or not what was compiled."""
     digest = file.with_suffix(".sha256")
-    known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
-    if not known or digest.read_text() != provenance.file_sha256(file):
-        note(f"compiling {SOURCE.name}, once per machine")
-        with replacing(file) as part:
-            done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; use --mode eager")
-            part.chmod(0o755)
-            write_atomic(digest, provenance.file_sha256(part))
+    with FileLock(file.with_suffix(".lock")):
+        known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
+        if not known or digest.read_text() != provenance.file_sha256(file):
+            _compile(command, file, digest)
     return ctypes.CDLL(str(file))
+
+
+def _compile(command: list[str], file: Path, digest: Path) -> None:
+    note(f"compiling {SOURCE.name}, once per machine")
+    with replacing(file) as part:
+        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; use --mode eager")
+        part.chmod(0o755)
+        write_atomic(digest, provenance.file_sha256(part))
 
 
 def _features() -> str:

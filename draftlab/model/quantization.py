@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from draftlab.errors import Quantised, one_line
-from draftlab.reading import read_by_library
+from draftlab.reading import reading
 
 
 def is_quantised(config: dict[str, object]) -> bool:
@@ -42,6 +42,6 @@ def check_quantizer(directory: Path, config: dict[str, object]) -> None:
     """Raises UserError: what transformers lacks to load quantised weights on a GPU, as a library."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    with read_by_library(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):
+    with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):
         quantizer: Any = AutoHfQuantizer.from_config(cast(Any, config["quantization_config"]), pre_quantized=True)
         quantizer.validate_environment(device_map={"": "cuda"})

@@ -6,7 +6,7 @@ from pathlib import Path
 from draftlab.errors import UserError
 from draftlab.model.hub import checkpoint_name
 from draftlab.provenance import file_sha256
-from draftlab.reading import read_by_library
+from draftlab.reading import reading
 
 FILE = "tokenizer.json"
 
@@ -47,5 +47,5 @@ def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
 def _vocabulary(file: Path) -> dict[str, int]:
     from tokenizers import Tokenizer
 
-    with read_by_library(f"{file} is no usable tokenizer"):
+    with reading(f"{file} is no usable tokenizer"):
         return Tokenizer.from_file(str(file)).get_vocab()

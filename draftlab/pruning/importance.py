@@ -19,7 +19,7 @@ from draftlab.model.saving import write_tensors
 from draftlab.model.shape import Shape
 from draftlab.model.weights import check_weight
 from draftlab.pruning.walk import Walk
-from draftlab.reading import reading_tensors
+from draftlab.reading import reading
 
 SAMPLED_TOKENS = 512  # streams kept of every layer, to compare all pairs of layers
 
@@ -90,7 +90,7 @@ def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> No
 
 def load_scores(file: Path, facts: dict[str, str]) -> Importance:
     """Read what save_scores wrote. Raises UserError: other facts decided it, or it is damaged."""
-    with reading_tensors(file), safe_open(file, framework="pt") as handle:
+    with reading(file), safe_open(file, framework="pt") as handle:
         stored = handle.metadata() or {}
         for key, value in facts.items():
             if stored.get(key) != value:

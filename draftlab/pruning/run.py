@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftlab import provenance
-from draftlab.atomic import check_writable, remove_state, removed_if_unused
+from draftlab.atomic import remove_state, removed_if_unused
 from draftlab.console import is_main_process, note, progress
 from draftlab.model import checkpoint, saving
 from draftlab.model.head_ids import read_head_ids, write_head_ids
@@ -241,8 +241,6 @@ def _importance(source: Source, text: Text, chunks: list[Tensor], file: Path | N
     }
     if file is not None and file.exists():
         return load_scores(file, facts)
-    if file is not None:
-        check_writable(file)
     with progress("calibrate", source.shape.layers) as advance:
         importance = calibrate(source.walk(), source.shape, chunks, lambda done: advance(done, "layers"))
     if file is not None:

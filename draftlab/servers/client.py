@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 
 from draftlab.errors import UserError, did_you_mean, one_line
-from draftlab.reading import parse_json, read_bytes
+from draftlab.reading import parse_json
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import ADAPTERS, ROUNDING, Adapter, Answer, Completion, PromptLogprobs, checked_ids
@@ -27,7 +27,6 @@ TRIES = 6
 MAX_WAIT_SECONDS = 30.0  # between attempts
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0  # for one answer as a whole
 ANSWER_BYTES = 64 << 20  # 4,096 tokens with the 100 most probable ones are about 40 MB
-KEY_BYTES = 1 << 16
 BUSY = (429, 503)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 PROBE_TOP_K = 5
@@ -356,7 +355,7 @@ def _read_key(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        key = read_bytes(file, KEY_BYTES).decode("ascii").strip()
+        key = file.read_bytes().decode("ascii").strip()
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError:

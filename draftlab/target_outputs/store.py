@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
-from draftlab.atomic import check_free, remove_left_overs, replacing, write_atomic
+from draftlab.atomic import check_free, replacing, write_atomic
 from draftlab.config.inputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model import checkpoint, saving
-from draftlab.reading import FileModel, read_model, reading_tensors
+from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.repeats import repeats
@@ -190,7 +190,7 @@ def read_texts(directory: Path) -> list[TargetOutput]:
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
     """Raises UserError: the shard is missing, not what the manifest says, or misaligned."""
     file = directory / _shard_name(number)
-    with reading_tensors(file):
+    with reading(file):
         if provenance.file_sha256(file) != manifest.shards[number].sha256:
             raise UserError(f"{file} is corrupt: its checksum is not the manifest's; remove the store and build again")
         arrays = load_file(file)
@@ -230,8 +230,6 @@ def vocabulary_sha256(directory: Path) -> str:
 
 def _claim(out: Path, manifest: Manifest) -> Manifest:
     """Return the manifest of the unfinished store in out, or this one if out is free."""
-    for place in (out, out / HELDOUT):  # a build may have been killed at its first write, or after its last one
-        remove_left_overs(place / MANIFEST)
     if not (out / MANIFEST).exists():
         check_free(out, force=False, remedy=", or remove it")
         return manifest

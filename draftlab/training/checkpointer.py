@@ -28,7 +28,7 @@ from draftlab.console import note, processes
 from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import resolve_device
 from draftlab.provenance import file_sha256
-from draftlab.reading import FileModel, parse_json, read_bytes
+from draftlab.reading import FileModel, parse_json
 from draftlab.training import sealed
 from draftlab.trust import trusts_remote_code
 
@@ -305,10 +305,10 @@ def _checked(folder: Path, state: Path) -> Checkpoint:
     """Return the record of a checkpoint. Raises UserError: it is damaged, or of another run."""
     advice = f"--force starts again, or remove {state}"
     try:
-        content = read_bytes(folder / RECORD)
+        content = (folder / RECORD).read_bytes()
         if hashlib.sha256(content).hexdigest() != (folder / SEAL).read_text("ascii"):
             raise ValueError
-        checkpoint = Checkpoint.model_validate(parse_json(content, infinity=True))
+        checkpoint = Checkpoint.model_validate(parse_json(content))
     except (OSError, ValueError):
         raise UserError(f"{folder} is damaged, or of another version of draftlab; {advice}") from None
     hashes = {name: digest for name, digest in _hashes(folder).items() if name not in (RECORD, SEAL)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftlab.atomic import run_identity
 from draftlab.errors import UserError
 from draftlab.model.saving import write_tensors
-from draftlab.reading import reading_tensors
+from draftlab.reading import reading
 
 
 def save(file: Path, tensors: Mapping[str, Tensor], run: str | None = None) -> None:
@@ -34,7 +34,7 @@ def load(file: Path, run: str | None = None) -> dict[str, Tensor]:
     """
     advice = f"--force starts again, or remove {file.parent}"
     try:
-        with reading_tensors(file):
+        with reading(file):
             with safe_open(file, framework="pt") as handle:
                 facts = handle.metadata() or {}
             tensors = load_file(file)

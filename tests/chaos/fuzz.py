@@ -8,10 +8,7 @@ Prints one line per failure, with the number that repeats it (--only), and JSON 
 import argparse
 import collections
 import json
-import os
 import random
-import resource
-import signal
 import sys
 import tempfile
 import time
@@ -20,13 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from damage import HUGE_BYTES, Damaged, damage
+from damage import Damaged, damage
 from readers import Reader, plain, readers
 
 from draftlab.errors import UserError
 
-MEMORY_BYTES, SECONDS = 2 << 30, 20
-FAILURES = ("traceback", "hang", "memory", "silent", "message")
+FAILURES = ("traceback", "silent", "message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +52,10 @@ class Fuzzer:
         """Read a damaged content in the place of the good one, which is put back."""
         content = reader.file.read_bytes()
         reader.file.write_bytes(damaged.content)
-        if damaged.sparse:
-            os.truncate(reader.file, HUGE_BYTES)
         try:
-            with _limited():
-                value = plain(reader.read(reader.file))
+            value = plain(reader.read(reader.file))
         except UserError as error:
-            if (peak := peak_bytes()) > MEMORY_BYTES:
-                return Verdict("memory", f"{peak / 1e9:.1f} GB")
             return _message(str(error))
-        except _Hang:
-            return Verdict("hang", f"more than {SECONDS} s")
-        except MemoryError:
-            return Verdict("memory", f"more than {MEMORY_BYTES / 1e9:.1f} GB")
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -77,45 +64,9 @@ class Fuzzer:
             return Verdict("traceback", f"{type(error).__name__} {text} ({Path(frame.filename).name}:{frame.lineno})")
         finally:
             reader.file.write_bytes(content)
-        if (peak := peak_bytes()) > MEMORY_BYTES:
-            return Verdict("memory", f"{peak / 1e9:.1f} GB")
         if value == self.good[reader.name]:
             return Verdict("unchanged")
         return Verdict("silent" if damaged.certain or reader.checksum else "changed")
-
-
-class _Hang(BaseException):
-    """Too long; no except clause but the fuzzer's own catches it."""
-
-
-class _limited:
-    """Limits of time and memory of a block, in this process."""
-
-    def __enter__(self) -> None:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-        self.before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, self.before[1]))
-        signal.signal(signal.SIGALRM, _stop)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, _stop)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of CPU: a test machine may be busy
-        signal.alarm(30 * SECONDS)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.alarm(0)
-        resource.setrlimit(resource.RLIMIT_AS, self.before)
-
-
-def peak_bytes() -> int:
-    """Return the largest resident size of this process since the last input began."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def _stop(*_: object) -> None:
-    raise _Hang
 
 
 def _message(text: str) -> Verdict:
@@ -127,17 +78,16 @@ def _message(text: str) -> Verdict:
 
 def run(fuzzer: Fuzzer, numbers: Iterable[int], verbose: bool = False) -> dict[str, object]:
     """Judge inputs; print failures and return the counts."""
-    counts, started, peak = collections.Counter[str](), time.monotonic(), 0
+    counts, started = collections.Counter[str](), time.monotonic()
     for number in numbers:
         reader, damaged, verdict = fuzzer.judge(number)
         counts[verdict.outcome] += 1
-        peak = max(peak, peak_bytes())
         if verbose or verdict.outcome in FAILURES:
             print(f"{number}: {reader.name}, {damaged.name}: {verdict.outcome} {verdict.detail}", flush=True)
     order = ("refused", "unchanged", "changed", *FAILURES)
     return {
         "seed": fuzzer.seed, "inputs": counts.total(), **{name: counts[name] for name in order},
-        "peak_gb": round(peak / 1e9, 2), "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
 
 

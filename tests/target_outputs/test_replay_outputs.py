@@ -307,9 +307,7 @@ def test_a_killed_recording_resumes_to_the_same_bytes(tmp_path, models, many):
     assert before.sequences < before.planned
     with pytest.raises(UserError, match="is unfinished"):
         read_store(out)
-    left = out / ".shard-00001.safetensors.writing-x"
-    left.mkdir()
-    (left / "new").write_bytes(b"cut short")
+    (out / ".shard-00001.safetensors.new").write_bytes(b"cut short")
     recorded(out, target, many, **sampling)
     assert contents(out) == contents(tmp_path / "whole")
 

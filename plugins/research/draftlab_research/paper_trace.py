@@ -9,7 +9,6 @@ import numpy as np
 from draftlab.engine.batch_generate import Completion
 from draftlab.errors import UserError
 from draftlab.prompts import Prompt
-from draftlab.reading import read_bytes
 from draftlab.target_outputs.outputs import TargetOutput
 
 TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
@@ -66,7 +65,7 @@ class PaperTrace:
 def paper_texts(file: Path) -> list[np.ndarray]:
     """Return the token ids of each text. Raises UserError: see PaperTrace.read."""
     try:
-        content = read_bytes(file).decode()
+        content = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     tensors = TENSOR.findall(content)

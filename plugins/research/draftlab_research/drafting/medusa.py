@@ -19,7 +19,7 @@ from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
 from draftlab.model.llama import Cache, Llama
 from draftlab.model.weights import check_weight
-from draftlab.reading import FileModel, read_model, reading_tensors
+from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
 from draftlab_research.medusa import MANIFEST, TRAINED_BY
 
@@ -92,7 +92,7 @@ def read(folder: Path, target: Path) -> Tensor:
     if missing is not None:
         raise UserError(f"{folder} has no Medusa heads ({missing} is missing); {TRAINED_BY} trains them")
     manifest = read_model(Manifest, folder / MANIFEST)
-    with reading_tensors(folder / WEIGHTS):
+    with reading(folder / WEIGHTS):
         weights = load_file(folder / WEIGHTS)
     if manifest.target != provenance.fingerprint(target):
         raise UserError(

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from filelock import FileLock, Timeout
 
@@ -108,6 +109,14 @@ def check_space(out: Path, needed: int, contents: str) -> None:
             f"not enough disk for {contents}: {needed / 1e9:.3g} GB are needed, and the disk of {parent} has "
             f"{free / 1e9:.3g} GB left; free some, or choose another --out"
         )
+
+
+def check_writable(file: Path) -> None:
+    """Raises UserError: nothing can be written in the place of a file, as a trial shows."""
+    try:
+        TemporaryFile(dir=_existing_parent(file)).close()
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """One prune on disk: select what stays, cut, refit, write."""
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftlab import provenance
-from draftlab.atomic import locked, remove_state, removed_if_unused
+from draftlab.atomic import check_writable, remove_state, removed_if_unused
 from draftlab.console import is_main_process, note, progress
 from draftlab.model import checkpoint, saving
 from draftlab.model.head_ids import read_head_ids, write_head_ids
@@ -242,9 +241,10 @@ def _importance(source: Source, text: Text, chunks: list[Tensor], file: Path | N
     }
     if file is not None and file.exists():
         return load_scores(file, facts)
-    with locked(file) if file is not None else contextlib.nullcontext():  # which says that nothing can be written
-        with progress("calibrate", source.shape.layers) as advance:
-            importance = calibrate(source.walk(), source.shape, chunks, lambda done: advance(done, "layers"))
-        if file is not None:
-            save_scores(importance, file, facts)
+    if file is not None:
+        check_writable(file)
+    with progress("calibrate", source.shape.layers) as advance:
+        importance = calibrate(source.walk(), source.shape, chunks, lambda done: advance(done, "layers"))
+    if file is not None:
+        save_scores(importance, file, facts)
     return importance

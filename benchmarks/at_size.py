@@ -244,7 +244,7 @@ def predicted(profiles: Path, replays: Path, size: str, draft: str, ks: list[int
         return {}
     found: Any = COMMANDS["predict"](
         draft_profile=[str(profiles / f"{draft}.yaml")], target_profile=str(profiles / f"{size}.yaml"),
-        replay=[replays / draft], k=ks,
+        acceptance=[str(replays / draft)], k=ks,
     ).data["predictions"]  # fmt: skip
     return {row["k"]: row["speedup"]["value"] for row in found[0]["rows"]}
 

@@ -102,7 +102,7 @@ predict() {  # needs target and drafts
   for name in $drafts; do profiles+=(--draft-profile "runs/gpu/drafts/$name.yaml"); done
   for length in 2 2.5 3 3.5 4; do
     part "predict_$length" $draftlab predict "${profiles[@]}" --target-profile "$target@runs/gpu/target" --k 1-6 $text \
-      --acceptance-length "$length@6" --json
+      --acceptance "$length@6" --json
   done
 }
 

@@ -69,7 +69,7 @@ def main(
 def _predicted(work: Path, shape: str) -> dict[int, dict[str, Any]]:
     read = _type(
         work, "predict", "--draft-profile", f"profiles/{shape}.yaml", "--target-profile", "profiles/tiny.yaml",
-        "--replay", f"replays/{shape}", "--k", KS, "--json",
+        "--acceptance", f"replays/{shape}", "--k", KS, "--json",
     )  # fmt: skip
     return {row["k"]: row for row in read["predictions"][0]["rows"]}
 

@@ -141,8 +141,8 @@ def _row(
     measured = intervals.speedup(([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN])))
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
-        "without_turns": replace(paid, warmup=0 * paid.warmup),
-        "without_catching_up": replace(paid, catch_up=0 * paid.catch_up),
+        "without_turns": _without_turns(paid),
+        "without_catching_up": replace(paid, step_cost=lambda passes, k, _: passes.step(k, unread=1), tables={}),
         "without_host": replace(paid, host=0 * paid.host),
         "without_growth": _at_middle(paid, work),
     }
@@ -165,12 +165,24 @@ def _row(
     }
 
 
+def _without_turns(paid: StepCosts) -> StepCosts:
+    """Return the costs if the first pass of a step cost what one after many passes of the same model does."""
+    passes = paid.passes
+    steady = replace(passes, warmup=0 * passes.warmup, by_width={1: passes.steady})
+    return replace(paid, passes=steady, tables={})
+
+
 def _at_middle(paid: StepCosts, work: Workload) -> StepCosts:
-    """Every pass at the cost that it has half way through the texts."""
-    at = int(work.texts.lengths.mean() / 2)
-    flat = {name: np.full_like(getattr(paid, name), getattr(paid, name)[at]) for name in ("draft", "catch_up")}
+    """Return the costs if every pass cost what it does half way through the texts."""
+    at, passes = int(work.texts.lengths.mean() / 2), paid.passes
+    flat = replace(
+        passes,
+        steady=np.full_like(passes.steady, passes.steady[at]),
+        warmup=np.repeat(passes.warmup[:, at : at + 1], passes.warmup.shape[1], axis=1),
+        by_width={width: np.full_like(ms, ms[at]) for width, ms in passes.by_width.items()},
+    )
     verify = np.repeat(paid.verify[:, at : at + 1], paid.verify.shape[1], axis=1)
-    return replace(paid, verify=verify, **flat)
+    return replace(paid, passes=flat, verify=verify, tables={})
 
 
 def _speedup(paid: StepCosts, work: Workload, k: int) -> float:

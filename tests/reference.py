@@ -37,7 +37,7 @@ COMMANDS = {
     "scored": f"score --target target --draft distilled --drafter prompt-lookup --k 2-3 {PROMPTS} --max-tokens 24 "
     "--repeats 1 --mode eager --dtype float32 --threads 1",
     "predicted": "predict --draft-profile wide-796m@a100-80gb,eager --target-profile llama-65b@4xa100-80gb,eager "
-    "--acceptance-length 2.5@4 --batch 1,4 --json",
+    "--acceptance 2.5@4 --batch 1,4 --json",
     "designed": "design --params 4m --layers 2,4,8 --source tiny --json",
     "exported": "export --draft cut --target target --to hf --dtype bfloat16",
     "gguf": "export --draft cut --target target --to gguf --outtype q8_0",

@@ -132,9 +132,8 @@ MISSING = [
     "search --target nope",
     "eagle --target nope",
     "import nope",
-    "predict --alpha 0.5 --draft-profile nope --target-profile nope",
 ]
-SAID = {"import": "nope does not exist", "predict": "no profile at nope"}  # fmt: skip
+SAID = {"import": "nope does not exist"}  # fmt: skip
 TORN = "torn: model-2.safetensors, named in model.safetensors.index.json, is missing"
 WRONG = {  # what is there and is something else, and what is missing besides models
     "distill --draft tiny --data nope.txt": "data 'nope.txt': neither a built-in source nor a file or folder",
@@ -148,10 +147,6 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "score --draft torn --data stdlib": TORN,
     "replay nope --draft tiny": "nope is not a store of target outputs",
     "score-servers --server nope --speculative-server http://h:1": "'nope' is not an address",
-    "predict --alpha 0.5 --draft-profile a --target-profile a --k 1000000000000": "at most 1,000 tokens are drafted",
-    "predict --alpha 0.5 --draft-profile word.yaml --target-profile word.yaml": "word.yaml is not a profile",
-    "predict --alpha 0.5 --draft-profile text --target-profile text": "text has 0 profiles",
-    "predict --score nope.json --draft-profile llama-7b@a,graphs --target-profile llama-65b@a,graphs": "nope.json: No",
     "distill --draft tiny --seq-len 9999": "--seq-len 9999: ",
     "distill --draft tiny --seq-len 9999 --dry-run": "--seq-len 9999: ",
     "distill --draft tiny --loss nope": "unknown loss 'nope'",
@@ -189,7 +184,6 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "search --layers 1,2 --params 900m": "no depth comes within",
     "export tiny --to gguf --outtype q4_k_m": "only llama.cpp quantizes to it",
     "distill --draft tiny --parallel 2 --pard-token 4096": "--pard-token 4096: the vocabulary has 0 to 4095",
-    "predict --replay text --draft-profile llama-7b@a,graphs --target-profile llama-7b@a,graphs": "text/replay.json",
     "outputs build --target tiny --use replay --max-new-tokens 9999": "does not fit the context of tiny",
     "distill --draft tiny --report-to nope": "'nope' is unknown; known: aim, ",
     "init --preset tiny --data nope --force": "data 'nope': neither",

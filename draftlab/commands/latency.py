@@ -1,9 +1,10 @@
 """The commands that separate latency from acceptance: measure latency anywhere, and combine it with acceptance."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from draftlab.commands.base import Outcome, command
 from draftlab.config.latency import PredictConfig, ProfileConfig
@@ -13,11 +14,14 @@ from draftlab.model.shape import Shape
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from draftlab.latency.predict_pairs import DraftPrediction
+    from draftlab.latency.cost_model import CostModel
+    from draftlab.latency.predict import Acceptance, DraftPrediction
     from draftlab.latency.profile import Profile, Running, Subject
     from draftlab.latency.profiler import Grid
     from draftlab.latency.scaling_law import ScalingLaw
     from draftlab.servers.client import Server
+
+ASSUMED_PROMPT = 128  # tokens of a prompt where acceptance is a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -169,30 +173,126 @@ def profile(prepared: PreparedProfile | PreparedServers | PreparedLaw, output: O
     return Profiled(path=output.out, show=show, data=data, profiles=profiles)
 
 
-@command(PredictConfig)
-def predict(config: PredictConfig) -> Predicted:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPredict:
+    """Profiles with the acceptance of each draft. prompts: None stands for the prompts of the texts."""
+
+    name: str
+    drafts: "list[CostModel]"
+    target: "CostModel"
+    acceptances: "list[Acceptance]"
+    ks: list[int]
+    batches: list[int]
+    prompts: Sequence[int | None]
+    server: Literal["vllm"] | None
+    plot: Path | None
+
+    def facts(self) -> Mapping[str, object]:
+        return {"target": self.target.profile.describe(), "drafts": len(self.drafts)}
+
+
+def prepare_predict(config: PredictConfig, weights: bool) -> PreparedPredict:
+    """Resolve and check the settings. Raises UserError: profiles or acceptance that cannot be read."""
+    from draftlab.latency.cost_model import CostModel
+    from draftlab.latency.roofline import parse_profile
+    from draftlab.latency.scaling_law import read_law
+    from draftlab.pruning.trial_model import prunable_shape
+
+    with about("--acceptance"):
+        acceptances = [_acceptance(text, config.max_tokens) for text in config.acceptance]
+        if len(acceptances) not in (1, len(config.draft_profile)):
+            raise UserError(f"{len(acceptances)} for {len(config.draft_profile)} drafts; give one, or one per draft")
+    if config.is_set("max_tokens") and any(acceptance.model for acceptance in acceptances):
+        raise UserError("--max-tokens: the texts of a replay or score have their own lengths")
+    acceptances *= len(config.draft_profile) // len(acceptances)
+    prompts: Sequence[int | None] = config.context or [None]
+    works = [acceptance.work for acceptance in acceptances]
+    ends = [work.longest if n is None else work.with_prompt_tokens(n).longest for work in works for n in prompts]
+    grid = {
+        "widths": range(1, 2 * max(config.k) + 2),  # a parallel draft's widest pass, as vLLM runs it
+        "batches": config.batch,
+        "longest": max(ends) + max(config.k),
+    }
+
+    def cost(option: str, spec: str) -> CostModel:
+        name, _, directory = spec.rpartition("@")
+        with about(option):
+            if not name or not Path(directory).is_dir():
+                return CostModel.of(parse_profile(spec, **grid), extrapolate=config.extrapolate)
+            called, shape = prunable_shape(name)
+            return CostModel.of(read_law(Path(directory)).profile(shape, called), extrapolate=config.extrapolate)
+
+    return PreparedPredict(
+        name="predict",
+        drafts=[cost("--draft-profile", spec) for spec in config.draft_profile],
+        target=cost("--target-profile", config.target_profile),
+        acceptances=acceptances,
+        ks=config.k,
+        batches=config.batch,
+        prompts=prompts,
+        server=config.server,
+        plot=config.plot,
+    )
+
+
+@command(PredictConfig, prepare=prepare_predict)
+def predict(prepared: PreparedPredict) -> Predicted:
     """Predict the speed-up for every K, from acceptance and profiles that may come from other machines."""
-    from draftlab.latency.roofline import is_measured
-
-    for spec in (*config.draft_profile, config.target_profile):
-        is_measured(spec)
-    from draftlab.latency.predict_pairs import predict_drafts
-
-    drafts = predict_drafts(config)
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table, plot_best_k
-    from draftlab.latency.predict import verdict
+    from draftlab.latency.predict import predict_draft, verdict
 
+    drafts = [
+        predict_draft(
+            draft,
+            prepared.target,
+            acceptance,
+            prepared.ks,
+            batches=prepared.batches,
+            prompts=prepared.prompts,
+            server=prepared.server,
+        )
+        for draft, acceptance in zip(prepared.drafts, prepared.acceptances, strict=True)
+    ]
     predictions = [draft.prediction for draft in drafts]
     several = len(predictions) > 1
     show: list[object] = [draft_table(predictions) if several else k_table(predictions[0])]
     show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
     show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
-    if config.plot is not None:
-        plot_best_k(config.plot, drafts[0])
+    if prepared.plot is not None:
+        plot_best_k(prepared.plot, drafts[0])
     show += [f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
     return Predicted(path=None, show=show, data=data, predictions=drafts)
+
+
+def _acceptance(text: str, max_tokens: int) -> "Acceptance":
+    """Return the acceptance of a replay or a score, or one that is assumed: 0.7, or 2.8@4.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or an acceptance length that cannot be.
+    """
+    from draftlab.latency.cost_model import alpha_for
+    from draftlab.latency.predict import Acceptance
+    from draftlab.latency.workload import constant_workload, workload_of_replay, workload_of_score
+    from draftlab.results.score import read_score
+    from draftlab.target_outputs.replay import read_replay
+
+    assumed = re.fullmatch(r"([0-9.]+)(?:@([1-9]\d*))?", text)
+    if assumed and not Path(text).exists():
+        number, k = float(assumed[1]), assumed[2]
+        alpha = number if k is None else alpha_for(number, int(k))
+        if alpha > 1:
+            raise UserError(f"{text} is no probability; write tokens per pass with their K, as 2.8@4")
+        return Acceptance(work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT))
+    path = Path(text)
+    if path.name == "score.json" or (path / "score.json").exists():
+        score = read_score(path)
+        rule = score.conditions.rule if score.conditions.temperature > 0 else None
+        return Acceptance(work=workload_of_score(score), model=(score.draft.name, score.draft.sha256), rule=rule)
+    replay = read_replay(path)
+    rule = replay.rule if replay.sampling.temperature > 0 else None
+    return Acceptance(work=workload_of_replay(replay), model=(replay.draft, replay.draft_sha256), rule=rule)
 
 
 def _places(names: list[str], weights: bool) -> dict[str, Path | Shape]:

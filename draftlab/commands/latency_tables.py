@@ -6,8 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from draftlab.latency.cost_model import Profile, pass_bytes
-from draftlab.latency.predict import Prediction, required_length
-from draftlab.latency.predict_pairs import BestK, DraftPrediction
+from draftlab.latency.predict import BestK, DraftPrediction, Prediction, required_length
 from draftlab.latency.scaling_law import ScalingLaw
 from draftlab.results.leaderboard import NO_DRAFT
 from draftlab.results.plots import Panel, save_figure

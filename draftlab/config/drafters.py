@@ -65,6 +65,7 @@ class DrafterSpec(BaseModel):
     mode: ClassVar[Mode | None] = None  # the only mode in which it drafts
     rejection_rule: ClassVar[str] = REJECTION  # the rule that --rule rejection means for its drafts
     by_age: ClassVar[bool] = False  # acceptance of a token depends on how long ago its step began
+    cache_lag: ClassVar[int] = 0  # tokens by which its cache is shorter than the target's
 
     text: str
 
@@ -123,6 +124,14 @@ class DrafterSpec(BaseModel):
         """Return its view of each token of each text, a list of TokenLogprobs; [n, K] each if by_age, else [n].
 
         replay: a ReplayContext (acceptance/context.py).
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def step_cost(cls, passes: Any, k: int, accepted: int) -> Any:
+        """Return the milliseconds of drafting k tokens after a step that accepted some, by context, [C].
+
+        passes: a Passes (latency/steps.py), of whose step() it is made.
         """
         raise NotImplementedError
 

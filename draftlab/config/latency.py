@@ -3,10 +3,6 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import model_validator
-from typing_extensions import Self
-
-from draftlab.config import inputs
 from draftlab.config.base import MAX_K, SERVER, Config, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import (
     CheckpointSettings,
@@ -24,7 +20,6 @@ PROFILE_HELP = (
     "Output of draftlab profile, SHAPE@LAW (output of draftlab profile --law) or SHAPE@DEVICE,MODE[,DTYPE] (constants; "
     "with eagle=IDS of an EAGLE-3 head)."
 )
-ACCEPTANCE = ("replay", "score", "alpha", "acceptance_length")
 ENGINE = ("k", "mode", "dtype", "device", "threads", "device_map", "law", "trust_remote_code")
 
 
@@ -88,43 +83,22 @@ class PredictConfig(Config):
 
     draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat for several drafts.")
     target_profile: str = option(help=PROFILE_HELP)
-    replay: list[Path] = option(
-        factory=list, help="Acceptance from replay.json; one file, or one per draft.", reads=inputs.replay
+    acceptance: list[str] = option(
+        help="Output of replay or score, for all drafts or repeated for each; or the probability of every token, as "
+        "0.7; or tokens per target pass at some K, as 2.8@4."
     )
-    score: list[Path] = option(
-        factory=list, help="Acceptance from score.json; one file, or one per draft.", reads=inputs.file
-    )
-    alpha: float | None = option(None, "Acceptance probability of every token.", ge=0, le=1)
-    acceptance_length: str | None = option(None, "Tokens per target pass at some K, as 2.8@4.")
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     batch: Numbers = numbers("1", "Batch sizes, or streams, as 1,4,16; results by K are of the smallest.")
     context: Numbers | None = option(None, "Prompt lengths. Default: those of the texts, or 128.", typed=str)
-    max_tokens: int = option(128, "Tokens per text, with --alpha or --acceptance-length.", ge=2, le=1_000_000)
+    max_tokens: int = option(128, "Tokens per text where acceptance is a number.", ge=2, le=1_000_000)
     extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
     server: Literal["vllm"] | None = option(
-        None,
-        "Predict the steps of this server, and with several --batch its schedule of K. Default: draftlab's engine.",
+        None, "Predict the steps of this server, and with several --batch its table of K. Default: draftlab's engine.",
         flag="--for",
-    )
+    )  # fmt: skip
     plot: Path | None = option(None, "Figure to write, .svg or .png: speed-up and best K by batch size.")
 
     only = (
         Only(("plot",), lambda c: len(c.batch) > 1, "needs several --batch"),
         Only(("plot",), lambda c: len(c.draft_profile) == 1, "draws one draft"),
-        Only(
-            ("max_tokens",), lambda c: not (c.replay or c.score), "the texts of --replay and --score have their lengths"
-        ),
     )
-
-    @model_validator(mode="after")
-    def _names_acceptance_once(self) -> Self:
-        named = [self.flag(name) for name in ACCEPTANCE if getattr(self, name) not in (None, [])]
-        if len(named) != 1:
-            options = ", ".join(map(self.flag, ACCEPTANCE))
-            raise ValueError(f"give acceptance by one of {options}; got {' and '.join(named) or 'none'}")
-        sources = self.replay or self.score
-        if sources and len(sources) not in (1, len(self.draft_profile)):
-            raise ValueError(
-                f"{named[0]}: {len(sources)} files for {len(self.draft_profile)} drafts; give one, or one per draft"
-            )
-        return self

@@ -12,10 +12,13 @@ from draftlab.drafters.fallback import GateSpec
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from draftlab.acceptance.context import ReplayContext
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.eagle import EagleDrafter
+    from draftlab.latency.steps import Passes
 
 
 class HeadSpec(DrafterSpec):
@@ -59,6 +62,7 @@ class EagleSpec(HeadSpec, GateSpec):
     """prompt_lookup_max: given, prompt lookup comes first."""
 
     by_age = True
+    cache_lag = 1  # the state of the prompt's last token is read with the first token after it
     prompt_lookup_max: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -76,6 +80,10 @@ class EagleSpec(HeadSpec, GateSpec):
         if self.prompt_lookup_max is None:
             return context.run(drafter, facts=self.facts() | {"eagle": True})
         return context.run(self.after_lookup(self.prompt_lookup_max, drafter, context.vocab), facts=self.facts())
+
+    @classmethod
+    def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
+        return passes.step(k, unread=accepted + 1)
 
     @property
     def replays(self) -> bool:

@@ -6,9 +6,12 @@ from draftlab.config import inputs
 from draftlab.drafters import DrafterSpec, Input, drafter
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from draftlab.acceptance.context import ReplayContext
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.latency.steps import Passes
 
 
 @drafter("model", served_by=("vllm", "sglang", "llama.cpp", "transformers"))
@@ -25,6 +28,10 @@ class DraftModelSpec(DrafterSpec):
 
         model = context.load_draft(self.text, self.draft)
         return context.run(ModelDrafter(model, context.vocab), model=model)
+
+    @classmethod
+    def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
+        return passes.step(k, unread=2 if accepted == passes.k else 1)  # the last of k was never read
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
         from draftlab.acceptance.token_logprobs import score_tokens

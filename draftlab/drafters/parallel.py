@@ -10,9 +10,12 @@ from draftlab.errors import UserError
 from draftlab.model import hub
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from draftlab.acceptance.context import ReplayContext
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.latency.steps import Passes
 
 
 @drafter("parallel", served_by=("vllm",))
@@ -34,6 +37,10 @@ class ParallelSpec(DraftModelSpec):
 
         model = context.load_draft(self.text, self.draft)
         return context.run(ParallelDrafter(model, context.vocab), model=model, facts={"parallel": True})
+
+    @classmethod
+    def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
+        return passes.step(k, unread=accepted + 1, at_once=True)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
         from draftlab.acceptance.offset_logprobs import score_offsets

@@ -8,15 +8,16 @@ every token (steps.py).
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel
 from draftlab.latency.steps import Server, plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload
-from draftlab.reading import FileModel, read_json, validation_text
+from draftlab.reading import FileModel, read_model
 
 Ranges = list[tuple[int, int, int]]
+REMEDY = "; make it with draftlab predict --for vllm --batch 1,4,16 --json"
 
 
 class Schedule(FileModel):
@@ -29,23 +30,20 @@ class Schedule(FileModel):
     def largest_k(self) -> int:
         return max(k for *_, k in self.ranges)
 
-    @property
-    def largest_batch(self) -> int:
-        return self.ranges[-1][1]
-
     def describe(self) -> str:
         """Return where drafting pays, in words."""
-        if self.pays_up_to == self.largest_batch:
-            return f"1 to {self.largest_batch} streams, at all of which a draft pays"
+        most = self.ranges[-1][1]
+        if self.pays_up_to == most:
+            return f"1 to {most} streams, at all of which a draft pays"
         return (
-            f"1 to {self.largest_batch} streams; above {self.pays_up_to} the target is faster without a draft, which "
-            "has a pass in every step even at K = 0"
+            f"1 to {most} streams; above {self.pays_up_to} the target is faster without a draft, which has a pass in "
+            "every step even at K = 0"
         )
 
     def verdict(self) -> str:
         """Return vLLM's setting, and in words where to turn drafting off."""
         if self.pays_up_to == 0:
-            return f"No draft: at none of 1 to {self.largest_batch} streams is one faster"
+            return f"No draft: at none of 1 to {self.ranges[-1][1]} streams is a draft faster"
         return f"num_speculative_tokens_per_batch_size {[list(r) for r in self.ranges]} for {self.describe()}"
 
 
@@ -54,38 +52,36 @@ def schedule(
 ) -> Schedule:
     """Return the K with the least time for every batch size from 1 to most.
 
-    works: the same texts behind prompts of several lengths, all of which count.
+    works: the same texts after prompts of several lengths, all of which count.
 
     Raises:
         UserError: a batch size outside the profiles.
     """
-    chosen, pays, pays_up_to = [], True, 0
+    chosen: list[int] = []
+    pays_up_to = 0
     by_k = {k: steps(works[0], k) for k in (0, *ks)}  # alike at all lengths of prompts
     for batch in range(1, most + 1):
-        costs = [step_costs(draft, target, work, max(ks), batch, server) for work in works]
-        ms = [total_ms(each, work, by_k) for each, work in zip(costs, works, strict=True)]
-        total = {k: sum(each[k] for each in ms) for k in by_k}
-        plain = sum(float(plain_ms(each, work).sum()) for each, work in zip(costs, works, strict=True))
-        k = min(total, key=lambda k: total[k])
-        pays = pays and total[k] < plain
-        pays_up_to = batch if pays else pays_up_to
-        chosen.append(k)
+        total, plain = dict.fromkeys(by_k, 0.0), 0.0
+        for work in works:
+            costs = step_costs(draft, target, work, max(ks), batch, server)
+            plain += float(plain_ms(costs, work).sum())
+            for k, ms in total_ms(costs, work, by_k).items():
+                total[k] += ms
+        chosen.append(min(total, key=lambda k: total[k]))
+        if pays_up_to == batch - 1 and total[chosen[-1]] < plain:
+            pays_up_to = batch
     return Schedule(ranges=ranges(chosen), pays_up_to=pays_up_to)
 
 
-class _Read(BaseModel):
-    """The part of a file that is read here; `predict --json` writes more."""
+class PredictedSchedule(BaseModel):
+    """The part of a prediction that is read here; `predict --json` writes more."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class _Prediction(_Read):
     draft_sha256: str | None
     schedule: Schedule | None
 
 
-class _Predictions(_Read):
-    predictions: list[_Prediction]
+class Predictions(BaseModel):
+    predictions: list[PredictedSchedule]
 
 
 def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
@@ -94,16 +90,12 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
     Raises:
         UserError: no such file; it is of other drafts, has no schedule, or says that no draft pays.
     """
-    remedy = "; make it with draftlab predict --for vllm --batch 1,4,16 --json"
-    try:
-        predictions = _Predictions.model_validate(read_json(file)).predictions
-    except ValidationError as error:
-        raise UserError(f"{file} is no prediction ({validation_text(error)}){remedy}") from None
+    predictions = read_model(Predictions, file, hint=REMEDY).predictions
     prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)
     if prediction is None:
-        raise UserError(f"{file} predicts other drafts than {draft}{remedy}")
+        raise UserError(f"{file} predicts other drafts than {draft}{REMEDY}")
     if prediction.schedule is None:
-        raise UserError(f"{file} has no schedule of K by batch size{remedy}")
+        raise UserError(f"{file} has no table of K by batch size{REMEDY}")
     if prediction.schedule.pays_up_to == 0:
         raise UserError(f"{file} predicts that {draft} is slower than no draft at every batch size: serve the target")
     return prediction.schedule
@@ -113,11 +105,11 @@ def schedule_of(ks: Mapping[int, int]) -> Schedule:
     """Return the schedule of the best K by number of streams, 0 for no draft: each holds until the next number."""
     streams = sorted(ks)
     each = [ks[max(n for n in streams if n <= max(batch, streams[0]))] for batch in range(1, streams[-1] + 1)]
-    return Schedule(ranges=ranges(each), pays_up_to=next((n for n, k in enumerate(each) if not k), len(each)))
+    return Schedule(ranges=ranges(each), pays_up_to=each.index(0) if 0 in each else len(each))
 
 
 def ranges(ks: Iterable[int]) -> Ranges:
-    """Return the Ks of batch sizes 1, 2, ... as ranges of equal ones."""
+    """Return the Ks of batch sizes 1, 2, ... as ranges of equal K."""
     merged: Ranges = []
     for batch, k in enumerate(ks, 1):
         if merged and merged[-1][2] == k:

@@ -1,7 +1,9 @@
 """Predict throughput from acceptance and latency: the expected steps of every text, each at its cost, for every K."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -9,19 +11,8 @@ from draftlab.acceptance.expected import chain
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, ratio_intervals
 from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedup
-from draftlab.latency.steps import (
-    Server,
-    StepCosts,
-    Steps,
-    TimeSplit,
-    expected_time,
-    plain_ms,
-    scaled_drafting,
-    step_costs,
-    steps,
-    total_ms,
-    widest,
-)
+from draftlab.latency.k_schedule import Schedule, schedule
+from draftlab.latency.steps import Server, StepCosts, Steps, expected_time, plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload
 
 
@@ -64,6 +55,129 @@ class Prediction:
         return max(self.rows, key=lambda row: row.speedup.value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestK:
+    """The best K at one batch size and prompt length, 0 for no draft. prompt_tokens: None: those of the texts."""
+
+    batch: int
+    prompt_tokens: int | None
+    k: int
+    speedup: float
+    tokens_per_second: float
+    speedups: dict[int, float]  # by K
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """Texts with the acceptance of a draft.
+
+    model: name and hash of the draft; None where acceptance is assumed. rule: by which sampled tokens were accepted;
+    None where it is assumed, or greedy.
+    """
+
+    work: Workload
+    model: tuple[str, str | None] | None = None
+    rule: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPrediction:
+    """One draft: every K at the smallest batch and first prompt length, and the best K at all of them.
+
+    schedule: as a server takes it. model: name and hash of the draft.
+    """
+
+    prediction: Prediction
+    best_ks: list[BestK]
+    schedule: Schedule | None
+    model: tuple[str, str | None]
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [
+            asdict(row)
+            | {"tokens_per_pass": row.tokens_per_pass.model_dump(), "speedup": row.speedup.model_dump()}
+            | {"break_even_length": row.break_even_length}
+            for row in self.prediction.rows
+        ]
+        return asdict(self.prediction) | {
+            "rows": rows,
+            "best_k": self.prediction.best.k,
+            "best_ks": [asdict(best) for best in self.best_ks],
+            "schedule": self.schedule and self.schedule.model_dump(),
+            "draft_model": self.model[0],
+            "draft_sha256": self.model[1],
+        }
+
+
+def predict_draft(
+    draft: CostModel,
+    target: CostModel,
+    acceptance: Acceptance,
+    ks: Sequence[int],
+    *,
+    batches: Sequence[int],
+    prompts: Sequence[int | None],
+    server: Server | None,
+) -> DraftPrediction:
+    """Predict a draft for every K, and the best K at every batch size and prompt length.
+
+    prompts: lengths of prompts; None: those of the texts.
+
+    Raises:
+        UserError: see predict; or acceptance of another kind of draft.
+    """
+    work = _drafted_by(draft, acceptance)
+    works = {prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts}
+    prediction = predict(draft, target, works[prompts[0]], ks, batches[0], server)
+    if server is not None and acceptance.rule not in (None, "rejection", "block"):
+        prediction.notes.append(
+            f"this acceptance is by --rule {acceptance.rule}, which is not {server}'s: --server-rule {server} sets it"
+        )
+    by_k = {k: steps(work, k) for k in ks}
+    places = product(batches, prompts)
+    best_ks = [_best_k(draft, target, works[prompt], by_k, batch, prompt, server) for batch, prompt in places]
+    most, table = max(batches), None
+    if server is not None and most > 1 and work.kind == "parallel":
+        prediction.notes.append("vLLM fixes the K of a parallel draft when it starts: no table of K by batch size")
+    elif server is not None and most > 1:
+        table = schedule(draft, target, list(works.values()), ks, most, server)
+    model = acceptance.model or (draft.profile.name, draft.profile.sha256)
+    return DraftPrediction(prediction=prediction, best_ks=best_ks, schedule=table, model=model)
+
+
+def _drafted_by(draft: CostModel, acceptance: Acceptance) -> Workload:
+    """Return acceptance as the draft has it. Raises UserError: it was found for another kind of draft."""
+    work = acceptance.work
+    if draft.profile.eagle and acceptance.model is None:  # assumed, the same for any draft
+        return replace(work, kind="eagle")
+    if draft.profile.eagle != (work.kind == "eagle"):
+        has, lacks = ("no EAGLE-3 head", "a head") if draft.profile.eagle is False else ("an EAGLE-3 head", "none")
+        raise UserError(f"{draft.profile.name} is {has}, and its acceptance that of {lacks}")
+    return work
+
+
+def _best_k(
+    draft: CostModel,
+    target: CostModel,
+    work: Workload,
+    by_k: dict[int, Steps],
+    batch: int,
+    prompt_tokens: int | None,
+    server: Server | None,
+) -> BestK:
+    costs = step_costs(draft, target, work, max(by_k), batch, server)
+    plain, ms = float(plain_ms(costs, work).sum()), total_ms(costs, work, by_k)
+    k = min((0, *ms), key=lambda k: ms.get(k, plain))
+    return BestK(
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        k=k,
+        speedup=plain / ms.get(k, plain),
+        tokens_per_second=1e3 * batch * float(work.texts.lengths.sum()) / ms.get(k, plain),
+        speedups={k: plain / value for k, value in ms.items()},
+    )
+
+
 def predict(
     draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1, server: Server | None = None
 ) -> Prediction:
@@ -94,11 +208,11 @@ def predict(
         c=float(draft.steady_ms(batch, np.array(middle)) / costs.verify[0, middle - costs.first]),
         plain_tokens_per_second=1e3 * batch * tokens / float(plain.sum()),
         rows=[
-            _row(k, costs, work, by_k[k], times[k], length, speedup, float(plain.sum()), batch)
+            _row(k, costs, work, by_k[k], length, speedup, batch)
             for k, length, speedup in zip(ks, lengths, speedups, strict=True)
         ],
         halved=_halved(costs, work, by_k, float(plain.sum())),
-        notes=_notes(draft, target, work, max(ks), batch, server),
+        notes=_notes(draft, target, work, max(ks), batch, max(costs.passes.by_width)),
     )
 
 
@@ -107,9 +221,9 @@ def best_k(
 ) -> tuple[int, float, float]:
     """Return the fastest K, its speed-up, and tokens per second of the whole batch."""
     costs = step_costs(draft, target, work, max(ks), batch)
-    plain, by_k = float(plain_ms(costs, work).sum()), total_ms(costs, work, {k: steps(work, k) for k in ks})
-    k = min(ks, key=lambda k: by_k[k])
-    return k, plain / by_k[k], 1e3 * batch * float(work.texts.lengths.sum()) / by_k[k]
+    ms = total_ms(costs, work, {k: steps(work, k) for k in ks})
+    k = min(ks, key=lambda k: ms[k])
+    return k, float(plain_ms(costs, work).sum()) / ms[k], 1e3 * batch * float(work.texts.lengths.sum()) / ms[k]
 
 
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
@@ -153,20 +267,16 @@ REMEDIES = {
 
 
 def _row(
-    k: int,
-    costs: StepCosts,
-    work: Workload,
-    steps_: Steps,
-    time: TimeSplit,
-    length: Interval,
-    speedup: Interval,
-    plain: float,
-    batch: int,
+    k: int, costs: StepCosts, work: Workload, steps_: Steps, length: Interval, speedup: Interval, batch: int
 ) -> Row:
-    at = int((work.prompt_tokens + work.texts.lengths / 2).mean()) - costs.first
-    unit, total = costs.verify[0, at] + costs.host[0], float(time.total.sum())
-    free = expected_time(scaled_drafting(costs, 0), work.prompt_tokens, steps_)
-    perfect = steps(work.with_chances(np.ones_like(work.texts.chances)), k)
+    prompts, plain = work.prompt_tokens, float(plain_ms(costs, work).sum())
+    at = int((prompts + work.texts.lengths / 2).mean()) - costs.first
+    unit = costs.verify[0, at] + costs.host[0]
+    time = expected_time(costs, prompts, steps_)
+    total = float(time.total.sum())
+    drafting = costs.without_turns(at).drafting(k)[min(round(length.value - 1), k - 1), k, 0]
+    free = expected_time(replace(costs, share=0.0), prompts, steps_)
+    perfect = expected_time(costs, prompts, steps(work.with_chances(np.ones_like(work.texts.chances)), k))
     return Row(
         k=k,
         tokens_per_pass=length,
@@ -174,14 +284,10 @@ def _row(
         tokens_per_second=1e3 * batch * float(work.texts.lengths.sum()) / total,
         beta=float(costs.verify[k, at] / costs.verify[0, at]),
         closed_form_speedup=closed_form_speedup(
-            length.value,
-            k,
-            c=costs.drafting(k, length.value - 1, at) / k / unit,
-            beta=float(costs.verify[k, at] / unit),
-            host=float(costs.host[k] / unit),
+            length.value, k, c=drafting / k / unit, beta=float(costs.verify[k, at] / unit), host=costs.host[k] / unit
         ),
         free_draft=plain / float(free.total.sum()),
-        perfect_draft=plain / float(expected_time(costs, work.prompt_tokens, perfect).total.sum()),
+        perfect_draft=plain / float(perfect.total.sum()),
         shares={name: float(getattr(time, name).sum() / total) for name in ("draft", "verify", "host")},
     )
 
@@ -190,7 +296,7 @@ def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: flo
     """Return the best speed-up over plain decoding as it is, if one kind of loss were halved."""
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {
-        "draft": (scaled_drafting(costs, 0.5), by_k),
+        "draft": (replace(costs, share=0.5), by_k),
         "acceptance": (costs, {k: steps(likelier, k) for k in by_k}),
         "verify": (replace(costs, verify=(costs.verify + costs.verify[0]) / 2), by_k),
         "host": (replace(costs, host=costs.host / 2), by_k),
@@ -201,11 +307,12 @@ def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: flo
     }
 
 
-def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, server: Server | None) -> list[str]:
+def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
+    """widest: tokens of the draft's widest pass."""
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)
-    for cost, width in ((draft, widest(work, k, server)), (target, k + 1)):
+    for cost, width in ((draft, widest), (target, k + 1)):
         notes += cost.beyond("width", 1, width) + cost.beyond("context", *contexts)
     kinds = {cost.profile.kind for cost in (draft, target)}
     if "analytic" in kinds:

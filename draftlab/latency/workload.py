@@ -20,29 +20,11 @@ if TYPE_CHECKING:  # needs torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Texts with their acceptance probabilities, and the length of each prompt, [R].
-
-    eagle: an EAGLE-3 head drafts, with probabilities by the age of the step.
-    """
+    """Texts with their acceptance probabilities, and the length of each prompt, [R]. kind: of the drafter."""
 
     texts: Texts
     prompt_tokens: np.ndarray
-    eagle: bool = False
-
-    @property
-    def by_age(self) -> bool:
-        """Return whether probabilities differ by the age of the step: of a parallel draft or a head."""
-        return self.texts.chances.ndim == 3
-
-    @property
-    def parallel(self) -> bool:
-        """Return whether a parallel draft drafts."""
-        return self.by_age and not self.eagle
-
-    def drafted_by_head(self, k: int) -> "Workload":
-        """Return the same texts as if a head had these probabilities in steps of any age, up to K tokens."""
-        chances = np.repeat(self.texts.chances[:, :, None], k, 2)
-        return replace(self.with_chances(chances), eagle=True)
+    kind: str = "model"
 
     @property
     def longest(self) -> int:
@@ -63,19 +45,22 @@ def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workl
     return Workload(texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens]))
 
 
-def workload_of(chances: list[np.ndarray], prompts: Sequence[int], limits: Sequence[int] | None = None) -> Workload:
+def workload_of(
+    chances: list[np.ndarray], prompts: Sequence[int], limits: Sequence[int] | None = None, kind: str = "model"
+) -> Workload:
     """Return texts with known probabilities.
 
     limits: tokens after the first at which decoding would stop; default: the length of each text.
     """
     texts = texts_of(chances, None if limits is None else np.array(limits))
-    return Workload(texts=texts, prompt_tokens=np.array(prompts))
+    return Workload(texts=texts, prompt_tokens=np.array(prompts), kind=kind)
 
 
 def workload_of_replay(replay: "Replay") -> Workload:
     """Return the texts of a replay, with the probabilities computed there."""
     prompts = np.array([text.prompt_tokens for text in replay.texts])
-    return Workload(texts=replay.padded(), prompt_tokens=prompts, eagle=replay.eagle)
+    kind = "eagle" if replay.eagle else "model" if replay.offsets is None else "parallel"
+    return Workload(texts=replay.padded(), prompt_tokens=prompts, kind=kind)
 
 
 def workload_of_score(score: Score) -> Workload:

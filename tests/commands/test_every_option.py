@@ -363,17 +363,17 @@ def _(w: World) -> Settings:
 
 @case("predict", "alpha")
 def _(w: World) -> Settings:
-    return profiles() | {"alpha": 0.7}
+    return profiles() | {"acceptance": ["0.7"]}
 
 
 @case("predict", "acceptance length")
 def _(w: World) -> Settings:
-    return profiles() | {"acceptance_length": "2.5@4", "batch": "1,2"}
+    return profiles() | {"acceptance": ["2.5@4"], "batch": "1,2"}
 
 
 @case("predict", "vLLM, by batch size")
 def _(w: World) -> Settings:
-    return profiles() | {"alpha": 0.7, "batch": "1,2", "server": "vllm", "plot": Path("k.svg")}
+    return profiles() | {"acceptance": ["0.7"], "batch": "1,2", "server": "vllm", "plot": Path("k.svg")}
 
 
 def profiles() -> Settings:

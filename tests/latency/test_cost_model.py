@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from draftlab.config.latency import PredictConfig
+from draftlab.commands.latency import predict
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import (
     CostModel,
@@ -21,7 +21,6 @@ from draftlab.latency.cost_model import (
     read_profile,
     write_profile,
 )
-from draftlab.latency.predict_pairs import predict_drafts
 from draftlab.latency.roofline import Experts, devices, parse_profile, roofline_profile
 from draftlab.model.eagle import HeadConfig
 from draftlab.model.families import presets, shipped
@@ -219,8 +218,8 @@ def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the
 def test_a_computed_head_is_predicted_as_a_head():
     """Its steps read the states of the tokens accepted last at once, and no token twice."""
     head, target = "llama-65b@a100-80gb,graphs,eagle=32000", "llama-65b@4xa100-80gb,graphs"
-    config = PredictConfig(draft_profile=[head], target_profile=target, alpha=0.6)
-    at_one = next(row for row in predict_drafts(config)[0].prediction.rows if row.k == 1)
+    predicted = predict(draft_profile=[head], target_profile=target, acceptance=["0.6"]).predictions
+    at_one = next(row for row in predicted[0].prediction.rows if row.k == 1)
     draft = parse_profile(head, widths=[1], batches=[1], longest=400)
     first = next(p.median_ms for p in draft.forward if p.context == 0)
     per_step = at_one.shares["draft"] * 1e3 * at_one.tokens_per_pass.value / at_one.tokens_per_second

@@ -151,7 +151,7 @@ def test_predicted_time_of_a_parallel_draft_is_the_engines_on_a_metered_clock(tm
     plain = [list(decode(target, [p], sampling, meter)) for p in PROMPTS]
     texts = [(np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, plain, strict=True)]
     scored = score_offsets(llama.load(tmp_path / "draft", torch.float32), texts, 307, SamplingParams(), 4, 2)
-    work = workload_of([np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS])
+    work = workload_of([np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS], kind="parallel")
     paid = step_costs(*pair(), work, max(ks), 1)
     for k in ks:
         spent = expected_time(paid, work.prompt_tokens, steps(work, k))
@@ -185,7 +185,7 @@ def test_predicted_time_of_an_eagle_head_is_the_engines_on_a_metered_clock(tmp_p
     texts = [(np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, plain, strict=True)]
     scored = score_chains(target, head, texts, 307, SamplingParams(), 4)
     work = workload_of([np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS])
-    work = dataclasses.replace(work, eagle=True)
+    work = dataclasses.replace(work, kind="eagle")
     paid = step_costs(*pair(), work, max(ks), 1)
     for k in ks:
         spent = expected_time(paid, work.prompt_tokens, steps(work, k))
@@ -194,7 +194,7 @@ def test_predicted_time_of_an_eagle_head_is_the_engines_on_a_metered_clock(tmp_p
         for i, run in enumerate(runs):
             assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9)
             assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9)
-    assumed = constant_workload(0.5, tokens=50, prompt_tokens=9).drafted_by_head(4)
+    assumed = dataclasses.replace(constant_workload(0.5, tokens=50, prompt_tokens=9), kind="eagle")
     for row in predict(*pair(), assumed, ks).rows:
         assert row.tokens_per_pass.value == pytest.approx(expected_tokens(0.5, row.k), rel=0.05)
 
@@ -372,11 +372,11 @@ def files(tmp_path, monkeypatch):
 
 def test_predicting_as_typed_from_an_assumed_length(files):
     options = (*files, "--context", "16", "--max-tokens", "60", "--k", "1-6")
-    found = json.loads(call(*options, "--acceptance-length", "2.5@4", "--json").stdout)["predictions"][0]
+    found = json.loads(call(*options, "--acceptance", "2.5@4", "--json").stdout)["predictions"][0]
     row = next(row for row in found["rows"] if row["k"] == 4)
     assert row["tokens_per_pass"]["value"] == pytest.approx(2.5, rel=0.02)
     assert found["best_k"] == max(found["rows"], key=lambda row: row["speedup"]["value"])["k"]
-    shown = call(*options, "--acceptance-length", "2.5@4", "--batch", "1,4").stdout
+    shown = call(*options, "--acceptance", "2.5@4", "--batch", "1,4").stdout
     assert "(predicted)" in shown
     assert "Best K of draft" in shown
 
@@ -399,20 +399,20 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
     (tmp_path / "replay.json").write_text(replay.model_dump_json())
     (tmp_path / "score.json").write_text(score_of(runs).model_dump_json())
     exact = {row.k: row.speedup.value for row in predict(*pair(), work, KS).rows}
-    for source in ("--replay", "--score"):
-        out = json.loads(call(*files, source, tmp_path, "--k", "1,2,3,5", "--json").stdout)
+    for source in ("replay", "score"):
+        out = json.loads(call(*files, "--acceptance", tmp_path / f"{source}.json", "--k", "1,2,3,5", "--json").stdout)
         found = {row["k"]: row["speedup"]["value"] for row in out["predictions"][0]["rows"]}
-        assert found == pytest.approx(exact, rel=1e-9 if source == "--replay" else 0.02)
+        assert found == pytest.approx(exact, rel=1e-9 if source == "replay" else 0.02)
     for temperature, rule, said in ((0.0, "match", False), (0.8, "match", True), (0.8, "rejection", False)):
         of_rule = {"rule": rule, "sampling": SamplingParams(max_tokens=NEW, temperature=temperature)}
         (tmp_path / "replay.json").write_text(replay.model_copy(update=of_rule).model_dump_json())
-        out = call(*files, "--replay", tmp_path, "--for", "vllm", "--k", "1-3").stdout
+        out = call(*files, "--acceptance", tmp_path / "replay.json", "--for", "vllm", "--k", "1-3").stdout
         assert ("by --rule match, which is not vllm's" in " ".join(out.split())) == said
 
 
 def test_drafts_side_by_side_say_what_the_slower_one_needs(files, tmp_path):
     write_profile(profile("slow", law(1.4, 0.1, 0.004, 0.3)), tmp_path / "slow.yaml")
-    shown = call(*files, "--draft-profile", "slow.yaml", "--alpha", "0.7", "--context", "16", "--max-tokens", "60")
+    shown = call(*files, "--draft-profile", "slow.yaml", "--acceptance", "0.7", "--context", "16", "--max-tokens", "60")
     assert "* draft" in shown.stdout
     assert "at K =" in shown.stdout
 
@@ -420,12 +420,12 @@ def test_drafts_side_by_side_say_what_the_slower_one_needs(files, tmp_path):
 def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
     options = (*files, "--context", "16", "--max-tokens", "60")
     for alpha, marked in (("0.9", False), ("0.01", True)):
-        shown = call(*options, "--alpha", alpha, "--k", "3-4").stdout
+        shown = call(*options, "--acceptance", alpha, "--k", "3-4").stdout
         assert len(re.findall(r"^\* no draft +1\.00", shown, re.M)) == marked
         assert len(re.findall(r"^(\* )?no draft +1\.00", shown, re.M)) == 1
         assert bool(re.search(r"^\* [34] ", shown, re.M)) != marked
     write_profile(profile("slow", law(1.4, 0.1, 0.004, 0.3)), tmp_path / "slow.yaml")
-    shown = call(*options, "--draft-profile", "slow.yaml", "--alpha", "0.01").stdout
+    shown = call(*options, "--draft-profile", "slow.yaml", "--acceptance", "0.01").stdout
     assert "* no draft" in shown
     assert "* draft" not in shown
 
@@ -433,21 +433,19 @@ def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ((), "--acceptance-length"),
-        (("--alpha", "0.5", "--acceptance-length", "2@4"), "got --alpha and --acceptance-length"),
-        (("--acceptance-length", "2"), "as 2.8@4"),
-        (("--acceptance-length", "6@4"), "from 1 to 5"),
-        (("--alpha", "0.5", "--k", "9"), "width 10 is outside the profile of target (1 to 9)"),
-        (("--alpha", "0.5", "--context", "90"), "context"),
-        (("--alpha", "0.5", "--batch", "2,8"), "batch 8 is outside"),
-        (("--replay", "nowhere"), "nowhere"),
-        (("--alpha", "0.5", "--draft-profile", "llama-65b"), "no profile at llama-65b"),
+        (("--acceptance", "2"), "as 2.8@4"),
+        (("--acceptance", "6@4"), "from 1 to 5"),
+        (("--acceptance", "0.5", "--k", "9"), "width 10 is outside the profile of target (1 to 9)"),
+        (("--acceptance", "0.5", "--context", "90"), "context"),
+        (("--acceptance", "0.5", "--batch", "2,8"), "batch 8 is outside"),
+        (("--acceptance", "nowhere"), "nowhere"),
+        (("--acceptance", "0.5", "--draft-profile", "llama-65b"), "no profile at llama-65b"),
     ],
 )
 def test_what_cannot_be_predicted_is_said_in_a_line(files, options, complaint):
     result = call(
         *files, *(() if "--context" in options else ("--context", "16")),
-        *(() if "--replay" in options else ("--max-tokens", "60")), *options, code=1
+        "--max-tokens", "60", *options, code=1
     )  # fmt: skip
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
@@ -455,5 +453,5 @@ def test_what_cannot_be_predicted_is_said_in_a_line(files, options, complaint):
 
 
 def test_extrapolating_is_asked_for_and_noted(files):
-    shown = call(*files, "--alpha", "0.5", "--context", "90", "--max-tokens", "60", "--extrapolate").stdout
+    shown = call(*files, "--acceptance", "0.5", "--context", "90", "--max-tokens", "60", "--extrapolate").stdout
     assert "context 90 to 156 is extrapolated from 0 to 100" in shown

@@ -152,7 +152,7 @@ def test_a_law_predicts_a_shape_by_name(space):
         profile = profile_of(shape)
         write_profile(profile, folder / f"{profile.name}.yaml")
     spec = f"tiny-3x256@{folder}"
-    shown = call("predict", "--draft-profile", spec, "--target-profile", f"tiny-16x256@{folder}", "--alpha", "0.7",
+    shown = call("predict", "--draft-profile", spec, "--target-profile", f"tiny-16x256@{folder}", "--acceptance", "0.7",
                  "--k", "1", "--context", "20", "--max-tokens", "16")  # fmt: skip
     assert "latency law" in shown
 

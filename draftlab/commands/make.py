@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.commands.base import Outcome, command, plan
+from draftlab import workspace
+from draftlab.commands.base import Outcome, command
 from draftlab.config.make import DesignConfig, ImportConfig, InitConfig
-from draftlab.errors import about
+from draftlab.console import note
+from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.workspace import Workspace
 
 if TYPE_CHECKING:
+    from draftlab.importing.run import ImportSource
     from draftlab.latency.scaling_law import ScalingLaw
     from draftlab.model.families import Budget
     from draftlab.model.shape import Shape
@@ -24,27 +28,88 @@ class Designed(Outcome):
     shapes: "dict[str, Shape]"
 
 
-@command(InitConfig)
-def init(config: InitConfig) -> Outcome:
-    """Write draftlab.yaml here: target, source and data for the commands that follow."""
-    from draftlab.importing.init import initialise
+def prepare_import(config: ImportConfig, weights: bool) -> "ImportSource":
+    """Resolve and check the settings. Raises UserError: nothing to import, or it cannot be read."""
+    from draftlab.importing.run import inspect
+    from draftlab.model.checkpoint import DTYPES
 
-    path, space = initialise(config)
-    return Outcome(path=path, show=[str(path)], data=space.model_dump(mode="json"))
+    return inspect(config.source, DTYPES.get(config.dtype), config.base)
 
 
-@command(ImportConfig, name="import", dry_run=True)
-def import_checkpoint(config: ImportConfig, output: Output) -> Outcome:
+@command(ImportConfig, name="import", prepare=prepare_import, dry_run=True)
+def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
     """Convert a GGUF file, .bin files, or a PEFT adapter with its base to a Hugging Face directory."""
-    layout = hub.import_source(config.source)
-    from draftlab.importing import run
+    from draftlab.importing.run import convert
 
-    source = run.inspect(config, layout)
-    if output.dry_run:
-        return plan(output, source.facts())
-    run.convert(source, output)
-    lines = [f"{source.stored}, {source.weights:,} weights", str(output.out)]
-    return Outcome(path=output.out, show=lines, data={"path": str(output.out), **source.facts()})
+    convert(source, output)
+    return Outcome(path=output.out, show=[str(output.out)], data={"path": str(output.out), **source.facts()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedInit:
+    """The defaults to write.
+
+    gguf: the file of the target, to be imported first. fetch: the target may be looked up on the hub. force: replace
+    what exists.
+    """
+
+    space: Workspace
+    gguf: Path | None
+    fetch: bool
+    force: bool
+    name: str = "init"
+
+    def facts(self) -> Mapping[str, object]:
+        return self.space.model_dump(mode="json")
+
+
+def prepare_init(config: InitConfig, weights: bool) -> PreparedInit:
+    """Resolve and check the settings.
+
+    Raises:
+        UserError: draftlab.yaml exists and overwrite is off, or the target cannot be located.
+    """
+    from draftlab.importing.init import smollm2_file
+
+    if workspace.FILE.exists() and not config.overwrite:
+        raise UserError(f"{workspace.FILE} exists; edit it, or replace it with --force")
+    space, gguf = workspace.preset(config.preset) if config.preset else None, None
+    if config.gguf is not None and not config.gguf.is_file():
+        raise UserError(f"--gguf {config.gguf}: no such file")
+    if config.data is not None:
+        with about("--data"):
+            hub.check_local_data(config.data)
+    if config.target is not None:
+        source = config.source or config.target
+        for name in (config.target, source):
+            hub.locate(name, weights=False)
+        space = Workspace(target=config.target, source=source, data="stdlib")
+    elif config.gguf or config.preset == "smollm2":
+        gguf = config.gguf or smollm2_file()
+        target = space.target if space else f"models/{gguf.stem.lower()}"
+        space = Workspace(target=target, source=target, data="stdlib")
+    assert space is not None  # the settings name one of them
+    space = space.model_copy(update={"data": config.data or space.data})
+    return PreparedInit(space=space, gguf=gguf, fetch=config.preset is None, force=config.overwrite)
+
+
+@command(InitConfig, prepare=prepare_init)
+def init(prepared: PreparedInit) -> Outcome:
+    """Write draftlab.yaml here: target, source and data for the commands that follow."""
+    from draftlab.importing.init import CODE_FOR_CHAT, is_chat_model, is_imported
+
+    space, warning = prepared.space, None
+    if prepared.gguf is not None:
+        out = Path(space.target)
+        if is_imported(prepared.gguf, out):
+            note(f"{out} was imported from {prepared.gguf} already")
+        else:
+            import_checkpoint(source=str(prepared.gguf), out=out, force=prepared.force)
+    if space.data == "stdlib" and is_chat_model(space.target, fetch=prepared.fetch):
+        warning = f"{space.target} {CODE_FOR_CHAT}"
+        note(warning)
+    path = workspace.write(space, comment=warning)
+    return Outcome(path=path, show=[str(path)], data=space.model_dump(mode="json"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.config import inputs, shared
+from draftlab.config import shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
 
 
@@ -17,10 +17,8 @@ class InitConfig(Config):
     preset: str | None = option(None, f"Target, source and text together: {', '.join(workspace.PRESETS)}.")
     target: str | None = option(None, "Checkpoint of the target: a directory, or a hub name with @REVISION.")
     source: str | None = option(None, "Checkpoint that drafts are cut from. Default: the target.")
-    gguf: Path | None = option(None, "GGUF file of the target, imported under models/.", reads=inputs.file)
-    data: str | None = option(
-        None, "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", shown_default="the preset's", reads=inputs.local_text
-    )
+    gguf: Path | None = option(None, "GGUF file of the target, imported under models/.")
+    data: str | None = option(None, "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", shown_default="the preset's")
     overwrite: bool = option(False, "Replace an existing draftlab.yaml.", flag="--force")
 
     only = (
@@ -45,9 +43,6 @@ class ImportConfig(OutputConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Data type of the weights written; auto: as stored, bfloat16 if quantised."
     )
-
-    def default_name(self) -> str:
-        return f"import-{Path(self.source).stem}"
 
 
 class DesignConfig(Config):

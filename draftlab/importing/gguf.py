@@ -24,7 +24,6 @@ from draftlab.reading import reading
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures with completed settings
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-NOT_WEIGHTS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")  # slow to read and not needed
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id", "eos": "tokenizer.ggml.eos_token_id",
@@ -41,7 +40,7 @@ ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The metadata of a file: settings by name, and the type, number of weights and rank of each tensor.
+    """The metadata of a file: settings by name, names of tensors, and the number of weights in matrices by type.
 
     rope_factors: divisors of the plain rotary frequencies, [F], if the file has them. special: bos, eos, unk and pad
     tokens, if the file has them.
@@ -49,7 +48,9 @@ class Header:
 
     file: Path
     settings: dict[str, Any]
-    tensors: dict[str, tuple[str, int, int]]
+    names: frozenset[str]
+    types: Counter[str]
+    weights: int
     rope_factors: list[float] | None
     special: dict[str, str]
 
@@ -61,28 +62,18 @@ class Header:
         """Return a setting of the architecture, as "rope.scaling.type", or None."""
         return self.settings.get(f"{self.architecture}.{name}")
 
-    def weights(self) -> int:
-        return sum(count for name, (_, count, _) in self.tensors.items() if name not in NOT_WEIGHTS)
-
-    def types(self) -> dict[str, int]:
-        """Return the number of matrix weights of each type, the most frequent first."""
-        counts: Counter[str] = Counter()
-        for kind, count, rank in self.tensors.values():
-            counts[kind] += count if rank > 1 else 0
-        return {kind: count for kind, count in counts.most_common() if count}
-
     def dtype(self) -> torch.dtype:
-        """Return the dtype that stores the matrices exactly, or bfloat16 if they are quantised.
+        """Return the dtype that stores most matrices exactly, or bfloat16 if they are quantised.
 
         bfloat16 rounds each weight by at most 1/256 of itself. Quantisation to 8 bits has moved it by up to 1/254 of
         its block's largest already, to 4 bits by 1/16, so float32 would only double the size.
         """
-        kinds = {FLOATS.get(kind, torch.bfloat16) for kind in self.types()}
-        return kinds.pop() if len(kinds) == 1 else torch.float32 if set(self.types()) <= set(FLOATS) else torch.bfloat16
+        return FLOATS.get(self.types.most_common(1)[0][0], torch.bfloat16)
 
 
 def describe(header: Header) -> str:
-    return f"{header.architecture}, {header.weights():,} weights in {', '.join(header.types())}"
+    types = ", ".join(kind for kind, _ in header.types.most_common())
+    return f"{header.architecture}, {header.weights:,} weights in {types}"
 
 
 def read_header(file: Path) -> Header:
@@ -91,20 +82,22 @@ def read_header(file: Path) -> Header:
     with reading(f"{file} is not a readable GGUF file"):
         reader = gguf.GGUFReader(file)
         settings = {name: _plain(field.contents()) for name, field in reader.fields.items() if name not in LONG}
-    if "general.architecture" not in settings:
-        raise UserError(f"{file} has no general.architecture")
+        tokens = reader.fields["tokenizer.ggml.tokens"]
+        special = {name: str(tokens.contents(settings[key])) for name, key in SPECIAL.items() if key in settings}
     if settings.get("split.count", 0) > 1:
         raise UserError(f"{file} is one of {settings['split.count']} parts; join them with llama-gguf-split --merge")
-    factors = next((t.data.astype(float).tolist() for t in reader.tensors if t.name == ROPE_FACTORS), None)
-    tensors = {t.name: (t.tensor_type.name, int(t.n_elements), len(t.shape)) for t in reader.tensors}
-    ids = {name: settings[key] for name, key in SPECIAL.items() if key in settings}
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
-    if tokens is None or not {"tokenizer.ggml.model", "tokenizer.ggml.token_type"} <= settings.keys():
-        raise UserError(f"{file} has no tokenizer")
-    if max(ids.values(), default=0) >= len(tokens.data):
-        raise UserError(f"{file} has {len(tokens.data)} tokens, but {max(ids.values())} as the id of a special one")
-    special = {name: str(tokens.contents(i)) for name, i in ids.items()}
-    return Header(file=file, settings=settings, tensors=tensors, rope_factors=factors, special=special)
+    types: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        types[tensor.tensor_type.name] += int(tensor.n_elements) if len(tensor.shape) > 1 else 0
+    return Header(
+        file=file,
+        settings=settings,
+        names=frozenset(t.name for t in reader.tensors),
+        types=+types,
+        weights=sum(int(t.n_elements) for t in reader.tensors if not t.name.startswith(("rope_freqs", "rope_factors"))),
+        rope_factors=next((t.data.astype(float).tolist() for t in reader.tensors if t.name == ROPE_FACTORS), None),
+        special=special,
+    )
 
 
 def load_config(header: Header) -> Any:
@@ -129,8 +122,8 @@ def load_config(header: Header) -> Any:
     return config
 
 
-def load(header: Header, config: Any, dtype: torch.dtype) -> Any:
-    """Return the file's model; config is load_config's. Every weight is accounted for.
+def load(header: Header, dtype: torch.dtype) -> Any:
+    """Return the file's model. Every weight is accounted for.
 
     Raises:
         UserError: transformers' reader fails or omits weights.
@@ -139,21 +132,23 @@ def load(header: Header, config: Any, dtype: torch.dtype) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    config = load_config(header)
     stream = sys.stderr if sys.stderr.isatty() else io.StringIO()  # for the reader's progress bar
     with reading(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            header.file.parent, gguf_file=header.file.name, config=config, dtype=dtype, output_loading_info=True,
+            header.file.parent,
+            gguf_file=header.file.name,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
             trust_remote_code=False,
-        )  # fmt: skip
+        )
     model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UserError(f"{header.file} does not fit {type(model).__name__}: it has no {missing[0]}")
-    loaded_weights = sum(parameter.numel() for parameter in model.parameters())
-    if loaded_weights != header.weights():
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    if info["missing_keys"] or weights != header.weights:
         raise UserError(
-            f"{header.file} has {header.weights():,} weights, but transformers' reader loads {loaded_weights:,}; "
-            "this kind of model cannot be imported from GGUF"
+            f"{header.file} has {header.weights:,} weights, but transformers' reader loads {weights:,} and misses "
+            f"{sorted(info['missing_keys'])[:1]}; this kind of model cannot be imported from GGUF"
         )
     vars(model).pop("hf_quantizer", None)  # else transformers refuses to save the dequantised model
     vars(model.config).pop("quantization_config", None)
@@ -167,7 +162,7 @@ def special_ids(header: Header) -> dict[str, int | list[int]]:
     named = {
         "bos_token_id": ids["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": header.settings.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": header.settings.get(SPECIAL["pad"]),
     }
     return {name: value for name, value in named.items() if value is not None}
 
@@ -204,9 +199,7 @@ def _plain(value: Any) -> Any:
 
 def _completed(config: Any, header: Header) -> Any:
     """Return the config with the settings that transformers' reader ignores."""
-    if header.setting("expert_count"):
-        raise UserError(f"{header.file}: a mixture of experts; only dense models of this architecture can be imported")
-    biases = {name.split(".")[2] for name in header.tensors if name.endswith(".bias") and name.startswith("blk.0.")}
+    biases = {name.split(".")[2] for name in header.names if name.endswith(".bias") and name.startswith("blk.0.")}
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
         config = _as(config, "qwen2")  # llama.cpp's form of a Qwen2 whose heads do not add up to its width
     elif header.architecture == "llama":
@@ -214,8 +207,6 @@ def _completed(config: Any, header: Header) -> Any:
         config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    if header.setting("attention.value_length") not in (None, config.head_dim):
-        raise UserError(f"{header.file}: keys and values differ in size")
     if header.setting("rope.dimension_count") not in (None, config.head_dim):
         raise UserError(f"{header.file}: partial rotary embeddings are not supported")
     config.rope_parameters = _rope(header, config)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.model.hf_files import check_causal
-from draftlab.model.layouts import Layout, not_importable, other_layout
+from draftlab.model.layouts import NOUNS, Layout, other_layout
 from draftlab.reading import read_object, validation_text
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
@@ -70,19 +70,14 @@ def import_source(name: str) -> Layout:
     Raises:
         UserError: there is no such path or nothing to import, or the repository cannot be downloaded.
     """
-    path = _import_path(name)
-    if (layout := other_layout(path)) is None:
-        raise UserError(f"{path} {not_importable(path)}")
+    path = Path(name)
+    if not path.exists() and name.count("/") == 1 and not path.is_absolute():
+        repo, _, revision = name.partition("@")
+        path = _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
+    layout = other_layout(path) if path.exists() else None
+    if layout is None:
+        raise UserError(f"{path} is not {', '.join(NOUNS.values())}")
     return layout
-
-
-def _import_path(name: str) -> Path:
-    if Path(name).exists():
-        return Path(name)
-    if name.count("/") != 1 or Path(name).is_absolute():
-        raise UserError(f"{name} does not exist")
-    repo, _, revision = name.partition("@")
-    return _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
 
 
 def checkpoint_name(directory: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 
 Kind = Literal["gguf", "bin", "adapter"]
 NOUNS: dict[Kind, str] = {"gguf": "a GGUF file", "bin": "a checkpoint in .bin files", "adapter": "a PEFT adapter"}
-BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")  # the index wins
+BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,10 @@ def other_layout(path: Path) -> Layout | None:
 
     A directory with a single GGUF file stands for that file, a .bin file for its directory.
     """
-    if path.is_file():
-        if path.suffix == ".gguf" or _starts_as_gguf(path):
-            return Layout(kind="gguf", path=path)
-        return other_layout(path.parent) if path.suffix == ".bin" else None
+    if path.suffix == ".gguf":
+        return Layout(kind="gguf", path=path)
+    if path.suffix == ".bin":
+        return other_layout(path.parent)
     if (path / "adapter_config.json").is_file():
         return Layout(kind="adapter", path=path)
     if any(path.glob("*.safetensors")):
@@ -41,20 +41,3 @@ def other_layout(path: Path) -> Layout | None:
         return Layout(kind="bin", path=path)
     files = sorted(path.glob("*.gguf"))
     return Layout(kind="gguf", path=files[0]) if len(files) == 1 else None
-
-
-def not_importable(path: Path) -> str:
-    """Return the end of a sentence that starts with a path of no layout."""
-    if path.is_dir() and len(list(path.glob("*.gguf"))) > 1:
-        return "has several GGUF files; name one of them"
-    if path.is_dir() and any(path.glob("*.safetensors")):
-        return "has safetensors already, which every command reads"
-    return f"is not {', '.join(NOUNS.values())}"
-
-
-def _starts_as_gguf(file: Path) -> bool:
-    try:
-        with file.open("rb") as stream:
-            return stream.read(4) == b"GGUF"
-    except OSError:
-        return False

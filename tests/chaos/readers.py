@@ -21,12 +21,11 @@ from benchmarks.tiny_target import train_tokenizer
 from draftlab import provenance, turns, workspace
 from draftlab.atomic import STATE_RECORD, claim_state, run_identity
 from draftlab.benchmark.servers import PlainAnswers
-from draftlab.config.make import ImportConfig
 from draftlab.config.prune import PruneConfig
 from draftlab.data.sources import documents
 from draftlab.exporting import gguf as gguf_writer
 from draftlab.importing import gguf
-from draftlab.importing.run import _read_bin, inspect, load
+from draftlab.importing.run import _stored_dtype, inspect, load
 from draftlab.intervals import Interval
 from draftlab.latency.cost_model import Point, Profile, SteadyPoint, read_profile, write_profile
 from draftlab.latency.k_schedule import Schedule, read_schedule
@@ -98,16 +97,12 @@ def readers(root: Path) -> list[Reader]:
     train_sentencepiece(root / "sentencepiece")
 
     def imported(file: Path) -> Any:
-        source = inspect(ImportConfig(source=str(file)), hub.import_source(str(file)))
+        source = inspect(str(file), None, None)
         assert source.header is not None
         return dict(load(source).state_dict()), sorted(gguf.load_tokenizer(source.header, 64).get_vocab().items())
 
     def merged(file: Path) -> Any:
-        return dict(
-            load(
-                inspect(ImportConfig(source="adapter", base=str(model)), hub.import_source(str(file.parent)))
-            ).state_dict()
-        )
+        return dict(load(inspect(str(file.parent), None, str(model))).state_dict())
 
     def encoded(file: Path) -> Any:
         loaded = checkpoint.load_tokenizer(file.parent)
@@ -152,7 +147,7 @@ def readers(root: Path) -> list[Reader]:
         Reader("plan.json", root / "plan.json", "json", lambda f: read_model(Plan, f)),
         Reader("training.json", root / "training.json", "json", lambda f: read_model(Training, f)),
         Reader("plain answers", root / "plain.json", "json", lambda f: read_model(PlainAnswers, f)),
-        Reader(".bin", root / "pickled/pytorch_model.bin", "binary", lambda f: sorted(_read_bin(f))),
+        Reader(".bin", root / "pickled/pytorch_model.bin", "binary", lambda f: _stored_dtype(f.parent)),
         Reader("store manifest", store / "manifest.json", "json", lambda f: read_store(f.parent).outputs),
         Reader("store", store / "shard-00000.safetensors", "tensors", lambda f: read_store(f.parent).outputs, True),
         Reader("importance", root / "importance.safetensors", "tensors", lambda f: load_scores(f, {"source": "x"})),

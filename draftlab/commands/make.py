@@ -71,9 +71,9 @@ def prepare_init(config: InitConfig, weights: bool) -> PreparedInit:
     """
     from draftlab.importing.init import smollm2_file
 
+    space, gguf = workspace.preset(config.preset) if config.preset else None, None
     if workspace.FILE.exists() and not config.overwrite:
         raise UserError(f"{workspace.FILE} exists; edit it, or replace it with --force")
-    space, gguf = workspace.preset(config.preset) if config.preset else None, None
     if config.gguf is not None and not config.gguf.is_file():
         raise UserError(f"--gguf {config.gguf}: no such file")
     if config.data is not None:

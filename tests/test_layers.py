@@ -208,7 +208,7 @@ for mistake, message in {said}.items():
 
 
 def test_what_is_missing_is_said_before_torch_is_imported(tmp_path):
-    said_before_torch_is_imported({mistake: "no checkpoint at nope" for mistake in MISSING}, tmp_path)
+    said_before_torch_is_imported(dict.fromkeys(MISSING, "no checkpoint at nope"), tmp_path)
 
 
 def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):

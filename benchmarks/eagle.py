@@ -111,7 +111,7 @@ def by_context(
 
 def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
     """Return one row for each range of contexts. A plain draft's tokens have one chance at every place of a step."""
-    contexts = np.concatenate(found.contexts())
+    contexts = np.concatenate([text.prompt_tokens + np.arange(1, len(text.chances)) for text in found.texts])
     chances = np.concatenate(found.chances()).reshape(len(contexts), -1)[:, :3]
     edges = [trained // 2, trained, 2 * trained, 4 * trained]
     rows = []

@@ -30,7 +30,7 @@ from draftlab.provenance import read_record
 from draftlab.pruning.trial_model import prunable_shape
 from draftlab.results.report import json_rows
 from draftlab.results.score import Score
-from draftlab.target_outputs.replay import Drafting, read_replay
+from draftlab.target_outputs.replay import read_replay
 from draftlab.training.parallel import Offsets, expected_tokens
 from draftlab.training.run import read_log
 from draftlab.training.trainer import EvalRecord
@@ -207,9 +207,11 @@ def compared(rows: dict[str, Rows], replays: dict[str, dict[int, float]], parall
 def replayed(folder: Path, answers: Path, draft: Path, k: int, parallel: bool) -> dict[int, float]:
     """Return tokens per target pass by K."""
     out = folder / f"replay-{draft.name}{'' if parallel else '-as-plain'}"
-    made("replay", out, directory=answers, draft=[str(draft)], k=list(range(1, k + 1)), parallel=parallel)
-    found = read_replay(out / draft.name)
-    counts = {n: found.counts(Drafting(k=n)) for n in range(1, k + 1)}
+    drafts = {"draft": [str(draft)]} if parallel else {"drafter": [f"model:draft={draft}"]}
+    made("replay", out, directory=answers, k=list(range(1, k + 1)), **drafts)
+    (file,) = out.glob("*/replay.json")
+    found = read_replay(file)
+    counts = {n: found.counts(n) for n in range(1, k + 1)}
     return {n: float(c.tokens.sum() / c.passes.sum()) for n, c in counts.items()}
 
 

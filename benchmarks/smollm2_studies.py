@@ -24,7 +24,7 @@ from draftlab.provenance import read_record
 from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Score, read_score
 from draftlab.searching.schedule import read_search
-from draftlab.target_outputs.replay import Drafting, read_replay
+from draftlab.target_outputs.replay import read_replay
 
 Rows = dict[str, dict[str, Any]]
 DRAFTED = range(1, 7)
@@ -84,7 +84,7 @@ def drafts(folder: Path) -> Rows:
         assert record is not None
         notes: Any = record.notes
         cut = read_record(folder / "cut" / place.name)
-        counts = {k: replay.counts(Drafting(k=k)) for k in DRAFTED}
+        counts = {k: replay.counts(k) for k in DRAFTED}
         pairs = {k: np.stack([c.tokens, c.passes], 1) for k, c in counts.items()}
         rows[str(place.relative_to(folder.parent)).removeprefix(f"{folder.name}/")] = {
             "acceptance_before": notes["before"]["acceptance"],

@@ -1,6 +1,6 @@
 """Let a draft follow the traffic that it serves: python examples/follow_traffic.py TRAFFIC DRAFT OUT
 
-TRAFFIC is a folder of stored outputs of the target, named in the order of time; `draftlab outputs import` stores a
+TRAFFIC is a folder of stored outputs of the target, named in the order of time; `outputs build --from` stores a
 server's log. The draft is trained on the outputs before the newest. The newest outputs judge it: the new draft is worth
 serving only if it gains tokens per target pass on them beyond the noise. Liu et al. 2023, arXiv 2310.07177.
 """

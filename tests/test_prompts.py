@@ -26,7 +26,7 @@ from draftlab.provenance import read_record
 from draftlab.results.compare import rank, read_candidates
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.replay import Drafting, read_replay
+from draftlab.target_outputs.replay import read_replay
 from draftlab.target_outputs.store import read_manifest, read_store
 
 RUNNER = CliRunner()
@@ -222,6 +222,7 @@ SCORE = ("score", "--draft", "draft", "--prompt-file", "prompts.jsonl", "--k", "
 SCORE = (*SCORE, "--repeats", 1, "--mode", "eager", "--dtype", "float32")
 
 
+ASKED = ("return 1", "if not line:")
 FORMS = {"auto": (), "off": ("--chat", "off"), "system": ("--system-prompt", "return")}
 
 
@@ -235,7 +236,7 @@ def test_replayed_conversations_are_accepted_as_live_ones(space):
     assert [o.prompt.tolist() for o in stored.outputs] == ids_of(prompts)
     assert [len(ids) for ids in ids_of(prompts)] == [p.tokens for p in score.prompts]
     for k in (1, 3):
-        assert replay.counts(Drafting(k=k)).acceptance() == score.acceptance(k)
+        assert replay.counts(k).acceptance() == score.acceptance(k)
     assert 0.1 < score.acceptance(3).draft_acceptance_rate < 0.95
 
 
@@ -262,10 +263,16 @@ def test_an_export_is_verified_with_conversations(space):
 
 
 def test_the_form_of_prompts_is_recorded(space):
-    lines(space, {"prompt": "return 1"}, {"prompt": "if not line:"})
+    lines(space, *({"prompt": text} for text in ASKED))
     sums = {}
     for name, form in FORMS.items():
-        call(*BUILD, *form, "--out", f"answers-{name}")
+        asked: tuple[str, ...] = form
+        if name == "system":  # said by the file itself, as the first message
+            turns = [[{"role": "system", "content": "return"}, {"role": "user", "content": x}] for x in ASKED]
+            with_system = [{"messages": messages} for messages in turns]
+            Path("system.jsonl").write_text("".join(json.dumps(line) + "\n" for line in with_system))
+            asked = ("--prompt-file", "system.jsonl")
+        call(*BUILD, *asked, "--out", f"answers-{name}")
         call(*SCORE, *form, "--out", f"scored-{name}")
         manifest, score = read_manifest(space / f"answers-{name}"), read_score(space / f"scored-{name}/draft")
         assert manifest.chat == score.conditions.chat == (name != "off")

@@ -16,8 +16,7 @@ from draftlab.commands.train import distill
 PANELS: dict[str, tuple[Command, ...]] = {
     "Set up": (init, import_checkpoint, env),
     "Make a draft": (
-        design, prune, distill, search, eagle, outputs.build,
-        outputs.import_file, outputs.verify, outputs.info,
+        design, prune, distill, search, eagle, outputs.build, outputs.info,
     ),
     "Measure": (score, report, score_servers),
     "Predict": (profile, predict, outputs.replay),

@@ -1,24 +1,285 @@
 """Commands on target outputs on disk, and replay of drafts over them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.outputs import (
-    OutputsBuildConfig,
-    OutputsImportConfig,
-    OutputsInfoConfig,
-    OutputsVerifyConfig,
-    ReplayConfig,
-)
+from draftlab import workspace
+from draftlab.commands.base import Outcome, command
+from draftlab.config.drafters import DrafterSpec, check_drafter, parse_drafter
+from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.console import note_if_slow
+from draftlab.errors import UserError, about
+from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
-    from draftlab.target_outputs.replay import Replay, Row
-    from draftlab.target_outputs.store import Manifest
+    from draftlab.prompts import Prompts
+    from draftlab.sampling import SamplingParams
+    from draftlab.target_outputs.build import Answers, Rows
+    from draftlab.target_outputs.replay import Drafting, Replay, Row
+    from draftlab.target_outputs.server_log import ServerLog
+    from draftlab.target_outputs.store import Manifest, StoredOutputs
+    from draftlab.target_outputs.targets import Target
+
+PROMPTS_OF_DATA = 64
+START_TOKENS, PROMPT_TOKENS = 32, 64  # of data: what a target continues to distil on, and answers to replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedBuild:
+    """What to store. target: None where it is not there yet, or a log has what it wrote. directory: its tokenizer."""
+
+    name: str
+    directory: Path
+    target: "Target | None"
+    text: "Rows | Answers | ServerLog"
+    top_logprobs: int
+    served: bool
+    inputs: list[Path]
+
+    def facts(self) -> Mapping[str, object]:
+        """Return what a build would compute and write."""
+        from draftlab.target_outputs.build import Answers, Rows, bytes_per_token
+
+        text = self.text
+        if not isinstance(text, Rows | Answers):
+            return {"requests": len(text.starts), "listed tokens": text.top_logprobs}
+        tokens, sampling = text.tokens, text.sampling
+        facts: dict[str, object] = {"prompts": text.prompts.requests} if isinstance(text, Answers) else {}
+        most = "at most " if isinstance(text, Answers) else ""
+        facts["tokens"] = f"{most}{tokens:,}"
+        if sampling is not None:
+            facts["sampling"] = sampling.describe()
+        facts["disk"] = f"{most}{tokens * bytes_per_token(text, self.top_logprobs, self.served) / 1e6:,.4g} MB"
+        if isinstance(text, Rows) and not self.served:
+            from draftlab.model.size import read_size
+
+            flops = tokens * read_size(self.directory).flops_per_token(text.seq_len // 2)
+            facts["compute"] = f"{flops / 1e12:,.3g} TFLOP"
+        return facts
+
+
+def prepare_build(config: OutputsBuildConfig, weights: bool) -> PreparedBuild:
+    """Resolve and check the settings.
+
+    weights: the files of weights must be here, and a server must answer.
+
+    Raises:
+        UserError: there is no such target, text or log, they do not fit each other, or nothing could be distilled from.
+    """
+    with note_if_slow("outputs build: loading torch and transformers"):
+        from draftlab.target_outputs import build as building
+    served, listed = config.server is not None, config.top_logprobs
+    directory = _located(config.target, tokenizer_only=served or config.from_file is not None, weights=weights)
+    if config.from_file is not None:
+        with about("--from"):
+            log = building.open_log(
+                config.from_file, directory, config.seq_len, building.DISTILL_TOP_LOGPROBS if listed is None else listed
+            )
+        return PreparedBuild(
+            name=f"outputs-{config.from_file.stem}", directory=directory, target=None, text=log,
+            top_logprobs=log.top_logprobs, served=True, inputs=[config.from_file],
+        )  # fmt: skip
+    from draftlab.model.tokenizer import known_ids
+    from draftlab.target_outputs.store import logits_of
+
+    if listed is None:
+        listed = building.DISTILL_TOP_LOGPROBS if config.use == "distill" else 0
+    k = min(listed, logits_of(directory) if served else known_ids(directory))
+    text = _text(config, directory, weights)
+    if isinstance(text, building.Answers):
+        text.check(k)
+    elif not k:
+        raise UserError("--top-logprobs 0 leaves nothing to distil from; take 1 or more")
+    target = _target(config, directory, text.sampling, k) if weights or not served else None
+    if target is not None and isinstance(text, building.Answers):
+        with about("--max-new-tokens"):
+            target.check_length(text.prompts.longest, text.sampling.max_tokens)
+    return PreparedBuild(
+        name=f"outputs-{config.use}-{hub.checkpoint_name(directory)}", directory=directory, target=target, text=text,
+        top_logprobs=k, served=served, inputs=[] if config.prompt_file is None else [config.prompt_file],
+    )  # fmt: skip
+
+
+@command(OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True)
+def build(prepared: PreparedBuild, output: Output) -> Outcome:
+    """Store what a target writes or reads, to distil and to replay drafts without it; a killed build resumes."""
+    from draftlab.target_outputs import build as building
+
+    text = prepared.text
+    if isinstance(text, building.Rows | building.Answers):
+        assert prepared.target is not None  # prepare() wanted it
+        manifest = building.build(prepared.target, text, prepared.top_logprobs, output, prepared.inputs)
+    else:
+        manifest = building.store_log(text, prepared.directory, output)
+    return _shown(output.out, manifest)
+
+
+def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
+    """Return the directory of a target; only with its tokenizer where a server runs it."""
+    from draftlab.model import checkpoint
+    from draftlab.model.hf_files import check_has_tokenizer
+
+    with about("--target"):
+        if tokenizer_only and Path(name).is_dir():
+            check_has_tokenizer(Path(name))
+            return Path(name)
+        if hub.is_eagle_head(name):
+            raise UserError(f"{name} has heads on a target and is no whole model")
+        directory = hub.locate(name, weights=weights and not tokenizer_only)
+        if weights and not tokenizer_only:
+            checkpoint.check(directory)
+        return directory
+
+
+def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows | Answers":
+    """Return what the target reads, or the prompts that it answers."""
+    from draftlab.data import is_chat_file
+    from draftlab.model import checkpoint
+    from draftlab.model.hf_files import check_length
+    from draftlab.sampling import SamplingParams
+    from draftlab.target_outputs.build import Answers, Rows
+
+    if config.prompt_file is None:
+        with about("--data"):
+            hub.check_data(config.data) if weights else hub.check_local_data(config.data)
+    temperature = config.temperature
+    if temperature is None:
+        temperature = 1.0 if config.use == "distill" else 0.0
+    sampling = SamplingParams(
+        temperature=temperature, max_tokens=config.max_new_tokens, seed=config.seed,
+        stop_token_ids=checkpoint.eos_token_ids(directory),
+    )  # fmt: skip
+    chats = not config.answers and config.text == "target" and is_chat_file(config.data)
+    if chats and (config.is_set("seq_len") or config.is_set("num_sequences")):
+        raise UserError("--seq-len, --num-sequences: the data has conversations to answer; take --num-prompts")
+    if config.answers or chats:
+        with about("--data" if config.prompt_file is None else "--prompt-file"):
+            prompts = _prompts(config, directory, chats)
+        return Answers(prompts=prompts, use=config.use, sampling=sampling, seed=config.seed)
+    asked = {"--num-prompts": config.num_prompts is not None, "--chat": config.chat != "auto"}
+    asked["--max-new-tokens"] = config.is_set("max_new_tokens")
+    if idle := [option for option, is_given in asked.items() if is_given]:
+        raise UserError(f"{', '.join(idle)}: {config.data} is no file of conversations; add --prompt-file")
+    with about("--seq-len"):
+        check_length(directory, config.seq_len)
+    rows = Rows(data=config.data, count=config.num_sequences, seq_len=config.seq_len, seed=config.seed)
+    return rows if config.text == "data" else _continued(rows, sampling, config.prompt_tokens or START_TOKENS)
+
+
+def _continued(rows: "Rows", sampling: "SamplingParams", starts: int) -> "Rows":
+    """Return rows that the target continues after tokens of the data."""
+    from draftlab.data import loss_on_of
+
+    if starts > rows.seq_len:
+        raise UserError(f"--prompt-tokens {starts} leaves nothing to write in {rows.seq_len} tokens")
+    if loss_on_of(rows.data, None) is not None:
+        raise UserError("--text target: the data has conversations; name one file of them, so that they are answered")
+    return replace(rows, prompt_tokens=starts, sampling=replace(sampling, max_tokens=rows.seq_len + 1 - starts))
+
+
+def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Prompts":
+    """Return the prompts to answer. chats: those of the data, without its held-out lines."""
+    from draftlab.model import checkpoint
+    from draftlab.prompts import data_prompts, file_prompts
+
+    tokenizer, file = checkpoint.load_tokenizer(directory), Path(config.data) if chats else config.prompt_file
+    if file is not None:
+        return file_prompts(
+            file, tokenizer, count=config.num_prompts, tokens=config.prompt_tokens, chat=config.chat,
+            split="train" if chats else None,
+        )  # fmt: skip
+    tokens = config.prompt_tokens or (START_TOKENS if config.use == "distill" else PROMPT_TOKENS)
+    count = config.num_prompts or PROMPTS_OF_DATA
+    return data_prompts(config.data, tokenizer, count=count, tokens=tokens, seed=config.seed)
+
+
+def _target(config: OutputsBuildConfig, directory: Path, sampling: "SamplingParams | None", k: int) -> "Target":
+    """Return the target, able to write with sampling (None: only to score) and to list k tokens; nothing is loaded."""
+    from draftlab.target_outputs.build import DISTILL_BATCH, REPLAY_BATCH
+
+    if config.server is not None:
+        return _served(config.server, config.api_key_file, directory, sampling, k)
+    from draftlab.model import checkpoint
+    from draftlab.target_outputs.targets import LocalTarget
+
+    with about("--device"):
+        device = checkpoint.resolve_device(config.device)
+    dtype = config.dtype or (workspace.load().dtype if config.use == "replay" else None)
+    return LocalTarget(
+        directory, device, None if dtype is None else checkpoint.resolve_dtype(dtype, device), config.device_map,
+        batch_size=DISTILL_BATCH if config.use == "distill" else REPLAY_BATCH,
+    )  # fmt: skip
+
+
+def _served(
+    url: str, api_key_file: Path | None, directory: Path, sampling: "SamplingParams | None", k: int
+) -> "Target":
+    from draftlab.servers.client import Server
+    from draftlab.target_outputs.targets import ServedTarget
+
+    with about("--server"):
+        server = Server.connect(url, api_key_file=api_key_file)
+    return ServedTarget.connected(server, directory, sampling, k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedInfo:
+    """The store to show. target: scores some of its sequences again; None where nothing is verified."""
+
+    name: str
+    directory: Path
+    manifest: "Manifest"
+    target: "Target | None"
+
+    def facts(self) -> Mapping[str, object]:
+        return {}
+
+
+def prepare_info(config: OutputsInfoConfig, weights: bool) -> PreparedInfo:
+    """Raises UserError: no store, or no target that could verify it."""
+    from draftlab.target_outputs.store import read_manifest
+
+    manifest, target = read_manifest(config.directory), None
+    if config.verify:
+        target = _verifier(config, manifest)
+    return PreparedInfo(name=config.directory.name, directory=config.directory, manifest=manifest, target=target)
+
+
+def _verifier(config: OutputsInfoConfig, manifest: "Manifest") -> "Target":
+    """Return the target that scores stored sequences again, in the data type in which it wrote them."""
+    from draftlab.model import checkpoint
+    from draftlab.target_outputs.targets import LocalTarget
+
+    directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
+    if config.server is not None:
+        return _served(config.server, config.api_key_file, directory, None, manifest.top_logprobs)
+    device = checkpoint.resolve_device(workspace.load().device)
+    dtype = checkpoint.DTYPES.get(manifest.dtype)
+    return LocalTarget(directory, device, dtype, batch_size=1)
+
+
+@command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)
+def info(prepared: PreparedInfo) -> Outcome:
+    """Show what is stored, and whether the target's texts are loops; --verify checks it against the target."""
+    from draftlab.target_outputs.store import describe
+    from draftlab.target_outputs.verify import verify
+
+    shown = _shown(prepared.directory, prepared.manifest, describe(prepared.directory))
+    if prepared.target is None:
+        return shown
+    result = verify(prepared.directory, prepared.target)
+    shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
+    text = (
+        f"{shards} with checksums and lists; {result.sequences} sequences scored again: "
+        f"log-probabilities differ by {result.mean:.4f} on average and by {result.worst:.4f} at most, "
+        f"{result.same_top:.2%} of the most probable tokens are the same"
+    )
+    missed = [] if result.good else [f"{prepared.directory} differs from what the target gives now"]
+    return replace(shown, show=[*shown.show, text], data=shown.data | {"verified": result.as_dict()}, missed=missed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -28,59 +289,65 @@ class Replayed(Outcome):
     rows: "dict[str, list[Row]]"
 
 
-@command(OutputsBuildConfig, name="outputs build", dry_run=True, resumes=True)
-def build(config: OutputsBuildConfig, output: Output) -> Outcome:
-    """Store what a target writes or reads, to distil and to replay drafts without it; a killed build resumes."""
-    if not output.dry_run and config.server is not None:
-        from draftlab.servers.client import Server
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedReplay:
+    """Drafters to replay over a store. ks: numbers of drafted tokens to show."""
 
-        Server.check(config.server, model=config.served_model, api_key_file=config.api_key_file)
-    with note_if_slow("outputs build: loading torch and transformers"):
-        from draftlab.target_outputs import build as building
-    if output.dry_run:
-        return plan(output, building.estimate(config))
-    return _shown(output.out, building.build(config, output))
+    name: str
+    store: "StoredOutputs"
+    drafters: list[DrafterSpec]
+    drafting: "Drafting"
+    ks: list[int]
 
-
-@command(OutputsImportConfig, name="outputs import", resumes=True)
-def import_file(config: OutputsImportConfig, output: Output) -> Outcome:
-    """Store target outputs from a server's log."""
-    from draftlab.target_outputs.build import import_file
-
-    return _shown(output.out, import_file(config, output))
+    def facts(self) -> Mapping[str, object]:
+        return {}
 
 
-@command(OutputsInfoConfig, name="outputs info")
-def info(config: OutputsInfoConfig) -> Outcome:
-    """Show what is stored, and whether the target's texts are loops."""
-    from draftlab.target_outputs.store import describe, read_manifest
+def prepare_replay(config: ReplayConfig, weights: bool) -> PreparedReplay:
+    """Resolve and check the settings.
 
-    return _shown(config.directory, read_manifest(config.directory), describe(config.directory))
+    Raises:
+        UserError: no store, drafts of one name, or a draft or rule that does not fit the stored outputs.
+    """
+    from draftlab.model import checkpoint
+    from draftlab.target_outputs.replay import Drafting, check, drafter_of
+    from draftlab.target_outputs.store import read_store
+
+    store = read_store(config.directory)
+    with about("--draft"):
+        drafters = [drafter_of(hub.locate(name, weights)) for name in config.draft]
+    for text in config.drafter:
+        check_drafter(text, weights)
+        drafters.append(parse_drafter(text))
+        if "" in drafters[-1].drafts:
+            raise UserError(f"--drafter {text}: add draft=DIR")
+    names = [spec.name for spec in drafters]
+    if len(set(names)) < len(names):
+        raise UserError(f"two drafts have the same name; rename one: {', '.join([*config.draft, *config.drafter])}")
+    target = None
+    if config.reads_target:
+        with about("--target"):
+            target = hub.locate(config.target, weights)
+    with about("--device"):
+        device = checkpoint.resolve_device(config.device)
+    rule, temperature = config.acceptance
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    drafting = Drafting(
+        k=max(config.k), rule=rule, temperature=temperature, dtype=dtype, device=device, target=target
+    )  # fmt: skip
+    for spec in drafters:
+        check(store, spec, drafting)
+    name = config.directory.name.removeprefix("outputs-").removeprefix("replay-")
+    return PreparedReplay(name=f"replay-{name}", store=store, drafters=drafters, drafting=drafting, ks=config.k)
 
 
-@command(OutputsVerifyConfig, name="outputs verify")
-def verify(config: OutputsVerifyConfig) -> Outcome:
-    """Check stored outputs: every checksum and list, and some sequences scored again by the target."""
-    from draftlab.target_outputs.verify import verify
-
-    result = verify(config)
-    shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
-    text = (
-        f"{shards} with checksums and lists; {result.sequences} sequences scored again: "
-        f"log-probabilities differ by {result.mean:.4f} on average and by {result.worst:.4f} at most, "
-        f"{result.same_top:.2%} of the most probable tokens are the same"
-    )
-    missed = [] if result.good else [f"{config.directory} differs from what {config.server or config.target} gives now"]
-    return Outcome(path=config.directory, show=[text], data=result.as_dict(), missed=missed)
-
-
-@command(ReplayConfig)
-def replay(config: ReplayConfig, output: Output) -> Replayed:
+@command(ReplayConfig, prepare=prepare_replay)
+def replay(prepared: PreparedReplay, output: Output) -> Replayed:
     """Compute the acceptance of drafts for every K from one pass over target outputs; the target is not needed."""
-    from draftlab.target_outputs.replay import draftings, replay, rows_of
+    from draftlab.target_outputs.replay import replay, rows_of
 
-    replays = replay(config, output)
-    rows = {name: rows_of(each, draftings(config), config.first) for name, each in replays.items()}
+    replays = replay(prepared.store, prepared.drafters, prepared.drafting, output)
+    rows = {name: rows_of(each, prepared.ks) for name, each in replays.items()}
     show: list[object] = [part for name, each in replays.items() for part in _table(each, rows[name])]
     data = [{"draft": name, "rows": [row.as_dict() for row in table]} for name, table in rows.items()]
     return Replayed(
@@ -88,7 +355,7 @@ def replay(config: ReplayConfig, output: Output) -> Replayed:
     )
 
 
-def _shown(directory: Path, manifest: "Manifest", facts: dict[str, object] | None = None) -> Outcome:
+def _shown(directory: Path, manifest: "Manifest", facts: Mapping[str, object] | None = None) -> Outcome:
     size = sum(f.stat().st_size for f in directory.rglob("*.safetensors"))
     per_token = size / max(1, manifest.tokens)
     lists = ""
@@ -112,31 +379,20 @@ def _shown(directory: Path, manifest: "Manifest", facts: dict[str, object] | Non
 def _table(replayed: "Replay", rows: "list[Row]") -> list[object]:
     from draftlab.results.tables import terminal_table
 
-    deepest = max(row.drafting.k for row in rows)
-    heads = [
-        "texts\nof",
-        "n",
-        "K",
-        "acceptance\nlength",
-        "acceptance\nrate",
-        *(f"at\n{i}" for i in range(1, deepest + 1)),
-    ]
-    table = terminal_table(
-        heads,
-        [
-            [row.group, str(row.texts), row.drafting.describe(), _spread(row.length), _spread(row.rate),
-             *(f"{c.value:.2f}" for c in row.conditional)]
-            for row in rows
-        ],
-        title=f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}",
-    )  # fmt: skip
+    positions = [f"at\n{i}" for i in range(1, max(row.k for row in rows) + 1)]
+    heads = ["texts\nof", "n", "K", "acceptance\nlength", "acceptance\nrate", *positions]
+    cells: list[list[str]] = []
+    for row in rows:
+        by_position = [f"{share.value:.2f}" for share in row.conditional]
+        cells.append([row.group, str(row.texts), str(row.k), _spread(row.length), _spread(row.rate), *by_position])
+    title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
     notes = [
         "acceptance length: tokens per target pass, with the target's own; rate: accepted over drafted tokens; at i: "
         "share accepted of the tokens drafted there; 95 % intervals over texts"
     ]
     if loops := int(replayed.degenerate.sum()):
         notes.append(f"{loops} of {len(replayed.texts)} texts are mostly loops: acceptance on them is not typical")
-    return [table, *notes]
+    return [terminal_table(heads, cells, title=title), *notes]
 
 
 def _spread(interval: "Interval") -> str:

@@ -35,7 +35,7 @@ def _vocab(value: object) -> object:
 Vocab = Annotated[int | None, BeforeValidator(_vocab)]  # written 16k or 16384
 
 
-def target(reads: Reads = inputs.checkpoint, **others: Any) -> Any:
+def target(reads: Reads | None = inputs.checkpoint, **others: Any) -> Any:
     text = "Checkpoint of the target: a directory, or a hub name with @REVISION."
     return from_workspace("target", text, reads=reads, **others)
 

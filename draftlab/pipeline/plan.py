@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
+from draftlab.commands.outputs import prepare_build
 from draftlab.config.auto import AutoConfig, Runtime
 from draftlab.config.distill import EagleConfig
 from draftlab.config.drafters import DRAFTERS
@@ -38,7 +39,6 @@ from draftlab.pipeline.prompts import CHOOSE, PromptFiles, plan_prompts, sizes, 
 from draftlab.pruning.trial_model import prunable_shape
 from draftlab.reading import FileModel
 from draftlab.searching.shapes import default_depths, default_widths
-from draftlab.target_outputs import build
 from draftlab.training.eagle import checked_head, plan_eagle
 
 Kind = Literal["draft", "parallel", "trimmed", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"]
@@ -309,7 +309,7 @@ def _needs(
         with tempfile.TemporaryDirectory() as folder:
             files = write_prompts(config, hub.locate(config.target, weights=False), Path(folder)) if rows else None
             settings = answers_settings(config, files, LEAST_SEQUENCES)
-            facts = build.estimate(OutputsBuildConfig.build(settings))
+            facts = prepare_build(OutputsBuildConfig.build(settings), False).facts()
             return {"disk": f"{facts['disk']} for {LEAST_SEQUENCES} answers, the least"}
     if name == "eagle":
         facts = plan_eagle(EagleConfig.build({"target": config.target, "outputs": Path(), "steps": LEAST_STEPS}))

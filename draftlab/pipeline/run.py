@@ -45,7 +45,7 @@ from draftlab.reading import read_model
 from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
 from draftlab.searching.schedule import NoCheapShape, read_search
-from draftlab.target_outputs.replay import Drafting, read_replay, rows_of
+from draftlab.target_outputs.replay import read_replay, rows_of
 from draftlab.training.learning_curve import Forecast, Pilot, fit, forecast
 
 PLAN, TRAINING, VERDICT, PAGE = "plan.json", "training.json", "auto.json", "index.html"
@@ -301,7 +301,7 @@ class AutoRun:
         replayed = self.steps.make(
             "train", f"replay-{number}", "replay", directory=self._texts, draft=[str(draft)], k=[k]
         )
-        row = rows_of(read_replay(replayed / draft.name), [Drafting(k=k)], "prefill")[0]
+        row = rows_of(read_replay(replayed / draft.name), [k])[0]
         notes = self.steps.record(draft).notes
         tokens, seconds = float(str(notes["tokens"])), float(str(notes["seconds"]))
         done = (before.tokens, before.seconds) if before is not None else (0.0, 0.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from draftlab import provenance
 from draftlab.acceptance.expected import chain
@@ -34,8 +35,9 @@ from draftlab.latency.workload import Workload, workload_of_replay
 from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import common_vocabulary
+from draftlab.model.tokenizer import common_vocabulary, known_ids
 from draftlab.output import Output
+from draftlab.prompts import data_prompts, file_prompts
 from draftlab.pruning.refit import Refit
 from draftlab.pruning.run import prune
 from draftlab.pruning.source import Source, check_cut
@@ -43,6 +45,7 @@ from draftlab.pruning.texts import Text
 from draftlab.pruning.trial_model import prunable_shape
 from draftlab.results.compare import candidate_of, rank
 from draftlab.results.score import read_score
+from draftlab.sampling import SamplingParams
 from draftlab.searching.schedule import (
     FILE,
     MAX_PASS_SHARE,
@@ -59,8 +62,10 @@ from draftlab.searching.schedule import (
 )
 from draftlab.searching.setup import check_heads, check_text, engine_settings
 from draftlab.searching.shapes import with_head
-from draftlab.target_outputs.build import build
-from draftlab.target_outputs.replay import read_replay, replay
+from draftlab.target_outputs.build import REPLAY_BATCH, Answers, Rows, build
+from draftlab.target_outputs.replay import Drafting, drafter_of, read_replay, replay
+from draftlab.target_outputs.store import read_store
+from draftlab.target_outputs.targets import LocalTarget
 from draftlab.training.distill import distill
 
 CALIBRATION_TOKENS = 8192
@@ -277,23 +282,24 @@ class Searcher:
     def _trial(self, search: Search, name: str) -> Trial:
         """Make one candidate, replay it, and price it; rung 0 only has heads to do."""
         number, steps, head = len(search.rungs) - 1, search.rungs[-1].steps, self.config.heads.get(name)
-        texts = self._once(
-            "texts", build, OutputsBuildConfig, use="replay", target=str(self.target), **self._prompts,
-            num_prompts=REPLAYED_TEXTS, max_new_tokens=MAX_TOKENS, seed=self.config.seed,
-            device=self.config.device, dtype=self.running["dtype"],
-        )  # fmt: skip
+        texts = self._texts()
         stored = self._stored(steps) if steps else None
         start = time.time()
-        drafting: dict[str, Any] = {"k": [self.config.offsets]}
+        most, target = self.config.offsets, None
         if head is not None:
-            draft, drafting = head, {"k": [max(self.config.k)], "target": str(self.target)}
+            draft, most, target = head, max(self.config.k), self.target
         elif stored is None:
             draft = self._cut(name, search.shapes[name])
         else:
             draft = self._distilled(name, number, steps, stored)
+        drafting = Drafting(
+            k=most, rule="rejection", temperature=None, dtype=self._dtype, device=self._device, target=target
+        )
         self._once(
-            f"replay-{number}/{name}", replay, ReplayConfig, directory=texts, draft=[str(draft)], **drafting,
-            device=self.config.device, dtype=self.running["dtype"],
+            f"replay-{number}/{name}",
+            lambda _, output: replay(read_store(texts), [drafter_of(draft)], drafting, output),
+            ReplayConfig, directory=texts, draft=[str(draft)], k=[most], device=self.config.device,
+            dtype=self.running["dtype"], **({} if target is None else {"target": str(target)}),
         )  # fmt: skip
         work, cost = self._workload(number, name), self._draft_cost(search, name)
         k, speedup, rate = best_k(cost, self.target_cost, work, self.config.k, 1)
@@ -344,13 +350,49 @@ class Searcher:
             scores_cache=scores,
         )  # fmt: skip
 
+    @property
+    def _device(self) -> torch.device:
+        return checkpoint.resolve_device(self.config.device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return checkpoint.resolve_dtype(self.running["dtype"], self._device)
+
+    def _texts(self) -> Path:
+        """Return the target's answers, to replay candidates on."""
+
+        def write(_: object, output: Output) -> None:
+            file, tokenizer, seed = self.config.prompt_file, checkpoint.load_tokenizer(self.target), self.config.seed
+            if file is None:
+                data, count = self.config.data, REPLAYED_TEXTS
+                prompts = data_prompts(data, tokenizer, count=count, tokens=PROMPT_TOKENS, seed=seed)
+            else:
+                prompts = file_prompts(file, tokenizer, count=REPLAYED_TEXTS, chat="auto")
+            stops = checkpoint.eos_token_ids(self.target)
+            sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=seed, stop_token_ids=stops)
+            answers = Answers(prompts=prompts, use="replay", sampling=sampling, seed=seed)
+            target = LocalTarget(self.target, self._device, self._dtype, batch_size=REPLAY_BATCH)
+            build(target, answers, 0, output, [] if file is None else [file])
+
+        return self._once(
+            "texts", write, OutputsBuildConfig, use="replay", target=str(self.target), **self._prompts,
+            num_prompts=REPLAYED_TEXTS, max_new_tokens=MAX_TOKENS, seed=self.config.seed, device=self.config.device,
+            dtype=self.running["dtype"],
+        )  # fmt: skip
+
     def _stored(self, steps: int) -> Path:
+        """Return rows of data with the target's log-probabilities, to distil candidates from."""
         if self.config.outputs is not None:
             return self.config.outputs
+        count, data, seed = steps * self.config.batch_size, self.config.data, self.config.seed
+
+        def write(_: object, output: Output) -> None:
+            rows = Rows(data=data, count=count, seq_len=SEQ_LEN, seed=seed)
+            build(LocalTarget(self.target, self._device), rows, min(TOP_LOGPROBS, known_ids(self.target)), output, [])
+
         return self._once(
-            f"outputs-{steps}", build, OutputsBuildConfig, target=str(self.target), data=self.config.data,
-            num_sequences=steps * self.config.batch_size, seq_len=SEQ_LEN, top_logprobs=TOP_LOGPROBS,
-            device=self.config.device, seed=self.config.seed,
+            f"outputs-{steps}", write, OutputsBuildConfig, target=str(self.target), data=data, num_sequences=count,
+            seq_len=SEQ_LEN, top_logprobs=TOP_LOGPROBS, device=self.config.device, seed=seed,
         )  # fmt: skip
 
     def _distilled(self, name: str, rung: int, steps: int, stored: Path) -> Path:

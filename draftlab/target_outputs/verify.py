@@ -5,11 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from draftlab.config.outputs import OutputsVerifyConfig
 from draftlab.errors import UserError
-from draftlab.target_outputs.build import locate_target, open_target
 from draftlab.target_outputs.outputs import StoredLogprobs, padded
-from draftlab.target_outputs.store import check_tokenizer, read_manifest, read_store
+from draftlab.target_outputs.store import check_tokenizer, read_store
 from draftlab.target_outputs.targets import Target
 
 SEQUENCES, BATCH = 64, 8  # sequences that are scored again, and at once
@@ -38,14 +36,7 @@ class Verification:
         return {**asdict(self), "good": self.good}
 
 
-def verify(config: OutputsVerifyConfig) -> Verification:
-    """Open the target and let it verify a store; see verify_store."""
-    directory = locate_target(config)
-    k = read_manifest(config.directory).top_logprobs
-    return verify_store(config.directory, open_target(config, directory, None, k), config.seed)
-
-
-def verify_store(directory: Path, target: Target, seed: int) -> Verification:
+def verify(directory: Path, target: Target, seed: int = 0) -> Verification:
     """Read every shard, and let the target score up to SEQUENCES sequences again.
 
     Raises:

@@ -10,12 +10,15 @@ from draftlab.config.outputs import OutputsBuildConfig
 from draftlab.console import note
 from draftlab.data import is_chat_file
 from draftlab.errors import UserError
-from draftlab.model import hub
+from draftlab.model import checkpoint, hub
+from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
-from draftlab.prompts import Prompts
+from draftlab.prompts import Prompts, file_prompts
+from draftlab.sampling import SamplingParams
 from draftlab.target_outputs import build
 from draftlab.target_outputs.outputs import TEMPERATURES
 from draftlab.target_outputs.store import MANIFEST, read_manifest
+from draftlab.target_outputs.targets import LocalTarget
 from draftlab.training.checkpointer import process_state
 
 
@@ -45,7 +48,7 @@ def stored_answers(config: DistillConfig, target: Path) -> Path:
     if config.temperature not in TEMPERATURES:
         known = ", ".join(f"{value:g}" for value in TEMPERATURES)
         raise UserError(f"--temperature {config.temperature:g}: stored answers have {known}")
-    building = build_config(config, target)
+    building = _build_config(config, target)
     out = building.output_directory()
     with process_state().main_process_first():
         if (out / MANIFEST).exists() and read_manifest(out).finished:
@@ -54,31 +57,49 @@ def stored_answers(config: DistillConfig, target: Path) -> Path:
             note(f"the target's answers go to {out}; later runs, and --outputs, find them there")
             output = Output(command="outputs build", config=building, out=out)
             with output.locked(resumes=True):
-                build.build(building, output)
+                _write(config, target, output)
     return out
 
 
 def prompts_to_answer(config: DistillConfig, target: Path) -> Prompts:
     """Return the prompts that the target answers. Raises UserError: see file_prompts."""
-    building = build_config(config, target)
-    return build.prompts_of(building, target)
+    assert config.prompt_file is not None
+    tokenizer = checkpoint.load_tokenizer(target)
+    return file_prompts(
+        config.prompt_file, tokenizer, chat=config.chat, system_prompt=config.system_prompt,
+        split="train" if config.prompt_file == Path(config.data) else None,
+    )  # fmt: skip
 
 
-def build_config(config: DistillConfig, target: Path) -> OutputsBuildConfig:
+def _write(config: DistillConfig, target: Path, output: Output) -> None:
+    assert config.prompt_file is not None
+    sampling = SamplingParams(
+        temperature=config.sample_temperature, max_tokens=config.max_new_tokens, seed=config.seed,
+        stop_token_ids=checkpoint.eos_token_ids(target),
+    )  # fmt: skip
+    prompts = prompts_to_answer(config, target)
+    answers = build.Answers(prompts=prompts, use="distill", sampling=sampling, seed=config.seed)
+    model = LocalTarget(
+        target, checkpoint.resolve_device(config.device), None, config.device_map, config.memory, build.DISTILL_BATCH
+    )
+    build.build(model, answers, min(build.DISTILL_TOP_LOGPROBS, known_ids(target)), output, [config.prompt_file])
+
+
+def _build_config(config: DistillConfig, target: Path) -> OutputsBuildConfig:
     """Return the settings of outputs build that write the answers, to a place of their own under the runs."""
     assert config.prompt_file is not None
-    optional = {"system_prompt": config.system_prompt, "device_map": config.device_map}
     settings: dict[str, object] = {
         "target": config.target, "prompt_file": config.prompt_file, "chat": config.chat,
         "max_new_tokens": config.max_new_tokens, "temperature": config.sample_temperature, "seed": config.seed,
-        "device": config.device, "memory": config.memory,
-        **{name: value for name, value in optional.items() if value is not None},
+        "device": config.device, **({} if config.device_map is None else {"device_map": config.device_map}),
     }  # fmt: skip
     if config.prompt_file == Path(config.data):
-        settings["prompt_split"] = "train"
-    places = ("target", "prompt_file", "memory", "device", "device_map")
+        settings = {name: value for name, value in settings.items() if name != "prompt_file"}
+        settings |= {"data": config.data, "text": "target"}
+    places = ("target", "prompt_file", "data", "device", "device_map")
     decides = {name: str(value) for name, value in settings.items() if name not in places}
+    decides |= {} if config.system_prompt is None else {"system_prompt": config.system_prompt}
     inputs = [provenance.fingerprint(target), provenance.file_sha256(config.prompt_file)]
     key = hashlib.sha256(json.dumps([decides, inputs]).encode()).hexdigest()[:8]
     name = f"answers-{hub.checkpoint_name(target)}-{config.prompt_file.stem}-{key}"
-    return OutputsBuildConfig.build({**settings, "use": "distill", "out": workspace.load().runs / name})
+    return OutputsBuildConfig.build({**settings, "out": workspace.load().runs / name})

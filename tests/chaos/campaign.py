@@ -49,7 +49,7 @@ TESTS = (
 )  # fmt: skip
 MEASURED = ("law", "profile", "score", "search")  # times are written, and decide: the names of files are compared
 WITHOUT_OUT = ("run", "init")
-PRINTING = {"check", "design", "env", "outputs info", "outputs verify", "predict", "report"}
+PRINTING = {"check", "design", "env", "outputs info", "predict", "report"}
 UNTRIED = {  # that write
     "score-servers": "needs two servers",
     "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)",
@@ -87,7 +87,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *SHORT[:6],
     ),
     "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
-    "log": ("outputs import", "files/log.jsonl", "--tokenizer", "model", "--seq-len", "16", "--top-logprobs", "2"),
+    "log": (
+        "outputs build", "--from", "files/log.jsonl", "--target", "model", "--seq-len", "16", "--top-logprobs", "2",
+    ),
     "run": ("run", "files/recipe.yaml"),
     "init": ("init", "--gguf", "made/gguf/prune-f32.gguf", "--data", "text"),
     "profile": ("profile", "larger", "--k", "1", "--context", "16,64", *TIMED),

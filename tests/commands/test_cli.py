@@ -359,7 +359,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
 
 
 def test_a_recorded_command_line_can_be_typed_again():
-    settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "tree": None, "rule": "match"}
+    settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "rule": "match"}
     line = ReplayConfig.build(settings).command_line("replay")
     assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"
     trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"}).command_line("distill")

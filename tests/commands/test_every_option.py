@@ -157,7 +157,7 @@ def _(w: World) -> Settings:
 
 @case("outputs build", "conversations")
 def _(w: World) -> Settings:
-    return talks(w) | {"num_sequences": 4, "top_logprobs": 4, "loss_on": "all"}
+    return talks(w) | {"num_sequences": 4, "top_logprobs": 4}
 
 
 @case("distill", "cross-entropy")
@@ -328,7 +328,7 @@ def _(w: World) -> Settings:
 
 @case("search", "stored outputs and prompts")
 def _(w: World) -> Settings:
-    stored = CASES["outputs verify", ""](w)["directory"]
+    stored = CASES["outputs info", ""](w)["directory"]
     prompts = [{"prompt": f"def parse{i}(line):"} for i in range(60)]
     Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     settings = {name: value for name, value in CASES["search", "widths"](w).items() if name != "data"}
@@ -457,20 +457,20 @@ def _(w: World) -> Settings:
     return {name: replayable(w)[name] for name in ("use", "num_prompts", "max_new_tokens")} | chat(w)
 
 
-@case("outputs verify", "")
-def _(w: World) -> Settings:
-    COMMANDS["outputs build"](**CASES["outputs build", "distill, data"](w), out=Path("stored"))
-    return {"directory": Path("stored"), "target": str(w.source)}
-
-
 @case("outputs info", "")
 def _(w: World) -> Settings:
-    return {"directory": CASES["outputs verify", ""](w)["directory"]}
+    COMMANDS["outputs build"](**CASES["outputs build", "distill, data"](w), out=Path("stored"))
+    return {"directory": Path("stored")}
+
+
+@case("outputs info", "verify")
+def _(w: World) -> Settings:
+    return CASES["outputs info", ""](w) | {"verify": True, "target": str(w.source)}
 
 
 @case("distill", "stored outputs")
 def _(w: World) -> Settings:
-    stored = CASES["outputs verify", ""](w)["directory"]
+    stored = CASES["outputs info", ""](w)["directory"]
     few = {name: value for name, value in FEW.items() if name != "seq_len"}
     return few | {"draft": str(w.draft), "outputs": stored}
 
@@ -478,20 +478,13 @@ def _(w: World) -> Settings:
 @case("replay", "chains")
 def _(w: World) -> Settings:
     COMMANDS["outputs build"](**replayable(w), out=Path("answers"))
-    return {"directory": Path("answers"), "draft": [str(w.draft)], "k": "1,2", "confidence": 0.1}
+    return {"directory": Path("answers"), "draft": [str(w.draft)], "k": "1,2"}
 
 
 @case("replay", "as llama.cpp")
 def _(w: World) -> Settings:
     settings = CASES["replay", "chains"](w)
     return {name: settings[name] for name in ("directory", "draft", "k")} | {"server_rule": "llama.cpp"}
-
-
-@case("replay", "tree")
-def _(w: World) -> Settings:
-    return {name: value for name, value in CASES["replay", "chains"](w).items() if name in ("directory", "draft")} | {
-        "tree": "2,1"
-    }
 
 
 @case("report", "")
@@ -504,12 +497,12 @@ def scored(w: World) -> Path:
     return Path("scored")
 
 
-@case("outputs import", "log")
+@case("outputs build", "log")
 def _(w: World) -> Settings:
     row = {"prompt_ids": [0, 30, 29], "ids": [65, 57], "logprobs": [-1.61, -0.52]}
     row |= {"top_ids": [[65, 135], [57, 14]], "top_logprobs": [[-1.61, -2.69], [-0.52, -1.07]]}
     Path("day.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    return {"file": Path("day.jsonl"), "target": str(w.source), "seq_len": 8, "top_logprobs": 2}
+    return {"from_file": Path("day.jsonl"), "target": str(w.source), "seq_len": 8, "top_logprobs": 2}
 
 
 @case("distill", "server")
@@ -528,10 +521,10 @@ def _(w: World) -> Settings:
     return replayable(w) | {"server": w.server}
 
 
-@case("outputs verify", "server")
+@case("outputs info", "verify, server")
 def _(w: World) -> Settings:
     COMMANDS["outputs build"](**CASES["outputs build", "server"](w), out=Path("served"))
-    return {"directory": Path("served"), "server": w.server, "target": str(w.source)}
+    return {"directory": Path("served"), "verify": True, "server": w.server, "target": str(w.source)}
 
 
 @case("score-servers", "")

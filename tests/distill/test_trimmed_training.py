@@ -16,7 +16,7 @@ from draftlab.model.decoder import load
 from draftlab.model.head_ids import read_head_ids, write_head_ids
 from draftlab.model.trimmed_head import TrimmedHead
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.replay import Drafting, read_replay
+from draftlab.target_outputs.replay import read_replay
 from draftlab.target_outputs.store import read_store
 from draftlab.training.fused_loss import Dense, TopK, fused_loss
 from draftlab.training.losses import log_probs, parse_loss
@@ -132,7 +132,7 @@ def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_i
         directory=tmp_path / "answers", draft=[str(tmp_path / "draft")], k=[3, 4], out=tmp_path / "replay"
     )
     assert capsys.readouterr().err.count("draft was trained to draft 3 tokens, not 4") == 1
-    expected = read_replay(tmp_path / "replay" / "draft").counts(Drafting(k=3))
+    expected = read_replay(tmp_path / "replay" / "draft").counts(3)
     models = [load(path, torch.float32, torch.device("cpu")) for path in (Path(target), tmp_path / "draft")]
     for row, output in enumerate(read_store(tmp_path / "answers").outputs):
         sampling = SamplingParams(max_tokens=24, stop_token_ids=(1,))

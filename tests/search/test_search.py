@@ -243,13 +243,10 @@ def test_a_drafter_that_search_does_not_rank_is_refused_before_anything_is_claim
 
 
 def test_outputs_that_cannot_be_distilled_from_are_refused_before_anything_is_claimed(space):
-    from draftlab.config.outputs import OutputsBuildConfig
-    from draftlab.output import Output
-    from draftlab.target_outputs.build import build
+    from draftlab.commands.outputs import build
 
     small = {"target": "tiny", "data": "stdlib", "num_prompts": 2, "max_new_tokens": 4, "out": Path("told")}
-    config = OutputsBuildConfig.build({"use": "replay", **small})
-    build(config, Output(command="outputs build", config=config, out=Path("told")))
+    build(use="replay", **small)
     for outputs, said in (("told", "no probabilities"), ("nowhere", "not a store")):
         result = CliRunner().invoke(app, ["search", "--layers", "1,2", "--outputs", outputs])
         assert result.exit_code == 1

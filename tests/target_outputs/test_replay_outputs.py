@@ -27,7 +27,6 @@ from draftlab import workspace
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.cli import app
 from draftlab.commands import outputs
-from draftlab.config.outputs import ReplayConfig
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
@@ -36,6 +35,7 @@ from draftlab.prompts import Prompt, Prompts, file_prompts
 from draftlab.results.decoding import Generation, count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
+from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.repeats import repeats
 from draftlab.target_outputs.replay import Drafting, check, drafter_of, read_replay, replay_draft, rows_of
@@ -101,8 +101,9 @@ def greedy_store(tmp_path_factory, models, prompt_file) -> StoredOutputs:
     return recorded(out, models["target"], prompt_file, top_logprobs=3)
 
 
-def settings_of(**changes) -> ReplayConfig:
-    return ReplayConfig.build({"directory": Path("store"), "draft": ["draft"], "dtype": "float32"} | changes)
+def drafting(**changes: Any) -> Drafting:
+    plain = Drafting(k=8, rule="rejection", temperature=None, dtype=torch.float32, device=CPU)
+    return replace(plain, **changes)
 
 
 def ending_with(target: Path, copy: Path, token: int) -> Path:
@@ -134,10 +135,12 @@ def test_a_greedy_store_is_plain_decoding_of_whole_prompts(models, greedy_store)
 
 
 def test_sampled_text_has_the_log_probability_that_it_was_drawn_with(tmp_path, models, prompt_file):
-    cuts = {"temperature": 5.0, "top_k": 40, "top_p": 0.9, "seed": 3}
-    found = recorded(tmp_path / "t", models["target"], prompt_file, **cuts)
+    cuts = SamplingParams(temperature=5.0, top_k=40, top_p=0.9, seed=3, max_tokens=24)
+    prompts = file_prompts(prompt_file, checkpoint.load_tokenizer(models["target"])).rows
+    target = LocalTarget(models["target"], CPU, torch.float32)
+    written = target.generate(prompts, range(len(prompts)), cuts, 0)
     model = checkpoint.load_model(models["target"], torch.float32).eval()
-    for text in found.outputs:
+    for text in written:
         ids = torch.from_numpy(np.concatenate([text.prompt, text.ids]).astype(np.int64))[None]
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, len(text.prompt) - 1 : -1] / 5.0
@@ -166,16 +169,17 @@ def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_pa
     assert batches.batch(0).mask.sum() == sum(
         len(o.ids) for o in read_shard(tmp_path / "distill", store.manifest, 0)[:4]
     )
-    with pytest.raises(UserError, match="10 prompts"):
+    with pytest.raises(UserError, match="9 prompts are too few"):
         recorded(tmp_path / "few", models["target"], prompts, use="distill", num_prompts=9)
 
 
-def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(tmp_path, models, prompt_file):
+def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(tmp_path, models, prompt_file, monkeypatch):
     target = models["target"]
     together = recorded(tmp_path / "a", target, prompt_file, temperature=1.0, seed=3)
-    one_by_one = recorded(tmp_path / "b", target, prompt_file, temperature=1.0, seed=3, batch_size=1)
     few = recorded(tmp_path / "c", target, prompt_file, temperature=1.0, seed=3, num_prompts=2)
     other = recorded(tmp_path / "d", target, prompt_file, temperature=1.0, seed=4)
+    monkeypatch.setattr(building, "REPLAY_BATCH", 1)
+    one_by_one = recorded(tmp_path / "b", target, prompt_file, temperature=1.0, seed=3)
     texts = [t.ids.tolist() for t in together.outputs]
     assert [t.ids.tolist() for t in one_by_one.outputs] == texts
     assert [t.ids.tolist() for t in few.outputs] == texts[:2]
@@ -402,73 +406,47 @@ def live(target: Path, draft: Path, prompts: list[list[int]], k: int, how: Sampl
 
 
 def test_a_replayed_trace_is_live_speculation(models, greedy_store):
-    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
-    assert found.texts[0].chances == pytest.approx([float(r == 0) for r in found.texts[0].ranks])
+    found = replay_draft(greedy_store, drafter_of(models["draft"]), drafting())
     prompts = [t.prompt.tolist() for t in greedy_store.outputs]
     for k in (1, 2, 5):
         generations = live(models["target"], models["draft"], prompts, k, SamplingParams(max_tokens=24))
         wanted = count_acceptance(generations, k)
-        assert found.counts(Drafting(k=k)).acceptance() == wanted
+        assert found.counts(k).acceptance() == wanted
         assert 0.2 < wanted.draft_acceptance_rate < 0.95
-
-
-def test_conventions_of_the_first_token(models, greedy_store):
-    """Drafted straight from the prompt, it is one more token that a step can begin at."""
-    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
-    prefill, prompt = (found.counts(Drafting(k=3), first) for first in ("prefill", "prompt"))
-    assert (prefill.tokens == 23).all()
-    assert (prompt.tokens == 24).all()
-    for one, text in zip(found.chances("prompt"), found.texts, strict=True):
-        assert one.tolist() == text.chances
-    assert [c[0] for c in found.contexts("prefill")] == [len(t.prompt) + 1 for t in greedy_store.outputs]
-    assert [c[0] for c in found.contexts("prompt")] == [len(t.prompt) for t in greedy_store.outputs]
-    assert all(len(c) == len(a) for c, a in zip(found.contexts(), found.chances(), strict=True))
 
 
 def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, models, prompt_file):
     target = models["target"]
-    found = recorded(tmp_path / "t", target, prompt_file, temperature=4.0, top_k=60, seed=1)
-    ratio = replay_draft(found, drafter_of(models["draft"]), settings_of())
-    match = replay_draft(found, drafter_of(models["draft"]), settings_of(rule="match"))
-    sharp = replay_draft(found, drafter_of(models["draft"]), settings_of(draft_temperature=0.0))
+    found = recorded(tmp_path / "t", target, prompt_file, temperature=4.0, seed=1)
+    ratio = replay_draft(found, drafter_of(models["draft"]), drafting())
+    match = replay_draft(found, drafter_of(models["draft"]), drafting(rule="match"))
+    sharp = replay_draft(found, drafter_of(models["draft"]), drafting(temperature=0.0))
     for text, a, b, c in zip(found.outputs, ratio.texts, match.texts, sharp.texts, strict=True):
         np.testing.assert_allclose(a.chances, np.minimum(1, np.array(b.chances) / np.exp(text.logprobs)), atol=1e-4)
-        assert c.chances == [float(r == 0) for r in c.ranks]
-    same = replay_draft(found, drafter_of(target), settings_of())
-    np.testing.assert_allclose(np.concatenate(same.chances("prompt")), 1, atol=1e-4)  # a draft that is the target
+        assert set(c.chances) <= {0.0, 1.0}
+    same = replay_draft(found, drafter_of(target), drafting())
+    np.testing.assert_allclose(np.concatenate(same.chances()), 1, atol=1e-4)  # a draft that is the target
 
 
 def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, models, prompt_file, greedy_store):
     ends = int(greedy_store.outputs[0].ids[9])
     found = recorded(tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file)
-    replayed = replay_draft(found, drafter_of(models["draft"]), settings_of())
+    replayed = replay_draft(found, drafter_of(models["draft"]), drafting())
     k, how = 4, SamplingParams(max_tokens=24, stop_token_ids=(ends,))
     runs = live(models["target"], models["draft"], [o.prompt.tolist() for o in found.outputs], k, how)
-    counts = replayed.counts(Drafting(k=k))
+    counts = replayed.counts(k)
     assert counts.passes.tolist() == [len(g.drafted) for g in runs]
     assert counts.drafted.tolist() == [sum(g.drafted) for g in runs]
     accepted = [sum(min(a, e) for a, e in zip(g.accepted, g.emitted, strict=True)) for g in runs]
     assert counts.accepted.tolist() == accepted
 
 
-def test_trees_and_confidence_follow_from_the_same_file(models, greedy_store):
-    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
-    chain, wide = found.counts(Drafting(k=3)), found.counts(Drafting(k=3, widths=(4, 2, 2)))
-    sure = found.counts(Drafting(k=3, confidence=0.7))
-    assert (wide.passes <= chain.passes).all()
-    assert wide.passes.sum() < chain.passes.sum()
-    assert sure.drafted.sum() < chain.drafted.sum()
-    assert (sure.passes >= chain.passes).all()
-    assert found.counts(Drafting(k=3, confidence=0.0)).acceptance() == chain.acceptance()
-    assert found.counts(Drafting(k=3, widths=(1, 1, 1))).acceptance() == chain.acceptance()
-
-
 def test_a_replay_is_read_back_as_it_was_and_nothing_else_is(tmp_path, models, greedy_store):
-    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
+    found = replay_draft(greedy_store, drafter_of(models["draft"]), drafting())
     (tmp_path / "replay.json").write_text(found.model_dump_json())
     assert read_replay(tmp_path) == found == read_replay(tmp_path / "replay.json")
     fields = json.loads(found.model_dump_json())
-    fields["texts"][0]["ranks"].pop()
+    fields["texts"][0]["chances"][0] = 1.5
     for content in ("", "{}", json.dumps(fields)):
         (tmp_path / "replay.json").write_text(content)
         with pytest.raises(UserError, match="is not a replay"):
@@ -478,13 +456,13 @@ def test_a_replay_is_read_back_as_it_was_and_nothing_else_is(tmp_path, models, g
 
 
 def test_rows_of_categories_are_their_texts_alone(models, greedy_store):
-    found = replay_draft(greedy_store, drafter_of(models["draft"]), settings_of())
-    rows = rows_of(found, [Drafting(k=2), Drafting(k=4)], "prefill")
-    assert [(r.group, r.texts, r.drafting.k) for r in rows[:2]] == [("all", 7, 2), ("all", 7, 4)]
+    found = replay_draft(greedy_store, drafter_of(models["draft"]), drafting())
+    rows = rows_of(found, [2, 4])
+    assert [(r.group, r.texts, r.k) for r in rows[:2]] == [("all", 7, 2), ("all", 7, 4)]
     by_group = {r.group: r for r in rows[2:]}
     assert by_group["code"].texts == 4
-    alone = replay_draft(greedy_store.of_category("code"), drafter_of(models["draft"]), settings_of())
-    assert by_group["code"].acceptance == alone.counts(Drafting(k=4)).acceptance()
+    alone = replay_draft(greedy_store.of_category("code"), drafter_of(models["draft"]), drafting())
+    assert by_group["code"].acceptance == alone.counts(4).acceptance()
     for row in rows:
         assert row.length.value == pytest.approx(row.acceptance.mean_acceptance_length)
         assert row.rate.value == pytest.approx(row.acceptance.draft_acceptance_rate)
@@ -499,13 +477,11 @@ def test_log_probabilities_that_the_rule_cannot_use_are_refused(tmp_path, models
     found = recorded(tmp_path / "t", target, prompt_file, temperature=0.7)
     raw = replace(found, manifest=found.manifest.model_copy(update={"logprobs": "raw"}))
     with pytest.raises(UserError, match="raw log-probabilities; --rule rejection needs"):
-        check(raw, drafter_of(models["draft"]), settings_of())
-    check(raw, drafter_of(models["draft"]), settings_of(rule="match"))
-    check(raw, drafter_of(models["draft"]), settings_of(draft_temperature=0.0))
+        check(raw, drafter_of(models["draft"]), drafting())
+    check(raw, drafter_of(models["draft"]), drafting(rule="match"))
+    check(raw, drafter_of(models["draft"]), drafting(temperature=0.0))
     at_one = replace(raw.manifest.sampling, temperature=1.0)
-    check(
-        replace(raw, manifest=raw.manifest.model_copy(update={"sampling": at_one})), drafter_of(target), settings_of()
-    )
+    check(replace(raw, manifest=raw.manifest.model_copy(update={"sampling": at_one})), drafter_of(target), drafting())
 
 
 def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
@@ -515,15 +491,15 @@ def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
     sizes = {"num_sequences": 4, "seq_len": 16, "top_logprobs": 4}
     outputs.build(target=str(models["target"]), data=str(data), out=tmp_path / "data", **sizes)
     with pytest.raises(UserError, match="of data that the target only read"):
-        check(read_store(tmp_path / "data"), drafter_of(models["draft"]), settings_of())
+        check(read_store(tmp_path / "data"), drafter_of(models["draft"]), drafting())
     outputs.build(
         target=str(models["target"]), data=str(data), text="target", prompt_tokens=4, out=tmp_path / "w", **sizes
     )
     written = read_store(tmp_path / "w")
-    check(written, drafter_of(models["draft"]), settings_of())
+    check(written, drafter_of(models["draft"]), drafting())
     nobody = replace(written, manifest=written.manifest.model_copy(update={"sampling": None}))
     with pytest.raises(UserError, match="does not say how"):
-        check(nobody, drafter_of(models["draft"]), settings_of())
+        check(nobody, drafter_of(models["draft"]), drafting())
 
 
 def test_outputs_that_lack_what_distilling_needs_are_refused(tmp_path, models, greedy_store, prompt_file):
@@ -586,9 +562,9 @@ def test_build_info_and_replay_as_typed(space, models, prompt_file):
     assert "code" in found.stdout
     assert (space / "runs/replay-target/draft/replay.json").is_file()
     assert "--force" in call(*replay, code=1).stderr
-    rows = json.loads(call(*replay, "--tree", "3,2", "--category", "chat", "--force", "--json").stdout)
+    rows = json.loads(call(*replay, "--k", "2", "--force", "--json").stdout)
     (row, *_) = rows["replays"][0]["rows"]
-    assert (row["texts"], row["drafting"], row["num_speculative_tokens"]) == (2, "tree 3x2", 2)
+    assert (row["texts"], row["num_speculative_tokens"]) == (7, 2)
 
 
 def test_prompts_of_a_data_source_and_a_dry_run(space, tmp_path):
@@ -615,10 +591,6 @@ def test_mistakes_get_one_clear_line(space, models, prompt_file, tmp_path):
     replay = ("replay", "runs/outputs-replay-target", "--draft")
     cases = [
         ((*replay, other), "have different tokenizers: id 2 is '<blank>' and '<pad>'"),
-        ((*replay, models["draft"], "--category", "cod"), "no category 'cod'; did you mean 'code'?"),
-        ((*replay, models["draft"], "--tree", "4,x"), "--tree 4,x"),
-        ((*replay, models["draft"], "--tree", "4", "--confidence", "0.4"), "--confidence: --tree"),
-        ((*replay, models["draft"], "--unsure", "drop"), "--unsure: needs --confidence"),
         ((*replay, models["draft"], "--k", "0"), "--k 0"),
         ((*replay, "nope"), "nope"),
         (("replay", "nope", "--draft", models["draft"]), "nope is not a store"),
@@ -626,7 +598,7 @@ def test_mistakes_get_one_clear_line(space, models, prompt_file, tmp_path):
         ((*build, "nope.jsonl"), "nope.jsonl: No such file"),
         ((*build, prompt_file, "--data", "stdlib"), "--data"),
         ((*build, prompt_file, "--seed", 1), "other outputs: their sampling"),
-        ((*build, prompt_file, "--max-new-tokens", 999, "--out", "x"), "256; lower --max-new-tokens"),
+        ((*build, prompt_file, "--max-new-tokens", 999, "--out", "x"), "--max-new-tokens: "),
         ((*build, prompt_file, "--server", "localhost:1"), "localhost:1"),
     ]
     for arguments, message in cases:

@@ -32,7 +32,7 @@ from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, padded
 from draftlab.target_outputs.server_log import ServerLog
 from draftlab.target_outputs.store import read_manifest, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget
-from draftlab.target_outputs.verify import verify_store
+from draftlab.target_outputs.verify import verify
 from draftlab.training.fused_loss import TopK
 from draftlab.training.losses import log_probs, parse_loss
 from draftlab.training.teachers import LocalTeacher, ServedTeacher, StoredTeacher
@@ -182,12 +182,12 @@ def test_another_vocabulary_or_temperature_is_refused(made, family_dirs):
 
 
 def test_verify_finds_the_target_that_made_it_and_no_other(made, family_dirs, tmp_path):
-    assert verify_store(made, LocalTarget(family_dirs["llama"], CPU), 0).good
+    assert verify(made, LocalTarget(family_dirs["llama"], CPU)).good
     other = build("llama", seed=5)
     other.save_pretrained(tmp_path)
     for file in family_dirs["llama"].glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert not verify_store(made, LocalTarget(tmp_path, CPU), 0).good
+    assert not verify(made, LocalTarget(tmp_path, CPU)).good
 
 
 def test_text_of_the_targets_own_counts_only_what_it_wrote(family_dirs, text, tmp_path):
@@ -363,14 +363,12 @@ def test_a_killed_build_from_a_server_resumes_to_the_same_bytes(small, family_di
 
 
 def test_a_server_verifies_what_its_target_said_and_nothing_else(small, made, family_dirs, tmp_path):
-    found = verify_store(made, ServedTarget.connected(small, family_dirs["llama"], None, 8), 0)
+    found = verify(made, ServedTarget.connected(small, family_dirs["llama"], None, 8))
     assert found.good
     assert found.mean <= found.worst < 0.01
     other = SmallVLLM(build("llama", seed=5), checkpoint.load_tokenizer(family_dirs["llama"]), STOPS)
     with running(other) as url:
-        assert not verify_store(
-            made, ServedTarget.connected(Server.connect(url), family_dirs["llama"], None, 8), 0
-        ).good
+        assert not verify(made, ServedTarget.connected(Server.connect(url), family_dirs["llama"], None, 8)).good
 
 
 def test_another_tokenizer_on_the_server_is_found(small):
@@ -465,7 +463,7 @@ def log(small, tmp_path_factory) -> Path:
 def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tmp_path):
     target = family_dirs["llama"]
     assert ServerLog.open(log, vocab=307, seq_len=16, top_logprobs=64).top_logprobs == 8
-    outputs.import_file(file=log, tokenizer=target, seq_len=16, out=tmp_path / "c")
+    outputs.build(from_file=log, target=str(target), seq_len=16, out=tmp_path / "c")
     manifest = read_manifest(tmp_path / "c")
     assert (manifest.source, manifest.text, manifest.sequences) == ("log", "target", 24)
     batches, held = open_stored(tmp_path / "c", target, batch_size=24, temperature=1.0)
@@ -479,12 +477,12 @@ def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tmp_path
         assert np.flatnonzero(mask).tolist() == list(range(len(line["prompt_ids"]) - 1, len(text) - 1))
     listed, log_p = StoredTeacher(307).distributions(batch), whole(target, replace(batch, top_logprobs=None))
     torch.testing.assert_close(listed.log_p, log_p.topk(8).values, atol=8e-3, rtol=1e-3)
-    assert verify_store(tmp_path / "c", LocalTarget(target, CPU), 0).good
+    assert verify(tmp_path / "c", LocalTarget(target, CPU)).good
 
 
 def test_changed_traffic_is_another_cache(log, family_dirs, tmp_path):
     def keep(file: Path) -> None:
-        outputs.import_file(file=file, tokenizer=family_dirs["llama"], seq_len=16, out=tmp_path / "c")
+        outputs.build(from_file=file, target=str(family_dirs["llama"]), seq_len=16, out=tmp_path / "c")
 
     copy = tmp_path / "day.jsonl"
     copy.write_text(log.read_text())
@@ -569,7 +567,7 @@ FEW: dict[str, Any] = {"num_sequences": 4, "seq_len": 12, "top_logprobs": 4}
 
 def test_the_commands_build_and_verify_from_a_server(space, small, tmp_path):
     url = small.http.url
-    assert outputs.build(server=url, **FEW, dry_run=True).data["disk"] == "about 0.001824 MB"  # 48 of 6 k + 14 bytes
+    assert outputs.build(server=url, **FEW, dry_run=True).data["disk"] == "0.001824 MB"  # 48 of 6 k + 14 bytes
     made = outputs.build(server=url, **FEW)
     assert (made.path, made.data["source"]) == (Path("runs/outputs-distill-llama"), "vllm 0.32.0")
     assert made.data["top_logprobs"] == 4
@@ -577,7 +575,7 @@ def test_the_commands_build_and_verify_from_a_server(space, small, tmp_path):
     assert record is not None
     assert record.notes["server"] == {"kind": "vllm", "version": "0.32.0", "model": "small"}
     for given in ({"server": url}, {}):
-        assert outputs.verify(directory=made.path, **given).missed == []
+        assert outputs.info(directory=made.path, verify=True, **given).missed == []
     (space / "key").write_text("secret\n")
     with running(lambda *_: (401, {"error": "wrong key"})) as locked, pytest.raises(UserError, match="wrong key"):
         outputs.build(server=locked, api_key_file=space / "key", **FEW)
@@ -585,7 +583,7 @@ def test_the_commands_build_and_verify_from_a_server(space, small, tmp_path):
 
 
 def test_a_log_is_imported_with_a_tokenizer_alone(space, log, tokenizer_dir):
-    made = outputs.import_file(file=log, tokenizer=tokenizer_dir, seq_len=16)
+    made = outputs.build(from_file=log, target=str(tokenizer_dir), seq_len=16)
     assert (made.path, made.data["source"]) == (Path("runs/outputs-day"), "log")
     open_stored(space / "runs" / "outputs-day", Path(workspace.load().target), batch_size=2, temperature=1.0)
 
@@ -596,12 +594,11 @@ def test_a_log_is_imported_with_a_tokenizer_alone(space, log, tokenizer_dir):
         ({"server": "http://127.0.0.1:1"}, "is the server running"),
         ({"text": "target", "prompt_tokens": 300}, "--prompt-tokens 300"),
         ({"server": "http://127.0.0.1:1", "api_key_file": Path("nope")}, "nope: No such file"),
-        ({"tokenizer": Path("nope")}, "--tokenizer: needs --server"),
         ({"server": "http://127.0.0.1:1", "dtype": "float32"}, "--dtype"),
         ({"prompt_file": Path("nope")}, "nope: No such file"),
-        ({"prompt_file": Path("nope"), "seq_len": 12}, "--seq-len: needs --use distill on data"),
+        ({"prompt_file": Path("nope"), "seq_len": 12}, "--seq-len: needs"),
         ({"max_new_tokens": 12}, "--max-new-tokens: needs prompts"),
-        ({"use": "replay", "seq_len": 12}, "--seq-len: needs --use distill"),
+        ({"use": "replay", "seq_len": 12}, "--seq-len: needs"),
         ({"temperature": 0.5}, "--temperature"),
         ({"top_logprobs": 0}, "--top-logprobs 0"),
     ],
@@ -610,5 +607,5 @@ def test_mistakes_are_said_before_anything_is_written(given, message, space):
     with pytest.raises(UserError, match=message):
         outputs.build(**given)
     with pytest.raises(UserError, match=r"nope.jsonl: No such file"):
-        outputs.import_file(file=Path("nope.jsonl"), tokenizer=Path(workspace.load().target))
+        outputs.build(from_file=Path("nope.jsonl"))
     assert not (space / "runs").exists()

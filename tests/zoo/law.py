@@ -81,7 +81,7 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "distill": f"distill {there} {TEACH} --out distilled",
         "distill on target text": f"distill {there} {TEACH} --text target --prompt-tokens 8 --out on-text",
         "outputs build": f"{OUTPUTS} --out stored",
-        "outputs verify": "outputs verify stored --target M",
+        "outputs info": "outputs info stored --verify --target M",
         "distill from outputs": f"distill --draft {draft} --outputs stored {BRIEF} --out from-cache",
         "outputs of target text": f"{OUTPUTS} --text target --prompt-tokens 8 --out wrote",
         "outputs to replay": f"{ANSWERS} --out answers",

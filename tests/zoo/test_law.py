@@ -13,7 +13,7 @@ from .law import outcomes
 from .table import page
 
 QUICK = ("llama-1-7b", "smollm2-360m", "qwen3-0.6b", "mistral-7b-v0.3", "gemma-3-1b-it", "gpt2", "mixtral-8x7b")
-FEW = ["prune depth", "prune width", "outputs build", "outputs verify", "outputs to replay", "replay", "score compiled"]
+FEW = ["prune depth", "prune width", "outputs build", "outputs info", "outputs to replay", "replay", "score compiled"]
 FEW += ["check", "export gguf", "export itself hf"]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from draftlab.commands import COMMANDS
-from draftlab.config.outputs import ReplayConfig
 from draftlab.errors import UserError
 from draftlab.prompts import Prompt
-from draftlab.target_outputs.replay import drafter_of, replay_draft
+from draftlab.target_outputs.replay import Drafting, drafter_of, replay_draft
 from draftlab.target_outputs.store import read_store
 from draftlab_research.import_paper_trace import import_paper_trace
 from draftlab_research.paper_trace import PaperTrace, paper_texts
@@ -31,7 +30,7 @@ def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, fam
     asked: dict[str, Any] = {"use": "replay", "target": str(target), "prompt_file": prompts, "dtype": "float32"}
     COMMANDS["outputs build"](**asked, max_new_tokens=24, out=tmp_path / "store")
     stored = read_store(tmp_path / "store")
-    settings = ReplayConfig.build({"directory": tmp_path / "store", "draft": [str(draft)], "dtype": "float32"})
+    settings = Drafting(k=8, rule="rejection", temperature=None, dtype=torch.float32, device=torch.device("cpu"))
     wanted = replay_draft(stored, drafter_of(draft), settings).chances()
     texts = [output.ids.tolist() for output in stored.outputs]
     with_prompts = [[*output.prompt.tolist(), *output.ids.tolist()] for output in stored.outputs]

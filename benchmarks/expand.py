@@ -20,8 +20,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, saving
-from draftlab.model.head_ids import HEAD_IDS
-from draftlab.model.hf_files import MODEL_TYPES
+from draftlab.model.hf_files import HEAD_IDS, MODEL_TYPES
 from draftlab.model.shape import Axis, Shape, check, fewest_kv_heads, format_count, parse_count, round_up, solve_ffn
 from draftlab.pruning.cut import TensorView, Untied
 

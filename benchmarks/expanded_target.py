@@ -26,7 +26,7 @@ from draftlab.engine.timing import bandwidth_gbs
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import pass_bytes
 from draftlab.latency.machine_state import device_name, steady_clock, steady_step_clock
-from draftlab.model import checkpoint, hub, loading, memory
+from draftlab.model import checkpoint, hub, memory
 from draftlab.model.cuda_graphs import BUCKET
 from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama, rotary
@@ -133,7 +133,7 @@ def expanded(directory: Path, shape: Shape, dtype: torch.dtype, device: torch.de
     Raises:
         UserError: the shape does not contain it.
     """
-    have, config = checkpoint.read_shape(directory), loading.auto_config(directory)
+    have, config = checkpoint.read_shape(directory), checkpoint.auto_config(directory)
     check_contains(shape, have)
     frequencies, scale = rotary(config, have.head_dim, directory)
     weights = Expanded(checkpoint.Weights(directory, dtype, device), have, shape, seed=0)

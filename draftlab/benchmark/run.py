@@ -40,9 +40,9 @@ from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.decoder import Decoder, load, model_vocab_size, with_mode
 from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.hf_files import quantization_method
 from draftlab.model.llama import Llama
 from draftlab.model.native_cpu import NativeLlama
-from draftlab.model.quantization import quantization_method
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output

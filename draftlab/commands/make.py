@@ -133,14 +133,14 @@ def prepare_design(config: DesignConfig, weights: bool) -> PreparedDesign:
     """Resolve and check the settings. Raises UserError: a source that cannot be cut, or no such law."""
     from draftlab.latency.scaling_law import read_law
     from draftlab.model.families import Budget, BudgetKind
-    from draftlab.model.head_ids import check_size
+    from draftlab.model.hf_files import check_head_size
     from draftlab.model.shape import parse_count
     from draftlab.pruning.trial_model import prunable_shape
 
     with about("--source"):
         name, source = prunable_shape(config.source)
     if config.vocab is not None:
-        check_size(config.vocab, source.vocab)
+        check_head_size(config.vocab, source.vocab)
         source = source.model_copy(update={"draft_vocab": config.vocab})
     law = None
     if config.law is not None:

@@ -12,7 +12,6 @@ from draftlab.errors import UserError, about
 from draftlab.model import families, hub
 from draftlab.model.families import shape_name
 from draftlab.model.hf_files import is_llama
-from draftlab.model.hf_shapes import planned_shape
 from draftlab.model.shape import Shape, check, parse_count
 from draftlab.output import Output
 
@@ -121,7 +120,7 @@ def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
         device = checkpoint.resolve_device(config.device)
     with about("--source"):
         place, shipped = _locate(config.source, weights)
-        have = planned_shape(place) if isinstance(place, Path) else place
+        have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
     if config.untie and not have.tied:
         raise UserError(f"--untie: {config.source} has a head of its own already; leave it out")
     have = have.model_copy(update={"tied": have.tied and not config.untie})

@@ -10,8 +10,7 @@ from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Numbers, Only, O
 from draftlab.config.shared import ServerConnection, TrainingSettings, Vocab
 from draftlab.console import note
 from draftlab.model import hub
-from draftlab.model.head_ids import check_trimmable
-from draftlab.model.hf_files import check_id
+from draftlab.model.hf_files import check_id, check_trimmable
 
 GENERATED, PARALLEL = "Generated text", "Parallel drafting"  # panels of --help
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model import families, hub
 from draftlab.model.hf_files import check_has_tokenizer, check_length, max_model_len
-from draftlab.model.vocabularies import check_files
+from draftlab.model.tokenizer import check_files
 from draftlab.reading import check_json_lines
 from draftlab.trust import check_address
 

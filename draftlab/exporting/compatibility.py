@@ -19,12 +19,11 @@ from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer
 from draftlab.model import checkpoint, decoder, hub, parallel
-from draftlab.model.head_ids import read_head_ids
+from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape, multiples_near
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import check_embeds
-from draftlab.model.vocabularies import first_difference
+from draftlab.model.tokenizer import check_embeds, first_difference
 from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.exporting.gguf_tokenizer import GGUFTokenizer, read_tokenizer
-from draftlab.model import checkpoint, loading
+from draftlab.model import checkpoint
 from draftlab.model.eagle import HeadConfig
 from draftlab.model.shape import Shape
 
@@ -251,7 +251,7 @@ def _context(directory: Path, config: dict[str, object]) -> int:
 
 
 def _rope(directory: Path) -> dict[str, Any]:
-    rope = {"rope_type": "default", **loading.auto_config(directory).rope_parameters}
+    rope = {"rope_type": "default", **checkpoint.auto_config(directory).rope_parameters}
     if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
         raise UserError(f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export has linear, llama3 and yarn")
     return rope
@@ -261,7 +261,7 @@ def _rope_factors(directory: Path, shape: Shape) -> Tensor:
     """Return the divisors of the plain frequencies, [C / 2]: llama.cpp has no setting for Llama 3's scaling."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config: Any = loading.auto_config(directory)
+    config: Any = checkpoint.auto_config(directory)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, checkpoint.CPU)
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     return float(config.rope_parameters["rope_theta"]) ** -exponents / scaled

@@ -7,7 +7,7 @@ import torch
 from draftlab.config.inputs import TYPES
 from draftlab.exporting.gguf import fake_quantize
 from draftlab.model import checkpoint, saving
-from draftlab.model.head_ids import read_head_ids, write_head_ids
+from draftlab.model.hf_files import read_head_ids, write_head_ids
 from draftlab.model.trimmed_head import as_whole
 from draftlab.training.vocabulary import resize
 

@@ -13,8 +13,8 @@ from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import gguf
 from draftlab.model import checkpoint, hub, saving
-from draftlab.model.layouts import NOUNS, Layout
-from draftlab.model.weights import check_finite
+from draftlab.model.checkpoint import check_finite
+from draftlab.model.hf_files import NOUNS, Layout
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
 

@@ -1,32 +1,43 @@
-"""Hugging Face directories: configs and shapes, models, tokenizers, devices and dtypes."""
+"""Checkpoints in Hugging Face directories: shapes, tensors and models; devices and dtypes.
+
+Every function reads its part of a directory anew but the headers of tensors, which are read once.
+"""
 
 import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from draftlab.console import note
-from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.model import loading
-from draftlab.model.head_ids import read_head_ids
-from draftlab.model.headers import BUFFERS
+from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
+from draftlab.model import hub
+from draftlab.model.hf_files import (
+    BUFFERS,
+    check_stored,
+    check_unquantised,
+    eos_ids,
+    is_quantised,
+    other_layout,
+    quantization_method,
+    read_head_ids,
+    read_headers,
+)
 from draftlab.model.hf_files import MODEL_TYPES as MODEL_TYPES
 from draftlab.model.hf_files import UNLIMITED as UNLIMITED
-from draftlab.model.hf_files import check_has_tokenizer, check_tokenizer_files, eos_ids
 from draftlab.model.hf_files import max_model_len as max_model_len
 from draftlab.model.hf_files import read_config as read_config
 from draftlab.model.hf_files import text_config as text_config
 from draftlab.model.hf_files import vocab_size as vocab_size
-from draftlab.model.hf_shapes import check_size
-from draftlab.model.hf_shapes import planned_shape as planned_shape
-from draftlab.model.hf_shapes import read_shape as read_shape
-from draftlab.model.hf_shapes import shape_of as shape_of
-from draftlab.model.hub import checkpoint_name
-from draftlab.model.quantization import check_quantised_runs, check_unquantised, is_quantised
 from draftlab.model.shape import Shape
+from draftlab.model.tokenizer import load_tokenizer as load_tokenizer
+from draftlab.model.tokenizer import special_ids as special_ids
 from draftlab.model.trimmed_head import trim_model
-from draftlab.model.weights import Weights, check_finite
 from draftlab.reading import read_object, reading
 from draftlab.trust import trusts_remote_code
 
@@ -35,7 +46,49 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and few functions her
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PIECE_BYTES = 1 << 25
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is read of the directory of a checkpoint, each part when it is asked for first."""
+
+    directory: Path
+
+    @classmethod
+    def open(cls, name: str | Path, *, weights: bool = True) -> "Checkpoint":
+        """Open a directory, an embedded model or a name of the hub. Raises UserError: see hub.locate."""
+        return cls(hub.locate(name, weights))
+
+    @functools.cached_property
+    def config(self) -> dict[str, object]:
+        return read_config(self.directory)
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        return planned_shape(self.directory)
+
+    @functools.cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        return load_tokenizer(self.directory)
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self.tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
+    @functools.cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        return eos_token_ids(self.directory)
+
+    @functools.cached_property
+    def head_ids(self) -> list[int] | None:
+        return read_head_ids(self.directory, vocab_size(self.directory))
+
+    def tensors(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> "Weights":
+        return Weights(self.directory, dtype, device)
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
@@ -62,12 +115,96 @@ def check(directory: Path) -> None:
         weights, model = Weights(directory), meta_model(config, torch.float32)
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
         for name in expected.keys() & set(weights):
-            check_size(directory, name, weights.shape(name), expected[name])
+            _check_size(directory, name, weights.shape(name), expected[name])
         missing = sorted(expected.keys() - set(weights) - {"lm_head.weight"})
         if missing and set(weights) <= expected.keys():  # else transformers renames tensors
-            raise UserError(
-                f"{directory} has no {missing[0]}{_more(missing)}, which its config.json requires"
-            ) from None
+            raise UserError(f"{directory} has no {missing[0]}, which its config.json requires") from None
+
+
+def read_shape(directory: Path) -> Shape:
+    """Return the shape of a checkpoint, from its config and the names and sizes of its tensors; none is read.
+
+    Families are detected by structure: biases and q/k norms by the names of tensors.
+
+    Raises:
+        UserError: not LLaMA-like (names the tensor), or config and tensors disagree.
+    """
+    config = read_config(directory)
+    check_unquantised(directory, config)
+    headers = read_headers(directory)
+    shape = shape_of(config, frozenset(headers))
+    _check_tensors(directory, config, shape, {name: header.shape for name, header in headers.items()})
+    check_stored(directory, headers)
+    if shape.tied and "lm_head.weight" in headers:
+        check_tied(directory)
+    ids = read_head_ids(directory, shape.vocab)
+    return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
+
+
+def planned_shape(directory: Path) -> Shape:
+    """Return the shape of a checkpoint, from its config alone if its weights have not been downloaded.
+
+    Raises:
+        UserError: see read_shape.
+    """
+    config = read_config(directory)
+    if any(directory.glob("*.safetensors")) or other_layout(directory):
+        return read_shape(directory)
+    check_unquantised(directory, config)
+    sizes = {name: tuple(p.shape) for name, p in meta_model(config, torch.float32).named_parameters()}
+    shape = shape_of(config, frozenset(sizes))
+    _check_tensors(directory, config, shape, sizes)
+    return shape
+
+
+def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
+    """Return the shape by a config's numbers and the names of the tensors."""
+
+    def number(key: str, default: int | None = None) -> int:
+        value = config.get(key, default)
+        value = default if value is None else value
+        if not isinstance(value, int):
+            raise OtherArchitecture(f"config.json of a {config.get('model_type')} model has no {key}: not LLaMA-like")
+        return value
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    first = "model.layers.0."
+    with reading(f"config.json of a {config.get('model_type')} model"):
+        return Shape(
+            layers=number("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=number("num_key_value_heads", heads),
+            head_dim=number("head_dim", hidden // max(1, heads)),
+            ffn=number("intermediate_size"),
+            vocab=number("vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", "lm_head.weight" not in names)),
+            qkv_bias=first + "self_attn.q_proj.bias" in names,
+            o_bias=first + "self_attn.o_proj.bias" in names,
+            mlp_bias=first + "mlp.down_proj.bias" in names,
+            qk_norm=first + "self_attn.q_norm.weight" in names,
+            qk_layernorm=first + "self_attn.query_layernorm.weight" in names,
+        )
+
+
+def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]) -> None:
+    """Raises UserError: an unknown tensor, a missing one, or one of another size."""
+    expected = shape.axes()
+    names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
+    odd = sorted(names - set(expected))[:1] or sorted(set(expected) - names)[:1]
+    if odd:
+        kind = "an unknown" if odd[0] in names else "no"
+        raise OtherArchitecture(
+            f"{directory} ({config.get('model_type')}) is not LLaMA-like: it has {kind} tensor {odd[0]!r}"
+        )
+    for name, axes in expected.items():
+        _check_size(directory, name, sizes[name], shape.dims(axes))
+
+
+def _check_size(directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises UserError: a tensor has another size than config.json gives it."""
+    if size != expected:
+        raise UserError(f"{directory}: {name} is {size}, but {expected} by its config.json") from None
 
 
 def config_for(shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None) -> dict[str, object]:
@@ -167,18 +304,18 @@ def load_model(
 
 
 def load_any_files(
-    directory: Path, dtype: torch.dtype, places: Any = None, weights: Weights | None = None
+    directory: Path, dtype: torch.dtype, places: Any = None, weights: "Weights | None" = None
 ) -> "PreTrainedModel":
     """Load a model from weights, or, where these are None, from files, safetensors or .bin, to accelerate's places."""
     with reading(f"{directory} cannot be loaded"):
         if weights is None:
-            model, info = loading.from_files(directory, dtype, places)
+            model, info = from_files(directory, dtype, places)
         else:
-            model, info = loading.from_slices(directory, weights, dtype)
+            model, info = from_slices(directory, weights, dtype)
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:
-            raise UserError(f"{directory} does not fit its config.json: {kind} {names[0]}{_more(names)}")
+            raise UserError(f"{directory} does not fit its config.json: {kind} {names[0]}")
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:  # offloaded to disk
             check_finite(parameter.detach(), name, directory)
@@ -214,7 +351,8 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
     computed = computed_dtype(stored, device)
     if computed != stored:
         where = "CPUs" if stored == torch.float16 else "this CPU, which has no AVX-512"
-        note(f"{checkpoint_name(directory)} is stored in {dtype_name(stored)}, slow on {where}; computed in float32")
+        name = hub.checkpoint_name(directory)
+        note(f"{name} is stored in {dtype_name(stored)}, slow on {where}; computed in float32")
     return computed
 
 
@@ -236,7 +374,7 @@ def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
 def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
     """Return a randomly initialised fp32 model."""
     torch.manual_seed(seed)
-    return loading.from_config(config, torch.float32)
+    return from_config(config, torch.float32)
 
 
 def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
@@ -248,31 +386,7 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
     from accelerate import init_empty_weights
 
     with reading("transformers cannot build this model"), init_empty_weights(include_buffers=False):
-        return loading.from_config(config, dtype).eval()
-
-
-def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Raises UserError: there is none, or it cannot be read."""
-    from transformers import AutoTokenizer
-
-    from draftlab.model.sentencepiece import as_sentencepiece
-
-    check_has_tokenizer(directory)
-    check_tokenizer_files(directory)
-    with reading(f"{directory} has no usable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts_remote_code())
-        alone = directory / "tokenizer.model"
-        return as_sentencepiece(tokenizer, alone) if alone.is_file() and not _has_fast(directory) else tokenizer
-
-
-def _has_fast(directory: Path) -> bool:
-    return (directory / "tokenizer.json").is_file() or (directory / "tekken.json").is_file()
-
-
-def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
-    """Return the ids of bos, eos and pad; None for those that the tokenizer lacks."""
-    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-    return {name: value if isinstance(value, int) else None for name, value in ids.items()}
+        return from_config(config, dtype).eval()
 
 
 def layer_of(name: str) -> int | None:
@@ -281,5 +395,162 @@ def layer_of(name: str) -> int | None:
     return int(parts[2]) if name.startswith("model.layers.") else None
 
 
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+def auto_config(directory: Path) -> Any:
+    """Return transformers' config of a checkpoint. Raises ValueError, OSError: none, or one that needs its own code."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory, trust_remote_code=trusts_remote_code())
+
+
+def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
+    """Return a randomly initialised model. Raises UserError: transformers has no such architecture."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    model_type = str(config["model_type"])
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"transformers has no model_type {one_line(model_type, 80)!r}; its own code cannot be cut")
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=dtype)
+
+
+def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
+    """Return a model in memory, and transformers' report of keys; files are read and not mapped."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.models.auto.auto_factory import _get_model_class
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config: Any = auto_config(directory)
+    model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)  # as from_pretrained itself does
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True
+    )
+    model.name_or_path = model.config.name_or_path = str(directory)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model, info
+
+
+def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
+    """Return a model of any files that transformers reads, and its report of keys; of pickles the weights only."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, output_loading_info=True, weights_only=True, trust_remote_code=trusts_remote_code(),
+        device_map=device_map,
+    )  # fmt: skip
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of a checkpoint's safetensors files, each read on access, as dtype on device.
+
+    Files are read and not mapped, large tensors in pieces: pages of a mapping and a copy in another dtype would use
+    memory beside the tensor itself.
+
+    Raises:
+        UserError: a file is missing, truncated or not safetensors; a tensor is missing or there twice; on access, a
+            value is not finite.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+        """dtype: default as stored. device: default the CPU."""
+        self.directory, self._dtype, self._device = directory, dtype, device
+        self._headers = read_headers(directory)
+        self._open_file = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
+
+    def __getitem__(self, name: str) -> Tensor:
+        rows, stored = self._slice(name), STORED.get(self._headers[name].stored)
+        if stored is None or not self.shape(name):
+            return rows[...].to(self._device)
+        tensor = torch.empty(self.shape(name), dtype=self._dtype or stored, device=self._device)
+        step = max(1, PIECE_BYTES * len(tensor) // max(1, stored.itemsize * tensor.numel()))
+        for at in range(0, len(tensor), step):
+            piece = rows[at : min(at + step, len(tensor))]
+            check_finite(piece, name, self.directory)
+            tensor[at : at + step] = piece
+        return tensor
+
+    def slices(self) -> dict[str, Any]:
+        """Return a state dict of lazy slices, as transformers accepts it."""
+        return {name: self._slice(name) for name in self}
+
+    def _slice(self, name: str) -> Any:
+        return self._open_file(self._headers[name].file).get_slice(name)
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of values in all tensors."""
+        return sum(header.values for header in self._headers.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of most values.
+
+        Raises:
+            UserError: it is not a floating-point dtype of models; the checkpoint is quantised.
+        """
+        values: Counter[str] = Counter()
+        for header in self._headers.values():
+            values[header.stored] += header.values
+        most = values.most_common(1)[0][0]
+        if most not in STORED:
+            raise Quantised(f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights")
+        return STORED[most]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._headers[name].shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+
+def check_tied(directory: Path) -> None:
+    """Raises UserError: a tied head that is stored too differs from the embedding, so that transformers unties it."""
+    weights = Weights(directory)
+    if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
+        raise UserError(
+            f"{directory}: config.json ties head and embedding, but the two differ; "
+            "set tie_word_embeddings to false in it"
+        )
+
+
+def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
+    """Raises UserError: not of a floating-point dtype, or with values that are not finite."""
+    if tensor.dtype not in STORED.values():
+        stored = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{directory}: {name} is stored as {stored}, not as weights are")
+    check_finite(tensor, name, directory)
+
+
+def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
+    """Raises UserError: NaN or infinity among the values."""
+    if (
+        tensor.dtype in STORED.values()
+        and tensor.numel()
+        and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
+    ):
+        raise UserError(f"{directory}: {name} has values that are not finite (NaN or infinity)")
+
+
+def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
+    """Raises UserError: quantised weights for which transformers lacks a GPU or a library."""
+    if not torch.cuda.is_available():
+        raise Quantised(
+            f"{directory} is quantised ({quantization_method(config)}), which runs on GPUs only, and here is none; "
+            "serve it elsewhere (docs/servers.md), or name the checkpoint with unquantised weights"
+        )
+    check_quantizer(directory, config)
+
+
+def check_quantizer(directory: Path, config: dict[str, object]) -> None:
+    """Raises UserError: what transformers lacks to load quantised weights on a GPU, as a library."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):
+        quantizer: Any = AutoHfQuantizer.from_config(cast(Any, config["quantization_config"]), pre_quantized=True)
+        quantizer.validate_environment(device_map={"": "cuda"})

@@ -20,9 +20,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from draftlab.errors import UserError, one_line
-from draftlab.model import checkpoint, loading
+from draftlab.model import checkpoint
+from draftlab.model.checkpoint import check_finite, check_weight
 from draftlab.model.shape import Shape
-from draftlab.model.weights import check_finite, check_weight
 from draftlab.reading import FileModel, reading, validation_text
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Target:
         """Read config.json of any decoder. Raises UserError: transformers does not know it."""
         checkpoint.read_config(directory)
         with reading(f"{directory}/config.json cannot be used"):
-            config: Any = loading.auto_config(directory).get_text_config()
+            config: Any = checkpoint.auto_config(directory).get_text_config()
         return cls(
             name=directory.name, layers=config.num_hidden_layers, hidden=config.hidden_size, vocab=config.vocab_size
         )
@@ -156,7 +156,7 @@ def head_config(
     Raises:
         UserError: a layer that the target lacks, or a draft vocabulary larger than the target's.
     """
-    sizes, config = Target.of(target), loading.auto_config(target).get_text_config()
+    sizes, config = Target.of(target), checkpoint.auto_config(target).get_text_config()
     heads = int(config.num_attention_heads)
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
     one_rope = isinstance(rope, dict) and "rope_type" in rope

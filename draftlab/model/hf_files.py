@@ -1,20 +1,23 @@
-"""JSON files of Hugging Face directories, checked before a library builds anything of their numbers. No torch."""
+"""The files of a Hugging Face directory, and of its head's ids, read without torch."""
 
+import json
+import math
 import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from typing_extensions import Self
+from pydantic import Field, TypeAdapter
 
-from draftlab.errors import UserError
-from draftlab.reading import read_object, reading
+from draftlab.errors import Quantised, UserError, one_line
+from draftlab.reading import read_json, read_object, reading
 
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+CONFIG, GENERATION, HEAD_IDS = "config.json", "generation_config.json", "head_ids.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert)s?\w*|\w*(hidden|intermediate|embedding)_(size|dim)|head_dim")
-MOST_LAYERS = 10_000
-LARGEST = 1 << 24  # of the sizes in a config.json: the largest vocabularies have 2^18 ids
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 UNLIMITED = 1 << 30
 # Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
@@ -24,72 +27,58 @@ NOT_CAUSAL = re.compile(
     r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
 )
 ENCODERS = ("bert", "roberta", "distilbert", "albert", "electra", "xlm-roberta", "deberta", "deberta-v2", "modernbert")
+# Buffers in checkpoints of the age of LLaMA 1 and 2 that no model reads: transformers computes them itself.
+BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+Kind = Literal["gguf", "bin", "adapter"]
+NOUNS: dict[Kind, str] = {"gguf": "a GGUF file", "bin": "a checkpoint in .bin files", "adapter": "a PEFT adapter"}
+BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
-def _ids(value: Any) -> Any:
-    return value if isinstance(value, list) else [] if value is None else [value]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The kind of a layout other than this one, and the file or directory that draftlab import reads."""
+
+    kind: Kind
+    path: Path
+
+    def advice(self) -> str:
+        """Return the end of a sentence that starts with 'PATH is': the noun and the command that imports it."""
+        out = self.path.stem if self.kind == "gguf" else f"{self.path.absolute().name}-imported"
+        command = shlex.join(["draftlab", "import", str(self.path), "--out", out])
+        return f"{NOUNS[self.kind]}; first import it with: {command}"
 
 
-Size = Annotated[int, Field(ge=1, le=LARGEST)]
-Ids = Annotated[list[Annotated[int, Field(ge=-1, le=LARGEST)]], BeforeValidator(_ids)]  # -1: none, in old checkpoints
+def other_layout(path: Path) -> Layout | None:
+    """Return the layout that draftlab import would read at path, or None if it is not one of those.
+
+    A directory with a single GGUF file stands for that file, a .bin file for its directory.
+    """
+    if path.suffix == ".gguf":
+        return Layout(kind="gguf", path=path)
+    if path.suffix == ".bin":
+        return other_layout(path.parent)
+    if (path / "adapter_config.json").is_file():
+        return Layout(kind="adapter", path=path)
+    if any(path.glob("*.safetensors")):
+        return None
+    if any((path / name).is_file() for name in BIN_FILES):
+        return Layout(kind="bin", path=path)
+    files = sorted(path.glob("*.gguf"))
+    return Layout(kind="gguf", path=files[0]) if len(files) == 1 else None
 
 
-class Config(BaseModel):
-    """The fields of config.json that decide sizes; null is as good as left out, and others are transformers' affair."""
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-
-    model_type: str | None = None
-    architectures: list[str] | None = None
-    is_encoder_decoder: bool | None = None
-    is_decoder: bool | None = None
-    vocab_size: Size | None = None
-    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = None
-    hidden_size: Size | None = None
-    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
-    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
-    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    tie_word_embeddings: bool | None = None
-    eos_token_id: Ids = []
-    bos_token_id: Ids = []
-    pad_token_id: Ids = []
-    text_config: dict[str, Any] | None = None
-    quantization_config: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _has_sizes(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if COUNTS.fullmatch(name) and isinstance(value, int) and not 0 <= value <= LARGEST:
-                raise ValueError(f"{name} is {value}")
-        if self.text_config is not None:
-            Config.model_validate(self.text_config)
-        return self
-
-
-class Generation(BaseModel):
-    """The fields of generation_config.json that are used."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    eos_token_id: Ids = []
-
-
-class Tokenizer(BaseModel):
-    """The fields of tokenizer_config.json that its library takes without a check."""
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-
-    model_max_length: Annotated[float, Field(gt=0)] | None = None
-    chat_template: str | list[Any] | None = None
+def refuse_other_layout(path: Path) -> None:
+    """Raises UserError: a checkpoint that draftlab import has to convert first."""
+    layout = other_layout(path)
+    if layout is not None:
+        raise UserError(f"{path} is {layout.advice()}")
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """Return config.json.
-
-    Raises:
-        UserError: it cannot be read, is not an object, or has a size that no model has.
-    """
-    return _checked(Config, directory / CONFIG)
+    """Return config.json. Raises UserError: it cannot be read, or is not an object."""
+    return read_object(directory / CONFIG)
 
 
 def text_config(directory: Path) -> dict[str, object]:
@@ -102,6 +91,38 @@ def text_config(directory: Path) -> dict[str, object]:
 def is_llama(directory: Path) -> bool:
     """Return whether config.json is of a llama model by name."""
     return read_config(directory).get("model_type") == "llama"
+
+
+def check_causal(directory: Path) -> None:
+    """Raises UserError: config.json is of a model that does not write text token by token, by its own words."""
+    config = read_config(directory)
+    kind, names = str(config.get("model_type")), config.get("architectures")
+    named = next((str(name) for name in names if NOT_CAUSAL.search(str(name))), "") if isinstance(names, list) else ""
+    encoder = (named or kind in ENCODERS) and not config.get("is_decoder")
+    if config.get("is_encoder_decoder") or encoder:
+        reads = "an encoder and a decoder" if config.get("is_encoder_decoder") else "an encoder"
+        raise UserError(
+            f"{directory} is {reads} ({named or kind}), and this needs a causal language model (...ForCausalLM)"
+        )
+
+
+def is_quantised(config: dict[str, object]) -> bool:
+    """Return whether transformers would load quantised weights; MLX's it cannot."""
+    return config.get("quantization_config") is not None
+
+
+def quantization_method(config: dict[str, object]) -> str | None:
+    """Return how the weights are quantised, as awq, gptq, bitsandbytes, fp8 or mlx; None if they are not."""
+    quantization = config.get("quantization_config") or config.get("quantization")  # the latter is MLX's
+    default = "unnamed" if is_quantised(config) else "mlx"
+    method = quantization.get("quant_method", default) if isinstance(quantization, dict) else quantization
+    return None if method is None else one_line(method, 40)
+
+
+def check_unquantised(directory: Path, config: dict[str, object]) -> None:
+    """Raises UserError: the weights are quantised, which neither pruning nor the engine reads."""
+    if (method := quantization_method(config)) is not None:
+        raise Quantised(f"{directory} is quantised ({method}); name the checkpoint with unquantised weights")
 
 
 def vocab_size(directory: Path) -> int:
@@ -133,9 +154,13 @@ def check_length(model: Path | None, seq_len: int) -> None:
 
 def eos_ids(directory: Path) -> set[int]:
     """Return the eos ids of config.json and generation_config.json. Raises UserError: one is no id."""
-    kinds = {CONFIG: Config, GENERATION: Generation}
-    contents = [_checked(kind, directory / name) for name, kind in kinds.items() if (directory / name).is_file()]
-    return {i for content in contents for i in _ids(content.get("eos_token_id")) if i >= 0}
+    ids: set[int] = set()
+    for file in (directory / CONFIG, directory / GENERATION):
+        value = read_object(file).get("eos_token_id") if file.is_file() else None
+        several = value if isinstance(value, list) else [] if value is None else [value]
+        with reading(f"{file}: eos_token_id"):
+            ids.update(TypeAdapter(list[int]).validate_python(several, strict=True))
+    return {i for i in ids if i >= 0}  # -1: none, in old checkpoints
 
 
 def check_has_tokenizer(directory: Path) -> None:
@@ -144,30 +169,126 @@ def check_has_tokenizer(directory: Path) -> None:
         raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
 
 
-def check_tokenizer_files(directory: Path) -> None:
-    """Raises UserError: a small file of a tokenizer is not what it should be."""
-    if (directory / TOKENIZER).is_file():
-        _checked(Tokenizer, directory / TOKENIZER)
-    for name in ("special_tokens_map.json", "added_tokens.json"):
-        if (directory / name).is_file():
-            read_object(directory / name)
+def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
+    """Return the ids of a trimmed head (trimmed_head.py), ascending, or None if it has all.
+
+    Raises:
+        UserError: the file is not a list of ids below vocab.
+    """
+    file = directory / HEAD_IDS
+    if not file.is_file():
+        return None
+    with reading(file):
+        kind = TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]])
+        ids = kind.validate_python(read_json(file))
+    if not ids or ids != sorted(set(ids)):
+        raise UserError(f"{file}: want ids, each once and in ascending order")
+    return ids
 
 
-def check_causal(directory: Path) -> None:
-    """Raises UserError: config.json is of a model that does not write text token by token, by its own words."""
-    config = read_config(directory)
-    kind, names = str(config.get("model_type")), config.get("architectures")
-    named = next((str(name) for name in names if NOT_CAUSAL.search(str(name))), "") if isinstance(names, list) else ""
-    encoder = (named or kind in ENCODERS) and not config.get("is_decoder")
-    if config.get("is_encoder_decoder") or encoder:
-        reads = "an encoder and a decoder" if config.get("is_encoder_decoder") else "an encoder"
-        raise UserError(
-            f"{directory} is {reads} ({named or kind}), and this needs a causal language model (...ForCausalLM)"
+def write_head_ids(directory: Path, ids: Sequence[int]) -> None:
+    (directory / HEAD_IDS).write_text(json.dumps(list(ids)))
+
+
+def check_head_size(size: int, vocab: int, special: int = 0) -> None:
+    """Raises UserError: a head of that size has no room for the special ids, or is no smaller than the whole."""
+    if not special < size < vocab:
+        raise UserError(f"--vocab {size}: want more than the {special} special ids, and fewer than all {vocab:,}")
+
+
+def check_trimmable(draft: Path, size: int) -> None:
+    """Raises UserError: the draft's head is trimmed already, or not larger than this size."""
+    vocab = vocab_size(draft)
+    check_head_size(size, vocab)
+    if (ids := read_head_ids(draft, vocab)) is not None:
+        raise UserError(f"--vocab {size}: the head of {draft} is trimmed already, to {len(ids):,} ids; leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A tensor in a file. stored: its dtype as safetensors calls it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    stored: str
+
+    @property
+    def values(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_headers(directory: Path) -> dict[str, Header]:
+    """Return the tensors of a checkpoint by name, without the buffers that transformers ignores.
+
+    Raises:
+        UserError: a file is missing, truncated or not safetensors; a tensor is missing or there twice.
+    """
+    tensors: dict[str, Header] = {}
+    seen: set[str] = set()
+    for file, listed in weight_files(directory).items():
+        info = file.stat()
+        headers = _headers(file, info.st_mtime_ns, info.st_size)
+        missing = sorted((listed or set()) - headers.keys())
+        if missing:
+            raise UserError(f"{file} has no tensor {missing[0]!r}, which the index assigns to it")
+        if twice := sorted(headers.keys() & seen):
+            raise UserError(f"{directory} has {twice[0]!r} twice, in {file.name} and in another file")
+        seen |= headers.keys()
+        for name, header in headers.items():
+            if (listed is None or name in listed) and not BUFFERS.search(name) and header.stored != "BOOL":
+                tensors[name] = header
+    return tensors
+
+
+def weight_files(directory: Path) -> dict[Path, set[str] | None]:
+    """Return the files of a checkpoint's weights as transformers picks them: model.safetensors, or those of an index.
+
+    The value is the names of the tensors that the index takes from a file, or None for all.
+
+    Raises:
+        UserError: no weights, or an index that is broken or names a file that is missing or outside.
+    """
+    if (directory / SINGLE).is_file():
+        return {directory / SINGLE: None}
+    if not (directory / INDEX).is_file():
+        refuse_other_layout(directory)
+        raise UserError(f"{directory} has no {SINGLE} and no {INDEX}")
+    files: dict[Path, set[str] | None] = {}
+    for tensor, name in read_index(directory / INDEX).items():
+        names = files.setdefault(directory / name, set())
+        assert names is not None
+        names.add(tensor)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"{directory}: {missing[0]}, named in {INDEX}, is missing")
+    return files
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Return the file name of each tensor. Raises UserError: see weight_files."""
+    with reading(f"{file}: weight_map"):
+        index = TypeAdapter(dict[str, str]).validate_python(read_object(file).get("weight_map"), strict=True)
+    outside = [name for name in index.values() if Path(name).name != name]
+    if outside or not index:
+        raise UserError(f"{file} names {'a file outside its directory: ' + outside[0] if outside else 'no tensor'}")
+    return index
+
+
+def check_stored(directory: Path, headers: Mapping[str, Header]) -> None:
+    """Raises UserError: a tensor is not of a floating-point dtype of models."""
+    odd = next((name for name, header in headers.items() if header.stored not in FLOATS), None)
+    if odd is not None:
+        raise Quantised(
+            f"{directory} is quantised ({odd} is stored as {headers[odd].stored}); name the checkpoint with "
+            "unquantised weights"
         )
 
 
-def _checked(kind: type[BaseModel], file: Path) -> dict[str, object]:
-    content = read_object(file)
-    with reading(file):
-        kind.model_validate(content)
-    return content
+@lru_cache(maxsize=256)
+def _headers(file: Path, modified: int, size: int) -> Mapping[str, Header]:
+    """Return the tensors of a file by name; a file that did not change is opened once."""
+    from safetensors import safe_open
+
+    with reading(file), safe_open(file, framework="np") as handle:
+        slices: dict[str, Any] = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        return {name: Header(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}

@@ -1,24 +1,28 @@
 """Checkpoints by name: embedded models, directories, the Hugging Face hub; and their weight files. No torch."""
 
 import functools
-import shlex
-import ssl
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+import httpx
 
 from draftlab.errors import UserError, did_you_mean, one_line
-from draftlab.model.hf_files import check_causal
-from draftlab.model.layouts import NOUNS, Layout, other_layout
-from draftlab.reading import read_object, validation_text
+from draftlab.model.hf_files import (
+    INDEX,
+    NOUNS,
+    SINGLE,
+    Layout,
+    check_causal,
+    other_layout,
+    read_index,
+    refuse_other_layout,
+    weight_files,
+)
+from draftlab.reading import read_object
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]  # configuration and tokenizer
 TIMEOUT_SECONDS = 3
+IMPORTED = "draftlab import converts .bin files and adapters by this name, and a downloaded GGUF file"
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 TEXT_SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 
@@ -37,14 +41,14 @@ def locate(name: str | Path, weights: bool = True) -> Path:
         return EMBEDDED / str(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            _refuse_other_layouts(path)
+            refuse_other_layout(path)
             raise UserError(f"{path} is not a checkpoint: it has no config.json")
         check_causal(path)
         if weights:
             weight_files(path)
         return path
     if path.is_file():
-        _refuse_other_layouts(path)
+        refuse_other_layout(path)
         raise UserError(f"{path} is a file, and a checkpoint is a directory")
     if str(name).count("/") != 1 or path.is_absolute():
         raise UserError(f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}")
@@ -96,43 +100,6 @@ def is_eagle_head(name: str | Path) -> bool:
     return "draft_vocab_size" in content or "speculators_model_type" in content
 
 
-def weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """Return the files of a checkpoint's weights as transformers picks them: model.safetensors, or those of an index.
-
-    The value is the names of the tensors that the index takes from a file, or None for all.
-
-    Raises:
-        UserError: no weights, or an index that is broken, names a tensor twice or a file that is missing or outside.
-    """
-    if (directory / SINGLE).is_file():
-        return {directory / SINGLE: None}
-    if not (directory / INDEX).is_file():
-        _refuse_other_layouts(directory)
-        shards = sorted(p.name for p in directory.glob("*.safetensors"))
-        hint = f"; {shards[0]} needs its {INDEX}" if shards else ""
-        raise UserError(f"{directory} has no {SINGLE} and no {INDEX}{hint}")
-    index = read_index(directory / INDEX)
-    files = {directory / name: {t for t, file in index.items() if file == name} for name in sorted(set(index.values()))}
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise UserError(f"{directory}: {missing[0]}, named in {INDEX}, is missing")
-    return dict(files)
-
-
-def read_index(file: Path) -> dict[str, str]:
-    """Return the file name of each tensor. Raises UserError: see weight_files."""
-    try:
-        index = TypeAdapter(dict[str, str]).validate_python(read_object(file).get("weight_map"), strict=True)
-    except ValidationError as error:
-        raise UserError(f"{file} is not an index of tensors: weight_map: {validation_text(error)}") from None
-    if strange := next((name for name in index.values() if not name.isprintable() or not 0 < len(name) < 256), None):
-        raise UserError(f"{file} names {one_line(strange, 80)!r}, which is no file name")
-    outside = [name for name in index.values() if Path(name).is_absolute() or ".." in Path(name).parts]
-    if outside or not index:
-        raise UserError(f"{file} names {'a file outside its directory: ' + outside[0] if outside else 'no tensor'}")
-    return index
-
-
 def check_data(mixture: str) -> str:
     """Return the mixture.
 
@@ -178,29 +145,11 @@ def offline_reason() -> str | None:
 
 @functools.cache
 def _connection_error(endpoint: str) -> str | None:
-    outcome: list[str | None] = []
-
-    def connect() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=TIMEOUT_SECONDS).close()
-        except urllib.error.HTTPError:
-            outcome.append(None)  # an answer all the same
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            outcome.append(None if isinstance(reason, ssl.SSLError) else str(reason))  # the client has its own CAs
-        else:
-            outcome.append(None)
-
-    thread = threading.Thread(target=connect, daemon=True)  # a name look-up has no time limit of its own
-    thread.start()
-    thread.join(TIMEOUT_SECONDS)
-    return outcome[0] if outcome else f"no answer from {endpoint} in {TIMEOUT_SECONDS} s"
-
-
-def _refuse_other_layouts(path: Path) -> None:
-    layout = other_layout(path)
-    if layout is not None:
-        raise UserError(f"{path} is {layout.advice()}")
+    try:
+        httpx.head(endpoint, timeout=TIMEOUT_SECONDS)
+    except httpx.HTTPError as error:
+        return one_line(error) or f"no answer from {endpoint} in {TIMEOUT_SECONDS} s"
+    return None
 
 
 def _siblings(path: Path) -> list[str]:
@@ -212,7 +161,7 @@ def _from_hub(name: str, weights: bool) -> Path:
     repo, _, revision = name.partition("@")
     directory = _fetch(repo, revision, PLAIN, ["*/*"])
     if not (directory / "config.json").is_file():
-        raise UserError(f"{name} is not a checkpoint: it has no config.json{_import_hint(repo, directory)}")
+        raise UserError(f"{name} is not a checkpoint: it has no config.json; {IMPORTED}")
     check_causal(directory)
     if not weights or (directory / SINGLE).is_file():
         return directory
@@ -220,7 +169,7 @@ def _from_hub(name: str, weights: bool) -> Path:
     files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]
     directory = _fetch(repo, revision, files)
     if not all((directory / file).is_file() for file in files):
-        raise UserError(f"{name} has no {files[0]}{_import_hint(repo, directory)}")
+        raise UserError(f"{name} has no {files[0]}; {IMPORTED}")
     return directory
 
 
@@ -244,34 +193,13 @@ def _fetch(repo: str, revision: str, patterns: list[str], ignored: list[str] | N
         return Path(directory)
     except errors.GatedRepoError:
         reason = f"access must be requested at {constants.ENDPOINT}/{repo}; then run hf auth login"
-    except errors.RepositoryNotFoundError:
-        reason = "the hub has no such repository, or it is private (then run hf auth login)"
-    except errors.RevisionNotFoundError:
-        reason = f"it has no revision {revision!r}"
     except errors.LocalEntryNotFoundError as error:
-        offline = offline or " ".join(str(error.__cause__ or error).split())[:160]
         reason = (
-            f"the hub cannot be reached ({offline}), and its cache lacks files; name a directory, "
-            "or start with draftlab init --preset tiny"
+            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and its cache lacks "
+            "files; name a directory, or start with draftlab init --preset tiny"
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        reason = f"{type(error).__name__}: {one_line(error, 160)}"
     local = _siblings(Path(name))
     hint = did_you_mean(name, local) if local else ""
     raise UserError(f"{name} is not a directory and could not be downloaded: {reason}{hint}")
-
-
-def _import_hint(repo: str, directory: Path) -> str:
-    """Return the end of a message with the commands that import another layout of a repository, '' if it has none."""
-    from huggingface_hub import HfApi
-
-    files = [] if offline_reason() else HfApi().list_repo_files(repo, revision=directory.name)
-    kinds = [".gguf", "adapter_config.json", "pytorch_model.bin", "pytorch_model.bin.index.json"]
-    other = next((file for kind in kinds for file in files if file.endswith(kind)), None)
-    if other is None:
-        return ""
-    folder = repo.split("/")[1]
-    source = f"{folder}/{other}" if other.endswith(".gguf") else folder
-    fetch = shlex.join(["hf", "download", repo, *([other] if source != folder else []), "--local-dir", folder])
-    convert = shlex.join(["draftlab", "import", source, "--out", f"{folder}-imported"])
-    return f", but {other}; import it with: {fetch} && {convert}"

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from draftlab.errors import OtherArchitecture, UserError
-from draftlab.model import checkpoint, loading
+from draftlab.model import checkpoint
 from draftlab.model.attention import NARROW, AttentionMetadata, attend, pinned_backends
 from draftlab.model.devices import staged
-from draftlab.model.head_ids import read_head_ids
+from draftlab.model.hf_files import read_head_ids
 from draftlab.model.shape import Shape
 from draftlab.reading import reading
 
@@ -310,7 +310,7 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
     if config.get("hidden_act") != "silu":
         raise OtherArchitecture(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
     with reading(f"{directory}/config.json cannot be used"):
-        full = loading.auto_config(directory)
+        full = checkpoint.auto_config(directory)
         eps = {"rms_norm_eps": full.rms_norm_eps}  # with transformers' default
     return shape, config | eps, rotary(full, shape.head_dim, directory)
 

@@ -7,7 +7,7 @@ import torch
 
 from draftlab.errors import OtherArchitecture, Quantised
 from draftlab.model import checkpoint
-from draftlab.model.quantization import quantization_method
+from draftlab.model.hf_files import quantization_method
 from draftlab.model.shape import Shape, format_count
 
 

@@ -1,11 +1,40 @@
-"""Checks that vocabularies fit."""
+"""Tokenizers, and whether the vocabularies of draft and target fit. No torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftlab.errors import UserError
-from draftlab.model.checkpoint import load_tokenizer, vocab_size
-from draftlab.model.head_ids import HEAD_IDS
-from draftlab.model.vocabularies import different_tokenizers, first_difference
+from draftlab.model.hf_files import HEAD_IDS, check_has_tokenizer, vocab_size
+from draftlab.model.hub import checkpoint_name
+from draftlab.provenance import file_sha256
+from draftlab.reading import reading
+from draftlab.trust import trusts_remote_code
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FILE = "tokenizer.json"
+
+
+def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
+    """Raises UserError: there is none, or it cannot be read."""
+    from transformers import AutoTokenizer
+
+    from draftlab.model.sentencepiece import as_sentencepiece
+
+    check_has_tokenizer(directory)
+    with reading(f"{directory} has no usable tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts_remote_code())
+        alone = directory / "tokenizer.model"
+        fast = any((directory / name).is_file() for name in (FILE, "tekken.json"))
+        return as_sentencepiece(tokenizer, alone) if alone.is_file() and not fast else tokenizer
+
+
+def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
+    """Return the ids of bos, eos and pad; None for those that the tokenizer lacks."""
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+    return {name: value if isinstance(value, int) else None for name, value in ids.items()}
 
 
 def known_ids(*models: Path) -> int:
@@ -38,3 +67,43 @@ def common_vocabulary(draft: Path, target: Path) -> int:
     if other is not None:
         raise UserError(different_tokenizers(draft, target, other))
     return size
+
+
+def check_files(draft: Path, target: Path) -> None:
+    """Raises UserError: an id is one token in the draft's tokenizer.json, and another one in the target's.
+
+    Ids that only one of them has, and other files of tokenizers, are left to transformers' own tokenizers.
+    """
+    files = [draft / FILE, target / FILE]
+    if not all(file.is_file() for file in files) or len(set(map(file_sha256, files))) == 1:
+        return
+    vocabularies = [_vocabulary(file) for file in files]
+    shared = set.intersection(*(set(vocab.values()) for vocab in vocabularies))
+    first, second = ({token: i for token, i in vocab.items() if i in shared} for vocab in vocabularies)
+    if (other := first_difference(first, second, max(shared, default=-1) + 1)) is not None:
+        raise UserError(different_tokenizers(draft, target, other))
+
+
+def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:
+    """Return which of the target's ids below size is another token in the draft, None if none is.
+
+    What the draft's tokenizer adds where the target has padding is never accepted.
+    """
+    drafts, targets = ({i: token for token, i in vocab.items()} for vocab in (draft, target))
+    first = next((i for i in sorted(targets) if i < size and drafts.get(i) != targets[i]), None)
+    return None if first is None else f"id {first} is {drafts.get(first)!r} and {targets[first]!r}"
+
+
+def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
+    """Return what to say of two models whose tokens differ. difference: see first_difference."""
+    return (
+        f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: {difference}; "
+        "speculation needs the same vocabulary, which mergekit-tokensurgeon gives a draft"
+    )
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    with reading(f"{file} is no usable tokenizer"):
+        return Tokenizer.from_file(str(file)).get_vocab()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.model.head_ids import check_size
+from draftlab.model.hf_files import check_head_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: It
         UserError: size is not between those of special and of vocab, or there are fewer than two texts.
     """
     stays = sorted({i for i in special if i < vocab})
-    check_size(size, vocab, len(stays))
+    check_head_size(size, vocab, len(stays))
     if len(texts) < 2:
         raise UserError(f"--vocab {size}: ids are counted in {len(texts)} texts, which say too little; use more text")
 

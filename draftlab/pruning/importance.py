@@ -13,11 +13,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.model.checkpoint import CPU
+from draftlab.model.checkpoint import CPU, check_weight
 from draftlab.model.devices import exact_dtype, exact_products
 from draftlab.model.saving import write_tensors
 from draftlab.model.shape import Shape
-from draftlab.model.weights import check_weight
 from draftlab.pruning.walk import Walk
 from draftlab.reading import reading
 

@@ -12,7 +12,7 @@ from draftlab import provenance
 from draftlab.atomic import check_writable, remove_state, removed_if_unused
 from draftlab.console import is_main_process, note, progress
 from draftlab.model import checkpoint, saving
-from draftlab.model.head_ids import read_head_ids, write_head_ids
+from draftlab.model.hf_files import read_head_ids, write_head_ids
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import frequent_ids, template_ids
 from draftlab.output import Output

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from draftlab.config.search import SearchConfig
 from draftlab.model import hub
+from draftlab.model.checkpoint import planned_shape
 from draftlab.model.families import Budget, family
-from draftlab.model.head_ids import check_trimmable
-from draftlab.model.hf_shapes import planned_shape
+from draftlab.model.hf_files import check_trimmable
 from draftlab.model.shape import Shape, parse_count, resolve
 
 

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
 from draftlab.model import checkpoint, hub, parallel
-from draftlab.model.head_ids import check_trimmable
-from draftlab.model.hf_files import check_length
+from draftlab.model.hf_files import check_length, check_trimmable
 from draftlab.model.size import read_size, training_cost
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output

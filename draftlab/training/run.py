@@ -16,7 +16,7 @@ from draftlab.config.shared import TrainerSettings
 from draftlab.console import note, progress
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
-from draftlab.model.head_ids import write_head_ids
+from draftlab.model.hf_files import write_head_ids
 from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE

@@ -27,10 +27,9 @@ from draftlab.data import (
 from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.checkpoint import max_model_len
+from draftlab.model.checkpoint import Weights, max_model_len
 from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import check_embeds, known_ids
-from draftlab.model.weights import Weights
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs.batches import open_stored

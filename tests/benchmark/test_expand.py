@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.expand import Expanded, expand, larger
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, decoder, llama
-from draftlab.model.head_ids import write_head_ids
+from draftlab.model.hf_files import write_head_ids
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 LARGER: dict[str, Any] = {"layers": 7, "hidden": 96, "heads": 12, "kv_heads": 6, "ffn": 104}

@@ -20,7 +20,7 @@ from draftlab.commands import COMMANDS
 from draftlab.config.tasks import TaskSettings, check_tasks
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_model, load_tokenizer
-from draftlab.model.head_ids import write_head_ids
+from draftlab.model.hf_files import write_head_ids
 from draftlab.results.score import TaskResult, read_score
 
 CPU = torch.device("cpu")

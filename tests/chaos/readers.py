@@ -31,11 +31,10 @@ from draftlab.latency.cost_model import Point, Profile, SteadyPoint, read_profil
 from draftlab.latency.k_schedule import Schedule, read_schedule
 from draftlab.latency.roofline import read_device
 from draftlab.model import checkpoint, eagle, hub
+from draftlab.model.checkpoint import Weights
 from draftlab.model.families import widths_folder
-from draftlab.model.head_ids import read_head_ids, write_head_ids
-from draftlab.model.hf_files import check_causal, eos_ids
+from draftlab.model.hf_files import check_causal, eos_ids, read_head_ids, write_head_ids
 from draftlab.model.shape import Shape, read_shape_file, write_shape_file
-from draftlab.model.weights import Weights
 from draftlab.pipeline.costs import Machine
 from draftlab.pipeline.plan import Plan, PlannedStep
 from draftlab.pipeline.verdict import Training

@@ -50,7 +50,6 @@ OFFENDERS: dict[str, tuple[str, Content]] = {
     "a probability of 2": ("replay.json", lambda good: _first(good, "texts", chances=[2.0, 0.5, 0.5])),
     "a step of minus one second": ("score.json", lambda good: _first(good, "plain", draft_seconds=-1)),
     "more tokens than steps": ("score.json", lambda good: _first(good, "plain", tokens=10**12)),
-    "a longest text in words": ("tokenizer_config.json", b'{"model_max_length": "long"}'),
     "turns of nobody": ("turns", b""),
     "a pickle of code": (".bin", b"\x80\x02cos\nsystem\nX\x01\x00\x00\x00xR."),
 }  # fmt: skip

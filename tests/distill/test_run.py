@@ -18,7 +18,7 @@ from draftlab.config.shared import TRACKERS, TrainerSettings
 from draftlab.data import Batch, TopLogprobs
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.head_ids import read_head_ids
+from draftlab.model.hf_files import read_head_ids
 from draftlab.output import Output
 from draftlab.training import run
 from draftlab.training.checkpointer import BEST, best_weights

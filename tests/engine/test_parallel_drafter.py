@@ -15,7 +15,7 @@ from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import load, with_mode
-from draftlab.model.head_ids import write_head_ids
+from draftlab.model.hf_files import write_head_ids
 from draftlab.sampling import SamplingParams
 
 MASK, VOCAB = 2, 307

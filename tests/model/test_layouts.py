@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.model.layouts import other_layout
+from draftlab.model.hf_files import other_layout
 
 
 def folder(root: Path, *names: str) -> Path:

@@ -14,9 +14,9 @@ from draftlab.errors import UserError
 from draftlab.latency.cost_model import active_params, pass_bytes
 from draftlab.latency.roofline import devices, parse_profile
 from draftlab.model import checkpoint
+from draftlab.model.checkpoint import check_quantizer
 from draftlab.model.families import presets, shipped
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.quantization import check_quantizer
 from draftlab.model.size import read_size
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

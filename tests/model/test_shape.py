@@ -339,7 +339,7 @@ def test_a_written_shape_file_reads_back(tmp_path):
         ("layers: '12'", "layers: .*'12'"),
         ("layers: yes", "layers: .*True"),
         ("layers: 0", "layers: .*0"),
-        ("layers: [1", "not YAML"),
+        ("layers: [1", "while"),
         ("tied: 1", "tied: .*1"),
     ],
 )

@@ -14,7 +14,7 @@ from draftlab.exporting import hf
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.random_model import random_model
 from draftlab.model import checkpoint, llama, trimmed_head
-from draftlab.model.head_ids import write_head_ids
+from draftlab.model.hf_files import write_head_ids
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.model.shape import parse_vocab
 from draftlab.sampling import SamplingParams

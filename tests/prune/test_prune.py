@@ -1,6 +1,7 @@
 """Cutting is exact where it can be, and what comes out is an ordinary Hugging Face checkpoint."""
 
 import json
+import shutil
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from draftlab.commands.prune import prepare, prune
 from draftlab.config.prune import PruneConfig
 from draftlab.data import text_batch
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, llama, saving
+from draftlab.model import checkpoint, hf_files, llama, saving
 from draftlab.model.shape import Shape, check, resolve
 from draftlab.output import Output
 from draftlab.pruning import choose as choosing
@@ -79,6 +80,14 @@ def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
 
 
 logits = partial(logits_by_transformers, ids=IDS)
+
+
+def test_a_prune_reads_the_header_of_a_file_once(family_dirs, tmp_path, text):
+    source = tmp_path / "source"
+    shutil.copytree(family_dirs["llama"], source)
+    hf_files._headers.cache_clear()
+    prune_to(source, tmp_path / "out", text, resolve(checkpoint.read_shape(source), layers=2))
+    assert hf_files._headers.cache_info().misses == len(list(source.glob("*.safetensors")))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,8 +17,8 @@ from draftlab import provenance
 from draftlab.engine.generate import Draft
 from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
+from draftlab.model.checkpoint import check_weight
 from draftlab.model.llama import Cache, Llama
-from draftlab.model.weights import check_weight
 from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
 from draftlab_research.medusa import MANIFEST, TRAINED_BY

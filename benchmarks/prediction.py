@@ -21,7 +21,6 @@ from benchmarks import environment
 from draftlab import intervals
 from draftlab.acceptance.expected import chances
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.benchmark.throughput import PLAIN, Arm, measure_throughput
 from draftlab.commands.prune import prune
 from draftlab.commands.train import distill
 from draftlab.console import note
@@ -37,6 +36,7 @@ from draftlab.model.llama import Llama
 from draftlab.results.decoding import Generation, decode_timings
 from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
+from draftlab.scoring.throughput import PLAIN, Arm, measure_throughput
 
 TARGET = "tiny"
 DRAFTS = {"12x128": 60, "3x256": 60, "6x192": 60, "2x256": 0, "4x192": 0}  # layers x width -> steps of distillation

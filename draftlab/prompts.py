@@ -10,12 +10,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data, provenance
-from draftlab.config.score import FROM_DATA, FROM_DATA_TOKENS
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
 from draftlab.data.conversations import Message, chat_ids, read_messages
 from draftlab.errors import UserError
 from draftlab.reading import read_json_lines
+
+FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each
 
 
 @dataclass(frozen=True, slots=True)

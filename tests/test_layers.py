@@ -34,7 +34,7 @@ LAYERS = [
     ["training"],
     ["pruning"],
     ["exporting"],
-    ["benchmark"],
+    ["scoring"],
     ["importing"],
     ["searching"],
     ["commands"],
@@ -123,25 +123,12 @@ def test_help_does_not_import_torch():
     assert out.stdout.strip() == "[]"
 
 
-MISSING = [
-    "distill --draft nope",
-    "score --draft nope@q8_0",
-    "check nope",
-    "export nope",
-    "score --draft tiny --drafter model:draft=nope",
-    "search --target nope",
-    "eagle --target nope",
-]
+MISSING = ["distill --draft nope", "check nope", "export nope", "search --target nope", "eagle --target nope"]
 TORN = "torn: model-2.safetensors, named in model.safetensors.index.json, is missing"
 WRONG = {  # what is there and is something else, and what is missing besides models
     "distill --draft tiny --data nope.txt": "data 'nope.txt': neither a built-in source nor a file or folder",
-    "score --draft tiny --data stdlibs": "did you mean 'stdlib'",
-    "score --draft tiny --prompt-file nope.jsonl": "nope.jsonl: No such file",
     "distill --draft a.gguf": "a.gguf is a GGUF file",  # before the workspace's data, which is not there either
-    "score --draft a.gguf": "a.gguf is a GGUF file",
     "distill --draft torn --data stdlib": TORN,
-    "score --draft torn --data stdlib": TORN,
-    "score-servers --server nope --speculative-server http://h:1": "'nope' is not an address",
     "distill --draft tiny --seq-len 9999": "--seq-len 9999: ",
     "distill --draft tiny --seq-len 9999 --dry-run": "--seq-len 9999: ",
     "distill --draft tiny --loss nope": "unknown loss 'nope'",
@@ -152,23 +139,16 @@ WRONG = {  # what is there and is something else, and what is missing besides mo
     "distill --loss ce --draft tiny --data text --seq-len 9999": "--seq-len 9999: ",
     "eagle --target tiny --seq-len 9999": "--seq-len 9999: ",
     "eagle --target tiny --heads nope": "nope: No such file",
-    "score --draft tiny --drafter eagle:heads=text": "text has no EAGLE-3 heads (config.json is missing)",
-    "score --draft tiny --drafter ngram:outputs=text": "text is not a store",
     "search --target tiny --law nope": "nope: No such file",
     "search --target tiny --data nope.txt": "data 'nope.txt'",
     "search --target tiny --against nope": "no checkpoint at nope",
     "design --params lots": "'lots' is not a count",
-    "score --draft tiny --tasks helaswag": "did you mean 'hellaswag'",
     "auto tiny --data nope": "data 'nope'",
     "distill --draft other --target tiny": "different tokenizers: id ",
-    "score --draft other --target tiny": "different tokenizers: id ",
     "search --source other --target tiny": "different tokenizers: id ",
-    "score --draft tiny --max-tokens 99999": "does not fit the context of tiny",
     "distill --draft tiny --server http://127.0.0.1:9": "no answer from http://127.0.0.1:9",
-    "score-servers --server http://127.0.0.1:9 --speculative-server http://127.0.0.1:9": "no answer from http://127.0.0",
     "export tiny --to gguf --outtype nope": "--outtype nope: no such type; known: ",
     "export tiny --to vllm --verify-with nope": "--verify-with nope: no such program",
-    "score --draft tiny@q9": "--draft tiny@q9: no such type",
     "export tiny --to gguf --outtype q4_k_m": "only llama.cpp quantizes to it",
     "distill --draft tiny --parallel 2 --pard-token 4096": "--pard-token 4096: the vocabulary has 0 to 4095",
     "distill --draft tiny --report-to nope": "'nope' is unknown; known: aim, ",

@@ -13,7 +13,7 @@ from builders import build
 
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
-from draftlab.config.score import ScoreServersConfig
+from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.exporting import card, scripts
 from draftlab.model import checkpoint, native_cpu
@@ -50,8 +50,8 @@ def test_a_manifest_cannot_lead_out_of_its_store():
     "address", ["http://user:SECRET@host:8000/v1", "https://host/x?token=SECRET", "http://host#SECRET"]
 )
 def test_secrets_stay_out_of_what_is_written(address):
-    config = ScoreServersConfig.build({"server": address, "speculative_server": address, "target": "tiny"})
-    written = json.dumps(config.settings()) + config.command_line("score-servers") + without_secrets(address)
+    config = ScoreConfig.build({"server": address, "speculative_server": address, "target": "tiny"})
+    written = json.dumps(config.settings()) + config.command_line("score") + without_secrets(address)
     assert "SECRET" not in written
     assert "user" not in written
     assert "host" in written

@@ -12,10 +12,9 @@ from loopback_servers import SmallVLLM, running
 from test_prompts import BUILD, SCORE, call, chatty, lines, plain, space  # noqa: F401
 
 from draftlab import turns
-from draftlab.benchmark import run as benchmark
-from draftlab.benchmark import servers
+from draftlab.commands.score import prepare
 from draftlab.config.export import CheckConfig
-from draftlab.config.score import ScoreServersConfig
+from draftlab.config.score import ScoreConfig
 from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.errors import UserError
 from draftlab.exporting import compatibility
@@ -25,6 +24,8 @@ from draftlab.prompts import Prompt, file_prompts
 from draftlab.provenance import read_record
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
+from draftlab.scoring import run as benchmark
+from draftlab.scoring import servers
 from draftlab.target_outputs.store import read_store
 
 TALKS: list[dict[str, Any]] = [
@@ -91,11 +92,13 @@ def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
     tokenizer = checkpoint.load_tokenizer(space / "target")
     model = checkpoint.load_model(space / "target", torch.float32).eval()
     with running(SmallVLLM(model, tokenizer, frozenset([1]))) as url:
-        config = ScoreServersConfig(
+        config = ScoreConfig(
             server=url, speculative_server=url, target="target", prompt_file=Path("prompts.jsonl"), max_tokens=20
         )
-        setup = servers.with_turns(servers.set_up(config))
-    assert [prompt.ids for prompt in setup.prompts.rows] == asked
+        served = prepare(config, True).served
+        assert served is not None
+        found = servers.with_turns(served)
+    assert [prompt.ids for prompt in found.requests.prompts.rows] == asked
 
 
 def test_sampled_answers_are_sampled_as_asked(space):  # noqa: F811

@@ -9,7 +9,7 @@ from draftlab.commands.latency import predict, profile
 from draftlab.commands.make import design, import_checkpoint, init
 from draftlab.commands.prune import prune
 from draftlab.commands.report import report
-from draftlab.commands.score import score, score_servers
+from draftlab.commands.score import score
 from draftlab.commands.search import search
 from draftlab.commands.train import distill
 
@@ -18,7 +18,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
     "Make a draft": (
         design, prune, distill, search, eagle, outputs.build, outputs.info,
     ),
-    "Measure": (score, report, score_servers),
+    "Measure": (score, report),
     "Predict": (profile, predict, outputs.replay),
     "Ship": (check, export),
 }  # fmt: skip

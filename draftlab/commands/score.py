@@ -1,17 +1,30 @@
-"""Commands that measure a draft: score, score-servers."""
+"""The command that measures drafts."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from draftlab.commands.base import Outcome, command, plan
-from draftlab.config.score import ScoreConfig, ScoreServersConfig, ThresholdSettings
-from draftlab.console import note_if_slow
+from draftlab.commands.base import Outcome, command
+from draftlab.config import inputs, shared
+from draftlab.config.drafters import DrafterSpec, parse_drafter
+from draftlab.config.score import ScoreConfig
+from draftlab.config.server_rules import SERVER_RULES, Acceptance
+from draftlab.console import note, note_if_slow
+from draftlab.errors import UserError, about
 from draftlab.intervals import tokens_per_second
+from draftlab.model import hub
+from draftlab.model.hf_files import check_has_tokenizer
 from draftlab.output import Output
+from draftlab.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
+    from draftlab.model import Mode
     from draftlab.results.score import Score
+    from draftlab.scoring.comparison import Comparison, Engine, Requests
+    from draftlab.scoring.lm_eval import Tasks
+    from draftlab.scoring.servers import PlainAnswers, ServedComparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -36,37 +49,262 @@ class Scored(Outcome):
         return self.interval.value
 
 
-@command(ScoreConfig, dry_run=True)
-def score(config: ScoreConfig, output: Output) -> Scored | Outcome:
-    """Measure drafts against the target in one process: acceptance, speed-up over plain decoding, accuracy."""
-    with note_if_slow("loading torch and transformers"):
-        from draftlab.benchmark import run
-    if output.dry_run:
-        return plan(output, run.describe(config))
-    return _outcome(run.score(config, output), output, config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedScore:
+    """Models in this process or on servers to compare, and the speed-up that they have to reach."""
+
+    local: "Comparison | None" = None
+    served: "ServedComparison | None" = None
+    min_speedup: float | None
+
+    @property
+    def comparison(self) -> "Comparison | ServedComparison":
+        comparison = self.local or self.served
+        assert comparison is not None
+        return comparison
+
+    @property
+    def name(self) -> str:
+        return self.comparison.name
+
+    def facts(self) -> Mapping[str, object]:
+        return self.comparison.facts()
 
 
-@command(ScoreServersConfig, dry_run=True)
-def score_servers(config: ScoreServersConfig, output: Output) -> Outcome:
-    """Measure a draft through two running servers: the target alone, and the target with its draft."""
-    if not output.dry_run:
-        from draftlab.servers.client import Server
+def prepare(config: ScoreConfig, weights: bool) -> PreparedScore:
+    """Resolve and check the settings. weights: False fetches configurations and tokenizers only.
 
-        urls = (config.server, config.speculative_server)
-        Server.check(*urls, model=config.served_model, api_key_file=config.api_key_file)
-    with note_if_slow("loading torch and transformers"):
-        from draftlab.benchmark import servers
-    if output.dry_run:
-        return plan(output, servers.describe(config))
-    result = servers.score(config, output)
+    Raises:
+        UserError: a model, a server, prompts, tasks or data that cannot be had, or settings that do not fit them.
+    """
+    if config.include_path is not None and not config.include_path.is_dir():
+        raise UserError(f"--include-path {config.include_path}: no such directory")
+    if config.served:
+        return PreparedScore(served=_served(config), min_speedup=config.min_speedup)
+    return PreparedScore(local=_local(config, weights), min_speedup=config.min_speedup)
+
+
+@command(ScoreConfig, prepare=prepare, dry_run=True)
+def score(prepared: PreparedScore, output: Output) -> Scored | Outcome:
+    """Measure drafts against the target, here or on servers: acceptance, speed-up over plain decoding, accuracy."""
+    from draftlab.scoring import run, servers
+
+    if prepared.local is not None:
+        return _outcome(run.score(prepared.local, output), output, prepared.min_speedup)
+    assert prepared.served is not None
+    result = servers.score(prepared.served, output)
     if isinstance(result, servers.PlainAnswers):
-        speed = tokens_per_second([run.request for run in result.runs])
-        lines = [f"{len(result.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)]
-        return Outcome(path=output.out, show=lines, data={"path": str(output.out), "output_tps": speed})
-    return _outcome([result], output, config)
+        return _stored(result, output)
+    return _outcome([result], output, prepared.min_speedup)
 
 
-def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -> Scored:
+def _local(config: ScoreConfig, weights: bool) -> "Comparison":
+    """Return the comparison of models in this process."""
+    with about("--target"):
+        target = _checkpoint(config.target, weights)
+    with about("--draft"):
+        drafts = _drafts_by_name(config.draft, weights)
+    specs = list(map(parse_drafter, config.drafter))
+    for spec in specs:
+        _check_inputs(spec, weights)
+    source = config.data
+    if config.prompt_file is None or any(spec.reads_data for spec in specs):
+        with about("--data"):
+            source = hub.check_data(config.data)
+    default = next(iter(drafts.values()), None)
+    if default is None and any("" in spec.drafts for spec in specs):
+        default = shared.newest_draft()
+        note(f"draft of the drafters: {default}")
+    with note_if_slow("loading torch and transformers"):
+        from draftlab.model import checkpoint
+        from draftlab.model.tokenizer import common_vocabulary
+        from draftlab.scoring.comparison import Comparison
+    named = [path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)]
+    models = list(dict.fromkeys([*drafts.values(), *named]))
+    with about("--draft"):
+        for directory in models:
+            common_vocabulary(directory, target)
+    if weights:
+        for directory in (target, *models):
+            checkpoint.check(directory)
+    requests = _requests(config, target, source)
+    stop = checkpoint.eos_token_ids(target)
+    comparison = Comparison(
+        target=target,
+        drafts=drafts,
+        drafters=specs,
+        default_draft=default,
+        requests=replace(requests, sampling=replace(requests.sampling, stop_token_ids=stop)),
+        engine=_engine(config, specs, [target, *models] if weights else []),
+        ks=config.k,
+        batches=config.batch,
+        acceptance=SERVER_RULES[config.server_rule] if config.server_rule else Acceptance(config.rule, None),
+        data=source,
+        tasks=_tasks(config) if weights else None,
+    )
+    comparison.check()
+    return comparison
+
+
+def _served(config: ScoreConfig) -> "ServedComparison":
+    """Return the comparison of running servers."""
+    from draftlab.reading import read_model
+    from draftlab.servers.client import Server
+
+    assert config.server is not None
+    is_stored = config.speculative_server is not None and "://" not in config.server
+    servers: dict[str, Server] = {}
+    if not is_stored:
+        with about("--server"):
+            servers["plain"] = Server.connect(config.server, None, config.api_key_file)
+    if config.speculative_server is not None:
+        with about("--speculative-server"):
+            servers["speculative"] = Server.connect(config.speculative_server, None, config.api_key_file)
+    source = config.data
+    if config.prompt_file is None:
+        with about("--data"):
+            source = hub.check_data(config.data)
+    with about("--target"):
+        tokenizer = _vocabulary(config.target)
+    with note_if_slow("loading torch and transformers"):
+        from draftlab.scoring.lm_eval import check_chat_template
+        from draftlab.scoring.servers import PLAIN_FILE, PlainAnswers, ServedComparison
+    with about("--server"):
+        stored = read_model(PlainAnswers, Path(config.server), PLAIN_FILE) if is_stored else None
+    if len(config.draft) > 1:
+        raise UserError("--draft: a server runs one draft; name that one")
+    requests = _requests(config, tokenizer, source)
+    tasks = _tasks(config)
+    if config.apply_chat_template:
+        check_chat_template(tokenizer)
+    if tasks is not None and "plain" in servers:
+        tasks.check_server(servers["plain"])
+    return ServedComparison(
+        servers=servers,
+        stored=stored,
+        draft=config.draft[0] if config.draft else "draft",
+        tokenizer=tokenizer,
+        requests=requests,
+        tasks=tasks,
+    )
+
+
+def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
+    """Read the prompts. tokenizer: its directory. source: of data."""
+    from draftlab.model import checkpoint
+    from draftlab.prompts import load_prompts
+    from draftlab.scoring.comparison import Requests
+
+    option = "--data" if config.prompt_file is None else "--prompt-file"
+    with about(option), note_if_slow(f"reading prompts of {config.prompt_file or source}"):
+        prompts = load_prompts(
+            config.prompt_file,
+            source,
+            checkpoint.load_tokenizer(tokenizer),
+            count=config.num_prompts,
+            tokens=config.prompt_tokens,
+            seed=config.seed,
+            chat=config.chat,
+            system_prompt=config.system_prompt,
+        )
+    sampling = SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+    )
+    return Requests(prompts=prompts, sampling=sampling, repeats=config.repeats)
+
+
+def _engine(config: ScoreConfig, specs: list[DrafterSpec], models: list[Path]) -> "Engine":
+    """Return how passes run. models: those that mode auto has to suit."""
+    from draftlab.model import checkpoint
+    from draftlab.model.decoder import resolve_mode
+    from draftlab.scoring.comparison import Engine
+
+    with about("--device"):
+        device = checkpoint.resolve_device(config.device)
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    mode: Mode | None = next((spec.mode for spec in specs if spec.mode is not None), None)
+    if config.mode != "auto":
+        mode = config.mode
+    elif config.device_map is not None:
+        mode = "eager"
+    return Engine(
+        device=device,
+        dtype=dtype,
+        mode=mode or resolve_mode(config.mode, device, dtype, models),
+        device_map=config.device_map,
+        target_int8=config.int8 in ("target", "both"),
+        draft_int8=config.int8 in ("draft", "both"),
+        threads=config.threads,
+    )
+
+
+def _tasks(config: ScoreConfig) -> "Tasks | None":
+    if config.tasks is None:
+        return None
+    from draftlab.scoring.lm_eval import load_tasks
+
+    return load_tasks(
+        config.tasks.split(","),
+        limit=config.task_limit,
+        batch_size=config.task_batch_size,
+        num_fewshot=config.num_fewshot,
+        apply_chat_template=config.apply_chat_template,
+        include_path=config.include_path,
+        seed=config.seed,
+    )
+
+
+def _checkpoint(name: str, weights: bool) -> Path:
+    """Raises UserError: it is no whole model, or not there."""
+    inputs.checkpoint(name, weights)
+    return hub.locate(name, weights)
+
+
+def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
+    """Return directories by their names, which end in @TYPE where a rounded copy was asked for."""
+    inputs.check_rounded(*names)
+    drafts: dict[str, Path] = {}
+    for name in names:
+        base, _, kind = name.rpartition("@")
+        rounded = bool(base) and kind in inputs.TYPES
+        path = _checkpoint(base if rounded else name, weights)
+        drafts[hub.checkpoint_name(path) + (f"@{kind}" if rounded else "")] = path
+    if len(drafts) < len(names):
+        raise UserError("two drafts have the same directory name; rename one: " + ", ".join(names))
+    return drafts
+
+
+def _check_inputs(spec: DrafterSpec, weights: bool) -> None:
+    """Raises UserError: a file or a model that a drafter reads is not there."""
+    for each in spec.inputs():
+        if each.name:
+            with about(f"--drafter {spec.text}"):
+                each.check(each.name, weights)
+
+
+def _vocabulary(name: str) -> Path:
+    """Return a directory with the tokenizer of the servers' model; no weights are needed."""
+    if Path(name).is_dir():
+        check_has_tokenizer(Path(name))
+        return Path(name)
+    return hub.locate(name, weights=False)
+
+
+def _stored(answers: "PlainAnswers", output: Output) -> Outcome:
+    speed = tokens_per_second([run.request for run in answers.runs])
+    lines = [
+        f"{len(answers.runs)} answers, {speed:.4g} tokens per second alone",
+        f"draftlab score --server {output.out} --speculative-server URL compares a server that drafts",
+    ]
+    return Outcome(path=output.out, show=lines, data={"path": str(output.out), "output_tps": speed})
+
+
+def _outcome(scores: "list[Score]", output: Output, min_speedup: float | None) -> Scored:
     from draftlab.results.compare import (
         candidate_of,
         category_rows,
@@ -80,17 +318,15 @@ def _outcome(scores: "list[Score]", output: Output, limits: ThresholdSettings) -
     from draftlab.results.tables import accuracy_table, score_table
     from draftlab.results.warnings import score_warnings
 
-    candidates, missed = [candidate_of(s) for s in scores], []
-    for s, candidate in zip(scores, candidates, strict=True):
-        length = max(s.acceptance(k).mean_acceptance_length for k in s.speculative)
-        missed += missed_thresholds(candidate, length, limits.min_speedup, limits.min_acceptance_length)
+    candidates = [candidate_of(s) for s in scores]
+    missed = [text for c in candidates for text in missed_thresholds(c, c.tokens_per_pass, min_speedup, None)]
     verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
     warnings = [f"warning: {text}" for text in score_warnings(scores)]
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     ranking = verdict_lines(rank(candidates)) if comparable else []
     categories = [category_table(s) for s in scores if s.prompts_by_category]
     accuracies = {model.name: model.tasks for s in scores for model in (s.draft, s.target) if model.tasks}
-    data: dict[str, object] = {
+    data: dict[str, Any] = {
         "scores": json_rows(scores),
         "categories": {s.name: category_rows(s) for s in scores},
         "prompts": {s.name: prompt_rows(s) for s in scores},

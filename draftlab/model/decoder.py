@@ -60,7 +60,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: 
     except OtherArchitecture as error:
         note(f"{error}; transformers runs it instead")
     except Quantised:
-        note(f"{directory} is quantised: transformers runs it, slower than a server does (draftlab score-servers)")
+        note(f"{directory} is quantised: transformers runs it, slower than a server does (draftlab score --server)")
     else:
         model = llama.load(directory, dtype, device)
         model.pard_token = parallel.pard_token(directory)

@@ -352,7 +352,7 @@ class AutoRun:
         afforded = int(each / (self._answer_seconds * arms(self.plan.candidates)))
         choose = len(self.prompts.choose.read_text().splitlines())
         prompts = max(LEAST_PROMPTS, min(afforded - 5, choose)) // together * together or together
-        rounded = {"draft_int8": True, "target_int8": True} if self._int8 else {}
+        rounded = {"int8": "both"} if self._int8 else {}
         chosen_on = {"prompt_file": self.prompts.choose, "num_prompts": prompts, "repeats": 1}
         measured_on = {"prompt_file": self.prompts.measure, "repeats": 2}
         out = self.steps.make(

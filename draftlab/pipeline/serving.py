@@ -42,7 +42,7 @@ def serve(
         if chosen.draft is not None:
             out = steps.make("export", "export", "export", **settings, to="hf")
             drafter = drafter or f"model:draft={out}"
-        rounded = " --target-int8" * int8 + " --draft-int8" * (int8 and chosen.draft is not None)
+        rounded = f" --int8 {'target' if chosen.draft is None else 'both'}" if int8 else ""
         options = f"--drafter {drafter} --k {k}{rounded}"
         command = f"draftlab score --target {config.target} {options} --prompt-file {prompts}"
         return command, [

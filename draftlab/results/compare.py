@@ -126,7 +126,7 @@ def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
     Raises:
         UserError: there is none, or a file is neither.
     """
-    files = [f for p in paths for f in (sorted(p.rglob("score.json")) if p.is_dir() else [p])]
+    files = [f for p in paths for f in ([p] if p.suffix == ".json" else sorted(p.rglob("score.json")))]
     read = [(candidate, file) for file in files for candidate in _read_file(file)]
     if not read:
         raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")

@@ -17,14 +17,15 @@ import torch
 from draftlab import provenance
 from draftlab.acceptance.expected import chain
 from draftlab.atomic import remove_state
-from draftlab.benchmark import run as benchmark
 from draftlab.config.base import OutputConfig
 from draftlab.config.distill import DistillConfig
+from draftlab.config.drafters import parse_drafter
 from draftlab.config.latency import ProfileConfig
 from draftlab.config.outputs import OutputsBuildConfig, ReplayConfig
 from draftlab.config.prune import PruneConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.config.search import SearchConfig
+from draftlab.config.server_rules import Acceptance
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, read_profile
@@ -37,15 +38,18 @@ from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import common_vocabulary, known_ids
 from draftlab.output import Output
-from draftlab.prompts import data_prompts, file_prompts
+from draftlab.prompts import data_prompts, file_prompts, load_prompts
 from draftlab.pruning.refit import Refit
 from draftlab.pruning.run import prune
 from draftlab.pruning.source import Source, check_cut
 from draftlab.pruning.texts import Text
 from draftlab.pruning.trial_model import prunable_shape
+from draftlab.registry import REJECTION
 from draftlab.results.compare import candidate_of, rank
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
+from draftlab.scoring.comparison import Comparison, Engine, Requests
+from draftlab.scoring.run import score
 from draftlab.searching.schedule import (
     FILE,
     MAX_PASS_SHARE,
@@ -183,7 +187,7 @@ class Searcher:
         config, last, start = self.config, search.rungs[-1], time.time()
         ks = sorted({trial.k for trial in last.trials if trial.name in last.names})
         scores = self._once(
-            "score", benchmark.score, ScoreConfig,
+            "score", self._compare, ScoreConfig,
             draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names if name in search.shapes],
             drafter=config.drafter, target=str(self.target), **self._prompts, **self.running,
             k=ks, num_prompts=config.num_prompts, max_tokens=MAX_TOKENS,
@@ -200,6 +204,40 @@ class Searcher:
         ]  # fmt: skip
         spent = search.spent_seconds + time.time() - start
         return search.model_copy(update={"measured": measured, "spent_seconds": spent})
+
+    def _compare(self, config: Any, output: Output) -> None:
+        """Score what a config says, on one stream."""
+        drafts = {hub.checkpoint_name(Path(path)): Path(path) for path in config.draft}
+        device = checkpoint.resolve_device(config.device)
+        prompts = load_prompts(
+            config.prompt_file,
+            config.data,
+            checkpoint.load_tokenizer(self.target),
+            count=config.num_prompts,
+            tokens=config.prompt_tokens,
+            seed=config.seed,
+        )
+        stop = checkpoint.eos_token_ids(self.target)
+        sampling = SamplingParams(max_tokens=config.max_tokens, seed=config.seed, stop_token_ids=stop)
+        comparison = Comparison(
+            target=self.target,
+            drafts=drafts,
+            drafters=list(map(parse_drafter, config.drafter)),
+            default_draft=next(iter(drafts.values()), None),
+            requests=Requests(prompts=prompts, sampling=sampling, repeats=config.repeats),
+            engine=Engine(
+                device=device,
+                dtype=checkpoint.resolve_dtype(config.dtype, device),
+                mode=config.mode,
+                threads=config.threads,
+            ),
+            ks=config.k,
+            batches=[1],
+            acceptance=Acceptance(REJECTION, None),
+            data=config.data,
+        )
+        comparison.check()
+        score(comparison, output)
 
     def draft(self, name: str, rung: int) -> Path:
         return self.config.heads.get(name) or self.output.state / f"rung-{rung}" / name

@@ -51,8 +51,7 @@ MEASURED = ("law", "profile", "score", "search")  # times are written, and decid
 WITHOUT_OUT = ("run", "init")
 PRINTING = {"check", "design", "env", "outputs info", "predict", "report"}
 UNTRIED = {  # that write
-    "score-servers": "needs two servers",
-    "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)",
+    "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)"
 }
 # name -> command and what it reads of the others; out is added
 COMMANDS: dict[str, tuple[str, ...]] = {

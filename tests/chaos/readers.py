@@ -20,7 +20,6 @@ from test_sentencepiece import train_sentencepiece
 from benchmarks.tiny_target import train_tokenizer
 from draftlab import provenance, turns, workspace
 from draftlab.atomic import STATE_RECORD, claim_state, run_identity
-from draftlab.benchmark.servers import PlainAnswers
 from draftlab.config.prune import PruneConfig
 from draftlab.data.sources import documents
 from draftlab.exporting import gguf as gguf_writer
@@ -46,6 +45,7 @@ from draftlab.results.compare import read_candidates
 from draftlab.results.decoding import ServedGeneration
 from draftlab.results.score import Latency, read_score
 from draftlab.sampling import SamplingParams
+from draftlab.scoring.servers import PlainAnswers
 from draftlab.searching.schedule import Rung, Search, Trial, read_search
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.replay import Replay, ReplayedText, read_replay

@@ -158,7 +158,7 @@ CASES = [
     (("replay", "c", "--draft", "draft", "--k", "1000000000000"), "at most 1,000 tokens are drafted per step"),
     (("search", "--layers", "1-1000000000000"), "lists more than 10,000 numbers"),
     (("score", "--draft", "draft", "--batch", "9" * 5000), "is not a list of numbers"),
-    (("score-servers", "--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "not an address"),
+    (("score", "--server", "nope", "--draft", "x"), "--draft: needs --speculative-server"),
     (("outputs", "build", "--server", "http://127.0.0.1:9", "--text", "target"), "no answer from http://127.0.0.1:9"),
     (("distill", "--draft", "draft", "--parallel", "4", "--pard-token", "999"), "--pard-token 999: the vocabulary has"),
     (
@@ -189,7 +189,7 @@ CASES = [
     (("run", "no-steps.yaml"), "step"),
     # where nothing may be written
     (("distill", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
-    (("score", "--draft", "draft", "--out", "full"), "full exists and is not empty"),
+    (("score", "--draft", "draft", "--num-prompts", "4", "--out", "full"), "full exists and is not empty"),
     (("export", "draft", "--out", "full"), "full exists and is not empty"),
     (("init", "--preset", "tiny"), "--force"),
 ]

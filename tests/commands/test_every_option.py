@@ -527,41 +527,33 @@ def _(w: World) -> Settings:
     return {"directory": Path("served"), "verify": True, "server": w.server, "target": str(w.source)}
 
 
-@case("score-servers", "")
-def _(w: World) -> Settings:
-    few = {"num_prompts": 2, "prompt_tokens": 8, "max_tokens": 9, "repeats": 1}
-    return few | {
-        "server": w.server,
-        "speculative_server": w.drafting_server,
-        "target": str(w.source),
-        "data": str(w.text),
-        "draft": str(w.draft),
-    }
-
-
-@case("score-servers", "lm-eval's task")
-def _(w: World) -> Settings:
-    return CASES["score-servers", ""](w) | {"tasks": str(task(w)), "task_limit": 2}
-
-
-@case("score-servers", "phase plain")
+@case("score", "servers")
 def _(w: World) -> Settings:
     few = {"num_prompts": 2, "prompt_tokens": 8, "max_tokens": 9, "repeats": 1, "target": str(w.source)}
-    return few | {"phase": "plain", "server": w.server, "data": str(w.text)}
+    servers = {"server": w.server, "speculative_server": w.drafting_server}
+    return few | servers | {"data": str(w.text), "draft": [str(w.draft)]}
 
 
-@case("score-servers", "phase speculative")
+@case("score", "servers, lm-eval's task")
 def _(w: World) -> Settings:
-    settings = CASES["score-servers", "phase plain"](w)
-    COMMANDS["score-servers"](**settings, out=Path("plain"))
-    del settings["server"]
-    phase = {"phase": "speculative", "plain": Path("plain"), "speculative_server": w.drafting_server}
-    return settings | phase | {"draft": str(w.draft)}
+    return CASES["score", "servers"](w) | {"tasks": str(task(w)), "task_limit": 2}
 
 
-@case("score-servers", "conversations")
+@case("score", "the plain server")
 def _(w: World) -> Settings:
-    settings = CASES["score-servers", ""](w) | chat(w)
+    settings = CASES["score", "servers"](w)
+    return {name: value for name, value in settings.items() if name not in ("speculative_server", "draft")}
+
+
+@case("score", "a drafting server")
+def _(w: World) -> Settings:
+    COMMANDS["score"](**CASES["score", "the plain server"](w), out=Path("plain"))
+    return CASES["score", "servers"](w) | {"server": "plain"}
+
+
+@case("score", "servers, conversations")
+def _(w: World) -> Settings:
+    settings = CASES["score", "servers"](w) | chat(w)
     return {name: value for name, value in settings.items() if name not in ("data", "prompt_tokens")}
 
 
@@ -632,7 +624,7 @@ def test_every_option_is_read_or_refused(name: str, mode: str, world: World, tmp
 def test_every_mode_runs_on_a_gpu(name: str, mode: str, world: World, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = CASES[name, mode](world)
-    if settings.get("mode") == "native" or settings.get("draft_int8"):
+    if settings.get("mode") == "native" or settings.get("int8"):
         pytest.skip("for CPUs")
     COMMANDS[name](**settings | {"device": "cuda"})
 

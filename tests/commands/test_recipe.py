@@ -46,7 +46,7 @@ def test_the_paper_is_a_recipe_three_ways(monkeypatch):
     ways = {way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml") for way in ("", "-served", "-replay")}
     commands = {way: [step.command.name for step in steps] for way, steps in ways.items()}
     assert commands[""] == ["prune"] * 5 + ["score", "report"]
-    assert commands["-served"] == ["prune", "outputs build", "distill", "score-servers", "report"]
+    assert commands["-served"] == ["prune", "outputs build", "distill", "score", "report"]
     assert commands["-replay"] == ["prune"] * 5 + ["outputs build", "replay", "profile", "predict"]
     prunes = [step for steps in ways.values() for step in steps if step.command.name == "prune"]
     cut = {step.out: step.settings for step in prunes}

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftlab.benchmark.throughput import PLAIN, measure_throughput
 from draftlab.config.drafters import RunFacts, parse_drafter
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.sampling import SamplingParams
+from draftlab.scoring.throughput import PLAIN, measure_throughput
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66]]
 

@@ -9,7 +9,6 @@ import torch
 from built import PROMPTS, built, check_output, facts
 from transformers import OPTConfig, OPTForCausalLM
 
-from draftlab.benchmark.throughput import measure_throughput
 from draftlab.commands import COMMANDS
 from draftlab.config.drafters import DRAFTERS, parse_drafter
 from draftlab.config.score import ScoreConfig
@@ -20,6 +19,7 @@ from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
+from draftlab.scoring.throughput import measure_throughput
 
 ASKED = ["ngram:order=2,tokens=500", "prompt-lookup:prompt_lookup_max=2", "model", "fallback"]
 

@@ -12,15 +12,15 @@ from plain_eagle import target_and_head
 from test_engine import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from draftlab.benchmark import throughput
-from draftlab.benchmark.stalls import timed_steps
-from draftlab.benchmark.throughput import measure_throughput
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import ModelDrafter, Sampler, decode, output_tokens, speculative_decode
 from draftlab.model import cuda_graphs, llama
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 from draftlab.model.eagle_llama import CudaGraphEagle
 from draftlab.sampling import SamplingParams
+from draftlab.scoring import throughput
+from draftlab.scoring.stalls import timed_steps
+from draftlab.scoring.throughput import measure_throughput
 
 CPU = torch.device("cpu")
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])

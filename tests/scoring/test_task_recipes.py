@@ -18,11 +18,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks.hellaswag.utils import process_docs
 
 from benchmarks.tiny_target import train_tokenizer
-from draftlab.benchmark.lm_eval import load_tasks
 from draftlab.data import Document, documents
 from draftlab.data.sources import is_heldout
 from draftlab.model.checkpoint import load_model, load_tokenizer
 from draftlab.results.score import TaskResult
+from draftlab.scoring.lm_eval import load_tasks
 
 TASKS = Path(__file__).parents[2] / "recipes/tasks"
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ from test_cli import PRUNE, SCORE, call, refused, space, text  # noqa: F401
 
 from draftlab import workspace
 from draftlab.model.checkpoint import read_config
+from draftlab.model.hub import EMBEDDED
 from draftlab.results.score import read_score, score_files
 
 TASK = """
@@ -78,15 +79,50 @@ def test_tokens_beyond_those_that_a_parallel_draft_was_trained_for_are_said_to_b
 
 @pytest.mark.parametrize(
     "option",
-    [
-        ("--task-limit", "3"),
-        ("--draft-int8", "--mode", "eager"),
-        ("--target-int8", "--mode", "eager"),
-        ("--target-int8", "--tasks", "arc_easy"),
-    ],
+    [("--task-limit", "3"), ("--int8", "both", "--mode", "eager"), ("--int8", "target", "--tasks", "arc_easy")],
 )
 def test_options_that_would_be_ignored_are_refused(option):
     assert f"{option[0]}: " in refused(*SCORE, *option)
+
+
+TINY = ("score", "--target", "tiny", "--data", "stdlib", "--out", "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("--draft", "nope@q8_0"), "--draft"),
+        (("--draft", "tiny@q9"), "--draft"),
+        (("--draft", "a.gguf"), "--draft"),
+        (("--draft", "torn"), "--draft"),
+        (("--draft", "tiny", "--target", "nope"), "--target"),
+        (("--draft", "tiny", "--drafter", "model:draft=nope"), "--drafter"),
+        (("--draft", "tiny", "--drafter", "eagle:heads=text"), "--drafter"),
+        (("--draft", "tiny", "--drafter", "ngram:outputs=text"), "--drafter"),
+        (("--draft", "tiny", "--data", "stdlibs"), "--data"),
+        (("--draft", "tiny", "--prompt-file", "nope.jsonl"), "--prompt-file"),
+        (("--draft", "other"), "--draft"),
+        (("--draft", "tiny", "--max-tokens", "99999"), "--max-tokens"),
+        (("--draft", "tiny", "--batch", "3", "--num-prompts", "4"), "--batch"),
+        (("--server", "nope"), "--server"),
+        (("--server", "http://127.0.0.1:9", "--speculative-server", "http://127.0.0.1:9"), "--server"),
+        (("--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "--speculative-server"),
+    ],
+)
+def test_a_mistake_is_one_line_that_begins_with_its_option(space, words, option):  # noqa: F811
+    (space / "a.gguf").write_bytes(b"GGUF\n")
+    (space / "text").mkdir(exist_ok=True)
+    (space / "torn").mkdir()
+    shutil.copy(EMBEDDED / "tiny/config.json", space / "torn")
+    (space / "torn/model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
+    shutil.copytree(EMBEDDED / "tiny", space / "other")
+    tokenizer = json.loads((space / "other/tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (space / "other/tokenizer.json").write_text(json.dumps(tokenizer))
+    assert refused(*TINY, *words).startswith(f"error: {option}")
+    assert not (space / "x").exists()
 
 
 def test_a_dry_run_does_not_mind_what_is_there(space, draft):  # noqa: F811
@@ -140,9 +176,9 @@ def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft)
     ("options", "target", "draft_weights", "other"),
     [
         ((), "float32", "float32", []),
-        (("--draft-int8",), "float32", "int8", ["int8"]),
-        (("--target-int8",), "int8", "float32", ["float32"]),
-        (("--target-int8", "--draft-int8"), "int8", "int8", ["float32"]),
+        (("--int8", "draft"), "float32", "int8", ["int8"]),
+        (("--int8", "target"), "int8", "float32", ["float32"]),
+        (("--int8", "both"), "int8", "int8", ["float32"]),
     ],
 )
 def test_the_target_alone_is_timed_at_every_precision_of_the_run(space, draft, options, target, draft_weights, other):  # noqa: F811

@@ -15,13 +15,12 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from loopback_servers import SmallVLLM, running
 
-from draftlab.benchmark.lm_eval import Tasks, load_tasks
 from draftlab.commands import COMMANDS
-from draftlab.config.tasks import TaskSettings, check_tasks
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_model, load_tokenizer
 from draftlab.model.hf_files import write_head_ids
 from draftlab.results.score import TaskResult, read_score
+from draftlab.scoring.lm_eval import Tasks, load_tasks
 
 CPU = torch.device("cpu")
 TEMPLATE = (
@@ -146,7 +145,7 @@ def test_a_trimmed_head_and_a_parallel_draft_are_whole_models_for_lm_eval(
 
 @pytest.fixture
 def served(family_dirs: dict[str, Path]) -> Iterator[dict[str, Any]]:
-    """Settings of score-servers around two running servers of the small llama."""
+    """Settings of score around two running servers of the small llama."""
     place = family_dirs["llama"]
     model, tokenizer = load_model(place, torch.float32).eval(), load_tokenizer(place)
     plain, drafting = (SmallVLLM(model, tokenizer, frozenset(), draft=draft) for draft in (None, build("llama", 1)))
@@ -160,18 +159,18 @@ def test_a_served_target_has_the_accuracy_of_its_checkpoint(
 ):
     place, draft = family_dirs["llama"], family_dirs["qwen3"]
     names = ",".join(str(folder / f"{kind}.yaml") for kind in KINDS)
-    COMMANDS["score-servers"](**served, tasks=names, task_limit=5, draft=str(draft), out=tmp_path / "out")
+    COMMANDS["score"](**served, tasks=names, task_limit=5, draft=[str(draft)], out=tmp_path / "out")
     result = read_score(tmp_path / "out")
     assert close(measured(result.target.tasks), golden(place, list(KINDS), folder, limit=5))
     assert close(measured(result.draft.tasks), golden(draft, list(KINDS), folder, limit=5))
 
 
-def test_phases_evaluate_the_model_that_they_run(served: dict[str, Any], folder: Path, tmp_path: Path):
+def test_servers_that_run_apart_evaluate_the_model_that_they_run(served: dict[str, Any], folder: Path, tmp_path: Path):
     url, other = served.pop("server"), served.pop("speculative_server")
     asked = served | {"tasks": str(folder / "multiple_choice.yaml"), "task_limit": 3}
-    COMMANDS["score-servers"](**asked, phase="plain", server=url, out=tmp_path / "plain")
-    phase = {"phase": "speculative", "speculative_server": other, "plain": tmp_path / "plain"}
-    COMMANDS["score-servers"](**asked, **phase, draft="elsewhere", out=tmp_path / "out")
+    COMMANDS["score"](**asked, server=url, out=tmp_path / "plain")
+    second = {"server": str(tmp_path / "plain"), "speculative_server": other, "draft": ["elsewhere"]}
+    COMMANDS["score"](**asked, **second, out=tmp_path / "out")
     result = read_score(tmp_path / "out")
     assert [(r.task, r.n) for r in result.target.tasks] == [("multiple_choice", 3)]
     assert result.draft.tasks == []
@@ -192,7 +191,7 @@ def test_a_server_that_scores_no_prompts_is_refused_before_it_is_asked(
 
     asked = served | {"tasks": str(folder / "multiple_choice.yaml"), "out": tmp_path / "out"}
     with running(other_kind) as url, pytest.raises(UserError, match="does not score prompts"):
-        COMMANDS["score-servers"](**asked | {"server": url})
+        COMMANDS["score"](**asked | {"server": url})
 
 
 def test_data_that_cannot_be_had_is_said_before_a_model_is_loaded(
@@ -223,19 +222,15 @@ def test_options_that_a_task_ignores_are_refused(family_dirs: dict[str, Path], f
         ({"tasks": str(fixed), "include_path": tmp_path / "none"}, "--include-path"),
         ({"num_fewshot": 2}, "--num-fewshot"),
         ({"tasks": str(unsafe)}, "unsafe|generated code"),
-        ({"tasks": "helaswag"}, "--tasks helaswag"),
     ]
     for settings, option in refusals:
         with pytest.raises(UserError, match=option):
             COMMANDS["score"](target=place, draft=[place], data="stdlib", out=tmp_path / "out", **settings)
 
 
-def test_every_name_that_lm_eval_knows_is_known_here(folder: Path):
-    names = TaskManager(include_path=folder).all_tasks
-    assert {"both", "hellaswag", "mmlu", "arc_easy"} < set(names)
-    check_tasks(TaskSettings(tasks=",".join(names), include_path=folder))
-    with pytest.raises(UserError, match="did you mean 'hellaswag'"):
-        check_tasks(TaskSettings(tasks="both,helaswag", include_path=folder))
+def test_a_name_that_is_nearly_a_tasks_is_refused_with_that_name(folder: Path):
+    with pytest.raises(UserError, match=r"--tasks helaswag: .*did you mean 'hellaswag'"):
+        load_tasks(["both", "helaswag"], limit=1, batch_size=1, include_path=folder)
 
 
 def test_a_call_leaves_logging_and_streams_as_they_were(

@@ -6,27 +6,24 @@ import io
 import logging
 import math
 import numbers
-import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
 from draftlab.console import heartbeat
-from draftlab.errors import UserError, one_line
+from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.results.score import TaskResult
 from draftlab.servers.client import Server
 
 if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.model import LM
-    from lm_eval.tasks.manager import TaskDict
+    from lm_eval.tasks import TaskManager
 
-FEWSHOT_SEED = 1234  # lm-eval's, so that it shows the same examples
 BOOTSTRAP_SAMPLES = 1000  # for the few metrics without a closed form; lm-eval's 100,000 take minutes
 SERVED_CONTEXT = 2048  # of a server that does not tell its own, lm-eval's default
 LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/measuring.md)"
@@ -37,13 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """Tasks with their data, and how lm-eval asks them."""
+    """Tasks, and how lm-eval asks them. scored: a task that asks for log-probabilities of a prompt, if there is one."""
 
-    loaded: "TaskDict"
+    names: list[str]
+    index: "TaskManager"
     limit: int
     batch_size: int
+    num_fewshot: int | None
     apply_chat_template: bool
     seed: int
+    scored: str | None
 
     def of_checkpoint(
         self, directory: Path, dtype: torch.dtype, device: torch.device, *, spread: bool = False
@@ -76,7 +76,7 @@ class Tasks:
         """Return every metric of every task of a served model. tokenizer: directory of its tokenizer.
 
         Raises:
-            UserError: the server cannot score the tasks' choices, or does not answer.
+            UserError: the server does not answer.
         """
         url = str(server.http.client.base_url).rstrip("/")
         with _running(f"lm-eval on {server.http.url}", secret=url, shown=server.http.url):
@@ -99,33 +99,32 @@ class Tasks:
 
     def check_server(self, server: Server) -> None:
         """Raises UserError: a task asks for log-probabilities of a prompt, which the server does not give."""
-        scored = [name for name, task in self.loaded["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
-        if scored and not server.adapter.has_prompt_logprobs:
+        if self.scored is not None and not server.adapter.has_prompt_logprobs:
             raise UserError(
-                f"--tasks {scored[0]}: {server.http.url} ({server.kind}) does not score prompts; vLLM and SGLang do"
+                f"--tasks {self.scored}: {server.http.url} ({server.kind}) does not score prompts; vLLM and SGLang do"
             )
 
     def _results(self, lm: "LM") -> list[TaskResult]:
-        """Evaluate as simple_evaluate does, which would then list the environment and have git print errors."""
-        from lm_eval.evaluator import evaluate
+        from lm_eval.evaluator import simple_evaluate
 
-        transformers.set_seed(self.seed)
-        for task in self.loaded["tasks"].values():
-            task.set_fewshot_seed(FEWSHOT_SEED)  # for each model, so that all see the same examples
-        found: Any = evaluate(
-            lm=lm,
-            task_dict=self.loaded,
+        found: Any = simple_evaluate(
+            lm,
+            tasks=list(self.names),
+            num_fewshot=self.num_fewshot,
             limit=self.limit,
             bootstrap_iters=BOOTSTRAP_SAMPLES,
             apply_chat_template=self.apply_chat_template,
             fewshot_as_multiturn=self.apply_chat_template,
+            task_manager=self.index,
+            random_seed=self.seed,
+            numpy_random_seed=self.seed,
+            torch_random_seed=self.seed,
         )
         better, samples = found["higher_is_better"], found["samples"]
-        return [
-            result
-            for name, measured in found["results"].items()
-            for result in _task_results(name, measured, better.get(name, {}), samples.get(name, []))
-        ]
+        results: list[TaskResult] = []
+        for name, measured in found["results"].items():
+            results += _task_results(name, measured, better.get(name, {}), samples.get(name, []))
+        return results
 
 
 def load_tasks(
@@ -141,27 +140,38 @@ def load_tasks(
     """Load the data of every task, before any model is loaded. names: of tasks, groups and tags, or YAML files.
 
     Raises:
-        UserError: data that cannot be had, a kind of task that cannot run here, or examples that a task does not take.
+        UserError: no such task, data that cannot be had, a kind of task that cannot run here, or --num-fewshot for a
+            task that does not take it.
     """
-    shown = ",".join(names)
-    with _running(f"--tasks {shown}", hint=LOCAL_DATA), _offline_where_unreachable():
+    with _running(f"--tasks {','.join(names)}", hint=LOCAL_DATA):
         from lm_eval.tasks import TaskManager
 
-        transformers.set_seed(seed)
+        files = {name for name in names if Path(name).is_file()}
         index = TaskManager(include_path=include_path, include_defaults=False)
-        if not all(Path(name).is_file() or name in index.task_index for name in names):
+        if not all(name in files or name in index.task_index for name in names):
             index = TaskManager(include_path=include_path)  # seven seconds
-        loaded = index.load(names)
-        for name, task in loaded["tasks"].items():
+        for name in names:
+            if name not in files and name not in index.task_index:
+                near = did_you_mean(name, index.all_tasks).partition("; known")[0]
+                raise UserError(f"--tasks {name}: neither a task of lm-eval nor a YAML file{near}")
+        scored = None
+        for name, task in index.load(list(names))["tasks"].items():
             if any(task.get_config(key) for key in UNSUPPORTED):
-                raise UserError(f"lm-eval task {name!r} runs generated code or needs images or sound; not supported")
-            fixed = task.get_config("num_fewshot")
-            if num_fewshot and fixed == 0:
+                raise UserError(f"--tasks {name}: runs generated code or needs images or sound; not supported")
+            if num_fewshot and task.get_config("num_fewshot") == 0:
                 raise UserError(f"--num-fewshot {num_fewshot}: {name} sets 0, which lm-eval does not change")
-            task.set_config("num_fewshot", (fixed or 0) if num_fewshot is None else num_fewshot)
-            if task.get_config("num_fewshot") and task.fewshot_docs() is None:
-                raise UserError(f"--num-fewshot {num_fewshot}: {name} has no split to take examples from")
-    return Tasks(loaded=loaded, limit=limit, batch_size=batch_size, apply_chat_template=apply_chat_template, seed=seed)
+            if task.OUTPUT_TYPE != "generate_until":
+                scored = scored or name
+    return Tasks(
+        names=names,
+        index=index,
+        limit=limit,
+        batch_size=batch_size,
+        num_fewshot=num_fewshot,
+        apply_chat_template=apply_chat_template,
+        seed=seed,
+        scored=scored,
+    )
 
 
 def check_chat_template(directory: Path) -> None:
@@ -210,33 +220,14 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
 
 
-class _Bars(io.StringIO):
-    """A stream in place of stderr that reads the numbers of lm-eval's progress bars and drops everything."""
-
-    def __init__(self, beat: Callable[[str], None]) -> None:
-        super().__init__()
-        self.beat = beat
-        self.done = self.before = 0  # requests of the bar that is shown, and of those before it
-
-    def write(self, text: str) -> int:
-        if at := re.search(r"(?:Running|Requesting).*?(\d+)/(\d+) \[", text):
-            done, total = int(at[1]), int(at[2])
-            if done < self.done:  # a new bar, as lm-eval draws for every batch of texts
-                self.before += self.done
-            self.done = done
-            self.beat(f"{self.before + done} of {self.before + total} requests")
-        return len(text)
-
-
 @contextlib.contextmanager
 def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -> Iterator[None]:
-    """Report progress while lm-eval works, and raise what goes wrong as a UserError, with shown in place of secret."""
+    """Keep lm-eval quiet, and raise what goes wrong as a UserError, with shown in place of secret."""
     before = logging.root.manager.disable
-    with heartbeat(label) as beat:
-        bars = _Bars(beat)
+    with heartbeat(label):
         logging.disable(logging.WARNING)
         try:
-            with contextlib.redirect_stderr(bars), contextlib.redirect_stdout(bars):
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                 yield
         except UserError:
             raise
@@ -246,18 +237,3 @@ def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -
             raise UserError(f"{label}: {reason}{hint}") from error
         finally:
             logging.disable(before)
-
-
-@contextlib.contextmanager
-def _offline_where_unreachable() -> Iterator[None]:
-    """Have data sets read from the cache where the hub cannot be reached; datasets would try for half a minute."""
-    from datasets import config
-    from huggingface_hub import constants
-
-    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if hub.offline_reason() is not None:
-        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

@@ -9,13 +9,13 @@ import torch
 from builders import build
 
 from draftlab import intervals
-from draftlab.benchmark import throughput
-from draftlab.benchmark.stalls import TimedStep, without_stalls
-from draftlab.benchmark.throughput import PLAIN, Measured, measure_throughput
 from draftlab.engine.generate import Step
 from draftlab.model import llama
 from draftlab.results.decoding import Generation, decode_timings
 from draftlab.sampling import SamplingParams
+from draftlab.scoring import throughput
+from draftlab.scoring.stalls import TimedStep, without_stalls
+from draftlab.scoring.throughput import PLAIN, Measured, measure_throughput
 
 PROMPTS = [[1 + i, 2, 3 + i] for i in range(8)]
 ARMS = [PLAIN, ("draft", 1), ("draft", 3)]

@@ -2,7 +2,7 @@
 
 An arm is plain decoding with the weights that verify or with other ones, or one draft at one K. Every repeat runs all
 arms on each batch of prompts, in alternating order, so that drift of the machine affects all arms equally. Passes that
-stalled count as the others of their kind; runs with many stalled steps are repeated.
+stalled count as other passes of their kind; runs with many stalled steps are repeated.
 """
 
 from collections import defaultdict, deque
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median_low
+from typing import TypeVar
 
-from draftlab.benchmark.stalls import FACTOR, TimedStep, timed_steps, without_stalls
 from draftlab.console import note, note_if_slow
 from draftlab.engine.clocks import StepClock, step_clock_for
 from draftlab.engine.drafters.parallel import model_drafter
@@ -23,10 +23,12 @@ from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 from draftlab.model.decoder import Decoder, model_vocab_size
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
+from draftlab.scoring.stalls import FACTOR, TimedStep, timed_steps, without_stalls
 
 MANY_STALLED = 0.2  # share of a run's steps; the usual ones, by which stalls are judged, are the other four fifths
 TRIES = 2  # more, of a run whose steps stall
 
+AnyArm = TypeVar("AnyArm")
 Arm = tuple[str, int]  # draft's name and K; K = 0 is plain decoding
 PLAIN: Arm = ("", 0)
 OTHER_PLAIN: Arm = ("plain decoding with other weights", 0)
@@ -85,23 +87,30 @@ def measure_throughput(
     def run(arm: Arm, group: list[int]) -> list[list[Step]]:
         return _by_row(decode_arm(arm, [prompts[i] for i in group], group), len(group))
 
-    for repeat in range(repeats):
-        for number, group in enumerate(groups):
-            for arm in reversed(arms) if (repeat + number) % 2 else arms:
-                rows = run(arm, group)
-                runs_of[arm][repeat, number] = _runs(group, rows)
-                if repeat == 0:
-                    tokens[arm] += [[t for step in steps for t in step.tokens] for steps in rows]
-            advance(repeat * len(prompts) + group[-1] + 1)
-        if all(len(text) < 2 for text in tokens[PLAIN]):
-            raise UserError(
-                f"the target answers each of the {len(prompts)} prompts with one token, its end, so there is nothing "
-                "to time; a chat model needs prompts in its own format, other models longer prompts"
-            )
+    for arm, repeat, number in interleaved(arms, len(groups), repeats):
+        group = groups[number]
+        rows = run(arm, group)
+        runs_of[arm][repeat, number] = _runs(group, rows)
+        if repeat == 0:
+            tokens[arm] += [[t for step in steps for t in step.tokens] for steps in rows]
+        advance(repeat * len(prompts) + group[-1] + 1)
+    if all(len(text) < 2 for text in tokens[PLAIN]):
+        raise UserError(
+            f"the target answers each of the {len(prompts)} prompts with one token, its end, so there is nothing "
+            "to time; a chat model needs prompts in its own format, other models longer prompts"
+        )
     _repeat_stalled(runs_of, lambda arm, number: _runs(groups[number], run(arm, groups[number])))
     _mend_prefills([(arm, run) for arm, runs in runs_of.items() for each in runs.values() for run in each])
     generations = {arm: _generations(list(chain.from_iterable(runs.values()))) for arm, runs in runs_of.items()}
     return Measured(generations=generations, tokens=tokens)
+
+
+def interleaved(arms: Sequence[AnyArm], groups: int, repeats: int) -> Iterator[tuple[AnyArm, int, int]]:
+    """Yield each arm with every repeat and group of prompts; arms take turns in alternating order."""
+    for repeat in range(repeats):
+        for group in range(groups):
+            for arm in reversed(arms) if (repeat + group) % 2 else arms:
+                yield arm, repeat, group
 
 
 def _decoder(

@@ -1,0 +1,244 @@
+"""What is compared with what: values that are resolved and checked before a model is loaded."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from draftlab import provenance, turns
+from draftlab.config.drafters import DrafterSpec, RunFacts
+from draftlab.config.server_rules import Acceptance
+from draftlab.console import note
+from draftlab.errors import OtherArchitecture, Quantised, UserError, about
+from draftlab.exporting.hf import parse_quantized_name, write_fake_quantized
+from draftlab.model import Mode, checkpoint, hub, llama, memory, parallel
+from draftlab.model.checkpoint import max_model_len
+from draftlab.model.size import read_size
+from draftlab.prompts import Prompts
+from draftlab.provenance import Stage, lineage
+from draftlab.results.decoding import share_of_equal_texts
+from draftlab.results.score import SAMPLING, Prompt
+from draftlab.sampling import SamplingParams
+from draftlab.scoring.lm_eval import Tasks, check_chat_template
+from draftlab.target_outputs.repeats import distinct_ngrams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """The requests that are answered in every way, and how often each of them is."""
+
+    prompts: Prompts
+    sampling: SamplingParams
+    repeats: int
+
+    def conditions(self) -> dict[str, Any]:
+        """Return the conditions of a score that are those of its requests."""
+        prompts = self.prompts
+        return {name: getattr(self.sampling, name) for name in SAMPLING} | {
+            "data": prompts.source,
+            "prompts_sha256": prompts.sha256,
+            "prompts": len(prompts.rows),
+            "prompt_tokens": prompts.tokens,
+            "chat": prompts.chat,
+            "repeats": self.repeats,
+        }
+
+    def score_facts(self, plain: list[list[int]], texts: list[list[list[int]]]) -> dict[str, Any]:
+        """Return the fields of a score that follow from its texts, as token ids. texts: with drafts, for every K."""
+        return {
+            "prompts": [Prompt(tokens=len(p.ids), category=p.category) for p in self.prompts.rows],
+            "equal_texts": share_of_equal_texts(plain, texts) if self.sampling.temperature == 0 else None,
+            "distinct_4grams": distinct_ngrams(plain, 4),
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """The way in which passes run. device_map: how accelerate spreads the target; None: it stays on the device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    mode: Mode
+    device_map: str | None = None
+    target_int8: bool = False
+    draft_int8: bool = False
+    threads: int | None = None
+
+    @property
+    def int8(self) -> bool:
+        """Return whether some weights are rounded, so that the target is timed alone at both precisions."""
+        return self.target_int8 or self.draft_int8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Drafts and drafters to measure with a target, in one process.
+
+    drafts: directories by name, which ends in @TYPE for weights rounded as in that GGUF type. default_draft: the draft
+    model of drafters that name none. data: the source that drafters learn from.
+    """
+
+    target: Path
+    drafts: dict[str, Path]
+    drafters: list[DrafterSpec]
+    default_draft: Path | None
+    requests: Requests
+    engine: Engine
+    ks: list[int]
+    batches: list[int]
+    acceptance: Acceptance
+    data: str
+    tasks: Tasks | None = None
+
+    @property
+    def name(self) -> str:
+        drafts = [name.split("-", 1)[-1] for name in self.drafts]
+        return "-".join(["score", *drafts, *(spec.kind for spec in self.drafters)])
+
+    @property
+    def draft_paths(self) -> list[Path]:
+        """Return all draft models, those of drafters included."""
+        named = [path for spec in self.drafters for path in spec.paths(self.default_draft, models_only=True)]
+        return list(dict.fromkeys([*self.drafts.values(), *named]))
+
+    @property
+    def inputs(self) -> list[Path]:
+        """Return the inputs for the record."""
+        read = [path for spec in self.drafters for path in spec.paths(self.default_draft)]
+        said = turns.place(self.requests.prompts, provenance.fingerprint(self.target), self.requests.sampling)
+        return list(dict.fromkeys([self.target, *self.drafts.values(), *read, *([] if said is None else [said])]))
+
+    @property
+    def context(self) -> int:
+        """Return the cached tokens in the middle of what is decoded."""
+        requests = self.requests
+        return int(median(len(p.ids) for p in requests.prompts.rows)) + requests.sampling.max_tokens // 2
+
+    def made(self, name: str) -> list[Stage] | None:
+        """Return the commands that made a draft, or what a drafter reads; [] if it reads nothing, None if not known."""
+        spec = next((spec for spec in self.drafters if spec.name == name), None)
+        paths = [self.drafts[name]] if spec is None else spec.paths(self.default_draft)
+        known = [lineage(path, self.target) for path in paths]
+        stages = [stage for chain in known for stage in chain or []]
+        return None if None in known else [s for i, s in enumerate(stages) if s not in stages[:i]]
+
+    def facts(self) -> Mapping[str, object]:
+        """Return what a dry run shows."""
+        ways = 1 + self.engine.int8 + (len(self.drafts) + len(self.drafters)) * len(self.ks)
+        texts = self.requests.prompts.requests * self.requests.repeats * ways * len(self.batches)
+        read = {spec.name: spec.paths(self.default_draft) for spec in self.drafters}
+        return {
+            "target": _described(self.target),
+            **{name: _described(path) for name, path in self.drafts.items()},
+            **{name: f"reads {', '.join(map(str, paths)) or 'no files'}" for name, paths in read.items()},
+            "work": f"at most {texts} generations of {self.requests.sampling.max_tokens} tokens",
+        }
+
+    def check(self) -> None:
+        """Check that everything fits together.
+
+        Raises:
+            UserError: batches that the prompts do not fill, two results of one name, a drafter or a mode that does not
+                fit, a text that is longer than a context, or a tokenizer without a chat template.
+        """
+        for batch in self.batches:
+            if (count := self.requests.prompts.requests) % batch:
+                raise UserError(f"--batch {batch}: {count} prompts do not fill such batches; want a multiple of it")
+        names = [*self.drafts, *(spec.name for spec in self.drafters)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
+        self._check_drafters()
+        for path in self.draft_paths:
+            self._check_parallel(path)
+        engine = self.engine
+        if engine.device_map is not None and (engine.mode != "eager" or self.batches != [1]):
+            raise UserError("--device-map has transformers run the target: use --mode eager --batch 1")
+        if engine.int8 and engine.mode != "native":
+            raise UserError(f"--int8 needs mode native, and this runs in mode {engine.mode}")
+        models = {"the target": self.target, **self.drafts}
+        with about("--max-tokens"):
+            self.check_context({name: max_model_len(path) for name, path in models.items()}, max(self.ks))
+        if self.tasks is not None and self.tasks.apply_chat_template:
+            for path in models.values():
+                check_chat_template(path)
+
+    def check_context(self, contexts: Mapping[str, int], drafted: int) -> None:
+        """Raises UserError: the longest text with its drafted tokens does not fit one of these contexts, by model."""
+        longest, max_tokens = self.requests.prompts.longest, self.requests.sampling.max_tokens
+        for name, context in contexts.items():
+            if longest + max_tokens + drafted > context:
+                raise UserError(
+                    f"a prompt has {longest} tokens; with {max_tokens} more and {drafted} drafted it does not fit the "
+                    f"context of {name}, {context}"
+                )
+
+    def check_memory(self) -> None:
+        """Raises UserError: weights, caches and logits do not fit the free memory; the spread target is left out."""
+        spread = {self.target} if self.engine.device_map else set()
+        sizes = {path: read_size(path) for path in [self.target, *self.draft_paths] if path not in spread}
+        longest, rows, k = self.requests.prompts.longest, max(self.batches), max(self.ks)
+        width, tokens = self.engine.dtype.itemsize, rows * (longest + self.requests.sampling.max_tokens + k)
+        needs = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
+        needs |= {"int8 copies": sum(size.weight_bytes(1) for size in sizes.values())} if self.engine.int8 else {}
+        needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
+        needs["logits"] = 2 * 4 * max(rows * (k + 1), longest) * checkpoint.vocab_size(self.target)
+        memory.check_fits(needs, self.engine.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
+
+    def _check_drafters(self) -> None:
+        if not self.drafters:
+            return
+        try:
+            layers = None if self.engine.device_map else llama.check_supported(self.target).layers
+        except (OtherArchitecture, Quantised):
+            layers = None
+        run = RunFacts(
+            target=self.target,
+            layers=layers,
+            vocab=checkpoint.vocab_size(self.target),
+            mode=self.engine.mode,
+            rule=self.acceptance.rule,
+            draft=self.default_draft,
+        )
+        for spec in self.drafters:
+            spec.check(run)
+
+    def _check_parallel(self, draft: Path) -> None:
+        """Say how a parallel draft drafts. Raises UserError: its mask token is no id of its vocabulary."""
+        if parallel.pard_token(draft) is None:
+            return
+        name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
+        note(f"{name} drafts all tokens in one pass; --drafter model:draft={draft} drafts in one pass for each")
+        if trained is not None and max(self.ks) > trained:
+            beyond = f"those beyond, up to K = {max(self.ks)}, are untrained"
+            note(f"{name} was trained to draft {trained} tokens; {beyond}")
+
+
+@contextlib.contextmanager
+def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
+    """Yield the comparison with copies in place of drafts that are to be rounded, as NAME@q8_0."""
+    drafts = dict(comparison.drafts)
+    with contextlib.ExitStack() as stack:
+        for name, path in comparison.drafts.items():
+            _, kind = parse_quantized_name(name)
+            if kind is not None:
+                drafts[name] = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
+                drafts[name].mkdir()
+                note(f"{name}: weights rounded to {kind}; its speed here is not llama.cpp's")
+                write_fake_quantized(path, drafts[name], kind)
+        yield replace(comparison, drafts=drafts)
+
+
+def _described(directory: Path) -> str:
+    try:
+        return llama.check_supported(directory).describe()
+    except OtherArchitecture as error:
+        return f"{read_size(directory).describe()}; {error}; transformers runs it"
+    except Quantised:
+        return f"{read_size(directory).describe()}; quantised; transformers runs it"

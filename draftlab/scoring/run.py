@@ -1,0 +1,322 @@
+"""Score drafts against a target: everything in one process, then one score.json per draft."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from draftlab import provenance, turns
+from draftlab.console import heartbeat, note, progress
+from draftlab.engine.batch_generate import turn_answers
+from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+from draftlab.engine.drafters.parallel import drafts_in_parallel
+from draftlab.engine.rejection_rules import rule_named
+from draftlab.errors import UserError
+from draftlab.exporting.hf import parse_quantized_name
+from draftlab.latency.machine_state import (
+    device_name,
+    read_core_time,
+    read_environment,
+    steady_clock,
+    steady_step_clock,
+    warn_if_busy,
+    with_waiting,
+)
+from draftlab.latency.profiler import measure_latency
+from draftlab.model import checkpoint, hub
+from draftlab.model.decoder import Decoder, load, with_mode
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.hf_files import quantization_method
+from draftlab.model.llama import Llama
+from draftlab.model.native_cpu import NativeLlama
+from draftlab.model.tokenizer import known_ids
+from draftlab.output import Output
+from draftlab.registry import REJECTION
+from draftlab.results.environment import Environment
+from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
+from draftlab.scoring.comparison import Comparison, with_rounded_drafts
+from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, Measured, measure_throughput
+
+LATENCY_PASSES = 60
+
+
+def score(comparison: Comparison, output: Output) -> list[Score]:
+    """Measure every draft, write NAME/score.json for each, and return the scores in the order of the drafts.
+
+    Raises:
+        UserError: too little memory, or a text that does not fit a model's context.
+    """
+    with with_rounded_drafts(comparison) as used:
+        scores = measure(used, output.command_line)
+    with output.directory() as work:
+        for result in scores:
+            (work / result.name).mkdir()
+            (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
+        output.record(work, comparison.inputs)
+    return scores
+
+
+def measure(comparison: Comparison, command: str) -> list[Score]:
+    """Run everything and return the scores. command: the command line, for the record."""
+    if comparison.engine.threads is not None:
+        torch.set_num_threads(comparison.engine.threads)
+    comparison.check_memory()
+    tasks = _accuracies(comparison)
+    models = Models(comparison)
+    drafts = {name: models.draft(path) for name, path in comparison.drafts.items()}
+    comparison = _with_turns(comparison, models)
+    contexts = {name: model.context for name, model in {"the target": models.target, **drafts}.items()}
+    comparison.check_context(contexts, max(comparison.ks))
+    runs = _drafter_runs(comparison, models)
+    for name, run in runs.items():
+        context = {} if run.model is None else {f"the draft of {name}": run.model.context}
+        comparison.check_context({"the target": models.target.context} | context, max(run.ks))
+    measurement = Measurement(
+        comparison=comparison,
+        target=models.target,
+        other_target=models.other_target,
+        drafts=drafts,
+        runs=runs,
+        tasks=tasks,
+        environment=read_environment(),
+        command=command,
+    )
+    warn_if_busy(measurement.environment)
+    return [score for batch in comparison.batches for score in measurement.scores(batch)]
+
+
+class Models:
+    """The checkpoints of a comparison, each loaded once."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.engine = comparison, comparison.engine
+        self._loaded: dict[Path, Decoder] = {}
+        self._running: dict[tuple[Path, bool], Decoder] = {}
+
+    def eager(self, directory: Path) -> Decoder:
+        """Return a checkpoint in mode eager."""
+        if directory not in self._loaded:
+            engine = self.engine
+            note(f"loading {hub.checkpoint_name(directory)}")
+            device_map = engine.device_map if directory == self.comparison.target else None
+            model = load(directory, engine.dtype, engine.device, device_map)
+            if isinstance(model, HFDecoder) and (engine.mode != "eager" or self.comparison.batches != [1]):
+                raise UserError(f"transformers runs {directory}, which needs --mode eager --batch 1")
+            self._loaded[directory] = model
+        return self._loaded[directory]
+
+    def running(self, directory: Path, int8: bool) -> Decoder:
+        """Return a checkpoint in the mode of the run."""
+        if (directory, int8) not in self._running:
+            model = self.eager(directory)
+            running = with_mode(model, self.engine.mode, int8) if isinstance(model, Llama) else model
+            self._running[directory, int8] = running
+        return self._running[directory, int8]
+
+    def draft(self, directory: Path) -> Decoder:
+        return self.running(directory, self.engine.draft_int8)
+
+    @property
+    def target(self) -> Decoder:
+        return self.running(self.comparison.target, self.engine.target_int8)
+
+    @property
+    def other_target(self) -> Decoder | None:
+        """The target with the weights that do not verify; None where its dtype is the only precision."""
+        return self.running(self.comparison.target, not self.engine.target_int8) if self.engine.int8 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One comparison's models, ready to be timed. tasks: lm-eval results by directory."""
+
+    comparison: Comparison
+    target: Decoder
+    other_target: Decoder | None
+    drafts: Mapping[str, Decoder]
+    runs: Mapping[str, DrafterRun]
+    tasks: Mapping[Path, list[TaskResult]]
+    environment: Environment
+    command: str
+
+    def scores(self, batch: int) -> list[Score]:
+        """Time all drafts and drafters at a batch size."""
+        latency = self._latency(batch)
+        before = read_core_time()
+        measured = self._throughput(batch)
+        environment = with_waiting(self.environment, before, read_core_time())
+        target = self._model("", self.target, self.comparison.target, latency)
+        scores = []
+        for name, model in self.drafts.items():
+            draft = self._model(name, model, self.comparison.drafts[name], latency)
+            weights = parse_quantized_name(name)[1] or self._weights(model)
+            draft = draft.model_copy(update={"parallel": drafts_in_parallel(model)})
+            scores.append(self._score(name, target, draft, weights, measured, environment, batch))
+        for name, run in self.runs.items():
+            draft = self._model(name, run.model, None, latency).model_copy(update=dict(run.facts))
+            weights = None if run.model is None else self._weights(run.model)
+            if "heads_sha256" in run.facts:
+                engine = self.comparison.engine
+                weights = "int8" if engine.draft_int8 else checkpoint.dtype_name(engine.dtype)
+            scores.append(self._score(name, target, draft, weights, measured, environment, batch))
+        return scores
+
+    def _latency(self, batch: int) -> dict[str, list[Latency]]:
+        """Time single passes of the models that our own engine runs; the target has the empty name."""
+        decoders = {"": self.target, **self.drafts, **{name: run.model for name, run in self.runs.items()}}
+        own = {name: model for name, model in decoders.items() if isinstance(model, Llama)}
+        if not own:
+            return {}
+        widths = [1, *(k + 1 for k in self.comparison.ks)]
+        note(f"latency of {len(own)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
+        with heartbeat("latency"):
+            return measure_latency(
+                own,
+                widths=widths,
+                context=self.comparison.context,
+                passes=LATENCY_PASSES,
+                batch=batch,
+                clock=steady_clock(self.comparison.engine.device),
+            )
+
+    def _throughput(self, batch: int) -> Measured:
+        comparison, requests = self.comparison, self.comparison.requests
+        prompts = [prompt.ids for prompt in requests.prompts.rows]
+        ways = 1 + (self.other_target is not None) + len(self.drafts) * len(comparison.ks)
+        ways += sum(len(run.ks) for run in self.runs.values())
+        with progress("decode", len(prompts) * requests.repeats) as advance:
+            return measure_throughput(
+                self.target,
+                self.drafts,
+                prompts,
+                other_target=self.other_target,
+                ks=comparison.ks,
+                sampling=requests.sampling,
+                repeats=requests.repeats,
+                batch=batch,
+                drafters={name: (run.drafter, run.ks) for name, run in self.runs.items()},
+                rule=rule_named(comparison.acceptance.rule),
+                draft_temperature=comparison.acceptance.draft_temperature,
+                advance=lambda done: advance(done, f"{ways} ways each"),
+                clock=steady_step_clock(comparison.engine.device),
+            )
+
+    def _score(
+        self,
+        name: str,
+        target: Model,
+        draft: Model,
+        draft_weights: str | None,
+        measured: Measured,
+        environment: Environment,
+        batch: int,
+    ) -> Score:
+        ks = [k for arm, k in measured.tokens if arm == name]
+        other = {} if self.other_target is None else {self._weights(self.other_target): OTHER_PLAIN}
+        run = self.runs.get(name)
+        return Score(
+            name=self._label(name, batch),
+            target=target,
+            draft=draft,
+            conditions=self._conditions(name, draft_weights, batch),
+            environment=environment,
+            plain=measured.generations[PLAIN],
+            other_plain={weights: measured.generations[arm] for weights, arm in other.items()},
+            speculative={k: measured.generations[name, k] for k in ks},
+            command=self.command,
+            versions=provenance.versions(),
+            learnt=run.learnt if run else None,
+            made=self.comparison.made(name),
+            **self.comparison.requests.score_facts(measured.tokens[PLAIN], [measured.tokens[name, k] for k in ks]),
+        )
+
+    def _label(self, name: str, batch: int) -> str:
+        """Return the name of a result: of a drafter or draft, of int8 weights, at a batch size."""
+        comparison = self.comparison
+        models = [*comparison.drafts, *(s.name for s in comparison.drafters if s.drafts)]
+        rounded = "@int8" if comparison.engine.draft_int8 and name in models else ""
+        return f"{name}{rounded}" + (f"-b{batch}" if len(comparison.batches) > 1 else "")
+
+    def _conditions(self, name: str, draft_weights: str | None, batch: int) -> Conditions:
+        comparison, engine, acceptance = self.comparison, self.comparison.engine, self.comparison.acceptance
+        own_rule = {spec.name: spec.rejection_rule for spec in comparison.drafters}.get(name, REJECTION)
+        return Conditions(
+            **comparison.requests.conditions(),
+            device=device_name(engine.device),
+            dtype=checkpoint.dtype_name(engine.dtype),
+            mode=engine.mode,
+            threads=torch.get_num_threads(),
+            context=comparison.context,
+            batch=batch,
+            target_weights=self._weights(self.target),
+            draft_weights=draft_weights,
+            draft_temperature=acceptance.draft_temperature,
+            rule=own_rule if acceptance.rule == REJECTION else acceptance.rule,
+        )
+
+    def _model(
+        self, name: str, decoder: Decoder | None, path: Path | None, latency: Mapping[str, list[Latency]]
+    ) -> Model:
+        return Model(
+            name=name if path is None else hub.checkpoint_name(path),
+            sha256=provenance.fingerprint(path) if path else None,
+            shape=decoder.shape if isinstance(decoder, Llama) else None,
+            latency=latency.get(name, []),
+            tasks=self.tasks.get(path, []) if path else [],
+            via_transformers=isinstance(decoder, HFDecoder),
+        )
+
+    def _weights(self, model: Decoder) -> str:
+        """Return the precision of a model's weights: int8, how its checkpoint is quantised, or the run's dtype."""
+        if isinstance(model, NativeLlama) and model.int8:
+            return "int8"
+        quantised = quantization_method(model.model.config.to_dict()) if isinstance(model, HFDecoder) else None
+        return quantised or checkpoint.dtype_name(self.comparison.engine.dtype)
+
+
+def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
+    """Return the lm-eval results of the target and of the drafts, by directory."""
+    tasks, engine = comparison.tasks, comparison.engine
+    if tasks is None:
+        return {}
+    spread = {comparison.target} if engine.device_map else set()
+    return {
+        path: tasks.of_checkpoint(path, engine.dtype, engine.device, spread=path in spread)
+        for path in (comparison.target, *comparison.drafts.values())
+    }
+
+
+def _with_turns(comparison: Comparison, models: Models) -> Comparison:
+    """Return the comparison with a prompt for every turn, after the target's answers to earlier ones."""
+    requests, target = comparison.requests, comparison.target
+    if requests.prompts.requests == len(requests.prompts.rows):
+        return comparison
+    model = models.running(target, False) if comparison.engine.mode == "native" else models.eager(target)
+    prompts = turns.answered(
+        requests.prompts,
+        checkpoint.load_tokenizer(target),
+        target=provenance.fingerprint(target),
+        sampling=requests.sampling,
+        answer=turn_answers(model, known_ids(target), requests.sampling),
+    )
+    return replace(comparison, requests=replace(requests, prompts=prompts))
+
+
+def _drafter_runs(comparison: Comparison, models: Models) -> dict[str, DrafterRun]:
+    """Return the drafters by name."""
+    if not comparison.drafters:
+        return {}
+    context = DrafterContext(
+        models.target,
+        comparison.target,
+        models.draft,
+        comparison.default_draft,
+        data=comparison.data,
+        sampling=comparison.requests.sampling,
+        ks=comparison.ks,
+        mode=comparison.engine.mode,
+        clock=steady_clock(comparison.engine.device),
+        int8=comparison.engine.draft_int8,
+    )
+    return {spec.name: spec.build(context) for spec in comparison.drafters}

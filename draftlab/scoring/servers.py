@@ -1,0 +1,310 @@
+"""Score a draft through running servers: one runs the target alone, one the target with its draft.
+
+Requests go one at a time, to both servers in turn, or to one server in each of two runs. A request seen from outside is
+one time: prefill, decoding and transport.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from draftlab import provenance, turns
+from draftlab.console import note, progress
+from draftlab.engine.clocks import Clock
+from draftlab.errors import UserError
+from draftlab.latency.machine_state import read_core_time, read_environment, warm_up, warn_if_busy, with_waiting
+from draftlab.model import checkpoint, hub
+from draftlab.output import Output
+from draftlab.reading import FileModel
+from draftlab.results.decoding import Counters, ServedGeneration
+from draftlab.results.environment import Environment
+from draftlab.results.score import Conditions, Model, Score, TaskResult
+from draftlab.sampling import SamplingParams
+from draftlab.scoring.comparison import Requests
+from draftlab.scoring.lm_eval import Tasks
+from draftlab.scoring.throughput import interleaved
+from draftlab.servers.client import Server, spec_decode_counters
+from draftlab.target_outputs.targets import check_server_tokenizer
+
+PLAIN, SPECULATIVE = "plain", "speculative"
+PLAIN_FILE = "plain.json"
+PREFIX_HITS = ":prefix_cache_hits_total"  # prompt tokens, in vLLM
+OPTIONS = {PLAIN: "--server", SPECULATIVE: "--speculative-server"}
+
+
+class PlainAnswers(FileModel):
+    """The plain server's answers, on disk until the other server runs. asked: the conditions that both share."""
+
+    kind: str
+    model: str
+    version: str
+    asked: dict[str, Any]
+    runs: list[ServedGeneration]
+    tokens: list[list[int]]
+    tasks: list[TaskResult] = Field(default=[])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedComparison:
+    """Servers to compare, and what to ask them.
+
+    servers: by PLAIN and SPECULATIVE. stored: the answers of a plain server that ran before. draft: name or directory.
+    tokenizer: the target's directory, or its tokenizer alone.
+    """
+
+    servers: dict[str, Server]
+    stored: PlainAnswers | None
+    draft: str
+    tokenizer: Path
+    requests: Requests
+    tasks: Tasks | None = None
+
+    @property
+    def name(self) -> str:
+        return "score-served" if SPECULATIVE in self.servers else "score-served-plain"
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Return the conditions that both servers share, as JSON has them."""
+        return json.loads(json.dumps(self.requests.conditions()))
+
+    def facts(self) -> Mapping[str, object]:
+        """Return what a dry run shows."""
+        count = len(self.servers) * self.requests.repeats * self.requests.prompts.requests
+        return {
+            "servers": "; ".join(server.describe() for server in self.servers.values()),
+            "work": f"{count} requests of at most {self.requests.sampling.max_tokens} tokens",
+        }
+
+
+@dataclass(slots=True)
+class Answers:
+    """Answers of one server. tokens: of the first repeat. counters: those in its answers. before, after: metrics."""
+
+    runs: list[ServedGeneration] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    answer_counters: list[Counters] = field(default_factory=list)
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def counters(self) -> Counters | None:
+        """Return how its speculative counters grew, or None where nothing was drafted."""
+        if not self.answer_counters:
+            return spec_decode_counters(self.before, self.after)
+        accepted = [0.0] * max(len(c.num_accepted_tokens_per_pos) for c in self.answer_counters)
+        for counters in self.answer_counters:
+            for position, tokens in enumerate(counters.num_accepted_tokens_per_pos):
+                accepted[position] += tokens
+        return Counters(
+            num_drafts=sum(c.num_drafts for c in self.answer_counters),
+            num_draft_tokens=sum(c.num_draft_tokens for c in self.answer_counters),
+            num_accepted_tokens_per_pos=accepted,
+        )
+
+    @property
+    def cached_prompt_tokens(self) -> float:
+        """Return how many prompt tokens the server took from its prefix cache."""
+        series = [name for name in self.after if name.partition("{")[0].endswith(PREFIX_HITS)]
+        return sum(self.after[name] - self.before.get(name, 0.0) for name in series)
+
+
+def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
+    """Measure, write score.json, and return the score; of the plain server alone write and return its answers.
+
+    Raises:
+        UserError: another vocabulary than the tokenizer's, servers that both draft or both do not, or that served
+            others at the same time; stored answers to other requests.
+    """
+    for server in comparison.servers.values():
+        check_server_tokenizer(server, comparison.tokenizer)
+    comparison = with_turns(comparison)
+    _check_same(comparison)
+    environment = read_environment()
+    warn_if_busy(environment)
+    before = read_core_time()
+    with progress("decode", len(comparison.requests.prompts.rows) * comparison.requests.repeats) as advance:
+        answers = measure(comparison, lambda done: advance(done, "of each server"))
+    environment = with_waiting(environment, before, read_core_time())
+    plain = comparison.stored or _plain_answers(comparison, answers[PLAIN])
+    scored = SPECULATIVE in comparison.servers
+    result = _score(comparison, plain, answers[SPECULATIVE], environment, output.command_line) if scored else plain
+    with output.directory() as work:
+        (work / ("score.json" if scored else PLAIN_FILE)).write_text(result.model_dump_json(indent=1))
+        read = [comparison.tokenizer, *([Path(comparison.draft)] if Path(comparison.draft).is_dir() else [])]
+        output.record(work, read)
+    return result
+
+
+def with_turns(comparison: ServedComparison) -> ServedComparison:
+    """Return the comparison with a prompt for every turn, after the plain server's answers."""
+    server, requests = comparison.servers.get(PLAIN), comparison.requests
+
+    def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
+        if server is None:
+            raise UserError(f"the answers to earlier turns are gone from {turns.FOLDER}; score --server again")
+        return [completion.ids for completion in server.generate([p.ids for p in prompts], requests.sampling)]
+
+    named = comparison.stored or server
+    assert named is not None  # prepare() wanted one of the two
+    prompts = turns.answered(
+        requests.prompts,
+        checkpoint.load_tokenizer(comparison.tokenizer),
+        target=f"{named.kind} {named.model}",
+        sampling=requests.sampling,
+        answer=answer,
+    )
+    return replace(comparison, requests=replace(requests, prompts=prompts))
+
+
+def measure(
+    comparison: ServedComparison, advance: Callable[[int], None], clock: Clock = time.perf_counter
+) -> dict[str, Answers]:
+    """Send every prompt to every server, repeats times, in alternating order. Raises as score."""
+    servers, requests = comparison.servers, comparison.requests
+    prompts = [prompt.ids for prompt in requests.prompts.rows]
+    _warm_up(comparison, prompts[0][::-1], clock)  # as long as a prompt, and no cached prefix of one
+    answers = {role: Answers(before=_metrics(server)) for role, server in servers.items()}
+    for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
+        ids, seconds, counters = _ask(servers[role], prompts[index], requests.sampling, clock)
+        answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
+        answers[role].answer_counters.extend([counters] if counters is not None else [])
+        if repeat == 0:
+            answers[role].tokens.append(ids)
+        advance(repeat * len(prompts) + index + 1)
+    for role, server in servers.items():
+        answers[role].after = _metrics(server)
+        if tokens := answers[role].cached_prompt_tokens:
+            note(
+                f"{server.http.url} took {tokens:.0f} prompt tokens from its cache, so later repeats cost less than "
+                "the first; start vLLM with --no-enable-prefix-caching"
+            )
+    return answers
+
+
+def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> None:
+    """Check the tokens received against the counters: the first of each answer, one of each step, and those accepted.
+
+    Raises:
+        UserError: the counters do not match our requests, so the server answered others, too.
+    """
+    tokens = sum(r.tokens for r in runs)
+    most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
+    if not tokens <= most <= tokens + len(runs) * (counters.k + 1):  # the end of a text cuts its last step
+        raise UserError(
+            f"{url} counted {counters.num_drafts:.0f} steps, which give {most:.0f} tokens, and {tokens} arrived: it "
+            "answered other requests at the same time; score needs it alone"
+        )
+
+
+def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> None:
+    """Check with one request each that one server drafts and the other does not, then warm them up."""
+    sampling = comparison.requests.sampling
+    for role, server in comparison.servers.items():
+        answers = Answers(before=_metrics(server))
+        *_, counters = _ask(server, prompt, sampling, clock)
+        answers.answer_counters.extend([counters] if counters is not None else [])
+        answers.after = _metrics(server)
+        drafts = answers.counters is not None
+        if drafts != (role == SPECULATIVE):
+            wrong = "drafts; it must run the target alone" if drafts else "drafts nothing; start it with a draft"
+            raise UserError(f"{OPTIONS[role]} {server.http.url} {wrong}")
+    for server in comparison.servers.values():
+        if not warm_up(lambda server=server: _ask(server, prompt, sampling, clock)[1]):
+            note(f"{server.http.url} does not reach a steady state: its times vary by more than a tenth")
+
+
+def _ask(
+    server: Server, prompt: list[int], sampling: SamplingParams, clock: Clock
+) -> tuple[list[int], float, Counters | None]:
+    """Return the answer to a prompt, its seconds, and its speculative counters where it has them (SGLang)."""
+    start = clock()
+    ids, counters = server.generate_ids(prompt, sampling)
+    return ids, clock() - start, counters
+
+
+def _metrics(server: Server) -> dict[str, float]:
+    """Return the counters of the server's metrics page; SGLang's are in its answers."""
+    return {} if server.kind == "sglang" else server.metrics()
+
+
+def _plain_answers(comparison: ServedComparison, answers: Answers) -> PlainAnswers:
+    server, tasks = comparison.servers[PLAIN], comparison.tasks
+    return PlainAnswers(
+        kind=server.kind,
+        model=server.model,
+        version=server.version,
+        asked=comparison.conditions,
+        runs=answers.runs,
+        tokens=answers.tokens,
+        tasks=tasks.of_server(server, comparison.tokenizer) if tasks else [],
+    )
+
+
+def _check_same(comparison: ServedComparison) -> None:
+    """Raises UserError: the stored answers are to other requests, or of another kind of server."""
+    stored = comparison.stored
+    if stored is None:
+        return
+    before = stored.asked | {"server": stored.kind}
+    now = comparison.conditions | {"server": comparison.servers[SPECULATIVE].kind}
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise UserError(f"--server: its answers have {name} = {before.get(name)!r}, and now it is {value!r}")
+
+
+def _score(
+    comparison: ServedComparison, plain: PlainAnswers, answers: Answers, environment: Environment, command: str
+) -> Score:
+    counters, server = answers.counters, comparison.servers[SPECULATIVE]
+    if counters is None:
+        raise UserError(f"{server.http.url} has drafted nothing for these prompts")
+    check_alone(answers.runs, counters, server.http.url)
+    draft = _model(Path(comparison.draft), comparison.draft)
+    return Score(
+        name=Path(comparison.draft).name,
+        target=_model(comparison.tokenizer, plain.model).model_copy(update={"tasks": plain.tasks}),
+        draft=draft.model_copy(update={"tasks": _draft_tasks(comparison, draft)}),
+        conditions=Conditions(
+            **comparison.requests.conditions(),
+            device=f"{server.kind} {server.version}".strip(),
+            dtype="as served",
+            target_weights="as served",
+            draft_weights="as served",
+            mode="served",
+            threads=None,
+            context=None,
+            in_phases=comparison.stored is not None,
+        ),
+        environment=environment,
+        plain=plain.runs,
+        speculative={counters.k: answers.runs},
+        counters={counters.k: counters},
+        command=command,
+        versions=provenance.versions() | {plain.kind: plain.version, server.kind: server.version},
+        **comparison.requests.score_facts(plain.tokens, [answers.tokens]),
+    )
+
+
+def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]:
+    """Return the lm-eval results of the draft, which runs here; none where its checkpoint is on the server only."""
+    if comparison.tasks is None:
+        return []
+    if draft.sha256 is None:
+        note(f"--tasks: {draft.name} is no checkpoint here, so that only the target is evaluated")
+        return []
+    device = checkpoint.resolve_device("auto")
+    return comparison.tasks.of_checkpoint(Path(comparison.draft), checkpoint.resolve_dtype("auto", device), device)
+
+
+def _model(directory: Path, name: str) -> Model:
+    """Describe a checkpoint if it is here, else its name alone."""
+    if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
+        return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
+    shape, digest = checkpoint.read_shape(directory), provenance.fingerprint(directory)
+    return Model(name=hub.checkpoint_name(directory), sha256=digest, shape=shape, latency=[], tasks=[])
